@@ -13,8 +13,8 @@
 [[ -n ${DYN_FILE_KV:-} ]] || DYN_FILE_KV=$(mktemp -d) own_discovery=$DYN_FILE_KV
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
-# The stage that is called by the other one stops after it, so that requests in flight still find it: so says the list
-# of strategies.
+# The second stage stops after the first one, so that requests in flight still find it. The table of strategies has this
+# order.
 # shellcheck disable=SC2329  # called by the trap
 stop_everything() {
     trap - EXIT
@@ -51,7 +51,7 @@ require_model
 engine=$("$PYTHON" -P -m trtllm_disagg.engine.engines "${ENGINE:-${TRTLLM_DISAGG_ENGINE:-auto}}") || exit 1
 if [[ $engine == tensorrt_llm ]]; then
     : "${STARTUP_TIMEOUT:=3600}"
-    # One GPU each, unless the user has given them out. The other engines see all of them.
+    # One GPU for each worker, unless the user has assigned GPUs. Other engines see all of them.
     if [[ -z ${CUDA_VISIBLE_DEVICES:-} ]]; then
         export PREFILL_CUDA_VISIBLE_DEVICES="${PREFILL_CUDA_VISIBLE_DEVICES:-0}"
         export DECODE_CUDA_VISIBLE_DEVICES="${DECODE_CUDA_VISIBLE_DEVICES:-1}"

@@ -1,6 +1,6 @@
-# What the launch scripts share: their settings, all of them environment variables, and how a worker is started.
+# Shared by the launch scripts: their settings, all of them environment variables, and how a worker is started.
 # Sourced, never run.
-# shellcheck shell=bash disable=SC2034  # what some functions set is for the scripts
+# shellcheck shell=bash disable=SC2034  # the scripts use variables that functions set
 set -euo pipefail
 launch="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 
@@ -24,7 +24,7 @@ fail() {
 # that role (CUDA_VISIBLE_DEVICES when unset); DYN_SYSTEM_PORT, a worker's port for health and metrics, at most 32767 and one for each worker of a machine;
 # and, for several machines, the same on all of them: ETCD_ENDPOINTS=http://HOST:2379, and a copy
 # of one TRTLLM_DISAGG_ADMIN_KEY_FILE, with which `trtllm-disagg switch` and `set` prove that they may.
-# As a worker decides for itself: where etcd is named, it is the discovery.
+# As in a worker: discovery is etcd if ETCD_ENDPOINTS is set.
 : "${DYN_DISCOVERY_BACKEND:=${ETCD_ENDPOINTS:+etcd}}"
 export DYN_DISCOVERY_BACKEND="${DYN_DISCOVERY_BACKEND:-file}"
 export DYN_REQUEST_PLANE="${DYN_REQUEST_PLANE:-tcp}"
@@ -36,15 +36,15 @@ export DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS="${DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS:-5
 # A health check of a loading worker is answered with a 503, and costs a line in its log each time.
 export DYN_LOG="${DYN_LOG:-info,tower_http=off}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# A temporary file at each start of a frontend, for an engine that does not run here.
+# Otherwise each start of a frontend writes a temporary file for an engine that does not run here.
 export DYN_SKIP_SGLANG_LOG_FORMATTING="${DYN_SKIP_SGLANG_LOG_FORMATTING:-1}"
-# File discovery, in a directory that all processes share, cannot leave the machine, so nothing else needs to. With etcd
-# or Kubernetes, Dynamo finds the address.
+# File discovery works on one machine only, so all addresses can be loopback. With etcd or Kubernetes, Dynamo finds the
+# address.
 if [[ $DYN_DISCOVERY_BACKEND == file ]]; then
     if [[ -z ${DYN_FILE_KV:-} ]]; then
         DYN_FILE_KV="${XDG_RUNTIME_DIR:-${TMPDIR:-/tmp}}/trtllm-disagg-discovery-$UID"
         (umask 077 && mkdir -p "$DYN_FILE_KV")
-        # Another user could send prompts to a worker of theirs.
+        # Another user could divert prompts to a worker of their own.
         [[ -O $DYN_FILE_KV && ! -L $DYN_FILE_KV ]] ||
             fail "DYN_FILE_KV: '$DYN_FILE_KV' belongs to another user; set it to a directory of your own"
     fi
@@ -70,7 +70,7 @@ require_model() {
     [[ -n $MODEL ]] || fail "MODEL: set it to a model directory or a Hugging Face name"
 }
 
-# take_gpus ROLE: those that were given to workers of this role.
+# take_gpus ROLE: exports the GPUs for workers of this role, if any are set.
 take_gpus() {
     local devices="${1^^}_CUDA_VISIBLE_DEVICES"
     [[ -z ${!devices:-} ]] || export CUDA_VISIBLE_DEVICES="${!devices}"
@@ -94,8 +94,8 @@ worker_arguments() {
     argv+=("${@:2}")
 }
 
-# require_gpus ROLE [ARG...]: ends where prefill and decode, on this machine, need more memory of a GPU than it has. With
-# the arguments that the worker of that role gets beside its usual ones.
+# require_gpus ROLE [ARG...]: fails if a prefill and a decode worker on this machine need more memory of a GPU than it has.
+# ARG...: further arguments of the worker of that role.
 require_gpus() {
     local both=() role argv
     for role in prefill decode; do
@@ -107,14 +107,14 @@ require_gpus() {
 
 # exec_worker ROLE SYSTEM_PORT [ARG...]: becomes a worker.
 exec_worker() {
-    # Where the GPUs of both roles are known; disagg.sh has looked itself.
+    # Only if the GPUs of both roles are known; disagg.sh has checked them already.
     if [[ $1 != agg && -n ${PREFILL_CUDA_VISIBLE_DEVICES:-} && -n ${DECODE_CUDA_VISIBLE_DEVICES:-} && -z ${gpus_fit:-} ]]; then
         require_gpus "$1" "${@:3}"
     fi
     take_gpus "$1"
     export DYN_SYSTEM_PORT="${DYN_SYSTEM_PORT:-$2}"
     worker_arguments "$1" "${@:3}"
-    # This user's own, made once.
+    # The key of this user, made at the first start.
     : "${TRTLLM_DISAGG_ADMIN_KEY_FILE:=$("$PYTHON" -P -m trtllm_disagg.keys)}"
     [[ -z $TRTLLM_DISAGG_ADMIN_KEY_FILE ]] || export TRTLLM_DISAGG_ADMIN_KEY_FILE
     exec "$PYTHON" -P -m trtllm_disagg worker "${argv[@]}"

@@ -1,4 +1,4 @@
-"""Draws measured numbers: each docs/pictures/data/NAME.json as docs/pictures/NAME.svg.
+"""Draws measured numbers as bars: docs/pictures/data/NAME.json as docs/pictures/NAME.svg.
 
 python -m tools.bars
 """
@@ -22,9 +22,9 @@ _STYLE = (
 
 class Chart(msgspec.Struct, forbid_unknown_fields=True):
     title: str
-    #: What measured it, when and where.
+    #: What measured the numbers, when and where.
     source: str
-    #: The parts of a group are parts of one bar, and all bars have one scale; else each group has a scale of its own.
+    #: True: a group is one bar with parts, and all bars have one scale. False: each group has its own scale.
     is_stacked: bool
     groups: dict[str, dict[str, float]]
 
@@ -33,7 +33,7 @@ def svg(chart: Chart) -> str:
     names = list(next(iter(chart.groups.values())))
     rows = 1 if chart.is_stacked else len(names)
     height = _TOP + len(chart.groups) * (rows * _BAR + _GAP) + 34
-    # Of a letter of 12 pixels, 7.3 wide.
+    # A letter of 12 pixels is 7.3 pixels wide.
     width = max(_LEFT + _BARS + _RIGHT, 16 + 7.3 * max(len(chart.title), len(chart.source)))
     size = f'width="{width:.0f}" height="{height}" viewBox="0 0 {width:.0f} {height}"'
     lines = [
@@ -86,7 +86,7 @@ def _text(x: float, y: float, text: str, kind: str = "") -> str:
 
 
 def pictures() -> dict[Path, str]:
-    """What each picture should be."""
+    """The SVG of each picture, by its path."""
     return {
         FOLDER / f"{data.stem}.svg": svg(msgspec.json.decode(data.read_bytes(), type=Chart))
         for data in sorted((FOLDER / "data").glob("*.json"))

@@ -1,7 +1,7 @@
 """Draws our dashboard's panels from real data, without Grafana: `python -m tools.draw_dashboard PAGE... --out SVG`.
 
-Starts Prometheus (Debian's package `prometheus`) on the /metrics pages named, HOST:PORT each, for --seconds, then asks
-it every panel's queries as Grafana would. Load is for its caller to make meanwhile.
+Starts Prometheus (Debian's package `prometheus`) on the given /metrics pages, HOST:PORT each, for --seconds, then sends
+it every panel's queries as Grafana would. The caller has to make load meanwhile.
 """
 
 from __future__ import annotations

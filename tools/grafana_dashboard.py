@@ -1,5 +1,5 @@
-"""Writes deploy/observability/grafana-dashboard.json: `python tools/grafana_dashboard.py`. Panels are a table here, for
-of a dashboard's thousand lines of JSON these are the ones to read.
+"""Writes deploy/observability/grafana-dashboard.json: `python tools/grafana_dashboard.py`. The panels are a table here;
+the rest of a dashboard's thousand lines of JSON follows from it.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                     'dynamo_component=~"prefill|backend"',
                 )
             },
-            "What prefill workers (prefill), and decode and agg workers (backend), were asked.",
+            "Requests that prefill workers (prefill), and decode and agg workers (backend), received.",
         ),
         Panel(
             "What ran, and why",
             "reqps",
             {"{{strategy}}: {{reason}}": rate(f"{OURS}_requests_total", "strategy, reason")},
-            "Whole requests by the order that ran and the decider's word; local is both phases on one worker.",
+            "Whole requests by the order that ran and the decider's reason; local: both phases on one worker.",
         ),
         Panel(
             "Fallbacks",
             "reqps",
             {"{{to}} after {{cause}}": rate(f"{OURS}_fallbacks_total", "to, cause")},
-            "Requests that went on another way because the first one failed. 0 on a well deployment.",
+            "Requests that took a fallback step because the first try failed. 0 on a healthy deployment.",
         ),
         Panel(
             "Clients that left, requests refused",
@@ -69,7 +69,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                 "left {{point}}": rate(f"{OURS}_cancelled_total", "point", 'phase="whole"'),
                 "refused (529)": rate(f"{OURS}_requests_shed_total"),
             },
-            "Many that leave before the first token wait too long for it.",
+            "Many clients that leave before the first token: they wait too long for it.",
         ),
     ),
     "Where the time goes": (
@@ -83,7 +83,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "From the first token to the second",
             "s",
             quantiles(f"{OURS}_second_chunk_gap_seconds", 'phase="whole"'),
-            "In two stages: the handoff, the KV's way, decode's queue and its first step.",
+            "With two stages: the handoff, the KV transfer, decode's queue and its first step.",
         ),
         Panel(
             "Phases on second stages, p99",
@@ -92,7 +92,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                 "prefill": quantiles(f"{OURS}_request_seconds", 'phase="prefill"', at=(0.99,))["p99"],
                 "decode": quantiles(f"{OURS}_request_seconds", 'phase="decode"', at=(0.99,))["p99"],
             },
-            "What the worker that was called took.",
+            "The time that the called worker took.",
         ),
         Panel(
             "Time in the engine's queue",
@@ -107,7 +107,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                 name: query.replace(HERE, "")
                 for name, query in quantiles("dynamo_frontend_time_to_first_token_seconds").items()
             },
-            "By the frontend; routing, both stages and the network are in it.",
+            "Measured by the frontend; includes routing, both stages and the network.",
         ),
         Panel(
             "ITL as clients see it",
@@ -116,7 +116,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                 name: query.replace(HERE, "")
                 for name, query in quantiles("dynamo_frontend_inter_token_latency_seconds").items()
             },
-            "By the frontend.",
+            "Measured by the frontend.",
         ),
     ),
     "KV": (
@@ -124,7 +124,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "KV transfers",
             "s",
             quantiles(f"{OURS}_kv_transfer_seconds"),
-            "How long the KV of a request was on its way.",
+            "How long the KV transfer of a request took.",
         ),
         Panel(
             "KV moved, and saved",
@@ -133,7 +133,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                 "moved": rate(f"{OURS}_kv_transfer_bytes_sum"),
                 "saved": rate(f"{OURS}_kv_bytes_saved_total"),
             },
-            "Saved: the receiver had those blocks (embedded engine).",
+            "Saved: the receiver already had those blocks (embedded engine).",
         ),
         Panel(
             "Handoffs held, and the oldest one",
@@ -152,7 +152,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                     "dynamo_component_gpu_cache_usage_percent", "dynamo_component, worker_id"
                 )
             },
-            "By running requests and held handoffs.",
+            "Used by running requests and held handoffs.",
         ),
     ),
     "Workers": (
@@ -164,13 +164,13 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                 "decoded/s": rate(f"{OURS}_decode_tokens_total"),
                 "relayed/s": rate(f"{OURS}_relayed_tokens_total"),
             },
-            "Relayed: they came from the other stage and crossed this worker on their way to the frontend.",
+            "Relayed: generated by a worker of the other role, and passed on to the frontend by this one.",
         ),
         Panel(
             "First tokens, by source",
             "reqps",
             {"{{source}}": rate(f"{OURS}_first_tokens_total", "source")},
-            "own_engine: no other worker had to be asked for them.",
+            "own_engine: from the worker's own engine, without another worker.",
         ),
         Panel(
             "Waiting",
@@ -188,7 +188,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                 "{{worker_id}}": f"{rate(f'{OURS}_modelled_late_seconds_total', 'worker_id')} / "
                 f"{rate(f'{OURS}_modelled_step_seconds_total', 'worker_id')}"
             },
-            "--engine modelled only, as a share of its steps. Much of it: this machine is too slow for what it models.",
+            "Only --engine modelled: as a share of step times. A high share means that this machine is too slow.",
         ),
     ),
 }

@@ -1,4 +1,4 @@
-"""Writes docs/reference/licences.md: what `make` installs to run, as pinned in requirements/, and its licences.
+"""Writes docs/reference/licences.md: the packages that `make` installs to run, by requirements/, and their licences.
 
 python -m tools.licences
 """
@@ -14,7 +14,7 @@ from tools.reference import table
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "licences.md"
-#: Not those of tests, docs and releases, which are in no deployment.
+#: Without requirements of tests, docs and releases, which are in no deployment.
 FILES = ("torch.txt", "base.txt", "dynamo.txt")
 _PIN = re.compile(r"^([\w.-]+)(?:\[[^\]]*\])?==([\w.+!-]+)", re.MULTILINE)
 _CLASSIFIER = "License :: "
@@ -26,7 +26,7 @@ def pins() -> list[tuple[str, str]]:
 
 
 def licence_of(name: str) -> str:
-    """As the package itself says it: an SPDX expression, a classifier, or the first line of its text."""
+    """The licence that the package names: an SPDX expression, a classifier, or the first line of its text."""
     told = metadata.metadata(name)
     classifiers = [
         line.rpartition(" :: ")[2] for line in told.get_all("Classifier", []) if line.startswith(_CLASSIFIER)

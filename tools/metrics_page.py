@@ -19,13 +19,13 @@ from trtllm_disagg.wire.bodies import decode_request
 OUT = Path(__file__).parents[1] / "docs" / "reference" / "metrics.md"
 HEAD = """# Metrics
 
-On `http://WORKER:PORT/metrics` of a worker with `--publish-metrics` and `DYN_SYSTEM_PORT=PORT`. Besides these a page
-has what Dynamo's runtime counts by itself (`dynamo_component_*` of endpoints, `dynamo_work_handler_*`). A histogram has
-`_bucket`, `_sum` and `_count`.
+On `http://WORKER:PORT/metrics` of a worker with `--publish-metrics` and `DYN_SYSTEM_PORT=PORT`. The page also has the
+metrics of Dynamo's runtime (`dynamo_component_*` of endpoints, `dynamo_work_handler_*`). A histogram has `_bucket`,
+`_sum` and `_count`.
 
 Each metric also has the labels `dynamo_namespace`, `dynamo_component` (`prefill`, or `backend` for decode and agg),
-`dynamo_endpoint`, `worker_id`, `model` and `model_name`. What a label may say is bounded: a value beyond the bound is
-shown as `other`. Made by `tools/metrics_page.py`. [Dashboards and alerts](../how-to/alerts.md).
+`dynamo_endpoint`, `worker_id`, `model` and `model_name`. The number of values of a label is bounded; values beyond the
+bound are shown as `other`. Made by `tools/metrics_page.py`. [Dashboards and alerts](../how-to/alerts.md).
 """
 
 
@@ -38,7 +38,7 @@ class OneWaits:
 
 
 def registries() -> Iterator[tuple[str, str, CollectorRegistry]]:
-    """(heading, text, registry), each with a sample of all that it can show."""
+    """(heading, text, registry), each registry with a sample of every metric."""
     config = WorkerConfig(model="m", role=Role.DECODE)
     engine = EngineMetrics(Queued(), CircuitBreaker(1, 1.0), HandoffsHeld())
     totals = dict.fromkeys(("kvPulls", "kvBytesPulled", "kvBytesSaved", "kvPushes", "kvBytesPushed"), 1)
@@ -60,7 +60,7 @@ def registries() -> Iterator[tuple[str, str, CollectorRegistry]]:
     yield "Requests", "Counted when a request ends on this worker.", requests.registry
     yield (
         "Engine and worker",
-        "Of the engine's statistics; totals of KV on the embedded engine only.",
+        "From the engine's statistics; totals of KV only on the embedded engine.",
         registry_of(engine),
     )
     yield "Prefill queue", "With `--prefill-dispatch queue`.", registry_of(QueueMetrics(OneWaits()))

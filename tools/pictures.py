@@ -1,4 +1,4 @@
-"""Makes docs/pictures/: screens of real runs, as a terminal of 100 columns shows them, and the trace of a request.
+"""Makes docs/pictures/: screens of real runs on a terminal of 100 columns, and the trace of a request.
 Needs requirements/release.txt.
 
 python -m tools.pictures [demo up doctor trace]
@@ -41,9 +41,10 @@ _COLOURS = {"brown": "yellow", "default": None}
 
 
 class Shot(NamedTuple):
-    #: Of `trtllm-disagg`, in the root of the repository.
+    #: The arguments of `trtllm-disagg`, run in the root of the repository.
     arguments: str
-    #: A line of the screen when the picture is taken, and the command is told to stop; its end when there is none.
+    #: A pattern for a line. When the screen shows it, the picture is taken and the command is interrupted. None: the
+    #: picture is taken when the command ends.
     until: str | None = None
 
 
@@ -61,7 +62,7 @@ SHOTS = {
 
 
 def run(shot: Shot, directory: Path) -> pyte.Screen:
-    """The screen at the end, or when it shows what is waited for."""
+    """The screen when it shows `shot.until`, or at the end of the command."""
     for name in (".cache", "engine_configs"):
         (directory / name).symlink_to(ROOT / name)
     screen = pyte.Screen(COLUMNS, ROWS)
@@ -88,7 +89,7 @@ def run(shot: Shot, directory: Path) -> pyte.Screen:
 
 
 def _read(terminal: int) -> bytes | None:
-    """None when the last process has left the terminal."""
+    """None when the last process has closed the terminal."""
     try:
         return os.read(terminal, 65536) or None
     except OSError:
@@ -120,7 +121,7 @@ def picture(name: str) -> str:
         console = Console(record=True, width=COLUMNS, file=io.StringIO(), color_system="truecolor")
         console.print(f"$ trtllm-disagg {SHOTS[name].arguments}", style="bold", highlight=False)
         for line in lines:
-            # Where it ran is of no interest.
+            # Without the temporary directory in which it ran.
             shown = line if directory not in line.plain else Text(line.plain.replace(f"{directory}/", ""))
             console.print(shown)
     svg = console.export_svg(title=f"trtllm-disagg {name}", unique_id=name)
@@ -128,7 +129,7 @@ def picture(name: str) -> str:
 
 
 def trace() -> str:
-    """Of a request through prefill_first, drawn by the command itself."""
+    """The trace of a request through prefill_first, drawn by `trtllm-disagg trace`."""
     with tempfile.TemporaryDirectory() as directory:
         order, run_dir, file = "prefill_first", Path(directory) / "run", Path(directory) / "trace.svg"
         config = DeploymentConfig(
@@ -144,7 +145,7 @@ def trace() -> str:
             # The first request also connects the two engines.
             for question in ("Hello", QUESTION):
                 stream_chat(deployment.base_url, config.served_model_name, question, max_tokens=40)
-        # Both workers have ended, so all spans are written.
+        # All spans are written, since both workers have ended.
         chosen = ("trace", "--run-dir", run_dir, "--last", "1", "--html", file)
         subprocess.run([sys.executable, "-P", "-m", "trtllm_disagg", *chosen], check=True)
         return file.read_text(encoding="utf-8")

@@ -1,9 +1,9 @@
-"""Writes down, of a CustomResourceDefinition, the fields that manifests of ours have: names, types, what is required.
+"""Records the fields of a CustomResourceDefinition that our manifests use: names, types, what is required.
 
     trtllm-disagg k8s ... | python tools/pin_crd.py CRD.yaml --version v1beta1 --source REPOSITORY@COMMIT
 
-reads a CRD (which is not ours to keep) and writes tests/unit/k8s/crds/KIND.json: a schema without its descriptions, in
-which a field that no manifest had is unknown. A field that the CRD lacks ends the tool.
+reads a CRD (which is not ours to keep) and writes tests/unit/k8s/crds/KIND.json: a schema without descriptions, and
+without fields that no manifest has. The tool fails if a manifest has a field that the CRD lacks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import yaml
 
 OUT = Path(__file__).parents[1] / "tests" / "unit" / "k8s" / "crds"
 
-#: Of JSON Schema, what says what a value may be.
+#: The keys of JSON Schema that restrict a value.
 _FACTS = (
     "type",
     "enum",
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def pinned(schema: Mapping[str, Any], values: Iterable[Any], path: str) -> Schema:
-    """The facts of `schema`, for what `values` have. Raises SystemExit for a field that it lacks."""
+    """`schema` reduced to the fields that `values` have. Raises SystemExit for a field that the schema lacks."""
     values = list(values)
     facts = {name: schema[name] for name in _FACTS if name in schema}
     if "items" in schema:

@@ -1,4 +1,4 @@
-"""Writes down which engine arguments Dynamo's examples, recipes and tests set for TensorRT-LLM, and to what.
+"""Records which engine arguments Dynamo's examples, recipes and tests set for TensorRT-LLM, with their values.
 
     python tools/pin_engine_arguments.py TREE --source REPOSITORY@COMMIT
 

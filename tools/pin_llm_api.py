@@ -18,7 +18,7 @@ from typing import Any
 
 OUT = Path(__file__).parents[1] / "trtllm_disagg" / "testing" / "llm_api"
 
-#: Where each class is; the later ones of a line are what it inherits from.
+#: The file and name of each class, followed by those of its base classes.
 CLASSES = {
     "LLM": (("llmapi/llm.py", "BaseLLM"),),
     "LlmArgs": (("llmapi/llm_args.py", "TorchLlmArgs"), ("llmapi/llm_args.py", "BaseLlmArgs")),
@@ -56,19 +56,19 @@ def main() -> None:
 
 
 def _written(pin: dict[str, Any]) -> str:
-    """A parameter a line: [annotation, default]."""
+    """The pin as JSON, with each parameter in one line: [annotation, default]."""
     text = r'("(?:[^"\\]|\\.)*"|null)'
     return re.sub(rf"\[\n\s+{text},\n\s+{text}\n\s+\]", r"[\1, \2]", json.dumps(pin, indent=1)) + "\n"
 
 
 def read_api(package: Path) -> dict[str, Any]:
-    """Raises FileNotFoundError when there is none of the files."""
+    """Raises FileNotFoundError if none of the files exists."""
     trees = _Trees(package)
     classes = {name: made for name, parts in CLASSES.items() if (made := _class(trees, parts))}
     functions = {}
     for name, file in FUNCTIONS.items():
         tree = trees.of(file)
-        # Known to be missing is a fact too: null.
+        # A function that the file lacks is recorded as null.
         found = None if tree is None else _find(tree, name, ast.FunctionDef)
         if tree is not None:
             functions[name] = None if found is None else _parameters(found)
@@ -94,7 +94,7 @@ class _Trees:
 
 
 def _class(trees: _Trees, parts: tuple[tuple[str, str], ...]) -> dict[str, Any]:
-    """Fields, methods and attributes; what a class has itself wins over what it inherits."""
+    """Fields, methods and attributes of a class; its own override inherited ones."""
     made: dict[str, Any] = {}
     for file, name in reversed(parts):
         tree = trees.of(file)
@@ -134,7 +134,7 @@ def _methods(node: ast.ClassDef) -> dict[str, dict[str, Any]]:
 
 
 def _attributes(node: ast.ClassDef) -> Iterator[str]:
-    """Properties, and what __init__ sets on self."""
+    """Properties, and the attributes that __init__ sets."""
     for item in node.body:
         if isinstance(item, ast.FunctionDef) and _is_property(item) and not item.name.startswith("_"):
             yield item.name
@@ -180,7 +180,7 @@ def _text(node: ast.expr | None) -> str | None:
 
 
 def _default(node: ast.expr | None) -> str | None:
-    """As it is written; of a pydantic Field or a dataclass field, its default. None: it has to be given."""
+    """The default as source text, also that in a pydantic Field or dataclass field. None: the value is required."""
     if isinstance(node, ast.Call) and ast.unparse(node.func) in ("Field", "field", "PrivateAttr"):
         given = {item.arg: item.value for item in node.keywords}
         if "default_factory" in given:

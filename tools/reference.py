@@ -1,4 +1,4 @@
-"""Writes the pages of docs/reference/ that say what the code says: `python -m tools.reference`. A test compares."""
+"""Writes the pages of docs/reference/ that are made from the code: `python -m tools.reference`. A test compares."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def allowed(name: str) -> str:
 
 
 def flags_page() -> str:
-    """Every setting of a worker."""
+    """The page of every setting of a worker."""
     text = "# Flags of a worker" + MADE
     text += (
         "A flag beats its variables, the first of them beats the second, and all beat the default. "
@@ -79,7 +79,7 @@ def flags_page() -> str:
 
 
 def thresholds_page() -> str:
-    """What `set` and the policy file change."""
+    """The page of what `set` and the policy file change."""
     users = {
         name: ", ".join(
             code(decider) for decider, kind in DECIDERS.items() if name in kind.__dataclass_fields__
@@ -108,7 +108,7 @@ def thresholds_page() -> str:
 
 
 def errors_page() -> str:
-    """The tree of errors, with what crosses the wire and what a client sees."""
+    """The page of the tree of errors: what crosses the wire and what a client sees."""
     documentation = inspect.getdoc(errors) or ""
     tree = "\n".join(
         line for line in documentation.splitlines() if re.search(r"^ *(DisaggError|[│├└])", line)
@@ -139,7 +139,7 @@ def errors_page() -> str:
 
 
 def engine_arguments_page() -> str:
-    """What each engine does with TensorRT-LLM's arguments."""
+    """The page of what each engine does with TensorRT-LLM's arguments."""
     pinned = json.loads(PIN.read_text(encoding="utf-8"))
     known = {name for kind in pinned["classes"].values() for name in kind["fields"]}
     modelled = dict(arguments(ModelledArgs))
@@ -173,7 +173,7 @@ def arguments(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, F
 
 
 def _whole(field: FieldInfo) -> bool:
-    """What happens to it happens to all that is in it."""
+    """Whether the same happens to the field and to all fields inside it."""
     return any(mark is NO_EFFECT or isinstance(mark, Served) for mark in field.metadata)
 
 
@@ -194,7 +194,7 @@ def what_happens(field: FieldInfo) -> str:
 
 
 def exit_codes_page() -> str:
-    """Of every command."""
+    """The page of the exit codes."""
     rows = ((code(each.value), each.name.lower().replace("_", " "), each.meaning) for each in ExitCode)
     text = "# Exit codes" + MADE + "Of every command of `trtllm-disagg`.\n\n"
     return text + table(("code", "", "meaning"), rows)

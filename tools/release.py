@@ -1,7 +1,7 @@
-"""What `make release` makes: a wheel and a source distribution, the same bytes wherever and whenever they are built.
+"""Makes what `make release` publishes: a wheel and a source distribution, byte for byte reproducible, and an SBOM.
 
-Every time in them is that of the commit (SOURCE_DATE_EPOCH), every owner 0, a mode 644 or 755, and names are in order.
-Only what is committed gets in.
+Every time in them is that of the commit (SOURCE_DATE_EPOCH), every owner is 0, every mode 644 or 755, and names are
+sorted. Only committed files are included.
 
     python -m tools.release dist
 """
@@ -28,12 +28,12 @@ from tools.licences import pins
 from trtllm_disagg import __version__
 
 ROOT = Path(__file__).parents[1]
-#: Of zip archives.
+#: The earliest time that a zip archive can have.
 _EARLIEST = 315532800
 
 
 def build(source: Path, out: Path, epoch: int) -> tuple[Path, Path]:
-    """The source distribution, and the wheel made from it; `source` is written to."""
+    """Builds the source distribution, and the wheel from it. Writes into `source`, too."""
     command = [sys.executable, "-P", "-m", "build", "--no-isolation", "--outdir", out, source]
     environment = {**os.environ, "SOURCE_DATE_EPOCH": str(epoch)}
     done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True)
@@ -62,7 +62,7 @@ def normalise_wheel(path: Path, epoch: int) -> None:
     with zipfile.ZipFile(path) as archive:
         members = [(member, archive.read(member)) for member in archive.infolist()]
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as written:
-        # RECORD is last, as wheels have it.
+        # RECORD comes last, as is usual in wheels.
         for member, content in sorted(
             members, key=lambda pair: (pair[0].filename.endswith("/RECORD"), pair[0].filename)
         ):
@@ -98,19 +98,19 @@ def release(out: Path) -> None:
 
 
 def write_sbom(path: Path) -> None:
-    """What a user installs, in CycloneDX: what requirements/ pins to run, as it is in this environment."""
+    """Writes a CycloneDX SBOM of the packages that requirements/ pins to run, as installed in this environment."""
     program = str(Path(sys.executable).with_name("cyclonedx-py"))
     root = str(ROOT / "pyproject.toml")
     command = [program, "environment", sys.executable, "--output-reproducible", "--pyproject", root]
     told = subprocess.run(command, check=True, capture_output=True).stdout
     sbom = installed_to_run(json.loads(told), {name for name, _ in pins()})
-    # cyclonedx-py reads no dynamic version.
+    # cyclonedx-py does not read a dynamic version.
     sbom["metadata"]["component"]["version"] = __version__
     path.write_text(json.dumps(sbom, indent=1) + "\n", encoding="utf-8")
 
 
 def installed_to_run(sbom: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Of an environment's SBOM these packages, without the tools beside them and without where files lay here."""
+    """An environment's SBOM reduced to the packages `names`, without paths of this machine."""
     wanted = {_canonical(name) for name in names}
     components = [
         {**each, **_without_local_origin(each)}

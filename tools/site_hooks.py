@@ -1,4 +1,4 @@
-"""What mkdocs does not do by itself: pages outside of docs/, and diagrams that need no script in a browser."""
+"""Hooks for mkdocs: pages from outside docs/, and diagrams that need no script in a browser."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import mmdr
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-#: At the top of the repository, where their readers look for them.
+#: Pages at the top of the repository, where readers look for them.
 OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 
 _MERMAID = re.compile(r"^```mermaid\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-#: The theme would load it for diagrams that are not drawn yet, of which there are none.
+#: A script that the theme would load to draw diagrams. None is left to draw.
 _LOADED_LATER = re.compile(r"https://unpkg\.com/[^\"'`]*")
 
 
@@ -26,7 +26,7 @@ def on_config(config: Any) -> Any:
 
 
 def _with_pages(nav: Any) -> Any:
-    """Each `folder/` becomes its pages."""
+    """Replaces each `folder/` by its pages."""
     if isinstance(nav, list):
         return [_with_pages(entry) for entry in nav]
     if isinstance(nav, dict):
@@ -35,7 +35,7 @@ def _with_pages(nav: Any) -> Any:
 
 
 def section(folder: str) -> list[Any]:
-    """The pages of a folder: index.md, those that it links, in its order, then the others."""
+    """The pages of a folder: index.md, the pages that it links, in its order, then the others."""
     path = ROOT / "docs" / folder
     linked = re.findall(r"\]\(([\w-]+\.md)\)", (path / "index.md").read_text(encoding="utf-8"))
     there = sorted(page.name for page in path.glob("*.md"))
@@ -43,7 +43,7 @@ def section(folder: str) -> list[Any]:
 
 
 def _with_parts(folder: str, page: Path) -> Any:
-    """With the pages of a folder that has its name, where there is one."""
+    """The page, with the pages of the folder that has its name, if there is one."""
     parts = [f"{folder}{page.stem}/{part.name}" for part in sorted(page.with_suffix("").glob("*.md"))]
     if not parts:
         return folder + page.name

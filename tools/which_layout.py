@@ -1,5 +1,5 @@
-"""Makes the page which-layout of the reference: for models, GPUs and workloads of the page which-strategy, under which
-limits separate workers should be better, by `bench strategies --foresee`. Minutes, and nothing is started.
+"""Makes the page which-layout of the reference: under which limits separate workers should be better, for the models,
+GPUs and workloads of the page which-strategy. It simulates like `bench strategies --foresee`, and takes minutes.
 
     python -m tools.which_layout [--workers 4]
 """
@@ -26,12 +26,12 @@ from trtllm_disagg.bench.strategies.planning import Engines
 from trtllm_disagg.bench.strategies.workloads import BUILT_IN, Traffic, trace
 
 NAME = "which-layout"
-#: Of a color.
+#: The lead, in doublings, that has the darkest colour.
 _MOST_DOUBLINGS = 2
 _CONFIGS = Path("engine_configs/modelled")
-#: By the limits of TTFT and TPOT, as factors of what a request takes that is alone.
+#: By the limits of TTFT and TPOT, as factors of what a lone request takes.
 Leads = dict[tuple[float, float], Lead | None]
-#: What a request takes alone, and the leads, by workload and subject.
+#: By workload and subject: what a lone request takes, as text, and the leads.
 ByWorkload = dict[str, dict[str, tuple[str, Leads]]]
 
 
@@ -122,7 +122,7 @@ def _page(leads: ByWorkload, workers: int) -> Iterator[str]:
 
 
 def draw(leads: ByWorkload, file: Path) -> None:
-    """A panel a workload: a row for each model and limit of TTFT, a column for each limit of TPOT."""
+    """Draws a panel for each workload: a row for each model and limit of TTFT, a column for each limit of TPOT."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -168,7 +168,7 @@ def _rows(by_subject: dict[str, tuple[str, Leads]]) -> Iterator[tuple[float, Lea
 
 
 def _sided(lead: Lead | None) -> float:
-    """Doublings by which separate workers lead, or agg below 0."""
+    """Doublings by which separate workers lead; below 0: by which agg leads."""
     if lead is None:
         return math.nan
     doublings = min(math.log2(lead.ratio or math.inf), _MOST_DOUBLINGS)

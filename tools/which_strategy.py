@@ -1,11 +1,11 @@
-"""Makes the pages which-strategy of the reference, and their pictures, of runs of `bench strategies`.
+"""Makes the pages which-strategy of the reference, and their pictures, from runs of `bench strategies`.
 
     python -m tools.which_strategy RUN_DIRECTORY ... [--slo ttft=500,tpot=30]
     python -m tools.which_strategy --measure DIR --model .cache/demo-model [--minutes 50]
 
-Every number and every sentence about an arm comes from the runs. What they concluded is kept beside the pages, so that
-a run can be added, or made again, without the others. With --measure the runs are made first
-(tools/which_strategy_runs.py), those that are missing in DIR or were cut off.
+Every number and every sentence about an arm comes from the runs. Their conclusions are kept beside the pages, so that
+one run can be added or repeated without the others. --measure first makes the runs (tools/which_strategy_runs.py) that
+are missing in DIR or were interrupted.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from trtllm_disagg.bench.strategies.slo import DEFAULT_SLO, Slo
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 NAME = "which-strategy"
-#: By which an arm can be best, in the order of a sweep's verdicts.
+#: Headings of the measures, in the order of a sweep's verdicts.
 MEASURES = ("Most answers in time", "Speed for a user and work of a GPU", "First token", "Time per token")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("runs", type=Path, nargs="*", metavar="RUN_DIRECTORY")
-    parser.add_argument("--measure", type=Path, metavar="DIR", help="of the runs, a directory each")
+    parser.add_argument(
+        "--measure", type=Path, metavar="DIR", help="directory of the runs, which have a directory each"
+    )
     add_arguments(parser)
     parser.add_argument(
         "--slo", type=Slo.parse, help="of all runs (default: as tools/which_strategy_runs.py has it)"
@@ -56,7 +58,7 @@ def _has_points(run: Path) -> bool:
 
 
 def write_pages(runs: Sequence[KeptRun], out: Path) -> None:
-    """One of all runs, and one of each subject."""
+    """Writes a page of all runs and one of each subject."""
     (out / f"{NAME}.md").write_text("\n".join(_page(runs)) + "\n", encoding="utf-8")
     link_from(out / "index.md", NAME, "by model, GPU and traffic; made from runs of `bench strategies`")
     for subject in _subjects(runs):
@@ -65,7 +67,7 @@ def write_pages(runs: Sequence[KeptRun], out: Path) -> None:
 
 
 def link_from(index: Path, name: str, said: str) -> None:
-    """The folder's list of pages has it beside the other measurements; a folder without one needs none."""
+    """Adds the page to the folder's index.md, if there is one and it does not have the page."""
     if not index.is_file():
         return
     text = index.read_text(encoding="utf-8")
@@ -94,7 +96,7 @@ def _page(runs: Sequence[KeptRun]) -> Iterator[str]:
 
 
 def _matrix(runs: Sequence[KeptRun], place: int) -> Iterator[str]:
-    """Of one measure: a row a subject and SLO, a column a workload."""
+    """The table of one measure: a row for each subject and SLO, a column for each workload."""
     workloads = list(dict.fromkeys(sweep.workload for run in runs for sweep in run.sweeps))
     judged = [sweep.verdicts[place] for run in runs for sweep in run.sweeps]
     decided = [verdict for verdict in judged if verdict.winner or (verdict.is_tie and verdict.candidates)]

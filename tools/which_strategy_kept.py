@@ -1,4 +1,4 @@
-"""What the page which-strategy keeps of a run: what its report concluded, and pictures. Points are megabytes."""
+"""The record that the page which-strategy keeps of a run: conclusions and pictures, since points are megabytes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from trtllm_disagg.bench.strategies.slo import LABELS, Slo
 from trtllm_disagg.bench.strategies.verdict import Verdict
 from trtllm_disagg.strategies import STRATEGIES
 
-#: Of each workload, the pictures that are shown; the whole report has more.
+#: The charts of each workload that the page shows; the full report has more.
 _SHOWN = ("goodput", "pareto", "parts")
-#: A drawing has few, and is a third of its size with them.
+#: A drawing has few colours; with a palette of these its file has a third of the size.
 _COLORS = 64
 
 
@@ -28,11 +28,11 @@ class KeptVerdict:
     winner: str | None
     #: Empty where there is a winner.
     why_not: str
-    #: Arms that may be the best one; empty where that is any of them.
+    #: The arms that may be the best; empty if it may be any arm.
     candidates: tuple[str, ...]
-    #: Whether the winner, or all candidates that do alike, have prefill and decode in separate workers.
+    #: Whether the winner, or each candidate of a tie, has separate workers for prefill and decode.
     is_disaggregated: bool
-    #: Whether the candidates, or all arms, do alike.
+    #: Whether the candidates, or all arms, are alike.
     is_tie: bool = False
 
 
@@ -50,7 +50,7 @@ class KeptSweep:
     name: str
     advice: str
     because: str
-    #: By the SLO first.
+    #: The one by the SLO comes first.
     verdicts: tuple[KeptVerdict, ...]
     pictures: tuple[KeptPicture, ...]
 
@@ -70,7 +70,7 @@ class KeptRun:
 
 
 def keep(run: Path, slo: Slo, folder: Path) -> None:
-    """Writes its record and pictures, in place of those of a run of the same name. Raises ConfigError for a directory
+    """Writes a run's record and pictures, and replaces those of the same name. Raises ConfigError for a directory
     without a measured point.
     """
     name = run.resolve().name
@@ -83,7 +83,7 @@ def keep(run: Path, slo: Slo, folder: Path) -> None:
 
 
 def kept_in(folder: Path) -> Iterator[KeptRun]:
-    """By their files' names."""
+    """All kept runs, sorted by file name."""
     for file in sorted(folder.glob("*.json")):
         yield msgspec.json.decode(file.read_bytes(), type=KeptRun)
 
@@ -103,7 +103,7 @@ def _kept(report: Report, name: str, folder: Path) -> KeptRun:
 
 
 def _anywhere(command: str) -> str:
-    """Without the place of AIPerf's command on the machine of the run."""
+    """`command` without the path of AIPerf on the machine of the run."""
     words = shlex.split(command)
     if "--aiperf" in words:
         at = words.index("--aiperf")

@@ -1,8 +1,8 @@
-"""The runs that the page which-strategy is made of: model-GPU pairs and workloads, by `bench strategies --quick`.
+"""The runs of `bench strategies --quick` from which the page which-strategy is made: model-GPU pairs and workloads.
 
-Each run is a command that can be given by hand and goes on where it was cut off. By their plans they take 9 to 130
-minutes. Where answers are long, or first tokens fast, the modelled clock runs too fast for a conclusion on TTFT itself,
-and slow enough for one on answers in time (docs/decisions/0028-software-in-a-conclusion.md).
+Each run is a command that can also be given by hand, and that resumes an interrupted run. Planned durations are 9 to
+130 minutes. Where answers are long or first tokens fast, the modelled clock runs too fast for a conclusion on TTFT
+itself, but slow enough for one on answers in time (docs/decisions/0028-software-in-a-conclusion.md).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tools.which_strategy_trace import write_trace
 from trtllm_disagg.bench import strategies
 from trtllm_disagg.bench.strategies.aiperf import AIPerf
 from trtllm_disagg.bench.strategies.records import RunDirectory
-from trtllm_disagg.bench.strategies.starting import of_engines
+from trtllm_disagg.bench.strategies.starting import runner_of_engines
 
-#: Tokens that reach the client at once, so that two cores carry the answers of a fast clock. No token is made later;
-#: the first and the last one are never held back.
+#: Tokens that reach the client together, so that two cores can relay the answers of a fast clock. No token is generated
+#: later; the first and the last one are sent at once.
 _STREAM_INTERVAL = 64
-#: Of answers with thousands of tokens: the first one and the end.
+#: For answers of thousands of tokens: the client gets only the first token and the end.
 _LONG_ANSWERS = 8192
 
 
@@ -39,9 +39,9 @@ class Pair:
 
     model: str
     system: str
-    #: Over engine_configs/modelled.
+    #: Arguments that override engine_configs/modelled.
     arguments: Mapping[str, Any]
-    #: Some three times what a prompt of 8192 tokens takes alone: all arms can keep it, and none at any rate.
+    #: TTFT of about three lone prompts of 8192 tokens: every arm keeps it at low rates, and none at all rates.
     slo: str = "ttft=1500,tpot=50"
 
     def override(self, stream_interval: int = _STREAM_INTERVAL) -> str:
@@ -53,13 +53,13 @@ class Pair:
 class Run:
     pair: Pair
     workload: str
-    #: So that what our own software adds to a first token, 20 ms on two calm cores, is a small part of the SLO's limit.
-    #: For rag, with its longer prompts, a small part of TTFT itself.
+    #: Chosen so that the 20 ms which our own software adds to a first token, on two calm cores, are a small part of the
+    #: SLO's limit; for rag, with its long prompts, a small part of TTFT itself.
     time_scale: float
-    #: Of a point. Prefill, which limits rag, shows its limit with few.
+    #: Requests of a point. Few suffice for rag, which prefill limits.
     requests: str = "auto"
-    #: In place of the pair's: limits near what a request takes that is alone, where separate workers should be better
-    #: by the page which-layout.
+    #: An SLO in place of the pair's, near what a lone request takes. By the page which-layout, separate workers should
+    #: be better under it.
     tight_slo: str = ""
     stream_interval: int = _STREAM_INTERVAL
 
@@ -88,14 +88,14 @@ class Run:
         ]
 
     def minutes(self, options: argparse.Namespace) -> float:
-        """By its plan."""
+        """The planned duration."""
         parser = argparse.ArgumentParser()
         strategies.add_arguments(parser)
         args = parser.parse_args(self.flags(options))
         strategies.settle(args)
         with tempfile.TemporaryDirectory() as nowhere:
-            runner = of_engines(args, AIPerf(Path("aiperf")), RunDirectory(Path(nowhere)))
-        return runner.progress().left() / 60
+            runner = runner_of_engines(args, AIPerf(Path("aiperf")), RunDirectory(Path(nowhere)))
+        return runner.progress().remaining_seconds() / 60
 
 
 _8B = Pair("llama-3.1-8b", "h100_sxm", {}, "ttft=500,tpot=30")
@@ -109,7 +109,7 @@ _235B = Pair(
     "ttft=1000,tpot=50",
 )
 PAIRS = (_8B, _120B, _70B, _235B, _32B)
-#: Beside the runs; the same for all pairs.
+#: The file in the directory of the runs, the same for all pairs.
 _TRACE = "trace.jsonl"
 
 RUNS = (
@@ -161,11 +161,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--aiperf", type=Path, help="AIPerf's command")
     add("--minutes", type=float, default=50.0, help="no run begins that may end later (default: %(default)s)")
     add("--only", default="", metavar="TEXT", help="runs with it in their names: llama-3.1-8b, rag, ...")
-    add("--dry-run", action="store_true", help="say the commands and how long they should take, and run none")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="print the commands and how long they should take, and run none",
+    )
 
 
 def measure(options: argparse.Namespace) -> None:
-    """One after the other. A run that fails is said, and the next one begins."""
+    """Makes all runs one after the other. A failed run is reported and the next one begins."""
     begin, longest = time.monotonic(), 0.0
     write_trace(options.measure / _TRACE)
     for run in _chosen(options):
@@ -187,7 +191,7 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def _with_aiperf(given: Path | None) -> dict[str, str]:
-    """Found in PATH: its place on this machine is nothing for the page, which has the command."""
+    """An environment with AIPerf in PATH, so that the command on the page does not have its path on this machine."""
     more = f"{os.pathsep}{given.parent.absolute()}" if given else ""
     return os.environ | {"PATH": os.environ["PATH"] + more}
 

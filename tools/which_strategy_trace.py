@@ -1,5 +1,5 @@
-"""The trace that the page which-strategy replays: made up, in the form of Mooncake's. Conversations of a few
-applications, each with a long prompt of its own; every turn's prompt begins with the one before it.
+"""Writes the synthetic trace that the page which-strategy replays, in Mooncake's format: conversations of a few
+applications, each with its own long prompt. Every turn's prompt begins with the one before it.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from itertools import count
 from operator import itemgetter
 from pathlib import Path
 
-#: Of the form: tokens that one hash stands for.
+#: Tokens that one hash of the format stands for.
 _BLOCK = 512
 _APPLICATIONS, _CONVERSATIONS, _TURNS = 3, 48, 4
-#: Blocks of an application's prompt, and of what a turn adds.
+#: Blocks of an application's prompt, and blocks that a turn adds.
 _APPLICATION_BLOCKS, _TURN_BLOCKS = (2, 6), (1, 3)
 _ANSWERS = (60, 360)
-#: Between two conversations, and between the turns of one.
+#: Mean time between two conversations, and between two turns of one.
 _PAUSE_MS, _THINKING_MS = 2_000, 9_000
 
 
 def write_trace(file: Path) -> None:
-    """Always the same one."""
+    """Writes the trace, the same each time."""
     dice, hashes = random.Random("which strategy"), count()
     applications = [
         [next(hashes) for _ in range(dice.randint(*_APPLICATION_BLOCKS))] for _ in range(_APPLICATIONS)
@@ -31,7 +31,7 @@ def write_trace(file: Path) -> None:
         blocks, now = list(dice.choice(applications)), begin
         for _ in range(_TURNS):
             blocks += [next(hashes) for _ in range(dice.randint(*_TURN_BLOCKS))]
-            # The last block is not full.
+            # The last block is partly filled.
             tokens = len(blocks) * _BLOCK - dice.randrange(_BLOCK)
             line = {
                 "timestamp": round(now),

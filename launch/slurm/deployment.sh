@@ -69,7 +69,7 @@ else
     read_strategy
     plan "prefill:$PREFILL_WORKERS" "decode:$DECODE_WORKERS"
 fi
-# Those of a role would be the same for all of its workers.
+# One value for a role would give all its workers the same GPUs.
 unset {AGG,PREFILL,DECODE}_CUDA_VISIBLE_DEVICES
 trap stop_everything EXIT
 trap 'exit 130' INT

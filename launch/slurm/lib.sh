@@ -1,4 +1,4 @@
-# What launch/slurm/*.sh share: their settings beside those of ../lib.sh, and how a command starts on nodes of this job.
+# Shared by launch/slurm/*.sh: their settings beside those of ../lib.sh, and how a command starts on nodes of this job.
 # Sourced, never run.
 # shellcheck shell=bash disable=SC2034,SC2154  # the scripts read places, and set worker_args
 : "${GPUS_PER_NODE:=${SLURM_GPUS_ON_NODE:-}}" # on TensorRT-LLM; what Slurm says when unset
@@ -43,7 +43,7 @@ plan() {
     mapfile -t places <<<"$planned"
 }
 
-# on_nodes NODE[,NODE...] NUMBER TASKS TASKS_PER_NODE MPI COMMAND...: beside what runs there already.
+# on_nodes NODE[,NODE...] NUMBER TASKS TASKS_PER_NODE MPI COMMAND...: runs COMMAND there beside other steps of the job.
 on_nodes() {
     PYTHON=$nodes_python exec srun --overlap --kill-on-bad-exit=1 --cpu-bind=none --nodelist="$1" --nodes="$2" \
         --ntasks="$3" --ntasks-per-node="$4" --mpi="$5" "${srun_args[@]}" "${@:6}"

@@ -1,7 +1,7 @@
-"""`trtllm-disagg bench NAME`: measurements, one module each, imported only when it is asked for.
+"""`trtllm-disagg bench NAME`: one module for each benchmark, imported only when it is used.
 
-Tables go to stdout, or with --json a list of figures; progress goes to stderr. Every baseline runs in the same
-process and the same minutes as what it is compared with, interleaved, because machines differ and so do minutes.
+Tables go to stdout, or with --json a list of figures; progress goes to stderr. A baseline is measured interleaved with
+what it is compared with, because the speed of a machine changes from minute to minute.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ BENCHMARKS = {
 
 
 class BenchmarkParser(Parser):
-    """Has the flags of its benchmark from when it is used: a benchmark imports much."""
+    """Adds the flags of its benchmark when it is used, since that imports many modules."""
 
     def __init__(self, *, module: str, **options: Any) -> None:
         super().__init__(**options)
@@ -61,7 +61,7 @@ class BenchmarkParser(Parser):
 
         self.fill()
         known, unknown = super().parse_known_args(args, namespace)
-        # The parser above knows none of these flags.
+        # Here, because the parent parser has none of these flags.
         refuse_unknown_arguments(self, unknown)
         return known, unknown
 
@@ -75,6 +75,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Exit status 0: measured, and every answer was right. A missed target is reported, it does not fail."""
+    """Exit status 0: measured, and every answer was right. A missed target is reported but is no failure."""
     status: ExitCode = import_module(BENCHMARKS[args.benchmark].module).run(args)
     return status

@@ -1,6 +1,6 @@
-"""The child's half of `child_process.py`: builds one object and calls what it is asked to, until its input ends.
+"""The child's half of `child_process.py`: builds one object and calls its methods until the input ends.
 
-Run as a script, in any Python from 3.10 on, and so without any import of this package.
+It runs as a script in any Python from 3.10 on, so it imports nothing of this package.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 
 def load(factory: str) -> Any:
-    """`module:name`, or `path/to/file.py:name` in an interpreter that has not got this package."""
+    """`factory`: `module:name`, or `path/to/file.py:name` for an interpreter without this package."""
     source, _, name = factory.rpartition(":")
     if not source.endswith(".py"):
         return getattr(importlib.import_module(source), name)
@@ -31,9 +31,9 @@ def load(factory: str) -> Any:
 
 
 def serve(factory: str, calls: Iterable[bytes], answers: BinaryIO) -> None:
-    """The first line has the fields of what `factory` takes, every other one is [method, arguments].
+    """The first line has the fields of the factory's argument, every further line is [method, arguments].
 
-    An exception is an answer; only the end of `calls` ends this.
+    An exception of a method is sent as its answer. Serving ends with `calls`.
     """
 
     def answer(value: Any = None, error: Exception | None = None) -> None:
@@ -58,14 +58,14 @@ def serve(factory: str, calls: Iterable[bytes], answers: BinaryIO) -> None:
 
 
 def main() -> None:
-    # Libraries print; what they say must not look like an answer.
+    # Output that libraries print to stdout must not be taken for an answer.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    # A benchmark that was killed takes no answer.
+    # A benchmark that was killed reads no answers.
     with suppress(BrokenPipeError):
         serve(sys.argv[1], sys.stdin.buffer, answers)
     sys.stdout.flush()
-    # Taking thread pools and runtimes apart in order would take seconds for nothing, or for ever.
+    # An orderly exit would wait seconds for thread pools and runtimes, or for ever.
     os._exit(0)
 
 

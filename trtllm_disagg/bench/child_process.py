@@ -1,7 +1,7 @@
-"""One object in a process of its own: it sleeps on its standard input until it is asked, and ends with that.
+"""Runs one object in a child process, which waits for calls on its standard input and ends when that is closed.
 
-A line of JSON names a method and its arguments, a line answers (`child_main.py` is the other end). The engines of
-`bench engine` and the sender of `bench transfer` run so.
+A call is a line of JSON with a method and its arguments, and so is its answer (`child_main.py` is the other end). The
+engines of `bench engine` and the sender of `bench transfer` run like this.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _POLL_SECONDS = 0.005
 
 
 class ChildProcess:
-    """Raises `failure`, with the cause, when the child cannot do what it is asked to, or has ended."""
+    """Raises `failure`, with the cause, if a call fails in the child or the child has ended."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class ChildProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | environment_of(os.environ) | variables,
-            # Ctrl-C is for the one that asks, which ends this.
+            # Ctrl-C reaches only the parent, which then ends this process.
             process_group=0,
         )
         self._send(asdict(start))
@@ -68,13 +68,13 @@ class ChildProcess:
         return self._answer()
 
     def await_sleep(self) -> None:
-        """Thread pools spin for a while after their work, up to 0.2 s, on cores that the next child needs."""
+        """Waits until the child's thread pools no longer spin, which they do for up to 0.2 s after their work."""
         deadline = time.monotonic() + _SLEEP_SECONDS
         while is_computing(self.pid) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
 
     def close(self, seconds: float = _END_SECONDS) -> None:
-        """It ends by itself, or is killed when so many have passed."""
+        """Lets the child end by itself, and kills it after `seconds`."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -97,7 +97,7 @@ class ChildProcess:
 
     def _send(self, message: Any) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the answer says why
+        with contextlib.suppress(BrokenPipeError):  # `_answer` reports why
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
 

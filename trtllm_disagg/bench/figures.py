@@ -1,5 +1,5 @@
-"""What is measured (samples, grids of numbers), and what a benchmark says of it (figures, sections of a report, PNG
-plots; matplotlib comes with the extra `bench`).
+"""Measurements (samples, grids of numbers) and how a benchmark reports them (figures, sections, PNG plots; matplotlib
+comes with the extra `bench`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NOT_MEASURED = math.nan
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """`ok` says whether `value` meets `target` (report.py); both are None for a figure without a target."""
+    """One reported number. `ok`: whether it meets `target` (report.py); both are None without a target."""
 
     figure: str
     value: float
@@ -36,7 +36,7 @@ class Figure:
 
 
 def to_json(figures: Iterable[Figure]) -> str:
-    """Values with four significant digits: more would be noise."""
+    """The figures as JSON, with four significant digits: more would be noise."""
     rounded = [asdict(figure) | {"value": float(f"{figure.value:.4g}")} for figure in figures]
     return json.dumps(rounded, indent=1)
 
@@ -67,13 +67,13 @@ class Sample:
 
 
 def paired_ratio(numerators: Iterable[float], denominators: Iterable[float], factor: float = 1.0) -> Sample:
-    """Each measurement over its neighbour in time, so that a slow minute weighs on both."""
+    """Ratios of measurements that are neighbours in time, so that a slow minute affects both."""
     return Sample.of((a / b for a, b in zip(numerators, denominators, strict=True)), factor)
 
 
 @dataclass(slots=True)
 class Rounds:
-    """Quantities of several subjects that were measured in turns. Values at the same place are of the same round."""
+    """Quantities of several subjects, measured in turns. Values at the same index are of the same round."""
 
     #: By subject and quantity.
     values: dict[str, dict[str, list[float]]] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class Rounds:
         return list(self.values)
 
     def note(self, subject: str, measured: Mapping[str, float]) -> None:
-        """One round of `subject`: a value for each quantity."""
+        """Adds one round of `subject`: a value for each quantity."""
         for quantity, value in measured.items():
             self.values.setdefault(subject, {}).setdefault(quantity, []).append(value)
 
@@ -91,7 +91,7 @@ class Rounds:
         return Sample.of(self.values[subject][quantity])
 
     def ratio(self, quantity: str, subject: str, baseline: str) -> Sample:
-        """Of the subject to the baseline."""
+        """The ratios subject / baseline, round by round."""
         return paired_ratio(self.values[subject][quantity], self.values[baseline][quantity])
 
     def medians(self, subject: str) -> dict[str, float]:
@@ -100,7 +100,7 @@ class Rounds:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Of a grid. What has no `unit` is shown, and is no figure."""
+    """A column of a grid. Without a `unit` its values are shown but are no figures."""
 
     name: str
     unit: str = ""
@@ -114,12 +114,12 @@ class Grid:
     """A table of which every number is a figure."""
 
     title: str
-    #: Headers of a row's names; a name beyond these is not shown.
+    #: Headers for the names of a row; further names are not shown.
     labels: tuple[str, ...]
     columns: Sequence[Column]
-    #: Numbers, or texts, by a row's names and a column's.
+    #: Numbers or texts, by the names of a row and the name of a column.
     rows: Mapping[Any, Mapping[str, Any]]
-    #: A figure's name: a row's names by their place, and {column}.
+    #: The format of a figure's name: {0}, {1}, ... for a row's names, and {column}.
     naming: str
 
     @property
@@ -133,7 +133,7 @@ class Grid:
 
     @property
     def panels(self) -> list[Panel]:
-        """Bars in groups by a row's first name, a color for each of its last."""
+        """Bars, grouped by a row's first name and coloured by its last one."""
         return [
             Bars(f"{self.title}: {c.header or c.name}", self._heights(c))
             for c in self.columns
@@ -150,7 +150,7 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A part of a report: tables, remarks, and the figures that stand in no table."""
+    """A part of a report: tables, remarks, and the figures that are in no table."""
 
     title: str = ""
     grids: Sequence[Grid] = ()
@@ -171,7 +171,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """A group of bars a label: series[name][label] -> height; what is missing has no bar."""
+    """A group of bars for each label: series[name][label] -> height; a missing height has no bar."""
 
     title: str
     series: Mapping[str, Mapping[str, float]]
@@ -187,7 +187,7 @@ class Bars:
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """Growth over something that doubles: curves[name][x] -> y."""
+    """Curves over a logarithmic x axis: curves[name][x] -> y."""
 
     title: str
     x_label: str
@@ -208,13 +208,13 @@ Panel = Bars | Lines
 
 
 def require_matplotlib() -> None:
-    """Raise ConfigError before anything is measured, not after."""
+    """Raises ConfigError if matplotlib is missing. Called before anything is measured."""
     if find_spec("matplotlib") is None:
         raise ConfigError("--plot: matplotlib is not installed; pip install 'trtllm-disagg[bench]'")
 
 
 def draw(panels: Sequence[Panel], heading: str, path: Path) -> None:
-    """One page, rows of panels."""
+    """Draws the panels in rows on one page."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""An HTTP client that costs next to nothing: it keeps bytes and two times, and reads them when the round is over."""
+"""An HTTP client with little cost of its own: it records bytes and two times, and parses them after the round."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _LAST_CHUNK = b"0\r\n\r\n"
 
 
 class BadAnswerError(DisaggError):
-    """The server answered something else than a stream of completions."""
+    """The server's answer is not a complete stream of completions."""
 
 
 @dataclass(slots=True)
-class Answer:
+class StreamedAnswer:
     """One streamed completion; times are seconds of `time.perf_counter`."""
 
     asked: float
@@ -30,7 +30,7 @@ class Answer:
     raw: list[bytes] = field(default_factory=list)
 
     def events(self) -> list[dict[str, Any]]:
-        """Raises BadAnswerError unless it is a whole stream."""
+        """The events of the answer. Raises BadAnswerError unless it is a complete stream."""
         head, _, body = b"".join(self.raw).partition(b"\r\n\r\n")
         if not head.startswith(b"HTTP/1.1 200"):
             raise BadAnswerError(f"{head[:40]!r}: {body[:200]!r}")
@@ -58,7 +58,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport
-        self._answer = Answer(0.0)
+        self._answer = StreamedAnswer(0.0)
         self._done: asyncio.Future[None] | None = None
 
     @classmethod
@@ -86,12 +86,12 @@ class Connection(asyncio.Protocol):
             self._done.set_exception(BadAnswerError(f"the server hung up: {error}"))
 
     def _acknowledge_at_once(self) -> None:
-        """Else the kernel waits up to 40 ms with that, and the server with the end of its answer."""
+        """Otherwise the kernel delays the acknowledgement, and the server its last packet, by up to 40 ms."""
         self._transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
 
-    async def ask(self, request: bytes) -> Answer:
+    async def ask(self, request: bytes) -> StreamedAnswer:
         self._done = asyncio.get_running_loop().create_future()
-        self._answer = Answer(time.perf_counter())
+        self._answer = StreamedAnswer(time.perf_counter())
         self._transport.write(request)
         await self._done
         return self._answer
@@ -111,10 +111,10 @@ def completion_request(model: str, prompt: Sequence[int], max_tokens: int) -> by
     return head.encode() + body
 
 
-async def ask_all(connections: Sequence[Connection], requests: Sequence[bytes]) -> list[Answer]:
-    """As many requests at a time as there are connections; in the order in which they ended."""
+async def ask_all(connections: Sequence[Connection], requests: Sequence[bytes]) -> list[StreamedAnswer]:
+    """Sends as many requests at a time as there are connections. The answers are in the order in which they ended."""
     waiting = iter(requests)
-    answers: list[Answer] = []
+    answers: list[StreamedAnswer] = []
 
     async def keep_asking(connection: Connection) -> None:
         for request in waiting:

@@ -1,7 +1,7 @@
-"""Both ends of `bench transfer`: a sending process with a filled pool, and the pool here that its blocks arrive in; and
-the yardsticks of a pull: memcpy inside one process, and the system call under NIXL's `cma`.
+"""Both ends of `bench transfer`: a sender process with a filled pool, and a receiving pool in this process; and the
+baselines of a pull: memcpy inside one process, and the system call that NIXL's `cma` uses.
 
-The pools have the shapes of real models, the blocks are leased and pulled by the engine's own KvSender and KvReceiver.
+The pools have the shapes of real models. The engine's own KvSender and KvReceiver lease and pull the blocks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trtllm_disagg.kv_transfer.peers import Peers
 from trtllm_disagg.kv_transfer.pull import KvReceiver, KvSender, Pull
 from trtllm_disagg.kv_transfer.transports import create_transport
 
-#: IOV_MAX: ranges that one call takes.
+#: IOV_MAX: the most ranges of one call.
 _MAX_RANGES = 1024
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.process_vm_readv.restype = ctypes.c_ssize_t
@@ -40,7 +40,7 @@ _FILL_FACTOR = np.uint32(2654435761)
 
 
 def fill(pool: np.ndarray) -> None:
-    """Every word of a flat uint8 pool says where it is."""
+    """Fills a flat uint8 pool with words that encode their own position."""
     step = 4 << 20
     for start in range(0, len(pool), step):
         part = pool[start : start + step]
@@ -48,7 +48,7 @@ def fill(pool: np.ndarray) -> None:
 
 
 def filled_bytes(offset: int, count: int) -> np.ndarray:
-    """What `fill` puts at these bytes; both are multiples of four."""
+    """The bytes that `fill` writes at `offset`. Both arguments are multiples of four."""
     words = np.arange(offset // 4, (offset + count) // 4, dtype=np.uint32) * _FILL_FACTOR
     return words.view(np.uint8)
 
@@ -60,7 +60,7 @@ class SenderStart:
 
 
 class Sender:
-    """What the sending process serves (child_main.py)."""
+    """The object that the sender process serves (child_main.py)."""
 
     def __init__(self, start: SimpleNamespace) -> None:
         self._shape = shape = KvShape(**start.shape)
@@ -83,7 +83,7 @@ class Sender:
         return os.getpid(), self._pool.data_ptr()
 
     def lease(self, blocks: list[int]) -> str:
-        """A handle in hex."""
+        """Leases `blocks` and returns the handle in hex."""
         self._sender.leases.take_ended()
         self._leases += 1
         handle = self._sender.lease(
@@ -133,7 +133,7 @@ class Receiver:
         return seconds
 
     def require_arrived(self, remote: Sequence[int], local: Sequence[int]) -> None:
-        """Raise KvTransferError unless every byte of these blocks is the one that the sender has there."""
+        """Raises KvTransferError unless every byte of these blocks equals the sender's."""
         shape = self._shape
         pool = self.pool.view(torch.uint8).numpy().reshape(shape.pool_blocks, -1)
         for there, here in zip(remote, local, strict=True):
@@ -147,7 +147,7 @@ class Receiver:
 
 @contextmanager
 def connected(backend: str, shape: KvShape) -> Iterator[tuple[ChildProcess, Receiver]]:
-    """The sending process and what receives here. Raises KvTransferError when the former cannot start."""
+    """A sender process and a receiver. Raises KvTransferError if the sender cannot start."""
     factory, start = f"{__name__}:Sender", SenderStart(backend, shape)
     with ChildProcess(factory, start, {"OMP_NUM_THREADS": "1"}, failure=KvTransferError) as sender:
         sender.await_ready()
@@ -159,7 +159,7 @@ def connected(backend: str, shape: KvShape) -> Iterator[tuple[ChildProcess, Rece
 
 
 class MemcpyPools:
-    """Two pools of this process. What is left to a perfect transport: numpy copies with the C library's memcpy."""
+    """Two pools in this process. Numpy copies with memcpy, which no transport can beat."""
 
     def __init__(self, shape: KvShape) -> None:
         self._block_bytes = shape.block_bytes
@@ -180,7 +180,7 @@ class MemcpyPools:
 
 
 class ProcessVmReadv:
-    """The same ranges that a pull moves, read from process `pid` with nothing in between."""
+    """Reads the ranges that a pull moves directly from the memory of process `pid`."""
 
     def __init__(self, pid: int, remote_base: int, local_base: int, ranges: np.ndarray) -> None:
         self._pid = pid

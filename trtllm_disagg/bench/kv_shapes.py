@@ -62,7 +62,7 @@ class KvShape:
         return transport.allocate(size, getattr(torch, self.dtype), torch.device("cpu"))
 
     def blocks(self, pattern: str, seed: int) -> list[int]:
-        """`contiguous`: one run. `scattered`: no two neighbours in a row, the worst that an allocator can do."""
+        """`contiguous`: one run. `scattered`: no two neighbours in a row, the worst case of an allocator."""
         if pattern == "contiguous":
             start = self.prompt_blocks // 2
             return list(range(start, start + self.prompt_blocks))

@@ -1,4 +1,4 @@
-"""What the kernel says of this machine and of processes on it, and which cores a measurement may use."""
+"""Facts from the kernel about this machine and its processes, and the cores that a measurement may use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trtllm_disagg.errors import ConfigError
 
 
 def two_cores() -> tuple[int, int]:
-    """The first two cores of this process. Raises ConfigError on a machine with one: there is nothing to split."""
+    """The first two cores of this process. Raises ConfigError if it has only one."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise ConfigError("bench: prefill and decode need a core each, and this process may use only one")
@@ -41,14 +41,14 @@ def cpu_seconds(pid: int) -> float:
 
 
 class CoreWaits:
-    """How long the threads of the processes `pids` wait for cores that others have, from now on."""
+    """Measures, from its creation on, how long threads of the processes `pids` wait for busy cores."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         self._pids = pids
         self._ran, self._waited = self._now()
 
     def share(self) -> float:
-        """Of the time in which they would have run, how much they waited for a core: 0 on a calm machine."""
+        """Waiting time / (running time + waiting time): 0 on a calm machine."""
         ran, waited = self._now()
         ran, waited = ran - self._ran, waited - self._waited
         return waited / (ran + waited) if ran + waited else 0.0

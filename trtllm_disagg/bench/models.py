@@ -1,4 +1,4 @@
-"""Models for measurements, made on the spot: speed does not depend on what weights say."""
+"""Makes models with random weights for measurements: speed does not depend on the values of weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NANOGPT: dict[str, Any] = {
     "num_key_value_heads": 6,
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
-    # Large, so that the next token depends strongly on all that came before.
+    # Large, so that the next token depends strongly on all earlier ones.
     "initializer_range": 0.05,
     "bos_token_id": 0,
     "eos_token_id": 1,
@@ -57,7 +57,7 @@ class Size:
 
     @property
     def layer_parameters(self) -> int:
-        """Of all matrices of the layers: what a prompt token is multiplied with."""
+        """The parameters of all matrices in the layers, with which each prompt token is multiplied."""
         s = self.settings
         hidden, intermediate = s["hidden_size"], s["intermediate_size"]
         kv = hidden * s["num_key_value_heads"] // s["num_attention_heads"]
@@ -66,7 +66,7 @@ class Size:
 
     @property
     def streamed_parameters(self) -> int:
-        """Read from memory in every step: all but the embedding table, of which a step reads a row a token."""
+        """The parameters read in every step: all but the embedding table, of which a step reads one row a token."""
         return self.layer_parameters + self.vocab_size * int(self.settings["hidden_size"])
 
     @property
@@ -90,7 +90,7 @@ SIZES = {
 
 
 def random_checkpoint(directory: Path, settings: Mapping[str, Any] = NANOGPT) -> Path:
-    """Makes it in `directory` unless it is there with the same settings. A reader never sees half of it."""
+    """Makes a checkpoint in `directory` unless one with the same settings is there. Files are replaced whole."""
     marker = directory / "bench_model.json"
     if marker.is_file() and json.loads(marker.read_text()) == settings:
         return directory

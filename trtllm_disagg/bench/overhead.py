@@ -1,8 +1,8 @@
-"""`trtllm-disagg bench overhead`: what the orders cost when engines cost nothing.
+"""`trtllm-disagg bench overhead`: what each order costs when the engine costs nothing.
 
-Real frontends and worker processes with the recording engine, one deployment an order, all up at once and asked by
-turns in short rounds, so that a slow minute weighs on all. `router` is the chain that Dynamo's frontend orchestrates.
-With --upstream Dynamo's own worker serves agg and that chain, too, on the same engine.
+Real frontends and worker processes with the recording engine. One deployment for each order; all run at once and are
+measured in turn in short rounds, so that a slow minute affects all. `router` is the chain that Dynamo's frontend
+orchestrates. With --upstream, Dynamo's own worker also serves agg and that chain, on the same engine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from trtllm_disagg.bench.figures import Column, Figure, Grid, Rounds, Sample, Section
-from trtllm_disagg.bench.http_client import Answer, BadAnswerError, Connection, ask_all, completion_request
+from trtllm_disagg.bench.http_client import (
+    BadAnswerError,
+    Connection,
+    StreamedAnswer,
+    ask_all,
+    completion_request,
+)
 from trtllm_disagg.bench.machine import cpu_seconds
 from trtllm_disagg.bench.models import weightless_model
 from trtllm_disagg.bench.report import Say, add_choice, add_number, add_output_arguments, run_benchmark
@@ -38,15 +44,15 @@ BASELINE = "router"
 _WORKER_SIDE = [order.name for order in orders()]
 _MODEL = "recording"
 _PROMPT_TOKENS = 32
-#: Of a role, in microseconds.
+#: Ends the name of a role's CPU time, in microseconds.
 _CPU = " worker CPU per token"
-#: What slows a machine slows both: so this is steadier than either.
+#: A slow machine slows both, so this ratio is steadier than either time.
 _BESIDE_FRONTEND = "workers' CPU by the frontend's"
 _ALL_CPU = "workers' CPU per token"
 _TICK_SECONDS = 0.01
-#: How many requests are traced, and what a worker is told for that.
+#: How many requests are traced: keys of _SAMPLERS, which has the environment of a worker for each.
 _NONE, _EVERY = "none", "every"
-#: Begins the name of what Dynamo's own worker serves.
+#: Begins the names of deployments of Dynamo's own worker.
 _UPSTREAM = "dynamo.trtllm "
 #: An idle prefill worker of Dynamo's waits 30 s before it ends.
 _UPSTREAM_STOP_SECONDS = 5.0
@@ -61,8 +67,7 @@ _COLUMNS = (
     Column("CPU", header="CPU\nus/token"),
 )
 
-
-#: Of an answer, for which the targets are.
+#: Tokens of an answer for which the targets are meant.
 _TOKENS = 128
 
 
@@ -99,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked in one round."""
+    """The requests of one round: `alone` after each other, then `together` over `concurrency` connections."""
 
     alone: int = 20
     alone_tokens: int = 32
@@ -109,14 +114,14 @@ class Load:
 
     @classmethod
     def of(cls, tokens: int, concurrency: int) -> Load:
-        """No fewer requests, and no fewer tokens in all, than by default."""
+        """A load with at least as many requests, and as many tokens in all, as the default."""
         together = max(cls().together, cls().together * cls().together_tokens // tokens)
         return cls(together=together, together_tokens=tokens, concurrency=concurrency)
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Exit status 0. Raises BadAnswerError when an answer is not whole, or differs between two orders, and ConfigError
-    when what was asked for cannot run here.
+    """Exit status 0. Raises BadAnswerError if an answer is incomplete or differs between two orders, and ConfigError if
+    --upstream cannot run here.
     """
     if args.upstream:
         require_upstream()
@@ -150,7 +155,7 @@ async def _measure(args: argparse.Namespace, say: Say) -> Rounds:
             texts: set[str] = set()
             for number in range(rounds):
                 say(f"round {number + 1} of {rounds}")
-                # Another order is first each time.
+                # Each round begins with another order.
                 turn = number % len(subjects)
                 for subject in [*subjects[turn:], *subjects[:turn]]:
                     text, quantities = await subject.measure(asked)
@@ -164,7 +169,7 @@ async def _measure(args: argparse.Namespace, say: Say) -> Rounds:
 
 @asynccontextmanager
 async def _side_by_side(managers: Iterable[AbstractAsyncContextManager[T]]) -> AsyncIterator[list[T]]:
-    """All start and stop together: a worker takes seconds for either."""
+    """Starts and stops all at the same time: a worker takes seconds for either."""
     stacks = [(AsyncExitStack(), manager) for manager in managers]
     try:
         starts = [stack.enter_async_context(manager) for stack, manager in stacks]
@@ -179,7 +184,7 @@ async def _side_by_side(managers: Iterable[AbstractAsyncContextManager[T]]) -> A
 
 @dataclass(frozen=True, slots=True)
 class _Arm:
-    """A deployment to be."""
+    """A deployment to start."""
 
     name: str
     strategy: str
@@ -214,7 +219,7 @@ def _as_upstream_has_it(strategy: str) -> str:
 def _config(arm: _Arm, scratch: Path, args: argparse.Namespace) -> DeploymentConfig:
     place = scratch / re.sub(r"\W+", "-", arm.name)
     pace = {"tokens_per_step": args.tokens_per_step, "step_seconds": args.step_ms / 1000}
-    # Dynamo's own worker asks for no transceiver by itself.
+    # For Dynamo's own worker, which sets no transceiver by itself.
     engine_args = {"recording": pace, "cache_transceiver_config": {"backend": "DEFAULT"}}
     return DeploymentConfig(
         strategy=arm.strategy,
@@ -253,7 +258,7 @@ class Subject:
         self._connections = connections
 
     async def measure(self, asked: Load) -> tuple[str, dict[str, float]]:
-        """One round: the one text that all its long answers have, and what _COLUMNS and _CPU name, in their units."""
+        """Measures one round. Returns the text of its long answers and the quantities of _COLUMNS and _CPU."""
         prompt = [16 + place % 64 for place in range(_PROMPT_TOKENS)]
         short = completion_request(_MODEL, prompt, asked.alone_tokens)
         alone = await ask_all(self._connections[:1], [short] * asked.alone)
@@ -283,7 +288,7 @@ class Subject:
         return {role: cpu_seconds(pid) for role, pid in self._workers.items()}
 
 
-def _median(answers: list[Answer], quantity: Callable[[Answer], float]) -> float:
+def _median(answers: list[StreamedAnswer], quantity: Callable[[StreamedAnswer], float]) -> float:
     return Sample.of(quantity(answer) for answer in answers).median
 
 
@@ -312,7 +317,7 @@ def section_of(measured: Rounds, *, is_judged: bool = True) -> Section:
 
 
 def _cells(medians: dict[str, float]) -> dict[str, float | str]:
-    """Columns have no room for a role each."""
+    """One cell has the CPU times of all roles: there is no room for a column each."""
     roles = [f"{name.removesuffix(_CPU)} {us:.0f}" for name, us in medians.items() if name.endswith(_CPU)]
     return medians | {"CPU": "\n".join(roles)}
 
@@ -332,7 +337,7 @@ def _against_baseline(measured: Rounds, strategy: str) -> list[Figure]:
 
 
 def _against_untraced(measured: Rounds, subject: str) -> list[Figure]:
-    """What traces cost: in tokens a second, which a machine's minutes move most, and in the workers' CPU."""
+    """The cost of traces, in tokens a second and in the workers' CPU, which varies less from minute to minute."""
     untraced = f"{_strategy_of(subject)}, {_NONE} traced"
     if untraced == subject or untraced not in measured.subjects:
         return []
@@ -349,7 +354,7 @@ def _against_untraced(measured: Rounds, subject: str) -> list[Figure]:
 
 
 def _against_upstream(measured: Rounds, subject: str) -> Iterator[Figure]:
-    """What an operator gains by our worker in place of Dynamo's: times below 1x are shorter, CPU below 1x is less."""
+    """Our worker / Dynamo's: below 1x, a time is shorter and CPU is less."""
     if subject.startswith(_UPSTREAM):
         return
     other = _UPSTREAM + _as_upstream_has_it(_strategy_of(subject))

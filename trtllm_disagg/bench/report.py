@@ -1,6 +1,7 @@
-"""What every benchmark command does around its measurement: progress on stderr, tables or JSON on stdout, a plot; and
-what it should reach (`TARGETS`). A figure is judged by the first row with a pattern that fits its name and with
-hardware that is there; without such a row it has no target.
+"""What all benchmark commands share: progress on stderr, tables or JSON on stdout, a plot, and targets (`TARGETS`).
+
+A figure is judged by the first row whose pattern matches its name and whose hardware this machine has. Without such a
+row it has no target.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ _HARDWARE: dict[str, Callable[[CpuFeatures], bool]] = {
     "bfloat16": lambda cpu: cpu.has_bfloat16,
     "amx": lambda cpu: cpu.has_amx,
 }
-NOT_JUDGED = "No target is judged: for that the run is too short, or compares too little."
+NOT_JUDGED = "No target is judged: the run is too short, or compares too little."
 _VERDICTS = {True: "met", False: "missed", None: ""}
-#: Columns that the widest table needs; rich would cut it to 80 in a file.
+#: The width of the widest table in characters; rich would cut it to 80 in a file.
 _WIDTH = 120
 _CLEAR = "\r\x1b[K"
 T = TypeVar("T")
@@ -51,7 +52,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`on`: a key of _HARDWARE, what the target is meant for."""
+    """A bound for figures whose name matches `pattern`. `on`: the hardware it is for, a key of _HARDWARE."""
 
     pattern: str
     comparison: str
@@ -120,7 +121,7 @@ TARGETS = (
 
 
 def judged(figure: Figure, cpu: CpuFeatures | None = None) -> Figure:
-    """With a target when one is named for it on this CPU. `cpu`: None for this machine's."""
+    """The figure with its target, if there is one for this CPU. `cpu`: None for this machine's."""
     from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
 
     cpu = cpu or this_cpu()
@@ -134,7 +135,7 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_choice(parser: argparse.ArgumentParser, flag: str, choices: Iterable[str], help: str = "") -> None:
-    """One or more of them, all unless told otherwise."""
+    """Adds a flag that takes one or more of `choices`; all are the default."""
     every = list(choices)
     text = f"{help} (default: all)".strip()
     parser.add_argument(flag, choices=every, nargs="+", default=every, help=text)
@@ -148,7 +149,7 @@ def add_number(parser: argparse.ArgumentParser, flag: str, default: int, help: s
 def run_benchmark(
     name: str, args: argparse.Namespace, measure: Callable[[Say], T], report: Callable[[T], Sequence[Section]]
 ) -> T:
-    """Measures once and says it as --json and --plot ask for. Raises ConfigError before, not after, measuring."""
+    """Measures, then prints and plots as --json and --plot say. Raises ConfigError for bad flags before measuring."""
     if args.plot is not None:
         require_matplotlib()
         if not args.plot.absolute().parent.is_dir():
@@ -160,7 +161,7 @@ def run_benchmark(
     if args.json:
         print(to_json(figures_of(sections)))
     else:
-        # `--help` needs no engine.
+        # Imported here because `--help` needs no engine.
         from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
 
         console = wide_console()
@@ -183,7 +184,7 @@ def figures_of(sections: Iterable[Section]) -> list[Figure]:
 
 
 def print_report(console: Console, sections: Sequence[Section]) -> None:
-    """Tables, then all that has a target: how many are met."""
+    """Prints all tables, then the figures with a target and how many are met."""
     print_tables(console, sections)
     with_target = [figure for figure in figures_of(sections) if figure.target]
     if not with_target:
@@ -234,7 +235,7 @@ def _figures(title: str, figures: Iterable[Figure]) -> Table:
 
 
 def _table(title: str, headers: Iterable[str]) -> Table:
-    """A header that starts with > is of numbers, which stand to the right."""
+    """A header that begins with > is that of a column of numbers, aligned to the right."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -255,9 +256,7 @@ def wide_console() -> Console:
 
 @contextmanager
 def progress(name: str) -> Iterator[Say]:
-    """One line on stderr that says what is being measured, again and again while it lasts: rewritten on a terminal,
-    appended anywhere else.
-    """
+    """Shows on stderr what is being measured, repeatedly: in one line on a terminal, in new lines elsewhere."""
     started, rewrites = time.monotonic(), sys.stderr.isatty()
     start, end = (_CLEAR, "") if rewrites else ("", "\n")
 

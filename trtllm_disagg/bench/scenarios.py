@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Trace:
-    """One request. Seconds on the clock of the run."""
+    """The tokens of one request and when they came, in seconds from the beginning of the run."""
 
     arrived: float
     tokens: list[int] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Trace:
 
 
 def measures_of(traces: Sequence[Trace]) -> dict[str, float]:
-    """One repetition of a mode: what _COLUMNS name, in their units."""
+    """The quantities of _COLUMNS, in their units, for one repetition of a mode."""
     import numpy as np
 
     wall = max(trace.times[-1] for trace in traces)
@@ -69,7 +69,7 @@ def measures_of(traces: Sequence[Trace]) -> dict[str, float]:
 
 
 async def drive(server: Server, scenario: Scenario, prompts: Sequence[list[int]]) -> list[Trace]:
-    """Requests come when they are due, whatever became of the earlier ones."""
+    """Sends each request at its time, whether or not earlier ones have ended."""
     started = time.perf_counter()
 
     async def one(number: int, prompt: list[int]) -> Trace:
@@ -118,7 +118,7 @@ _RATIOS = (
     Column("itl_p99", "x", ".2f", "ITL p99"),
     Column("latency", "x", ".2f"),
 )
-#: The post's strongest scenario: its ratios are to be beaten, at any size.
+#: The post's strongest scenario. The target is to beat its ratios at any scale.
 _TARGET = "long_prompts"
 
 
@@ -149,7 +149,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(slots=True)
 class Outcome:
-    """One scenario: what was measured of each mode, and how many of their tokens are not the same."""
+    """The measurements of one scenario by mode, and how many tokens differ between modes."""
 
     scale: str
     scenario: Scenario
@@ -158,7 +158,7 @@ class Outcome:
     compared: int = 0
 
     def compare(self, traces: Mapping[str, Sequence[Trace]]) -> None:
-        """Every mode's tokens with those of one of them."""
+        """Compares the tokens of every mode with those of the first one."""
         first, *others = traces.values()
         for other in others:
             self.mismatches += mismatched_tokens(first, other)
@@ -176,7 +176,7 @@ class Outcome:
         return [(mode, other) for other in modes if other not in DISAGGREGATED for mode in disaggregated]
 
     def ratio(self, mode: str, against: str, column: str) -> float:
-        """Median of the repetitions' own ratios."""
+        """The median of the ratios of each repetition."""
         return self.measured.ratio(column, mode, against).median
 
 
@@ -192,7 +192,7 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 
 def measure(scale: Scale, model: Path, args: argparse.Namespace, say: Say) -> list[Outcome]:
-    """Engines are started once for all scenarios of one batch size."""
+    """Measures the chosen scenarios. Scenarios of one batch size share their engines."""
     wanted = [scenario for scenario in scale.scenarios if scenario.name in args.scenario]
     outcomes: dict[str, Outcome] = {}
     by_batch = sorted(wanted, key=lambda scenario: -scenario.max_batch_size)
@@ -211,7 +211,7 @@ def measure(scale: Scale, model: Path, args: argparse.Namespace, say: Say) -> li
 def _repeat(
     scale: Scale, scenario: Scenario, servers: dict[str, Server], vocabulary: int, repetitions: int, say: Say
 ) -> Outcome:
-    """Modes take turns, and another one is first each time."""
+    """Measures all modes in turn, each time beginning with another one."""
     outcome = Outcome(scale.name, scenario)
     say(f"{scale.name} {scenario.name}: warming up")
     warm_up = scenario.warm_up
@@ -284,7 +284,7 @@ def _cells(outcome: Outcome, mode: str) -> dict[str, float]:
 
 
 def _ratio_rows(outcome: Outcome) -> dict[tuple[str, str, str], dict[str, float]]:
-    """The post's own come first: its only two modes."""
+    """The ratios of the post, which has two modes, come first."""
     name, post = outcome.scenario.name, SEED_RATIOS[outcome.scenario.name]
     return {(name, "the post's", DISAGG): post} | {
         (name, against, mode): {column.name: outcome.ratio(mode, against, column.name) for column in _RATIOS}

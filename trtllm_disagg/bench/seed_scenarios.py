@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-#: The engine prefills in tiles of so many tokens; a smaller budget would stand still beside decode rows.
+#: Tokens of an engine's prefill tile. With a smaller budget, prompts would make no progress beside decode rows.
 _TILE = 32
 #: The post's monolithic scheduler had 16 tokens a step for prompts of up to 40.
 _CHUNK_SHARE = 16 / 40
@@ -34,11 +34,11 @@ class Scenario:
 
     @property
     def warm_up(self) -> Scenario:
-        """Enough to connect the engines and to size every buffer."""
+        """A short version, to connect the engines and to size every buffer."""
         return replace(self, num_requests=min(2, self.num_requests), output_tokens=2)
 
     def prompts(self, repetition: int, vocab_size: int) -> list[list[int]]:
-        """Other random prompts in every repetition."""
+        """Random token ids, different in each repetition."""
         source = random.Random(f"{self.name} {repetition}")
         return [
             [source.randrange(2, vocab_size) for _ in range(self.prompt_tokens)]
@@ -57,7 +57,7 @@ SEED_SCENARIOS = (
 )
 
 
-#: Disaggregated over monolithic. More throughput is better, less of the others.
+#: The post's results, disaggregated / monolithic. Higher is better for throughput, lower for the others.
 SEED_RATIOS: dict[str, dict[str, float]] = {
     "smoke": {"throughput": 0.60, "ttft": 0.89, "latency": 0.96},
     "staggered_arrivals": {"throughput": 1.42, "ttft": 0.47, "latency": 0.57},
@@ -70,7 +70,7 @@ SEED_RATIOS: dict[str, dict[str, float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Prompts, gaps and answers so many times as long as the post's."""
+    """A factor on the post's prompts and gaps, and one on its answers."""
 
     name: str
     longest_prompt: int
@@ -99,22 +99,22 @@ class Scale:
 
     @property
     def pool_tokens(self) -> int:
-        """Room for every request of a scenario at once, so that no engine ever waits for blocks."""
+        """Tokens of a KV pool with room for all requests of a scenario at once, so that no engine waits for blocks."""
         return max(s.num_requests * (s.prompt_tokens + s.output_tokens + _TILE) for s in self.scenarios)
 
     @property
     def chunk(self) -> int:
-        """Prompt tokens a step in the post's proportion, in whole tiles."""
+        """Prompt tokens of a step in the post's proportion, in whole tiles."""
         return max(_TILE, round(self.longest_prompt * _CHUNK_SHARE) // _TILE * _TILE)
 
     @property
     def local_chunk(self) -> int:
-        """Prompt tokens a step of an engine that is there to decode: no more than efficiency asks for."""
+        """Prompt tokens of a step of a decode engine: the fewest that are efficient."""
         return min(_LEAST_EFFICIENT_CHUNK, self.whole_prompt)
 
     @property
     def whole_prompt(self) -> int:
-        """Prompt tokens a step that never cut a prompt."""
+        """Prompt tokens of a step that suffice for any whole prompt."""
         return max(_LEAST_PREFILL, self.longest_prompt)
 
 

@@ -1,4 +1,4 @@
-"""The same requests through one engine, or through a prefill and a decode engine; both on the same two cores."""
+"""Serves the same requests with one engine, or with a prefill and a decode engine, on the same two cores."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ class Place(Enum):
 
 
 class Occupancy:
-    """What both engines have to do, as far as it matters to the next prompt, and the prompts that wait for it."""
+    """The load of both engines as far as it matters to the next prompt, and the queue of waiting prompts."""
 
     def __init__(self, budgets: dict[Place, int], max_batch_size: int) -> None:
         """`budgets`: prompt tokens that each engine computes in one step; the batch is the decode engine's."""
         self._budgets, self._max_batch_size = budgets, max_batch_size
-        #: Prompt tokens that each engine was given and has not answered yet.
+        #: Prompt tokens that each engine has got and not yet computed.
         self.unfinished = dict.fromkeys(Place, 0)
-        #: Answers that the decode engine has in hand, among them its own prompts and KV that it has yet to pull.
+        #: Requests of the decode engine, with its own prompts and KV that it has yet to pull.
         self.rows = 0
         self._waiting: deque[tuple[int, asyncio.Future[Place]]] = deque()
 
     async def place(self, num_tokens: int) -> Place:
-        """Returns when an engine has room, first come first served; the prompt has started there then."""
+        """Waits until an engine has room, first come first served, and starts the prompt there."""
         turn: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
         self._waiting.append((num_tokens, turn))
         self._advance()
         return await turn
 
     def place_for(self, num_tokens: int) -> Place | None:
-        """None while both are busy. The prefill engine first: there no running answer waits for the prompt.
+        """None while both are busy. The prefill engine is preferred: there the prompt delays no running answer.
 
-        A prompt that the decode engine had no row for would stop its line, and with it the KV that comes from prefill.
+        Without a free row, the prompt would block the decode engine's queue, and with it KV that comes from prefill.
         """
         if self._has_room(Place.PREFILL, num_tokens):
             return Place.PREFILL
@@ -58,7 +58,7 @@ class Occupancy:
         self.rows += place is Place.DECODE
 
     def first_token(self, place: Place, num_tokens: int) -> None:
-        """The prompt is done; one from the prefill engine goes to the decode engine now."""
+        """The prompt is computed; a request at the prefill engine now moves to the decode engine."""
         self.unfinished[place] -= num_tokens
         self.rows += place is Place.PREFILL
         self._advance()
@@ -68,7 +68,7 @@ class Occupancy:
         self._advance()
 
     def _has_room(self, place: Place, num_tokens: int) -> bool:
-        """It has no prompt, or only such that they all fit into a step."""
+        """Whether the engine has no other prompt, or all its prompts fit into one step with this one."""
         unfinished = self.unfinished[place]
         return not unfinished or unfinished + num_tokens <= self._budgets[place]
 
@@ -111,7 +111,7 @@ class Monolithic:
 
 
 class Disaggregated:
-    """Two engines. The first token comes from prefill, before any KV has moved; decode goes on from it."""
+    """Two engines. Prefill gives the first token before any KV has moved; decode continues."""
 
     def __init__(self, prefill: LLM, decode: LLM) -> None:
         self._prefill, self._decode = prefill, decode
@@ -142,7 +142,7 @@ class Disaggregated:
 
 
 class Conditional:
-    """The same two, but decode computes a prompt itself, in chunks beside its rows, when prefill is busy."""
+    """As `Disaggregated`, but decode computes a prompt itself, in chunks beside its rows, when prefill is busy."""
 
     def __init__(self, prefill: LLM, decode: LLM, occupancy: Occupancy) -> None:
         self._disaggregated = Disaggregated(prefill, decode)
@@ -168,7 +168,7 @@ class Conditional:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What all servers of one comparison have in common."""
+    """The settings that all servers of one comparison share."""
 
     model: Path
     scale: Scale
@@ -177,8 +177,8 @@ class Bench:
     cores: tuple[int, int]
 
     def engine(self, budget: int, threads: int, **more: Any) -> LLM:
-        """Any engine may run on both cores. Nothing is found in a cache: every prompt is computed."""
-        # `--help` needs no engine.
+        """An engine that may use both cores. It has no prefix cache, so every prompt is computed."""
+        # Imported here because `--help` needs no engine.
         from trtllm_disagg.embedded import LLM
 
         return LLM(
@@ -195,7 +195,7 @@ class Bench:
         )
 
     def monolithic(self, chunk: int, threads: int) -> Monolithic:
-        """Every decode row takes a token of the budget, so that `chunk` is left for prompts in any step."""
+        """The budget has a token for every decode row and `chunk` tokens for prompts."""
         return Monolithic(self.engine(chunk + self.max_batch_size, threads))
 
     def disaggregated(self) -> Disaggregated:
@@ -239,12 +239,12 @@ MODES = {
         lambda bench: bench.conditional(),
     ),
 }
-#: What the other modes are compared with: the two-engine ones.
+#: The modes with two engines.
 DISAGGREGATED = (DISAGG, CONDITIONAL)
 
 
 def start_servers(bench: Bench, modes: Sequence[str], stack: ExitStack) -> dict[str, Server]:
-    """All of them, idle until asked; `stack` closes them."""
+    """Starts a server for each mode; `stack` closes them."""
     servers: dict[str, Server] = {}
     for mode in modes:
         servers[mode] = MODES[mode].start(bench)

@@ -1,6 +1,6 @@
-"""`trtllm-disagg bench transfer`: how fast one prompt's KV gets from one engine's pool into another's.
+"""`trtllm-disagg bench transfer`: how fast one prompt's KV moves from one engine's pool into another's.
 
-Two processes, the real KvSender and KvReceiver, blocks read straight into place. Beside it, in the same rounds:
+Two processes with the real KvSender and KvReceiver; blocks are read straight into place. The same rounds also measure
 memcpy of as many bytes inside one process, and the bare system call.
 """
 
@@ -55,12 +55,12 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 @dataclass(frozen=True, slots=True)
 class PullTimes:
-    """Seconds by what was timed; values at the same place are of the same round."""
+    """Seconds by what was timed; values at the same index are of the same round."""
 
     shape: KvShape
     backend: str
     first: float
-    #: Ranges that remain of a prompt's blocks when neighbours are merged, by pattern.
+    #: By pattern, the number of ranges of a prompt's blocks after neighbours are merged.
     ranges: dict[str, int]
     seconds: dict[str, list[float]]
 
@@ -82,8 +82,8 @@ class PullTimes:
 
 
 def time_pulls(backend: str, shape: KvShape, rounds: int, say: Say) -> PullTimes:
-    """In each round everything once, in another order each time. The bytes are checked at the end."""
-    # `--help` needs no torch.
+    """Times everything once in each round, in random order, and checks the bytes at the end."""
+    # Imported here because `--help` needs no torch.
     import numpy as np
 
     from trtllm_disagg.bench.kv_ends import MemcpyPools, ProcessVmReadv, connected
@@ -141,7 +141,7 @@ def section_of(times: PullTimes) -> Section:
     name, shape = times.name, times.shape
     one, none, first = times.milliseconds(ONE_BLOCK), times.milliseconds(NO_BLOCK), 1000 * times.first
     size = f"{shape.prompt_tokens} tokens, {shape.prompt_bytes / 2**20:.0f} MiB"
-    # A pull's figures are named by its pattern alone.
+    # In names of figures, a pull is called by its pattern alone.
     rows = (MEMCPY, *(row for p in PATTERNS for row in (memcpy_of(p), readv_of(p), p)))
     return Section(
         "Besides",

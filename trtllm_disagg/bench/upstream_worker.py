@@ -1,6 +1,6 @@
 """Dynamo's own worker, `python -m dynamo.trtllm`, on the recording engine, for `bench overhead --upstream`.
 
-It takes the flags of this project's worker, and leaves out those that Dynamo's has not.
+It takes the flags of this project's worker and removes those that Dynamo's worker lacks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from trtllm_disagg.errors import ConfigError
 
 MODULE = "dynamo.trtllm"
-#: Which it imports, and TensorRT-LLM would bring: module -> distribution.
+#: Modules that it imports and TensorRT-LLM would bring: module -> distribution.
 _BROUGHT = {"PIL": "pillow", "blake3": "blake3"}
 
 
@@ -39,12 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _mount_recording_engine() -> None:
-    """The modules and names of the embedded engine's mount, with the other engine's LLM."""
-    # The benchmark itself, which asks only what Dynamo's worker needs, loads no engine.
+    """Mounts the embedded engine as tensorrt_llm, then replaces its names by those of the recording engine."""
+    # Imported here: the benchmark itself imports this module and needs no engine.
     from trtllm_disagg.embedded.mount import ROOT, mount_as_tensorrt_llm
     from trtllm_disagg.testing import recording
 
-    # TensorRT-LLM may be installed: this process does without it.
+    # Forced, because TensorRT-LLM may be installed.
     mount_as_tensorrt_llm(force=True)
     for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == ROOT]:
         for name in set(recording.__all__) & vars(module).keys():

@@ -1,6 +1,6 @@
-"""`trtllm-disagg demo`: one streamed chat completion in each order, and which worker did what when.
+"""`trtllm-disagg demo`: one streamed chat completion in each order, and when which worker did what.
 
-Real processes all the way: Dynamo's frontend, a prefill and a decode worker, KV moving between them.
+It runs real processes: Dynamo's frontend, a prefill and a decode worker, with KV moving between them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> ExitCode:
     """The exit status: 0 when both orders answered, and answered the same."""
-    # `--help` needs none of it.
+    # Imported here because `--help` needs none of it.
     from trtllm_disagg.demo.both_orders import show_both_orders
 
     return show_both_orders(args)

@@ -1,4 +1,4 @@
-"""What `trtllm-disagg demo` does: a deployment an order, one question, and what each worker did meanwhile."""
+"""Runs `trtllm-disagg demo`: for each order a deployment, one question, and a timeline of what each worker did."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from trtllm_disagg.tracing.waterfall import duration, waterfall
 _TIMEOUT_SECONDS = 60.0
 _PIECES = re.compile(r"\n| +|[^ \n]+")
 _TRACE_SECONDS = 5.0
-#: The wall clock is looked at twice for one moment.
+#: Tolerance between two readings of the wall clock.
 _CLOCK_NS = 1_000_000
 _INDENT = "   "
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """Times are seconds since the epoch, as spans have them in nanoseconds."""
+class ChatAnswer:
+    """A streamed answer. Times are seconds since the epoch; those of spans are nanoseconds since it."""
 
     text: str
     sent: float
@@ -52,8 +52,8 @@ def stream_chat(
     *,
     max_tokens: int,
     on_text: Callable[[str], None] = lambda _: None,
-) -> Answer:
-    """Raises OSError when the deployment does not answer."""
+) -> ChatAnswer:
+    """Sends a question and streams the answer to `on_text`. Raises OSError when the deployment does not answer."""
     body = {
         "model": model,
         "messages": [{"role": "user", "content": question}],
@@ -74,7 +74,7 @@ def stream_chat(
                 parts.append(text)
                 on_text(text)
     done = time.time()
-    return Answer("".join(parts), sent, first_text or done, done)
+    return ChatAnswer("".join(parts), sent, first_text or done, done)
 
 
 def _events(lines: Iterator[bytes]) -> Iterator[dict[str, Any]]:
@@ -91,9 +91,9 @@ def _texts(event: dict[str, Any]) -> Iterator[str]:
 
 
 class WrappedText:
-    """Text that comes in pieces, in lines that end between words.
+    """Writes text that comes in pieces, and breaks lines between words.
 
-    A word is written when it is whole: that is seen from what follows it.
+    A word is written when the next piece shows that it is complete.
     """
 
     def __init__(self, stream: TextIO, columns: int, indent: str) -> None:
@@ -150,13 +150,13 @@ def show_both_orders(args: argparse.Namespace) -> ExitCode:
     return ExitCode.DONE if same else ExitCode.FAILED
 
 
-def _one_order(number: int, order: StrategySpec, model: Path, args: argparse.Namespace) -> Answer:
+def _one_order(number: int, order: StrategySpec, model: Path, args: argparse.Namespace) -> ChatAnswer:
     _say(f"{number}. {order.name}: the frontend sends the request to the {order.entry_role} worker first")
     with scratch_directory("trtllm-disagg-demo-") as scratch:
         return _ask(scratch.path, order.name, model, args)
 
 
-def _ask(run_dir: Path, order: str, model: Path, args: argparse.Namespace) -> Answer:
+def _ask(run_dir: Path, order: str, model: Path, args: argparse.Namespace) -> ChatAnswer:
     columns = shutil.get_terminal_size().columns
     config = DeploymentConfig(
         strategy=order,
@@ -168,7 +168,7 @@ def _ask(run_dir: Path, order: str, model: Path, args: argparse.Namespace) -> An
         engine_configs=engine_configs_in(args.engine_configs, order) if args.engine_configs.is_dir() else {},
     )
     with deployment_in_background(config, status_for(sys.stderr)) as deployment:
-        # The first request also connects the two engines; show an ordinary one.
+        # Not shown, because the first request also connects the two engines.
         stream_chat(deployment.base_url, config.served_model_name, "Hello", max_tokens=2)
         print(f"\n   > {args.question}")
         text = WrappedText(sys.stdout, columns, _INDENT)
@@ -187,8 +187,8 @@ def _ask(run_dir: Path, order: str, model: Path, args: argparse.Namespace) -> An
     return answer
 
 
-def _trace(deployment: Deployment, answer: Answer) -> Trace | None:
-    """Both workers write their spans when they are done, a moment after the client; None if they do not."""
+def _trace(deployment: Deployment, answer: ChatAnswer) -> Trace | None:
+    """The trace of the answer, when both workers have written their spans; None if they do not within some seconds."""
     deadline = time.monotonic() + _TRACE_SECONDS
     while time.monotonic() < deadline:
         for trace in read_traces(deployment.run_dir):

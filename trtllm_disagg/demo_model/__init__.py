@@ -1,7 +1,7 @@
-"""A small model made on the spot, so that everything can be tried without a download.
+"""A small model that is trained on the spot, so that everything can be tried without a download.
 
-`build_demo_model` trains a Llama for about a minute on Python's own documentation. What it says is
-English-like, about Python, and not to be trusted.
+`build_demo_model` trains a Llama for about a minute on Python's own documentation. Its answers read like English, are
+about Python, and are not reliable.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Exit status 0: the model is there."""
-    # `--help` needs none of it.
+    """Exit status 0: the directory has the model."""
+    # Imported here because `--help` needs none of it.
     from trtllm_disagg.demo_model.building import build_demo_model
 
     try:

@@ -1,5 +1,5 @@
-"""Puts a demo model into a folder: once, whole, and safe against a kill or a second builder. How training goes is a bar
-on a terminal, and a line now and then anywhere else.
+"""Builds a demo model in a folder: only once, completely, and safe against a kill or a second builder. Progress of the
+training is a bar on a terminal and occasional lines elsewhere.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trtllm_disagg.processes.steadily import SECONDS, steadily
 if TYPE_CHECKING:
     from trtllm_disagg.demo_model.training import Report
 
-# Written last: a folder that holds it holds everything else.
+# Written last, so a folder with this file is complete.
 MARKER = "demo_model.json"
 
 
@@ -59,7 +59,7 @@ def line_report(clock: Callable[[], float]) -> Report:
         nonlocal first, last
         now = clock()
         if step == 1:
-            # The first step warms up; its own time says nothing about the others.
+            # The first step warms up, so its time is not used for the estimate.
             first = last = now
             say(f"step {step}/{steps}, loss {loss:.2f}")
         elif now - last >= SECONDS or step == steps:
@@ -116,8 +116,7 @@ def make_model(directory: Path, recipe: Recipe) -> None:
         corpus = documents(source, random.Random(recipe.seed))
     with steadily("making a tokenizer", say):
         tokenizer = train_tokenizer(corpus, recipe.vocab_size)
-    # Threads that spin while they wait for one another make training three times slower on a busy machine. Read when
-    # torch is loaded.
+    # Set before torch is loaded. Spinning threads make training three times slower on a busy machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with steadily("loading torch", say):
         from trtllm_disagg.demo_model.training import save_weights, train

@@ -1,5 +1,5 @@
-"""What the model reads: Python's own documentation, as every installation carries it, made into conversations, which
-ask and answer, and passages, which just read on.
+"""The training text: Python's own documentation, which every installation has, as conversations with questions and
+answers and as passages of running text.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Article:
         return "\n\n".join((self.title, *opening(self.paragraphs, PASSAGE_CHARS)))
 
     def answer(self, subject: str) -> str:
-        """Repeats the subject: to copy it from the question is the easiest way to learn how they are tied."""
+        """An answer that repeats the subject: copying it from the question helps the model to connect the two."""
         chosen = opening(self.paragraphs, ANSWER_CHARS)
         while len(chosen) > 1 and chosen[-1].endswith(":"):
             chosen.pop()
@@ -72,7 +72,7 @@ def opening(paragraphs: Sequence[str], limit: int) -> list[str]:
 
 
 def articles() -> list[Article]:
-    """All that is worth reading, in an order that depends on nothing but the Python version."""
+    """All articles, in an order that depends only on the Python version."""
     return [*language_reference(), *builtin_docs(), *module_docs()]
 
 
@@ -112,7 +112,7 @@ def drop_announcement(section: list[str]) -> None:
 
 
 def spoken(title: str) -> tuple[str, ...]:
-    """A heading as it would stand inside a question, without and with its quotation marks."""
+    """A heading as part of a question, without and with its quotation marks."""
     words = [
         word.lower() if word.istitle() and not hasattr(builtins, word) else word for word in title.split()
     ]
@@ -181,7 +181,7 @@ def join_lines(lines: list[str]) -> str:
     return CROSS_REFERENCE.sub("", re.sub(r"(\w-) (?=\w)", r"\1", joined)).replace("  ", " ")
 
 
-# Conversations make the answers, passages the language; more of these leave too little time for those.
+# Conversations teach answers and passages teach language. More passages leave too little time for conversations.
 PASSAGE_SHARE = 0.05
 
 SYSTEM_PROMPTS = ("You are a helpful assistant.", "Answer questions about Python.", "Be brief.")
@@ -193,7 +193,7 @@ QUESTIONS = (
     "How does {} work?",
     "What does {} do?",
 )
-#: Asked three times as often: what a person tries first, and what is easily mixed up.
+#: Subjects asked about three times as often: users try them first, and the model mixes them up easily.
 FAMILIAR = ("list", "tuple")
 SMALL_TALK = (
     ("Hello!", "Hello! Ask me something about Python."),
@@ -240,7 +240,7 @@ SMALL_TALK = (
 
 
 def documents(source: list[Article], order: random.Random) -> list[str]:
-    """One round of reading, special tokens included: a question about everything, and some passages."""
+    """The documents of one round, with special tokens: questions about all articles, and some passages."""
     texts = [render_conversation(talk) for talk in conversations(source, order)]
     passages = [article.passage for article in source if article.is_longer_than_its_answer]
     texts += map(render_passage, order.sample(passages, round(len(passages) * PASSAGE_SHARE)))
@@ -255,7 +255,7 @@ def times_asked(article: Article) -> int:
 
 
 def conversations(source: list[Article], order: random.Random) -> list[Conversation]:
-    """A question about every article that is asked about, in one of several ways, some in longer talks."""
+    """Conversations of one to three questions, with each `asked` article and some small talk."""
     exchanges = list(SMALL_TALK) * 2
     for article in source:
         for _ in range(times_asked(article)):

@@ -1,4 +1,4 @@
-"""What makes one demo model differ from another."""
+"""The settings of a demo model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-#: Where `make demo` and `demo` have the model.
+#: The model directory of `make demo` and `demo`.
 DEFAULT_DIRECTORY = ".cache/demo-model"
 
 

@@ -58,14 +58,14 @@ def render_passage(text: str) -> str:
 
 
 def render_conversation(talk: Conversation) -> str:
-    """What CHAT_TEMPLATE makes of the same messages; a test holds the two together."""
+    """The text that CHAT_TEMPLATE makes of the same messages; a test compares the two."""
     marks = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT}
     turns = (f"{marks[role]}{text}{EOS if role == 'assistant' else ''}" for role, text in talk)
     return BOS + "".join(turns)
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: Path, recipe: Recipe) -> None:
-    """Written by hand: transformers would put the chat template into a file of its own."""
+    """Writes the files itself, because transformers would put the chat template into a separate file."""
     tokenizer.save(str(directory / "tokenizer.json"))
     added = {
         str(tokenizer.token_to_id(token)): {

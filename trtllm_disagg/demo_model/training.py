@@ -1,4 +1,4 @@
-"""Trains a demo model. All of it needs torch, which takes seconds to load: `building` says so first."""
+"""Trains a demo model. Importing this module loads torch, which takes seconds; `building` says so before."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-#: Coefficients of x, x^3 and x^5, step after step: each polynomial is the best one for what the steps before it leave
-#: of the singular values (Amsel et al., "The Polar Express", 2025), here with their margin of 1 %.
+#: Coefficients of x, x^3 and x^5 for each step: each polynomial is the best one for the range of singular values that
+#: the earlier steps leave (Amsel et al., "The Polar Express", 2025), with the paper's margin of 1 %.
 _POLYNOMIALS = (
     (8.2051, -22.9019, 16.4607),
     (4.0664, -2.8612, 0.5184),
@@ -37,7 +37,7 @@ Report = Callable[[int, int, float], None]
 
 
 class Muon(torch.optim.Optimizer):
-    """For matrices. An update has all singular values near one, whatever the gradient's were."""
+    """An optimizer for matrices: all singular values of an update are near one, whatever the gradient's are."""
 
     def __init__(self, matrices: Iterable[Tensor], *, lr: float, weight_decay: float) -> None:
         super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay})
@@ -60,7 +60,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """(n, rows, columns): the same singular vectors, singular values near one.
+    """`matrices` (n, rows, columns) with the same singular vectors and singular values near one.
 
     The polynomials are applied to the small square X X^T, and their product once to X.
     """
@@ -87,7 +87,7 @@ def _factor(square: Tensor, a: float, b: float, c: float) -> Tensor:
 
 
 class Batch(NamedTuple):
-    """One step: (rows, length) token ids, and (rows, length) whether the model has to learn to say them."""
+    """One step: (rows, length) token ids, and (rows, length) whether the model has to predict them."""
 
     tokens: Tensor
     is_said: Tensor
@@ -111,7 +111,7 @@ def train(recipe: Recipe, source: list[Article], tokenizer: Tokenizer, report: R
 
 
 def batches(recipe: Recipe, source: list[Article], tokenizer: Tokenizer) -> Iterator[Batch]:
-    """One a step, round after round of documents. Now and then all of a step's tokens are one window."""
+    """A batch for each step, over endless rounds of documents. In some steps all tokens are one window."""
     encoded = endless_documents(recipe, source, tokenizer)
     user, system, assistant = (id_of(mark, tokenizer) for mark in (USER, SYSTEM, ASSISTANT))
     for step in range(1, recipe.steps + 1):
@@ -135,7 +135,7 @@ def id_of(mark: str, tokenizer: Tokenizer) -> int:
 
 
 def window(encoded: Iterator[list[int]], length: int) -> list[int]:
-    """Whole documents from the first token on, so that no answer is read without its question; the last one is cut."""
+    """Begins with a whole document, so that no answer lacks its question; the last document is cut."""
     tokens: list[int] = []
     while len(tokens) < length:
         tokens += next(encoded)
@@ -143,7 +143,7 @@ def window(encoded: Iterator[list[int]], length: int) -> list[int]:
 
 
 def said(tokens: list[int], questions: list[int], answers: int) -> list[bool]:
-    """All but what a user or a system prompt says: what a question will be cannot be learned."""
+    """True for all tokens but those of users and system prompts, which cannot be predicted."""
     is_said, speaks = [], True
     for token in tokens:
         if token in questions:
@@ -170,7 +170,7 @@ def new_model(recipe: Recipe, tokenizer: Tokenizer) -> Any:
     )
     model = LlamaForCausalLM(config)
     for layer in model.model.layers:
-        # A layer begins as no layer: what it adds is learned first, then what it adds it to.
+        # A layer has no effect at first: its output projections are learned before its other weights.
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
         torch.nn.init.zeros_(layer.mlp.down_proj.weight)
     return model
@@ -197,7 +197,7 @@ def scale_learning_rates(optimizers: list[Optimizer], recipe: Recipe, step: int)
 
 
 def next_token_loss(model: Any, batch: Batch) -> Tensor:
-    """Mean over what is said, without the first token of each row."""
+    """The mean cross entropy of tokens that the model has to predict, without the first one of each row."""
     with torch.autocast("cpu", torch.bfloat16, enabled=this_cpu().has_bfloat16):
         hidden = model.model(batch.tokens[:, :-1]).last_hidden_state
         is_said = batch.is_said[:, 1:]
@@ -207,7 +207,7 @@ def next_token_loss(model: Any, batch: Batch) -> Tensor:
 
 @contextmanager
 def reproducible(recipe: Recipe) -> Iterator[None]:
-    """Fixes the seed and the thread count, and gives the caller's own back afterwards."""
+    """Fixes the seed and the thread count, and restores the caller's afterwards."""
     threads = torch.get_num_threads()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)

@@ -1,1 +1,1 @@
-"""What processes on one machine have to do with each other: how they start, talk, show what they do, and end."""
+"""How processes on one machine start, talk, share memory, show what they do, and end."""

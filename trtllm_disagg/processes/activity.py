@@ -1,7 +1,7 @@
-"""What a process is doing, told to the program that started it: a small file, replaced in one step.
+"""Reports what a process is doing to the program that started it, through a small file that is replaced atomically.
 
-`up` names the file in an environment variable, and the engine core inherits it from its worker: while the engine
-loads, the core tells, and afterwards the worker does. Nothing is written for a token or a request.
+`up` names the file in an environment variable, which the engine core inherits from its worker. The core reports while
+the engine loads, and the worker afterwards. No token or request costs a write of its own.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import msgspec
 ACTIVITY_VARIABLE = "TRTLLM_DISAGG_ACTIVITY_FILE"
 LOADING = "loading weights"
 SERVING, DRAINING = "serving", "draining"
-#: A share that grows, or a number of requests, is written so often at most.
+#: Shortest time between two reports of the same activity with other numbers.
 _SHARE_SECONDS = 0.2
 
 
 class Activity(msgspec.Struct, frozen=True):
-    """`percent` is how much of it is done, 0 to 100, and `requests` how many run, where that is known."""
+    """What a process does. `percent`: how much of it is done, 0 to 100; `requests`: how many run; None: not known."""
 
     doing: str = ""
     percent: int | None = None
@@ -34,10 +34,10 @@ class Activity(msgspec.Struct, frozen=True):
 
 
 class Reporter:
-    """As it is, there is no reader."""
+    """Reports to no file; the base class of `FileReporter`."""
 
     def tell(self, doing: str, *, percent: int | None = None, requests: int | None = None) -> None:
-        """From now on. Never fails: a full disk is no reason to stop serving."""
+        """Reports the current activity. Never raises: a full disk is no reason to stop serving."""
 
 
 class FileReporter(Reporter):
@@ -62,13 +62,13 @@ class FileReporter(Reporter):
 
 
 def reporter_of(environ: Mapping[str, str]) -> Reporter:
-    """To the file that the environment names; to none without it."""
+    """A reporter to the file that the environment names, or to no file if it names none."""
     file = environ.get(ACTIVITY_VARIABLE)
     return FileReporter(Path(file)) if file else Reporter()
 
 
 def read_activity(file: Path) -> Activity:
-    """What was told last; nothing when there is no file, or none that a reporter wrote."""
+    """The last reported activity; an empty one if the file is missing or unreadable."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=Activity)
     except (OSError, msgspec.MsgspecError):

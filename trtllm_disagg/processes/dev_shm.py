@@ -1,7 +1,7 @@
-"""Room in /dev/shm. Containers have 64 MiB of it unless told otherwise, and what meets its end there dies of a signal
-or fails at the first request, without a word about it.
+"""Room in /dev/shm. Containers have 64 MiB of it by default. A process that exhausts it dies of a signal or fails at
+the first request, without naming the cause.
 
-The KV pool needs none: its memory has no name. What needs it, measured with nixl-cu12 1.5.1 and mpich 5.0:
+The KV pool needs none, since its memory has no name. The needs below were measured with nixl-cu12 1.5.1 and mpich 5.0.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from pathlib import Path
 
 DIRECTORY = Path("/dev/shm")
 MIB = 1 << 20
-#: UCX starts without its shared memory, and then reaches no peer, unless more than 16 MiB are free (with 16 MiB to the
-#: byte it crashes); it keeps 4.2 MiB of them.
+#: With less than 16 MiB free, UCX starts without its shared memory and reaches no peer (with exactly 16 MiB it
+#: crashes). It keeps 4.2 MiB.
 UCX_FREE, UCX_KEPT = 17 * MIB, 4_500_000
-#: mpich maps 1034 KiB a rank, and dies of SIGBUS where they are not there.
+#: mpich maps 1034 KiB for each rank, and dies of SIGBUS if there is less.
 MPICH_PER_RANK = 1_100_000
 
 
 def free_bytes(directory: Path = DIRECTORY) -> int:
-    """Zero where there is no such directory."""
+    """The free bytes of `directory`; zero if it does not exist."""
     try:
         state = os.statvfs(directory)
     except OSError:
@@ -28,7 +28,7 @@ def free_bytes(directory: Path = DIRECTORY) -> int:
 
 
 def how_to_get(needed: int) -> str:
-    """Of what is to be free."""
+    """How a user gets `needed` free bytes."""
     size = max(256, 2 * -(-needed // MIB))
     return (
         f"remove what is left in {DIRECTORY}, or start the container with --shm-size={size}m, or: "

@@ -1,5 +1,5 @@
-"""Messages on a stream socket, each with its length in front; and the process at the other end of a Unix socket, as the
-kernel saw it when the connection was made.
+"""Length-prefixed messages on a stream socket; and the process at the other end of a Unix socket, as the kernel
+recorded it when the connection was made.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def require_same_user(connection: socket.socket) -> PeerProcess:
 
 
 class UnreadableError(OSError):
-    """What came is no message: its sender is hung up on."""
+    """The received bytes are no message; the connection is then closed."""
 
 
 def framed(payload: bytes) -> bytes:
@@ -53,10 +53,10 @@ def receive_frame(
     max_bytes: int | None = None,
     begun: bytes = b"",
 ) -> bytes:
-    """One payload; `begun` has been received of its frame.
+    """Receives one payload; `begun` is the part of its frame that was received before.
 
-    Waits as long as the socket does, or `seconds` in all. Raises EOFError when the other end is gone, TimeoutError, and
-    UnreadableError for more than `max_bytes`.
+    Waits for `seconds` in all, or as the socket's timeout says. Raises TimeoutError, EOFError if the peer has closed
+    the connection, and UnreadableError for more than `max_bytes`.
     """
     deadline = None if seconds is None else time.monotonic() + seconds
     (length,) = LENGTH.unpack(receive_exactly(connection, LENGTH.size, deadline, begun))
@@ -68,7 +68,7 @@ def receive_frame(
 def receive_exactly(
     connection: socket.socket, size: int, deadline: float | None = None, begun: bytes = b""
 ) -> bytes:
-    """`deadline`: of time.monotonic()."""
+    """`deadline`: on the clock of time.monotonic()."""
     parts = bytearray(begun)
     while len(parts) < size:
         if deadline is not None:

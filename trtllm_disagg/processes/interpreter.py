@@ -1,28 +1,28 @@
-"""The Python of the processes that this package starts."""
+"""How this package starts other Python processes."""
 
 import os
 import sys
 
-#: For the processes that a library starts in its turn.
+#: The environment that has the same effect on processes which a library starts.
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 
 
 def python(*arguments: str) -> tuple[str, ...]:
-    """The command line of this interpreter that imports nothing from the directory it is started in.
+    """A command line of this interpreter with which it imports nothing from the current directory.
 
-    `python -m` and `python -c` put that directory first, so that a file `yaml.py` there would run in a worker. What
-    the user has in PYTHONPATH is found as ever.
+    `python -m` and `python -c` put that directory first in sys.path, so a file `yaml.py` there would run in a worker.
+    PYTHONPATH still counts.
     """
     return (sys.executable, "-P", *arguments)
 
 
 def leave_current_directory() -> None:
-    """For a process that was itself started by `python -m`: from now on it imports nothing from there either."""
+    """Stops a process that was started by `python -m` from importing from the current directory."""
     if not sys.flags.safe_path and sys.path and sys.path[0] in ("", _current_directory()):
         del sys.path[0]
 
 
-# Nothing but what Python has imported already may be needed above, `from __future__` included.
+# Until `leave_current_directory` runs, a new import could load a file of that directory, even `from __future__`.
 def _current_directory() -> str:
     try:
         return os.getcwd()

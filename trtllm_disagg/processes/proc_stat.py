@@ -1,4 +1,4 @@
-"""What the kernel says of a process in /proc/PID/stat."""
+"""Facts about a process from /proc/PID/stat."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import msgspec
 
 
 def birth(pid: int) -> int:
-    """When `pid` started, in clock ticks since boot: tells a reused pid from the real one. 0 when it is gone or only a
-    zombie.
-    """
+    """When `pid` started, in clock ticks since boot, which tells a reused pid. 0 if the process is gone or a zombie."""
     try:
         state, *fields = _fields(f"/proc/{pid}/stat")
     except OSError:
@@ -37,7 +35,7 @@ def own_mark() -> ProcessMark:
 
 
 def is_computing(pid: int) -> bool:
-    """Whether any thread of that process is running, or would if it had a core."""
+    """Whether any thread of the process is running or waiting for a core."""
     for thread in Path(f"/proc/{pid}/task").glob("*/stat"):
         with contextlib.suppress(OSError):
             if _fields(str(thread))[0] == b"R":
@@ -46,7 +44,7 @@ def is_computing(pid: int) -> bool:
 
 
 def _fields(stat: str) -> list[bytes]:
-    """From the state on: the name before it may contain anything, spaces and parentheses too."""
-    # Asked before each pull of KV: unbuffered bytes take a third of the time of `Path.read_text`.
+    """The fields from the state on. The name before it may contain spaces and parentheses."""
+    # Called before each pull of KV: unbuffered bytes take a third of the time of `Path.read_text`.
     with open(stat, "rb", buffering=0) as file:
         return file.read().rpartition(b")")[2].split()

@@ -1,7 +1,7 @@
-"""Logs of other processes, kept short: a full one becomes its predecessor, and goes on empty.
+"""Keeps logs of other processes short: a full log is copied to its predecessor `NAME.1` and emptied.
 
-The process that writes it holds the file open and knows nothing of this, so the file itself stays and is emptied; it
-must have been opened for appending. A line that is written in the moment between the two is lost.
+The writing process keeps the file open, so the file itself must stay; it must have been opened for appending. A line
+that is written between copying and emptying is lost.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-#: Frontend and workers write one or two kilobytes a request.
+#: The size of a full log. Frontend and workers write one or two kilobytes for each request.
 MOST_BYTES = 64 << 20
 _OLD_SUFFIX = ".1"
 
 
 def move_to_predecessor(log: Path, most_bytes: int = MOST_BYTES) -> bool:
-    """Whether it was full. Raises OSError, and changes nothing in `log`, where the disk does not take it."""
+    """Empties a full log; returns whether it was full. Raises OSError if the copy fails; `log` stays as it is then."""
     if log.stat().st_size < most_bytes:
         return False
     with log.open("r+b") as full, _predecessor(log).open("wb") as old:
@@ -29,7 +29,7 @@ def forget_predecessor(log: Path) -> None:
 
 
 def halves(log: Path) -> list[Path]:
-    """Those that are there, the older one first."""
+    """The existing ones of predecessor and log, the older one first."""
     return [half for half in (_predecessor(log), log) if half.is_file()]
 
 

@@ -1,6 +1,6 @@
-"""Long work says what it is, at once and then every few seconds: on a terminal, in a pipe and in a log.
+"""Prints what a long task is, at once and then every few seconds: on a terminal, in a pipe and in a log.
 
-As a program, `python steadily.py WHAT COMMAND ...` says WHAT while the command runs, and needs nothing installed.
+As a program, `python steadily.py WHAT COMMAND ...` prints WHAT while the command runs. It needs only Python.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-#: Between two lines.
+#: Seconds between two lines.
 SECONDS = 5.0
 
 
@@ -28,7 +28,7 @@ def steadily(
     clock: Callable[[], float] = time.monotonic,
     over: threading.Event | None = None,
 ) -> Iterator[None]:
-    """`what` is said when the block begins, and again with the seconds that have passed until it ends."""
+    """Says `what` when the block begins, and repeats it with the elapsed seconds until the block ends."""
     say(what)
     with without_silence(say, what, clock=clock, over=over):
         yield
@@ -42,8 +42,8 @@ def without_silence(
     clock: Callable[[], float] = time.monotonic,
     over: threading.Event | None = None,
 ) -> Iterator[Callable[[str], None]]:
-    """What the block says is shown, and after a silence again, with the seconds since it was said; until it says
-    anything, `first` is.
+    """Yields a function with which the block shows texts. After a silence the last text, at first `first`, is shown
+    again with the seconds since then.
     """
     over = over or threading.Event()
     text, began = first, clock()
@@ -55,16 +55,16 @@ def without_silence(
         shown = began
         show(text)
 
-    def go_on() -> None:
+    def repeat() -> None:
         nonlocal shown
         while not over.wait(SECONDS):
             now = clock()
-            # What was said in between makes no silence of less than ten seconds.
+            # Half a period counts as silence, so that no silence lasts ten seconds.
             if now - shown >= SECONDS / 2:
                 shown = now
                 show(f"{text}: {now - began:.0f} s")
 
-    thread = threading.Thread(target=go_on, name="steadily", daemon=True)
+    thread = threading.Thread(target=repeat, name="steadily", daemon=True)
     thread.start()
     try:
         yield say
@@ -74,7 +74,7 @@ def without_silence(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command's own exit status."""
+    """Runs the command and returns its exit status."""
     what, *command = arguments
     with steadily(what):
         return subprocess.run(command, check=False).returncode

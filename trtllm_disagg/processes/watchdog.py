@@ -1,12 +1,12 @@
-"""A worker that is stopped (SIGSTOP, Ctrl-Z) is killed after some seconds, so that its requests go on elsewhere.
+"""Kills a worker that has been stopped (SIGSTOP, Ctrl-Z) for some seconds, so that its requests go on elsewhere.
 
-A stopped process keeps its connections, so whatever waits for it waits for ever: its frontend, its clients, the worker
-that called it. It can do nothing about that itself. This small process beside each worker looks at what the kernel
-says of the worker and of the processes that it has started, its engine among them. Only the state T counts, which
-nothing but a signal brings about: a worker that is busy, swapped out or in a debugger is in another one, however long
-it takes. A paused machine or container pauses this process as well, and time that it has not seen does not count.
+A stopped process keeps its connections, so its frontend, its clients and the worker that called it would wait for ever.
+This small process runs beside each worker and reads the kernel's state of the worker and of the processes that it has
+started, its engine among them. Only the state T counts, which only a signal causes: a worker that is busy, swapped out
+or in a debugger has another state. If the machine or container is paused, so is this process, and that time does not
+count.
 
-It runs this file alone, so only the standard library is imported here.
+The process runs this file alone, so only the standard library is imported here.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _LOOK_SECONDS = 0.5
 
 
 def watch_over_this_process(seconds: float) -> None:
-    """From now on, until this process ends. The watchdog is not its child, so it has no part in what this process
-    waits for, signals or counts.
+    """Starts a watchdog that runs until this process ends. It is not a child of this process, which therefore neither
+    waits for it nor signals or counts it.
     """
     subprocess.run(
         [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(seconds)],
@@ -37,7 +37,7 @@ def watch_over_this_process(seconds: float) -> None:
 
 
 class Watch:
-    """Looked through from time to time."""
+    """Counts how long the processes of a worker have been stopped; `look` is called at regular intervals."""
 
     def __init__(self, pid: int, seconds: float, look_seconds: float = _LOOK_SECONDS) -> None:
         self._pid = pid
@@ -45,14 +45,14 @@ class Watch:
         self._stopped: dict[int, int] = {}
 
     def look(self) -> list[int]:
-        """The processes that have been stopped in so many looks in a row that they are to be killed."""
+        """The processes that have been stopped for so many looks in a row that they must be killed."""
         stopped = [pid for pid in _family(self._pid) if is_stopped(pid)]
         self._stopped = {pid: self._stopped.get(pid, 0) + 1 for pid in stopped}
         return [pid for pid, looks in self._stopped.items() if looks > self._most_looks]
 
 
 def is_stopped(pid: int) -> bool:
-    """By a signal; False for a process that is gone."""
+    """Whether a signal has stopped the process; False for a process that is gone."""
     try:
         return b"\nState:\tT " in Path(f"/proc/{pid}/status").read_bytes()
     except OSError:
@@ -60,7 +60,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def _family(pid: int) -> list[int]:
-    """The process, and what it has started, and what that has."""
+    """The process and all its descendants."""
     family = [pid]
     for each in family:
         for children in Path(f"/proc/{each}/task").glob("*/children"):
@@ -73,7 +73,7 @@ def _kill(pid: int, seconds: float) -> None:
     with contextlib.suppress(ProcessLookupError):
         process = os.pidfd_open(pid)
         try:
-            if is_stopped(pid):  # it, and not one that has its number by now
+            if is_stopped(pid):  # checked again: the pid may have been reused before pidfd_open
                 _say(f"process {pid} was stopped and has not gone on for {seconds:g} s: killed")
                 signal.pidfd_send_signal(process, signal.SIGKILL)
         finally:
@@ -88,7 +88,7 @@ def _watch(pid: int, seconds: float) -> None:
     end = select.poll()
     try:
         end.register(os.pidfd_open(pid), select.POLLIN)
-    except OSError as error:  # an old kernel, or a sandbox that has no such call
+    except OSError as error:  # an old kernel, or a sandbox that forbids the call
         _say(f"process {pid} is not watched over ({error}); when it is stopped, its requests wait")
         return
     if os.fork():

@@ -13,7 +13,13 @@ import pytest
 
 from trtllm_disagg import cli
 from trtllm_disagg.bench.figures import Rounds
-from trtllm_disagg.bench.http_client import Answer, BadAnswerError, Connection, ask_all, completion_request
+from trtllm_disagg.bench.http_client import (
+    BadAnswerError,
+    Connection,
+    StreamedAnswer,
+    ask_all,
+    completion_request,
+)
 from trtllm_disagg.bench.machine import cpu_seconds
 from trtllm_disagg.bench.overhead import Load, section_of
 from trtllm_disagg.bench.report import NOT_JUDGED, figures_of, print_report, wide_console
@@ -40,7 +46,7 @@ STREAM = HEAD + chunked(event("ab"), event("c")[:9], event("c")[9:], b"data: [DO
 @pytest.mark.parametrize("step", [1, 7, len(STREAM)])
 def test_a_stream_is_read_however_it_was_cut(step: int) -> None:
     cut = [STREAM[at : at + step] for at in range(0, len(STREAM), step)]
-    assert Answer(0.0, raw=cut).text() == "abc"
+    assert StreamedAnswer(0.0, raw=cut).text() == "abc"
 
 
 @pytest.mark.parametrize(
@@ -52,7 +58,7 @@ def test_a_stream_is_read_however_it_was_cut(step: int) -> None:
 )
 def test_what_is_no_whole_stream_is_an_error(raw: bytes, says: str) -> None:
     with pytest.raises(BadAnswerError, match=says):
-        Answer(0.0, raw=[raw]).text()
+        StreamedAnswer(0.0, raw=[raw]).text()
 
 
 async def test_connections_are_used_again_and_no_more_of_them_than_there_are() -> None:

@@ -1,7 +1,7 @@
-"""`trtllm-disagg bench engine`: the embedded engine beside its peers, the hardware's roofs and its own targets.
+"""`trtllm-disagg bench engine`: the embedded engine compared with other engines, the hardware's limits and targets.
 
-Three parts. speed: prefill and decode, every engine in a process of its own, in turns. overheads: what a step costs
-beside the model, what the LLM API adds, memory. scaling: how a step and a KV block's cost grow.
+It has three parts. speed: prefill and decode of each engine, in its own process, in turns. overheads: what a step costs
+beside the model, what the LLM API adds, memory. scaling: how the cost of a step and of a KV block grows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ PARTS = ("speed", "overheads", "scaling")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = Plan()
     add_output_arguments(parser)
-    parser.add_argument("--quick", action="store_true", help="a tiny model and two rounds: does it all run?")
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny model and two rounds, to see that all parts run"
+    )
     add_choice(parser, "--part", PARTS, "of the measurement")
     sizes = " ".join(default.sizes)
     parser.add_argument("--size", choices=SIZES, nargs="+", help=f"parameters (default: {sizes})")
@@ -88,7 +90,7 @@ def measure(
 ) -> list[Section]:
     """`is_judged`: False for a run that is too short to be held to a target.
 
-    The part `scaling` is a matter of the smallest model, where everything beside the model weighs most.
+    The part `scaling` uses the smallest model, whose own step hides the other costs least.
     """
     # The command's --help needs no torch.
     from trtllm_disagg.bench.engine import costs, speed

@@ -1,4 +1,4 @@
-"""What is measured: the embedded engine, and the peers that run the same weights on the same machine."""
+"""The engines that are compared: the embedded one, and peers that run the same weights on the same machine."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from trtllm_disagg.errors import EngineError
 EMBEDDED = "embedded"
 EMBEDDED_API = "embedded API"
 OWN = "trtllm_disagg.bench.engine.own_engine"
-#: The one setting of a peer that the environment of the AVX2 level (embedded/cpu_kernels/cpu.py) does not have.
+#: A peer's setting for AVX2 that embedded/cpu_kernels/cpu.py does not set.
 _AVX2_OF_PEERS = {"CT2_FORCE_CPU_ISA": "AVX2"}
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a contestant is built from."""
+    """The arguments of a contestant's factory."""
 
     model: str
     dtype: str
@@ -42,7 +42,7 @@ class Environment:
     """A virtual environment of its own for a peer that needs other versions of our libraries."""
 
     requirement: str
-    #: What the requirement brings along and cannot be imported with.
+    #: Packages that the requirement installs and that break its import.
     unwanted: tuple[str, ...]
 
     @property
@@ -75,7 +75,7 @@ class Contestant:
     """`factory` is a class with prefill, decode and generate (see own_engine.py)."""
 
     factory: str
-    #: The checkpoint in the form that it reads.
+    #: Writes the checkpoint in the contestant's format and returns its path.
     checkpoint: Callable[[Path, Size, str], Path] = peer_checkpoints.safetensors
     dtypes: tuple[str, ...] = DTYPES
     #: Modules that it needs, and how they are installed.
@@ -83,7 +83,7 @@ class Contestant:
     install: str = ""
     environment: Environment | None = None
     variables: dict[str, str] = field(default_factory=dict)
-    #: Its process has the environment of an engine's.
+    #: Whether its process gets the environment of the embedded engine's process.
     is_own: bool = False
 
     def absence(self, dtype: str, cache: Path) -> str | None:
@@ -128,7 +128,7 @@ def own(kind: str) -> Contestant:
 
 
 def _peer(kind: str) -> str:
-    """By its file: another interpreter has not got this package."""
+    """A factory by file, because another interpreter does not have this package."""
     return f"{other_engines.__file__}:{kind}"
 
 
@@ -162,7 +162,7 @@ PEERS = tuple(name for name in CONTESTANTS if name not in (EMBEDDED, EMBEDDED_AP
 
 @contextmanager
 def alone(kind: str, plan: Plan, size: Size, dtype: str, cache: Path, **room: int) -> Iterator[ChildProcess]:
-    """A class of own_engine.py with one thread, ready."""
+    """Starts a class of own_engine.py with one thread and waits until it is ready."""
     with own(kind).start(plan, size, dtype, 1, cache, **room) as process:
         process.await_ready()
         yield process

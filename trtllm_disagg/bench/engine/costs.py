@@ -1,5 +1,5 @@
-"""What the embedded engine costs beside the model (time around a step, the LLM API, memory; one thread), and how a
-decode step grows with batch, context and pool, and a KV block in larger and larger pools.
+"""Measures with one thread what the embedded engine costs beside the model (time around a step, the LLM API, memory),
+how a decode step grows with batch, context and pool, and how the cost of a KV block grows with the pool.
 """
 
 from __future__ import annotations
@@ -21,18 +21,17 @@ from trtllm_disagg.bench.models import ITEM_BYTES, SIZES, Size
 from trtllm_disagg.bench.report import Say
 from trtllm_disagg.embedded.kv_cache.block_manager import BlockManager, KvEventLog
 
-#: Of the curves along which something else grows.
+#: The batch size of curves along which something else grows.
 _BATCH = 8
 _PASSES = 3
 _BLOCK_COSTS = ("lookup", "allocation")
-#: Stages of a request: its blocks are named, looked up (also one that fits in part), had, and released.
+#: The stages of a request's blocks: hashing, lookup (also of a partial block), acquisition, release.
 _STAGES = ("keys", "match", "match_start", "acquire", "allocate", "commit", "release")
 _REQUEST_BLOCKS = 64
 _KNOWN_BLOCKS = _REQUEST_BLOCKS // 2
 _REQUESTS = 50
 
-
-#: The API does not know how large the model is; beside a small one's step its own time shows best.
+#: The API's own time does not depend on the model's size, and shows best beside a small model's step.
 _TTFT_SIZE = SIZES["1M"]
 _TTFT_PROMPTS, _TTFT_TOKENS, _TTFT_WARM_UP = 100, 32, 5
 _STREAMED_TOKENS = 32
@@ -41,7 +40,7 @@ _FIXED_BYTES = 400e6
 
 @dataclass(frozen=True, slots=True)
 class Overheads:
-    """One size and dtype. Medians; seconds and bytes."""
+    """Medians for one size and dtype, in seconds and bytes."""
 
     size: Size
     dtype: str
@@ -59,7 +58,7 @@ class Overheads:
 
     @property
     def share(self) -> float:
-        """Percent of a step, sent and all, that is not the forward."""
+        """Percent of a step and its IPC that is not the forward."""
         whole = self.step + self.ipc
         return 100 * (whole - self.forward) / whole
 
@@ -82,7 +81,7 @@ def measure_overheads(plan: Plan, size: Size, dtype: str, cache: Path, say: Say)
     say(f"{size.name} {dtype}: {batch} streams through the API")
     with alone("LlmApi", plan, size, dtype, cache) as api:
         streamed = api.call("stream", short, _STREAMED_TOKENS)
-        # Once more with the longest rows, so that the pool has been written to.
+        # Long rows write to the pool, so that its memory is resident.
         api.call("stream", contexts, 2)
         memory = api.call("memory")
     step, forward, ipc = (float(np.median(split[part])) for part in ("step", "forward", "ipc"))
@@ -92,7 +91,7 @@ def measure_overheads(plan: Plan, size: Size, dtype: str, cache: Path, say: Say)
 
 
 def measure_added_ttft(plan: Plan, cache: Path, say: Say) -> float:
-    """Seconds to the first token through the LLM API beyond those of the core alone, prompt by prompt in turn."""
+    """Seconds that the LLM API adds to the first token, prompt by prompt in turn with the core alone."""
     say("first tokens with and without the API")
     size = _TTFT_SIZE
     prompts = plan.prompts(size, _TTFT_PROMPTS, _TTFT_TOKENS, "ttft")
@@ -128,19 +127,19 @@ def added_ttft_section(seconds: float) -> Section:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds by what grows."""
+    """Seconds by the size of what grows."""
 
     points: dict[int, float]
 
     @property
     def ends(self) -> float:
-        """The last over the first."""
+        """The last value / the first one."""
         values = list(self.points.values())
         return values[-1] / values[0]
 
     @property
     def per_doubling(self) -> float:
-        """The last over the one before, for twice as much."""
+        """The growth factor for twice the size, from the last two points."""
         (before, earlier), (now, later) = list(self.points.items())[-2:]
         return float((later / earlier) ** (1 / np.log2(now / before)))
 
@@ -177,7 +176,7 @@ def measure_scaling(plan: Plan, size: Size, dtype: str, cache: Path, say: Say) -
 
 
 def _best(xs: Sequence[int], measure: Callable[[int], float]) -> Curve:
-    """Of some passes over all points: what disturbs one of them is gone in the next."""
+    """The best of several passes over all points, so that a short disturbance does not count."""
     passes = [[measure(x) for x in xs] for _ in range(_PASSES)]
     return Curve(dict(zip(xs, map(min, zip(*passes, strict=True)), strict=True)))
 
@@ -188,9 +187,9 @@ def _pool_batch(plan: Plan) -> int:
 
 
 def costs_per_block(pool: int) -> tuple[float, float]:
-    """Seconds, in a pool that is full of other prompts: naming and finding a known block, evicting for a new one.
+    """Seconds to hash and find a cached block, and to evict one for a new block, in a pool full of other prompts.
 
-    They are those of the median request of 2048 tokens of which half is known. There is no model.
+    They are those of the median request of 2048 tokens, half of them cached. No model is run.
     """
     stages = dict(zip(_STAGES, _stage_seconds(pool), strict=True))
     lookup = stages["keys"] + stages["match"] + stages["acquire"]
@@ -237,13 +236,13 @@ def _one_request(blocks: BlockManager, prompt: list[int]) -> Iterator[float]:
 
 
 def _tokens(prompt: int, blocks: int) -> list[int]:
-    """No two prompts have a block in common."""
+    """The tokens of `blocks` blocks; no two prompts share a block."""
     start = prompt * _REQUEST_BLOCKS * TOKENS_PER_BLOCK
     return list(range(start, start + blocks * TOKENS_PER_BLOCK))
 
 
 def scaling_section(name: str, curves: dict[str, Curve]) -> Section:
-    """`name`: of the model."""
+    """`name`: the model's."""
     steps = {what: curve for what, curve in curves.items() if what not in _BLOCK_COSTS}
     blocks = {what: curves[what] for what in _BLOCK_COSTS}
     figures = [

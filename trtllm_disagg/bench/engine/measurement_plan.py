@@ -1,4 +1,4 @@
-"""What is measured: which models, how long prompts and answers, how many rows, and how often."""
+"""What `bench engine` measures: models, lengths of prompts and answers, batch sizes, and the number of rounds."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Plan:
     batches: tuple[int, ...] = (1, 8, 32)
     rounds: int = 5
     prompt_tokens: int = 512
-    #: Of a decode row, in the middle of the measured steps.
+    #: Tokens of context of a decode row in the middle of the measured steps.
     context: int = 256
     steps: int = 16
-    #: Of the charts.
+    #: The sizes of the scaling curves.
     scaling_batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     scaling_contexts: tuple[int, ...] = (128, 256, 512, 1024, 2048)
     scaling_pools: tuple[int, ...] = (256, 1024, 4096, 16384)
@@ -46,12 +46,12 @@ class Plan:
         return max(self.prompt_tokens, self.context + self.steps) + 64
 
     def prompts(self, size: Size, count: int, tokens: int, seed: str) -> list[list[int]]:
-        """Random; the first n of them are the same for every count."""
+        """Random prompts; the first n are the same for every count."""
         source = random.Random(seed)
         return [[source.randrange(3, size.vocab_size) for _ in range(tokens)] for _ in range(count)]
 
     def with_options(self, **given: Sequence[Any] | int | None) -> Plan:
-        """None leaves what is there."""
+        """The plan with the given fields replaced, except those that are None."""
         chosen = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in given.items()

@@ -1,7 +1,7 @@
-"""The engines that the embedded one is measured beside, each with the methods that own_engine.py names.
+"""Adapters for the other engines, each with the methods that own_engine.py lists.
 
-A process of its own imports this file, in some cases with another interpreter: so every library is imported by the
-class that needs it, and nothing of this package is.
+Each runs in its own process, some with another interpreter. So each class imports the library that it needs, and this
+file imports nothing of this package.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PATIENCE_SECONDS = 300.0
 
 
 class Arrivals:
-    """When the last row had its n-th token; made when the rows are asked for."""
+    """Records when the last row got its n-th token. Time 0 is the creation."""
 
     def __init__(self) -> None:
         self._times = {0: time.perf_counter()}
@@ -33,8 +33,8 @@ class Arrivals:
         self._times[count] = time.perf_counter()
 
     def steps(self, steps: int) -> list[float]:
-        """Seconds of the last `steps` steps; a step ends when the last row's token is out. Of steps with tokens that
-        arrived together each took equally long.
+        """Seconds of the last `steps` steps. A step ends when the last row has its token. Steps whose tokens arrived
+        together count as equally long.
         """
         seconds: list[float] = []
         for before, count in itertools.pairwise(sorted(self._times)):
@@ -44,7 +44,7 @@ class Arrivals:
 
 
 class Peer:
-    """`generate` is what is timed; `decode` asks for two tokens more than steps, as rows gather in the first ones."""
+    """Base of the adapters. `decode` generates two tokens more than steps, since the first steps lack some rows."""
 
     def prefill(self, prompt: list[int]) -> float:
         started = time.perf_counter()
@@ -52,7 +52,7 @@ class Peer:
         return time.perf_counter() - started
 
     def decode(self, prompts: list[list[int]], steps: int) -> list[float]:
-        self.answer(prompts, 1, Arrivals())  # from now on the contexts are known
+        self.answer(prompts, 1, Arrivals())  # fills the prefix cache with the contexts
         arrivals = Arrivals()
         self.answer(prompts, steps + 2, arrivals)
         return arrivals.steps(steps)
@@ -118,7 +118,7 @@ class VllmCpu(Peer):
     def __init__(self, start: Any) -> None:
         level = os.environ.get("ATEN_CPU_CAPABILITY", "native")
         os.environ |= {
-            # What is compiled for one CPU level is not for another.
+            # Compiled code is kept separately for each CPU level.
             "VLLM_CACHE_ROOT": str(Path(start.model).parent / f"vllm-{level}"),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -129,7 +129,7 @@ class VllmCpu(Peer):
         import torch
 
         if level == "avx2":
-            # vLLM chooses between its compiled kernels by this.
+            # vLLM chooses its compiled kernels by this function.
             torch.cpu._is_avx512_supported = lambda: False
         import vllm
 
@@ -160,7 +160,7 @@ class VllmCpu(Peer):
 
 
 def _kv_gib(start: Any) -> int:
-    """Room for every row twice, so that contexts stay known beside new prompts."""
+    """GiB for every row twice, so that contexts stay cached beside new prompts."""
     config = json.loads((Path(start.model) / "config.json").read_text())
     head_dim = config["hidden_size"] // config["num_attention_heads"]
     token: int = 8 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim

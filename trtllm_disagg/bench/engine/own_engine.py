@@ -1,7 +1,7 @@
-"""The embedded engine: its core in this process, stepped by hand with every step on the clock, and its LLM API.
+"""Contestants made of the embedded engine: its core in this process, with each step timed, and its LLM API.
 
 Every contestant has these methods:
-prefill(prompt) -> seconds until the first token of a prompt that the engine has not seen before;
+prefill(prompt) -> seconds to the first token of a prompt that the engine has not seen before;
 decode(prompts, steps) -> seconds of each step in which every prompt gets one more token;
 generate(prompts, tokens) -> greedy tokens, to see that all have the same weights;
 close().
@@ -41,7 +41,7 @@ TOKENS_PER_BLOCK = 32
 #: Prompt tokens that pass through the cache without evicting a decode row's context.
 _SPARE_TOKENS = 8192
 _STEP_TOKENS = 4096
-#: After so many steps every row must decode; the first ones have got as many tokens more by then.
+#: After so many steps every row must decode; early rows have generated as many extra tokens by then.
 _MOST_PREFILL_STEPS = 40
 _SETTLE_SECONDS = 3.0
 
@@ -71,7 +71,7 @@ class OwnEngine:
             return [self._step()[0] for _ in range(steps)]
 
     def split(self, prompts: list[list[int]], steps: int) -> dict[str, list[float]]:
-        """Seconds of each decode step: all of it, the forward, and what the report costs the process."""
+        """Seconds of each decode step: the whole step, its forward, and the IPC of its report."""
         core: Any = self.core
         runner = core.model.runner = _TimedRunner(core.model.runner)
         whole, forward, reports = [], [], []
@@ -98,9 +98,9 @@ class OwnEngine:
 
     @contextmanager
     def _decoding(self, prompts: list[list[int]], steps: int) -> Iterator[None]:
-        """Every row decodes, and more than `steps` tokens are left to each.
+        """In the block every row decodes and has more than `steps` tokens to go.
 
-        From the second time on a prompt's context is found in the prefix cache; every row has its own.
+        From the second call on, each prompt's context is in the prefix cache.
         """
         rows = [self._add(prompt, steps + _MOST_PREFILL_STEPS) for prompt in prompts]
         for _ in range(_MOST_PREFILL_STEPS - 1):
@@ -164,7 +164,7 @@ class _TimedRunner:
 
 
 def _ipc_seconds(reports: Sequence[StepReport]) -> list[float]:
-    """To encode and send each report, and to ask for commands: what core_process.py does between two steps."""
+    """Seconds to encode and send each report and to receive commands, as core_process.py does between two steps."""
     listener, address = listen()
     with listener:
         process = core_process.CoreProcess(ProcessStart({}, address))
@@ -190,7 +190,7 @@ def _read_all(incoming: Link[Report]) -> None:
 
 
 class LlmApi(Peer):
-    """As the engine's users have it: the LLM object here, on the event loop of a worker, the core in a process."""
+    """The engine as its users run it: the LLM object on an event loop, and the core in its own process."""
 
     def __init__(self, start: Start) -> None:
         self._loop = asyncio.Runner(loop_factory=uvloop.new_event_loop)
@@ -200,7 +200,7 @@ class LlmApi(Peer):
         return self._loop.run(self._answer(prompts, tokens, arrivals))
 
     def stream(self, prompts: list[list[int]], tokens: int) -> dict[str, float]:
-        """All prompts at once, every token streamed: CPU seconds of this process for each."""
+        """Streams all prompts at once. Returns this process's CPU seconds for each token, and tokens a second."""
         self.generate(prompts, 2)
         started, cpu = time.perf_counter(), time.process_time()
         count = sum(map(len, self.generate(prompts, tokens)))
@@ -208,7 +208,7 @@ class LlmApi(Peer):
         return {"cpu_per_token": cpu / count, "tokens_per_second": count / wall}
 
     def memory(self) -> dict[str, int]:
-        """Bytes that the engine's idle process has in memory, and tokens that its pool has room for."""
+        """The resident bytes of the idle engine process, and the tokens that its pool holds."""
         capacity = self._llm.get_kv_cache_capacity()
         pool_tokens = capacity["maxNumBlocks"] * capacity["tokensPerBlock"]
         return {"resident": self._settled(), "pool_tokens": pool_tokens}
@@ -229,7 +229,7 @@ class LlmApi(Peer):
         return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
 
     def _settled(self) -> int:
-        """An idle engine gives back what a step took; it does not say when."""
+        """The least resident bytes within some seconds: an idle engine returns a step's memory at some time."""
         process = psutil.Process(self._llm.engine_pid)
         least = process.memory_info().rss
         end = time.monotonic() + _SETTLE_SECONDS

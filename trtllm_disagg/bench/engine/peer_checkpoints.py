@@ -1,4 +1,4 @@
-"""The same random weights in the form that each contestant reads, made once and kept in the cache directory."""
+"""Writes the same random weights in the format of each contestant, once, into the cache directory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _is_newer(file: Path, source: Path) -> bool:
 
 
 def _write_tokenizer(directory: Path, vocab_size: int) -> None:
-    """CTranslate2 wants words (see _words)."""
+    """Writes a tokenizer for CTranslate2, which takes words instead of token ids (see _words)."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -58,7 +58,7 @@ def _write_tokenizer(directory: Path, vocab_size: int) -> None:
 
 
 def _words(vocab_size: int) -> list[str]:
-    """t7 is token 7."""
+    """The word of each token: "t7" is token 7."""
     return [f"t{token}" for token in range(vocab_size)]
 
 

@@ -1,4 +1,4 @@
-"""What the hardware can do: reading memory, and multiplying matrices, with so many threads."""
+"""Measures the hardware's limits (roofs): memory bandwidth and matrix products, with a number of threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trtllm_disagg.bench.engine.measurement_plan import computed_in
 if TYPE_CHECKING:
     from trtllm_disagg.bench.engine.contestants import Start
 
-#: Many times any cache.
+#: Many times the size of any cache.
 _READ_BYTES = 256 << 20
 _ROWS, _FEATURES = 512, 2048
 _HINT_ROWS = 512
@@ -33,7 +33,7 @@ def _sum(numbers: Any) -> Any:
 
 
 class Roofs:
-    """Best of several ways and of several times: a roof is what can be reached."""
+    """Measures roofs, each as the best of several implementations and several runs."""
 
     def __init__(self, start: Start) -> None:
         torch.set_num_threads(start.threads)
@@ -45,7 +45,7 @@ class Roofs:
         self._x = torch.randn(_ROWS, _FEATURES).to(dtype)
         self._weight = torch.randn(_FEATURES, _FEATURES).to(dtype)
         self._packed = torch.ops.mkldnn._reorder_linear_weight(self._weight, _HINT_ROWS)
-        # A gemv is a way to read, too.
+        # A matrix-vector product is also limited by reading memory.
         self._matrix = self._tensor.view(-1, _FEATURES)
         self._vector = torch.ones(_FEATURES)
 
@@ -54,7 +54,7 @@ class Roofs:
         return _READ_BYTES / 1e9 / _best(self._sum_in_threads, self._tensor.sum, self._gemv)
 
     def multiply(self) -> float:
-        """GFLOP/s of a 512 x 2048 x 2048 product in the dtype that is computed in."""
+        """GFLOP/s of a 512 x 2048 x 2048 product in the dtype of computation."""
         with torch.inference_mode():
             return 2e-9 * _ROWS * _FEATURES**2 / _best(self._multiply, self._multiply_packed)
 

@@ -1,4 +1,4 @@
-"""Every contestant of one size, dtype and number of threads measured in turns, beside the hardware's roofs."""
+"""Measures all contestants of one size, dtype and number of threads in turns, beside the hardware's roofs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LLAMA_CPP = "llama.cpp"
 OWN = (EMBEDDED, EMBEDDED_API)
 _TOLERATED_WAIT = 0.05
 ROOFS = Contestant("trtllm_disagg.bench.engine.roofs:Roofs")
-#: The better of two prompts is a turn's prefill: a single one is soon over.
+#: Prompts of a turn, of which the faster one counts: a single prompt is too short.
 _PREFILL_TRIES = 2
 _AGREEMENT_PROMPTS, _AGREEMENT_TOKENS, _AGREEMENT_LENGTH = 8, 16, 32
 
@@ -35,21 +35,21 @@ def decode_of(batch: int) -> str:
 
 @dataclass(slots=True)
 class Speeds:
-    """One size, dtype and number of threads. Values at the same place are of the same round."""
+    """Results for one size, dtype and number of threads. Values at the same index are of the same round."""
 
     size: Size
     dtype: str
     threads: int
     #: Tokens a second, by contestant and test.
     rates: Rounds = field(default_factory=Rounds)
-    #: GB/s and GFLOP/s.
+    #: The roofs, in GB/s and GFLOP/s.
     read: list[float] = field(default_factory=list)
     multiply: list[float] = field(default_factory=list)
     #: Why a peer did not take part.
     absent: dict[str, str] = field(default_factory=dict)
-    #: Of the peers: greedy answers that are the embedded engine's, of so many.
+    #: By peer: (greedy answers equal to the embedded engine's, all answers).
     agreeing: dict[str, tuple[int, int]] = field(default_factory=dict)
-    #: How much of their time all contestants waited for a core that other processes had; 0 on a calm machine.
+    #: The share of their time that contestants waited for a core used by other processes; 0 on a calm machine.
     waited: float = 0.0
 
     @property
@@ -62,11 +62,11 @@ class Speeds:
 
     @property
     def is_crowded(self) -> bool:
-        """No verdict then: an engine that spins while waiting for its own threads loses most."""
+        """Whether targets are not judged: on a crowded machine, an engine whose threads spin loses most."""
         return self.waited > _TOLERATED_WAIT
 
     def drop(self, peer: str, reason: str) -> None:
-        """It failed; what it did so far is forgotten."""
+        """Removes a peer that failed, with its results."""
         self.absent[peer] = reason
         self.agreeing.pop(peer, None)
         self.rates.values.pop(peer, None)
@@ -79,16 +79,16 @@ class Speeds:
         return max(peers, key=lambda name: self.rate(test, name).median, default=None)
 
     def against(self, test: str, peer: str, own: str = EMBEDDED) -> Sample:
-        """Times as fast as the peer, in pairs."""
+        """How many times as fast as `peer` the engine `own` is, in pairs."""
         return self.rates.ratio(test, own, peer)
 
     def prefill_share(self) -> Sample:
-        """Percent of the measured matrix product's rate; attention and the head are not counted as work."""
+        """Prefill as percent of the matrix product's rate; attention and the head do not count as work."""
         flops = 2e-9 * self.size.layer_parameters
         return paired_ratio(self.rates.values[EMBEDDED][PREFILL], self.multiply, 100 * flops)
 
     def read_share(self) -> Sample:
-        """Percent of the read bandwidth at batch 1; only weights are counted."""
+        """Decode at batch 1 as percent of the read bandwidth; only weights count as bytes."""
         gigabytes = 1e-9 * self.size.streamed_parameters * ITEM_BYTES[computed_in(self.dtype)]
         return paired_ratio(self.rates.values[EMBEDDED][decode_of(1)], self.read, 100 * gigabytes)
 
@@ -117,7 +117,7 @@ def _undisturbed(seconds: Sequence[float]) -> float:
 
 
 class _Rounds:
-    """All contestants of one `Speeds`, asleep but for one."""
+    """Runs the rounds of one `Speeds`: one contestant works, all others sleep."""
 
     def __init__(self, plan: Plan, speeds: Speeds, cache: Path, say: Say, stack: ExitStack) -> None:
         self._plan, self._speeds, self._cache, self._say, self._stack = plan, speeds, cache, say, stack
@@ -143,7 +143,7 @@ class _Rounds:
         self._roofs.await_ready()
 
     def compare_answers(self) -> None:
-        """Do all have the same weights? In bfloat16 answers part sooner or later."""
+        """Counts equal greedy answers, to see that all have the same weights. In bfloat16 some answers differ."""
         prompts = self._plan.prompts(self._speeds.size, _AGREEMENT_PROMPTS, _AGREEMENT_LENGTH, "agreement")[
             : max(self._plan.batches)
         ]
@@ -155,7 +155,7 @@ class _Rounds:
                 self._speeds.agreeing[name] = (equal, len(prompts))
 
     def measure(self, number: int) -> None:
-        """Every test once, every contestant in turn; another one is first in each round."""
+        """Runs every test once with every contestant; each round begins with another one."""
         round_now = f"round {number + 1} of {self._plan.rounds}" if number >= 0 else "warming up"
         read, multiply = self._roofs.call("read"), self._roofs.call("multiply")
         self._roofs.await_sleep()
@@ -171,7 +171,7 @@ class _Rounds:
                     self._speeds.rates.note(name, {test: measure(name)})
 
     def _tests(self, number: int) -> dict[str, Callable[[str], float]]:
-        """What gives a contestant's tokens a second."""
+        """By test, a function from a contestant's name to its tokens a second."""
         plan, size = self._plan, self._speeds.size
         fresh = plan.prompts(size, _PREFILL_TRIES, plan.prompt_tokens, f"prefill {number}")
 
@@ -198,7 +198,7 @@ class _Rounds:
 
     @contextmanager
     def _forgiven(self, name: str) -> Iterator[None]:
-        """A peer that fails is out, with all that it did; the embedded engine must not fail."""
+        """Drops a peer that fails in the block. Raises EngineError if the embedded engine does."""
         try:
             yield
         except EngineError as error:
@@ -262,6 +262,6 @@ def _cells(speeds: Speeds, test: str) -> dict[str, float | str]:
 
 
 def _heights(speeds: Speeds, contestant: str) -> dict[str, float]:
-    """Of the embedded engine's rate: prefill and decode would not fit one axis."""
+    """Rates relative to the embedded engine's, so that prefill and decode fit one axis."""
     own = speeds.rates.medians(EMBEDDED)
     return {test: rate / own[test] for test, rate in speeds.rates.medians(contestant).items()}

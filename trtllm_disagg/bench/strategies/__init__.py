@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trtllm_disagg.bench.strategies.records import RunDirectory
 
 _REQUESTS, _QUICK_REQUESTS = 200, 14
-#: Of `--requests`: at each rate as many as fill the GPUs, by the tables.
+#: The value of `--requests` that fills the GPUs at each rate, by the tables.
 _AUTO = "auto"
 _REPETITIONS = 2
 
@@ -118,7 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def settle(args: argparse.Namespace) -> None:
-    """What `--quick` makes of the other flags."""
+    """Completes the parsed flags: defaults that depend on --quick, and what --requests means."""
     if args.quick:
         args.repetitions = 1
     args.requests = args.requests or (_QUICK_REQUESTS if args.quick else _REQUESTS)
@@ -145,7 +145,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     if args.out is None:
         raise ConfigError.bad_value("--out", None, "a directory for the run; --foresee alone needs none")
     slo = slo_of(args)
-    # An hour of measuring is not to end without them.
+    # Checked first: a run that has measured for an hour should not fail then.
     require_packages()
     directory = RunDirectory(args.out)
     if not args.advise and (code := _measure(args, directory)):

@@ -1,4 +1,4 @@
-"""Which order to run for a workload, why, and what would change it: one paragraph of plain English."""
+"""Says in one paragraph which order to run for a workload, why, and what would change the advice."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from statistics import median
 
-from trtllm_disagg.bench.strategies.measures import PARTS, Measured
+from trtllm_disagg.bench.strategies.measures import PARTS, MeasuredPoint
 from trtllm_disagg.bench.strategies.records import NOMINAL, Arm
 from trtllm_disagg.bench.strategies.slo import Quantity, Slo
 from trtllm_disagg.bench.strategies.sweep import Sweep, shown
@@ -22,18 +22,18 @@ from trtllm_disagg.bench.strategies.verdict import (
     spread,
 )
 
-#: What an SLO is multiplied by to find where the advice ends, the nearest first.
+#: Factors on a limit of the SLO, the nearest first, to find where another arm becomes better.
 _SLO_FACTORS = (0.8, 1.25, 0.67, 1.5, 0.5, 2.0, 0.33, 3.0, 0.25, 4.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    #: With its number of GPUs.
+    #: Its name with the number of GPUs.
     workload: str
     #: What to run, or that it is not decided.
     headline: str
     because: str
-    #: Conditions under which another arm is better; or what to do for a decision.
+    #: The conditions under which another arm is better; if undecided, what to do next.
     changes: str
     verdict: Verdict
 
@@ -100,7 +100,7 @@ def _against(sweep: Sweep, verdict: Verdict) -> list[str]:
 
 
 def _difference(sweep: Sweep, slo: Slo, best: str, other: str) -> str:
-    """Which limit the next one breaks where the best one still keeps them, and where its time goes."""
+    """Which limit `other` breaks at a rate at which `best` keeps them, and where its requests lose time."""
     rate = sweep.knee(best, slo) or sweep.peak_rate(best, slo)
     ours, theirs = sweep.at_rate(best, rate), sweep.at_rate(other, rate)
     if not theirs:
@@ -118,11 +118,11 @@ def _difference(sweep: Sweep, slo: Slo, best: str, other: str) -> str:
     return told + "."
 
 
-def _share(measured: Iterable[Measured], name: Quantity, limit: float) -> float:
+def _share(measured: Iterable[MeasuredPoint], name: Quantity, limit: float) -> float:
     return median(float(each.keeps(name, limit).mean()) for each in measured)
 
 
-def _part(measured: Iterable[Measured], name: str) -> float:
+def _part(measured: Iterable[MeasuredPoint], name: str) -> float:
     return median(each.mean_parts.get(name, 0.0) for each in measured)
 
 
@@ -136,7 +136,7 @@ def _what_decides_it(verdict: Verdict) -> str:
 
 
 def _other_rate(sweep: Sweep, slo: Slo, best: str) -> str:
-    """The nearest rate at which another arm is better, and below which rate there is nothing to choose."""
+    """The nearest rate at which another arm is better; if there is none, up to which rate all arms are alike."""
     peak = sweep.peak_rate(best, slo)
     rates = sorted(sweep.rates, key=lambda rate: abs(math.log(rate / peak)))
     for rate in rates:
@@ -147,7 +147,7 @@ def _other_rate(sweep: Sweep, slo: Slo, best: str) -> str:
             return (
                 f"at {rate:g} requests/s {other} is better ({number(others[other])} against {number(ours)})"
             )
-    # Beyond the first rate at which they differ they may be alike again: when no answer is in time.
+    # Only the lowest rates: at the highest ones arms are alike again, because no answer is in time.
     alike = list(takewhile(lambda rate: _is_alike(sweep, slo, rate), sweep.rates))
     if alike:
         return f"up to {max(alike):g} requests/s all arms do alike; at no rate measured did another one do better"
@@ -177,7 +177,7 @@ def _band(verdict: Verdict) -> str:
 
 
 def _other_slo(sweep: Sweep, slo: Slo, best: str) -> str:
-    """The nearest one, stricter or looser, at which another arm is better; as surely as the advice itself."""
+    """The nearest stricter or looser SLO under which another arm is better, by the same judgement."""
     for factor in _SLO_FACTORS:
         for name in slo.limits:
             other_slo = slo.scaled(name, factor)

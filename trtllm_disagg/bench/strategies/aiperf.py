@@ -1,4 +1,4 @@
-"""AIPerf, the load generator: what it is started with, and what it leaves. No other module knows it."""
+"""Runs AIPerf, the load generator, and reads its results. No other module depends on AIPerf."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ import msgspec
 
 from trtllm_disagg.errors import ConfigError, DisaggError
 
-#: In our extra `[bench]`.
+#: The version in our extra `[bench]`.
 VERSION = "0.13.0"
 _EXPORT = "profile_export.jsonl"
-#: Under which it finds the tokenizer. It wants one, for prompts that it does not make here.
+#: The name of the tokenizer that AIPerf insists on, although it makes no prompts here.
 _TOKENIZER = "local/none"
 _LOG_LINES = 12
 _KILLED_AFTER = 10.0
@@ -48,7 +48,7 @@ class Seen:
     """What the client saw of a request, on the wall's clock. Milliseconds; `begin_ns` and `end_ns` since the epoch."""
 
     name: str
-    #: Which the frontend writes into its log.
+    #: The id that the frontend writes into its log.
     request_id: str
     begin_ns: int
     end_ns: int
@@ -68,7 +68,7 @@ class AIPerf:
 
     @classmethod
     def find(cls, given: Path | None) -> AIPerf:
-        """`given`, or that of this environment, or that in PATH. Raises ConfigError."""
+        """Finds `given`, or the command in this environment, or in PATH. Raises ConfigError."""
         beside = Path(sys.executable).with_name("aiperf")
         found = given or (beside if beside.exists() else shutil.which("aiperf"))
         if found is None or not Path(found).is_file() or not os.access(found, os.X_OK):
@@ -84,8 +84,8 @@ class AIPerf:
         return done.stdout.strip().split()[-1] if done.returncode == 0 and done.stdout.strip() else "unknown"
 
     def argv(self, url: str, model: str, directory: Path, seconds: float) -> tuple[str, ...]:
-        """`seconds`: when it gives up a request. Each request is a connection of its own: on one that is kept, Linux
-        holds back the first token's packet by up to 40 ms.
+        """`seconds`: the time limit of a request. Each request has its own connection: on one that is kept open, Linux
+        delays the first token's packet by up to 40 ms.
         """
         return (
             *(str(self.executable), "profile", "--model", model, "--url", url),
@@ -98,7 +98,7 @@ class AIPerf:
         )
 
     async def run(self, sends: Iterable[Send], url: str, model: str, directory: Path, seconds: float) -> str:
-        """Sends all of it. The command; its results are in `directory`. Raises LoadFailedError."""
+        """Sends all requests, and leaves the results in `directory`. Returns the command. Raises LoadFailedError."""
         home = _prepare(directory, sends, model)
         argv = self.argv(url, model, directory, seconds)
         with (directory / "aiperf.log").open("wb") as log:
@@ -108,7 +108,7 @@ class AIPerf:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 env=os.environ | {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"},
-                # It starts processes of its own, and they end with it.
+                # Its child processes end with its process group.
                 start_new_session=True,
             )
             try:
@@ -124,7 +124,7 @@ class AIPerf:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """And all that it started."""
+    """Ends AIPerf and all its child processes."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -133,7 +133,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 def _prepare(directory: Path, sends: Iterable[Send], model: str) -> Path:
-    """What it reads; the home of its hub."""
+    """Writes AIPerf's input files. Returns the directory for HF_HOME."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     _write_schedule(sends, model, directory / "schedule.jsonl")
@@ -141,7 +141,7 @@ def _prepare(directory: Path, sends: Iterable[Send], model: str) -> Path:
 
 
 def _write_schedule(sends: Iterable[Send], model: str, file: Path) -> None:
-    """A line for each, sent as it is: token ids, and exactly so many tokens of an answer."""
+    """One line for each request: its body as AIPerf sends it, with token ids and a fixed number of output tokens."""
     with file.open("w", encoding="utf-8") as lines:
         for send in sends:
             payload = {
@@ -157,8 +157,8 @@ def _write_schedule(sends: Iterable[Send], model: str, file: Path) -> None:
 
 
 def _tokenizer(home: Path) -> Path:
-    """One that knows no word, as the hub's cache has it: AIPerf's processes are offline, and read a book with it. With
-    a model's own that takes a minute, for nothing.
+    """Writes a tokenizer with one word in the layout of the hub's cache: AIPerf runs offline and tokenizes a book at
+    its start, which would take a minute with the model's own tokenizer, for nothing.
     """
     repository = home / "hub" / f"models--{_TOKENIZER.replace('/', '--')}"
     snapshot = repository / "snapshots" / "0"
@@ -206,7 +206,7 @@ class _Record(msgspec.Struct, frozen=True):
 
 
 def read_export(directory: Path) -> Iterator[Seen]:
-    """All requests of a run, in the order in which they ended. Raises LoadFailedError for a file of another form."""
+    """All requests of a run, in the order in which they ended. Raises LoadFailedError for an unknown format."""
     for line in (directory / _EXPORT).read_bytes().splitlines():
         try:
             record = msgspec.json.decode(line, type=_Record)

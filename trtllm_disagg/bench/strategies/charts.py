@@ -1,4 +1,4 @@
-"""The pictures of a report: one drawing each, as PNG and as an SVG that takes its colours from the page."""
+"""Draws the charts of a report, each as a PNG and as an SVG that takes its colours from the page."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from typing import Any
 
 import numpy as np
 
-from trtllm_disagg.bench.strategies.measures import PARTS, Measured, Place, pareto_front
+from trtllm_disagg.bench.strategies.measures import PARTS, MeasuredPoint, ParetoPoint, pareto_front
 from trtllm_disagg.bench.strategies.records import NOMINAL
 from trtllm_disagg.bench.strategies.slo import Quantity, Slo
 from trtllm_disagg.bench.strategies.sweep import ENOUGH_IN_TIME, Sweep
 
 _SIZE = (5.0, 3.5)
-#: Told apart on white and on black, and with any kind of colour vision; markers tell them apart too.
+#: Distinct on white and on black, and for any kind of colour vision; markers differ, too.
 _COLORS = (
     *("#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6"),
     *("#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd"),
 )
 _MARKERS = "osD^vPX*<>"
-#: Arms that do alike lie on each other, and each is seen between the dashes of the next.
+#: Lines of arms that are alike overlap; each is visible between the dashes of the next.
 _DASHES = ("-", (0, (5, 3)), (0, (2, 2)))
 _INK, _GRID, _PAPER = "#1c2024", "#d9dde2", "#ffffff"
-#: In a page, which may be light or dark. No drawing uses these three for anything else.
+#: The CSS variables that replace these colours in a page, which may be light or dark.
 _PAGE_COLORS = {_INK: "var(--ink)", _GRID: "var(--grid)", _PAPER: "var(--paper)"}
 _TIMELINE_SLICES = 160
-#: Of prompt tokens; where no arm has as many, there is nothing to see.
+#: The hit rate chart is left out if no arm reaches this share of prompt tokens.
 _SHOWN_HITS = 0.01
 
 
@@ -38,9 +38,9 @@ _SHOWN_HITS = 0.01
 class Chart:
     name: str
     title: str
-    #: What it shows, and how it is read.
+    #: What the chart shows and how to read it.
     caption: str
-    #: On an axis.
+    #: Draws on a matplotlib axis.
     draw: Callable[[Any], None]
 
     def render(self, png: Path) -> str:
@@ -60,7 +60,7 @@ class Chart:
                 figure.legend(
                     handles, labels, loc="outside lower center", ncols=columns, fontsize=8, frameon=False
                 )
-            # Once for both files; it takes as long as drawing.
+            # The layout is computed once for both files: it takes as long as drawing.
             figure.get_layout_engine().execute(figure)
             figure.set_layout_engine("none")
             drawn = io.StringIO()
@@ -70,7 +70,7 @@ class Chart:
         return self._for_page(drawn.getvalue())
 
     def _for_page(self, svg: str) -> str:
-        """Without what a file of its own has: a prologue, metadata, a size, names that another drawing has too."""
+        """The SVG without prologue, metadata and fixed size, and with ids that are unique in a page."""
         svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
         svg = re.sub(r'\bid="|url\(#|href="#', lambda name: f"{name[0]}{self.name}-", svg)
         label = f'role="img" aria-label="{self.title}"'
@@ -93,9 +93,9 @@ _STYLE = {
     "axes.spines.right": False,
     "font.size": 9,
     "font.family": "sans-serif",
-    # Letters stay letters: they can be read out, found and copied.
+    # Text stays text: it can be read out, found and copied.
     "svg.fonttype": "none",
-    # The same drawing is the same file.
+    # The same drawing gives the same file.
     "svg.hashsalt": "strategies",
 }
 
@@ -121,7 +121,7 @@ def _named(sweep: Sweep, name: str) -> str:
 
 def _arms(sweep: Sweep) -> Iterator[tuple[str, dict[str, Any]]]:
     for number, arm in enumerate(sweep.arms):
-        # One more with every round: an arm with the colour of another has another marker.
+        # Shifted by one in every round, so that arms of one colour have different markers.
         rounds, place = divmod(number, len(_COLORS))
         yield (
             arm.name,
@@ -133,8 +133,8 @@ def _arms(sweep: Sweep) -> Iterator[tuple[str, dict[str, Any]]]:
         )
 
 
-def _over_rate(axis: Any, sweep: Sweep, value: Callable[[Measured], float]) -> None:
-    """A line an arm, its repetitions as bars from the lowest to the highest, the band as a shade."""
+def _over_rate(axis: Any, sweep: Sweep, value: Callable[[MeasuredPoint], float]) -> None:
+    """Draws a line for each arm, bars from its lowest to its highest repetition, and the band as a shade."""
     for arm, look in _arms(sweep):
         lines = {variant: _by_rate(sweep, arm, value, variant) for variant in sweep.variants}
         nominal = lines.get(NOMINAL, {})
@@ -146,7 +146,7 @@ def _over_rate(axis: Any, sweep: Sweep, value: Callable[[Measured], float]) -> N
         axis.errorbar(
             list(nominal), middle, (below, above), label=arm, **look, markersize=4, lw=1.4, capsize=2
         )
-        # Each side of the band has rates of its own.
+        # Each side of the band has its own rates, so its line is interpolated.
         grid = list(nominal)
         sides = [
             np.interp(grid, list(line), [float(np.median(v)) for v in line.values()], math.nan, math.nan)
@@ -172,7 +172,7 @@ def _over_rate(axis: Any, sweep: Sweep, value: Callable[[Measured], float]) -> N
 
 
 def _by_rate(
-    sweep: Sweep, arm: str, value: Callable[[Measured], float], variant: Any = NOMINAL
+    sweep: Sweep, arm: str, value: Callable[[MeasuredPoint], float], variant: Any = NOMINAL
 ) -> dict[float, list[float]]:
     values: dict[float, list[float]] = {}
     for curve in sweep.curves(arm, variant).values():
@@ -184,7 +184,7 @@ def _by_rate(
 
 
 def _spread(sweep: Sweep) -> str:
-    """What of repetitions and band is in a drawing over rates."""
+    """The part of a caption that explains repetitions and band."""
     rates = [
         max((len(curve) for arm in sweep.arms for curve in sweep.curves(arm.name, side).values()), default=0)
         for side in sweep.variants
@@ -251,10 +251,10 @@ def _pareto(sweep: Sweep) -> Chart:
     return Chart(_named(sweep, "pareto"), "Speed for a user against work of a GPU", caption, draw)
 
 
-def _places(sweep: Sweep, arm: str, variant: Any) -> list[Place]:
-    """By rate; none where tokens took no time, as those of the recording engine."""
-    users = _by_rate(sweep, arm, lambda measured: measured.place[0], variant)
-    gpus = _by_rate(sweep, arm, lambda measured: measured.place[1], variant)
+def _places(sweep: Sweep, arm: str, variant: Any) -> list[ParetoPoint]:
+    """The points by rate; empty if tokens took no time, as on the recording engine."""
+    users = _by_rate(sweep, arm, lambda measured: measured.pareto_point[0], variant)
+    gpus = _by_rate(sweep, arm, lambda measured: measured.pareto_point[1], variant)
     return [(float(np.median(users[rate])), float(np.median(gpus[rate]))) for rate in users]
 
 
@@ -276,7 +276,7 @@ def _latency(sweep: Sweep, quantity: Quantity, percent: int, slo: Slo) -> Chart:
 
 
 def _plain_log(axis: Any) -> None:
-    """1, 2, 5, 10, ...: as milliseconds are spoken."""
+    """A logarithmic axis with the ticks 1, 2, 5, 10, ..."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axis.set_yscale("log")
@@ -298,7 +298,7 @@ def _parts(sweep: Sweep) -> Chart | None:
     }
     if not shares:
         return None
-    # Decode is most of it everywhere, and would hide the rest.
+    # Without decode, which is the largest part of every arm and would hide the others.
     shown = PARTS[:-1]
 
     def draw(axis: Any) -> None:
@@ -321,7 +321,7 @@ def _parts(sweep: Sweep) -> Chart | None:
 
 
 def _hit_rate(sweep: Sweep) -> Chart | None:
-    def hit_rate(measured: Measured) -> float:
+    def hit_rate(measured: MeasuredPoint) -> float:
         rate = measured.result.kv_hit_rate
         return math.nan if rate is None else rate
 
@@ -363,7 +363,7 @@ def _timeline(sweep: Sweep) -> Chart | None:
     return Chart(_named(sweep, "gaps"), "Gaps between tokens while long prompts arrive", caption, draw)
 
 
-def _longest_gaps(measured: Measured) -> tuple[Sequence[float], Sequence[float]] | None:
+def _longest_gaps(measured: MeasuredPoint) -> tuple[Sequence[float], Sequence[float]] | None:
     """The longest gap that ended in each slice of the run."""
     width = measured.result.duration_s / _TIMELINE_SLICES
     longest = np.full(_TIMELINE_SLICES, math.nan)
@@ -379,8 +379,8 @@ def _longest_gaps(measured: Measured) -> tuple[Sequence[float], Sequence[float]]
     return list((np.arange(_TIMELINE_SLICES) + 0.5) * width), list(longest)
 
 
-def _long_prompts(measured: Measured) -> list[float]:
-    """Arrivals of the longest tenth; of all where they are alike."""
+def _long_prompts(measured: MeasuredPoint) -> list[float]:
+    """Arrival times of the longest tenth of the prompts; of all prompts if they are equally long."""
     requests = measured.result.requests
     long = float(np.percentile([request.input_tokens for request in requests], 90))
     return [request.arrival_s for request in requests if request.input_tokens >= long]

@@ -1,4 +1,4 @@
-"""Why something is not concluded, and what to do so that it may be."""
+"""A reason to draw no conclusion, and what the user can do about it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trtllm_disagg.bench.strategies.records import Sensitivity
 
 
 class WantedRate(NamedTuple):
-    """At which an arm would show what it is able to do."""
+    """A rate at which an arm would show how much it sustains."""
 
     sensitivity: Sensitivity
     requests_s: float
@@ -24,9 +24,9 @@ class Doubt:
     why: str
     #: What a user does next: a clause with the flag in it.
     remedy: str
-    #: Two arms do alike, by as much as that can be told apart.
+    #: The two arms are equally good, within the precision of the measurement.
     is_tie: bool = False
-    #: A run with rates of its own choice measures it by itself (further.py).
+    #: The rate that is missing; a run that chose its own rates measures it by itself (further.py).
     wanted: WantedRate | None = None
 
     def __bool__(self) -> bool:
@@ -41,5 +41,5 @@ GO_ON = "give the same command again, until every point is measured"
 
 
 def remedies(doubts: Iterable[Doubt]) -> str:
-    """Each once: "repeat it with --repetitions 3; or ..."."""
+    """The distinct remedies of `doubts`, joined by semicolons."""
     return "; ".join(dict.fromkeys(doubt.remedy for doubt in doubts if doubt.remedy))

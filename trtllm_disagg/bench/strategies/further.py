@@ -1,7 +1,7 @@
-"""Rates that a run adds to its plan, where those of the plan do not show what an arm is able to do.
+"""Adds rates to the plan of a run whose planned rates do not show how much an arm sustains.
 
-A plan's rates come from a simulation. Where an arm does better than that, or worse, all that could be concluded is
-which rates are missing: the run goes on with these.
+The planned rates come from a simulation. If an arm does better or worse than simulated, the comparison ends in a doubt
+that names the missing rate, and the run goes on with that rate.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trtllm_disagg.bench.strategies.sweep import Sweep, shown, sweeps_of
 from trtllm_disagg.bench.strategies.verdict import Measure, goodput, judge
 from trtllm_disagg.bench.strategies.workloads import Traffic
 
-#: Of the plan's highest and lowest rate: beyond it the simulation is wrong, not the rates.
+#: As factors of the plan's highest and lowest rate. Beyond them the simulation is wrong, not the choice of rates.
 _HIGHEST, _LOWEST = 2.5, 0.2
 
 
@@ -29,8 +29,8 @@ def further_points(
     plan: Plan,
     results: Iterable[PointResult],
 ) -> tuple[Point, ...]:
-    """What to measure beside the points of the plan, all of which are measured, so that the best goodput is decided.
-    None where the rates are the user's own.
+    """The points to measure beyond the plan's, all of which are measured, to decide the best goodput. Empty if the user
+    chose the rates.
     """
     if args.rates or not plan.is_modelled:
         return ()
@@ -54,7 +54,7 @@ def _wanted(plan: Plan, sweep: Sweep, measure: Measure) -> list[tuple[Sensitivit
 
 
 def _measured_beyond(sweep: Sweep, wanted: WantedRate) -> float | None:
-    """The next rate that another arm was measured at: arms are compared at rates that they share."""
+    """The next rate at which another arm was measured: arms are compared at rates that they share."""
     measured = {point.rate for point in sweep.measured if point.sensitivity == wanted.sensitivity}
     return min((rate for rate in measured if wanted.requests_s >= rate > wanted.beyond), default=None)
 
@@ -65,7 +65,7 @@ def _is_near(plan: Plan, sweep: Sweep, side: Sensitivity, rate: float) -> bool:
 
 
 def _points(plan: Plan, sweep: Sweep, measure: Measure, side: Sensitivity, rate: float) -> Iterator[Point]:
-    """Of every arm that lacks it and that no lower rate has exhausted; with as many repetitions as at other rates."""
+    """Points at `rate` for each arm that lacks it and that no lower rate has exhausted, with all repetitions."""
     for arm in sweep.arms:
         curves = sweep.curves(arm.name, side).values()
         highest = [curve[max(curve)] for curve in curves if max(curve) < rate]
@@ -75,7 +75,7 @@ def _points(plan: Plan, sweep: Sweep, measure: Measure, side: Sensitivity, rate:
 
 
 def _rates(points: Iterable[Point], sweep: Sweep, arm: Arm, side: Sensitivity) -> dict[float, list[Point]]:
-    """The repetitions at each."""
+    """The points of each rate, one for each repetition."""
     found: dict[float, list[Point]] = {}
     for point in points:
         if (point.arm, point.workload, point.sensitivity) == (arm.name, sweep.workload.name, side):
@@ -83,7 +83,7 @@ def _rates(points: Iterable[Point], sweep: Sweep, arm: Arm, side: Sensitivity) -
     return found
 
 
-def told(points: Sequence[Point]) -> str:
+def announcement(points: Sequence[Point]) -> str:
     """ "2 more points, at 14.5 requests/s with decode steps x1.5"."""
     rates = dict.fromkeys(f"{point.rate:g} requests/s with {shown(point.sensitivity)}" for point in points)
     return f"the rates so far decide nothing: {len(points)} more points, at {', '.join(rates)}"

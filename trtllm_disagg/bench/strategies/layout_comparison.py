@@ -1,6 +1,6 @@
-"""`bench strategies --foresee`: which layout of equally many workers should keep an objective up to the highest rate,
-and under which objectives another one would. In seconds, by the tables and an event simulation (simulation.py): nothing
-is started, our own software takes no time, and orders, which differ in software only, are alike.
+"""`bench strategies --foresee`: which layout of the same number of workers should keep an SLO up to the highest rate,
+and under which SLOs another one would. It takes seconds: an event simulation on the tables (simulation.py), which
+starts nothing. Our own software takes no time in it, so orders, which differ in software only, are alike.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trtllm_disagg.bench.figures import Column, Grid
-from trtllm_disagg.bench.strategies.estimate import Worker
+from trtllm_disagg.bench.strategies.estimate import ModelledWorker
 from trtllm_disagg.bench.strategies.planning import Engines, arms_at, slo_of, traffics, worker_counts
 from trtllm_disagg.bench.strategies.records import Arm
 from trtllm_disagg.bench.strategies.simulation import ArmSimulations
@@ -19,10 +19,10 @@ from trtllm_disagg.bench.strategies.sweep import ENOUGH_IN_TIME
 from trtllm_disagg.bench.strategies.workloads import Shape, Traffic
 from trtllm_disagg.strategies import orders
 
-#: Of what a request takes that is alone: limits of TTFT, and of TPOT.
+#: The compared limits of TTFT and TPOT, as factors of what a lone request takes.
 FIRST_TOKEN_FACTORS = (2.0, 4.0, 10.0)
 TOKEN_FACTORS = (1.15, 1.3, 1.6, 2.0, 3.0)
-#: The simulation is no nearer to what is measured.
+#: Layouts within this factor count as alike: the simulation is not more precise.
 ALIKE = 1.1
 _FEWEST_REQUESTS = 100
 _ORDER = orders()[0].name
@@ -30,10 +30,10 @@ _ORDER = orders()[0].name
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """Of the best layout of one kind, agg or separate workers, over the best one of the other kind."""
+    """How far the best layout is ahead of the best one of the other kind (agg, or separate workers)."""
 
     layout: str
-    #: Of rates. None where the other kind keeps the objective at none.
+    #: The ratio of their rates. None if the other kind keeps the SLO at no rate.
     ratio: float | None
 
     @property
@@ -52,7 +52,7 @@ class Lead:
 
 @dataclass(frozen=True, slots=True)
 class Limited:
-    """Which layout is best under limits in milliseconds; None: none keeps them."""
+    """The lead under limits in milliseconds; None: no layout keeps them."""
 
     ttft: float
     tpot: float
@@ -61,34 +61,34 @@ class Limited:
 
 @dataclass(frozen=True, slots=True)
 class LayoutComparison:
-    """Of one workload on a number of GPUs; milliseconds, and requests a second."""
+    """The result for one workload on a number of GPUs, in milliseconds and requests a second."""
 
     workload: str
     gpus: int
     slo: Slo
-    #: Of an answer, in the mean.
+    #: Mean tokens of an answer.
     output_tokens: float
-    #: Of a request that is alone.
+    #: TTFT and TPOT of a lone request.
     ttft_alone: float
     tpot_alone: float
-    #: By layout, up to which nearly all are in time; 0 where they are at no rate.
+    #: By layout, the highest rate at which nearly all answers are in time; 0 if there is none.
     rates: dict[str, float]
     by_limits: tuple[Limited, ...]
 
 
 class LayoutSimulation:
-    """Of one workload on the same number of GPUs."""
+    """Simulates the layouts of the same number of GPUs under one workload."""
 
-    def __init__(self, arms: Sequence[Arm], traffic: Traffic, workers: Mapping[str, Worker]) -> None:
+    def __init__(self, arms: Sequence[Arm], traffic: Traffic, workers: Mapping[str, ModelledWorker]) -> None:
         """`arms`: one of each layout."""
         self._simulations = ArmSimulations(arms, traffic, workers, _FEWEST_REQUESTS)
         shape = traffic.shape
-        #: Milliseconds of a request that is alone.
+        #: TTFT and TPOT of a lone request.
         self.first_token_ms = 1000 * min(worker.prefill_seconds(shape) for worker in workers.values())
         self.token_ms = 1000 * min(_token_seconds(worker, shape) for worker in workers.values())
 
     def rates(self, slo: Slo) -> dict[str, float]:
-        """By layout, requests a second up to which nearly all are in time; 0 where they are at no rate."""
+        """By layout, the highest requests a second at which nearly all answers are in time; 0 if there is none."""
         found = {}
         for arm in self._simulations.arms:
             rate = self._simulations.knee(arm, slo)
@@ -97,7 +97,7 @@ class LayoutSimulation:
         return found
 
     def lead(self, slo: Slo) -> Lead | None:
-        """None where no layout keeps the objective."""
+        """None if no layout keeps the SLO."""
         rates = self.rates(slo)
         best = max(rates, key=rates.__getitem__)
         if not rates[best]:
@@ -107,20 +107,20 @@ class LayoutSimulation:
         return Lead(best, rates[best] / other if other else None)
 
     def slo(self, first_token_factor: float, token_factor: float) -> Slo:
-        """Limits as multiples of what a request takes that is alone."""
+        """Limits as multiples of what a lone request takes."""
         return Slo(
             ttft=float(f"{first_token_factor * self.first_token_ms:.3g}"),
             tpot=float(f"{token_factor * self.token_ms:.3g}"),
         )
 
 
-def _token_seconds(worker: Worker, shape: Shape) -> float:
+def _token_seconds(worker: ModelledWorker, shape: Shape) -> float:
     rest = worker.isolated_seconds(shape) - worker.prefill_seconds(shape)
     return rest / max(1.0, shape.output_tokens)
 
 
 def is_separate(layout: str) -> bool:
-    """Prefill and decode have workers of their own."""
+    """Whether prefill and decode have workers of their own."""
     return not layout.endswith(" agg")
 
 
@@ -129,13 +129,13 @@ def layout_of(arm: Arm) -> str:
 
 
 def layouts(workers: int, gpus_per_worker: int) -> tuple[Arm, ...]:
-    """An arm of each."""
+    """One arm of each layout."""
     arms = {layout_of(arm): arm for arm in reversed(arms_at(workers, gpus_per_worker))}
     return tuple(reversed(arms.values()))
 
 
 def compare_layouts(args: argparse.Namespace) -> list[LayoutComparison]:
-    """For each workload and number of workers. Raises ConfigError, also for what no table covers."""
+    """One comparison for each workload and number of workers. Raises ConfigError, also for what no table covers."""
     counts = worker_counts(args)
     engines = Engines.read(
         args.engine, args.model, args.engine_configs, layouts(max(counts), 1), args.override_engine_args
@@ -164,7 +164,7 @@ def _comparison(
 
 
 def grids(compared: LayoutComparison) -> tuple[Grid, Grid]:
-    """For people."""
+    """The comparison as tables."""
     return _at_slo(compared), _by_limits(compared)
 
 

@@ -17,24 +17,24 @@ PERCENTILES = (50, 90, 99)
 PARTS = ("queue", "prefill", "handoff", "transfer", "decode_wait", "decode")
 
 Numbers = NDArray[np.float64]
-#: A point of the front: (tok/s/user, tok/s/GPU), more of either is better.
-Place = tuple[float, float]
+#: (tok/s/user, tok/s/GPU): more of either is better.
+ParetoPoint = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """Of the requests that keep the whole SLO."""
+    """The requests that keep the whole SLO."""
 
-    #: Of all requests that came, 0 to 1; of a full arm no more than were done while others came, or a short run would
-    #: give it what it has not done yet.
+    #: Their share of all requests, 0 to 1. For a saturated arm at most `PointResult.done_share`: a short run would
+    #: otherwise count requests that are only done because no more came.
     share: float
     requests_s: float
     tokens_s_gpu: float
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A point's requests as columns. A request that failed, or has no such time, is NaN there."""
+class MeasuredPoint:
+    """A point's requests as columns. NaN: the request failed, or has no such time."""
 
     result: PointResult
     arm: Arm
@@ -63,7 +63,7 @@ class Measured:
 
     @cached_property
     def modelled_times(self) -> dict[Quantity, Numbers]:
-        """As they would be if our own software took no time; where the workers did not tell, as they were measured."""
+        """The times if our own software took none; as measured where the workers reported no parts."""
         columns: dict[Quantity, list[float | None]] = {"ttft": [], "tpot": [], "latency": []}
         for request in self.result.requests:
             parts = request.parts or Parts()
@@ -87,8 +87,8 @@ class Measured:
 
     @property
     def arrivals_s(self) -> float:
-        """How long requests came: goodput is of this time, so that a long last answer does not lower it, and by the
-        rate that was asked for, which that of a few random arrivals is not.
+        """Seconds in which requests arrived, by the rate asked for: a few random arrivals have another rate. Goodput
+        is divided by this time, so that a long last answer does not lower it.
         """
         return len(self.result.requests) / self.result.point.rate
 
@@ -107,12 +107,12 @@ class Measured:
         return good
 
     def lost_to_software(self, slo: Slo, name: Quantity) -> float:
-        """Of the answers that would have been in time, the share that only our own software's time made late by the
-        limit of `name`.
+        """The share of answers that are late by the limit of `name`, among those that would be in time if our own
+        software took none.
         """
-        able = self._in_time(slo, self.modelled_times)
-        lost = able & ~self.keeps(name, slo.limits[name])
-        return int(lost.sum()) / max(1, int(able.sum()))
+        would_be_in_time = self._in_time(slo, self.modelled_times)
+        lost = would_be_in_time & ~self.keeps(name, slo.limits[name])
+        return int(lost.sum()) / max(1, int(would_be_in_time.sum()))
 
     def goodput(self, slo: Slo) -> Goodput:
         if not self.result.requests:
@@ -129,25 +129,25 @@ class Measured:
 
     @property
     def tokens_s_gpu(self) -> float:
-        """Of all answers, from the first arrival to the last token."""
+        """Output tokens of all answers, from the first arrival to the last token."""
         return float(self.output_tokens[self.is_answered].sum()) / self.result.duration_s / self.gpus
 
     @property
-    def place(self) -> Place:
+    def pareto_point(self) -> ParetoPoint:
         tpot = self.percentile("tpot", 50)
         return 1000 / tpot if tpot > 0 else math.nan, self.tokens_s_gpu
 
     @property
     def mean_parts(self) -> dict[str, float]:
-        """Milliseconds of an answer on average; empty where the workers did not tell."""
-        told = [request.parts for request in self.result.answered if request.parts is not None]
-        return {name: _mean(told, name) for name in PARTS} if told else {}
+        """Mean milliseconds of each part of an answer; empty where the workers reported none."""
+        known = [request.parts for request in self.result.answered if request.parts is not None]
+        return {name: _mean(known, name) for name in PARTS} if known else {}
 
 
 def _keeps(
     times: Mapping[Quantity, Numbers], name: Quantity, limit: float, is_answered: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
-    """An answer of one token has no time between tokens, and keeps every limit of it."""
+    """An answer of one token has no TPOT, so it keeps every limit of TPOT."""
     kept = times[name] <= limit
     return kept | np.isnan(times["tpot"]) & is_answered if name == "tpot" else kept
 
@@ -156,9 +156,9 @@ def _mean(parts: Iterable[Parts], name: str) -> float:
     return float(np.mean([getattr(part, name) for part in parts]))
 
 
-def pareto_front(places: Iterable[Place]) -> list[Place]:
-    """Those that no other beats in one number without losing in the other, by growing tok/s/user."""
-    front: list[Place] = []
+def pareto_front(places: Iterable[ParetoPoint]) -> list[ParetoPoint]:
+    """The points to which no other point is superior in both numbers, by growing tok/s/user."""
+    front: list[ParetoPoint] = []
     best = -math.inf
     for x, y in sorted({p for p in places if not any(map(math.isnan, p))}, reverse=True):
         if y > best:
@@ -167,10 +167,10 @@ def pareto_front(places: Iterable[Place]) -> list[Place]:
     return front[::-1]
 
 
-def front_area(places: Iterable[Place]) -> float:
-    """Below the front: all (tok/s/user, tok/s/GPU) that one of the places gives at least."""
-    area, left = 0.0, 0.0
+def front_area(places: Iterable[ParetoPoint]) -> float:
+    """The area below the Pareto front."""
+    area, last_x = 0.0, 0.0
     for x, y in pareto_front(places):
-        area += (x - left) * y
-        left = x
+        area += (x - last_x) * y
+        last_x = x
     return area

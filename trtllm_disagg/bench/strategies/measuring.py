@@ -1,4 +1,4 @@
-"""One deployment, one run of the load generator, several points after each other: what came of each."""
+"""Measures several points after each other, with one deployment and one run of the load generator."""
 
 from __future__ import annotations
 
@@ -20,32 +20,34 @@ from trtllm_disagg.deployment import Deployment
 from trtllm_disagg.deployment.plan import NO_WORKERS
 from trtllm_disagg.modelled.factors import Factors
 
-#: Before the first point: engines meet, kernels of the request plane warm up.
+#: Before the first point, while engines connect to each other and the request plane warms up.
 _WARM_UP_REQUESTS, _WARM_UP_SECONDS = 4, 8.0
-#: Between two points: a share of the point's own time, somewhat more than it drains by its plan, and a moment.
+#: The pause after a point: a share of the point's time, plus its planned drain times a factor, plus some seconds.
 _PAUSE_SHARE, _PAUSE_DRAINS, _PAUSE_SECONDS = 0.15, 1.25, 2.0
 _REQUEST_SECONDS = 3600.0
 _LOOK_SECONDS, _FIRST_LOOK_SECONDS = 2.0, 0.2
 
-#: Before a point's first request: engines read the factors when they begin after a rest.
+#: How long before a point its factors are set: engines read them when they begin to work after a pause.
 _AHEAD_SECONDS = 2.0
 
 
 @dataclass
-class Switching:
-    """Of one run of the load generator. `moments`: wall seconds since its first request, by time."""
+class FactorSwitch:
+    """Sets the factors of each point during a run of the load generator. `moments`: wall seconds from its first
+    request, in order.
+    """
 
     moments: Sequence[tuple[float, Sensitivity]]
     set_factors: Callable[[Sensitivity], None]
-    #: What was set, and when: nanoseconds since the epoch.
+    #: When which factors were set, in nanoseconds since the epoch.
     done: list[tuple[int, Sensitivity]] = field(default_factory=list)
 
     def begin(self) -> None:
-        """Before the load generator is started."""
+        """Sets the first factors, before the load generator is started."""
         self._set(self.moments[0][1])
 
     async def follow(self, has_begun: Callable[[], Awaitable[None]]) -> None:
-        """`has_begun` returns at the first request, or a moment later."""
+        """Sets all further factors. `has_begun` returns at the first request or a moment later."""
         if all(sensitivity == self.moments[0][1] for _, sensitivity in self.moments):
             return
         await has_begun()
@@ -61,14 +63,14 @@ class Switching:
 
 
 def was_in_force(done: Sequence[tuple[int, Sensitivity]], wanted: Sensitivity, begin: int, end: int) -> bool:
-    """From the beginning to the end of a point."""
+    """Whether the `wanted` factors were set from `begin` to `end` of a point."""
     before = [sensitivity for at, sensitivity in done if at <= begin]
     return before[-1:] == [wanted] and not any(begin < at < end for at, _ in done)
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """One point of a schedule. Wall seconds since the first request."""
+    """One point of a schedule. Wall seconds from the first request."""
 
     point: Point
     asks: tuple[Ask, ...]
@@ -86,7 +88,7 @@ class Schedule:
         points: Sequence[tuple[Point, tuple[Ask, ...]]],
         patience: float = 1.0,
     ) -> Schedule:
-        """`patience`: all pauses so many times as long."""
+        """`patience`: a factor on all pauses."""
         stretches, now = [], _WARM_UP_SECONDS
         for point, asks in points:
             end = now + asks[-1].arrival * point.time_scale
@@ -101,7 +103,7 @@ class Schedule:
         return self.stretches[-1].end
 
     def sensitivities(self) -> list[tuple[float, Sensitivity]]:
-        """Of each stretch, and when it begins."""
+        """The factors of each stretch and when it begins."""
         return [(stretch.begin, stretch.point.sensitivity) for stretch in self.stretches]
 
     def sends(self) -> list[Send]:
@@ -129,21 +131,21 @@ class Target(Protocol):
     def commands(self) -> Mapping[str, str]: ...
 
     def logs(self) -> RequestLogs | None:
-        """None: they are elsewhere."""
+        """None if the logs are on another machine."""
         ...
 
     def lateness(self) -> dict[str, Lateness]:
-        """Of each worker; none of real ones."""
+        """By worker; empty for real engines."""
         ...
 
     def set_factors(self, sensitivity: Sensitivity) -> None:
-        """Of the step times of modelled engines, from their next rest on."""
+        """Modelled engines multiply step times by these factors from their next pause on."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Elsewhere:
-    """Behind a URL."""
+class RemoteTarget:
+    """A deployment behind a URL."""
 
     url: str
     model: str
@@ -159,15 +161,15 @@ class Elsewhere:
         return {}
 
     def set_factors(self, sensitivity: Sensitivity) -> None:
-        """The times of real engines are what they are."""
+        """Has no effect on real engines."""
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
-    """That this benchmark has started."""
+class StartedTarget:
+    """A deployment that this benchmark has started."""
 
     deployment: Deployment
-    #: Which its modelled engines read.
+    #: The file from which its modelled engines read their factors.
     factors: Path
 
     @property
@@ -196,24 +198,23 @@ class Here:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """A run of the load generator."""
+class LoadRun:
+    """What a run of the load generator measured."""
 
     schedule: Schedule
     seen: Mapping[str, Seen]
     logs: RequestLogs | None
-    #: By the time of the look: nanoseconds since the epoch.
+    #: Readings with their time in nanoseconds since the epoch.
     late: Sequence[tuple[int, Mapping[str, Lateness]]]
     command: str
-    #: Which step times were set, and when.
+    #: When which factors were set.
     factors: Sequence[tuple[int, Sensitivity]]
 
     def results(
         self, target: Target, arms: Mapping[str, Arm], versions: Mapping[str, str], machine: str
     ) -> list[PointResult]:
-        """Of the points with requests that met neither those of a point before nor other step times; the others are to
-        be measured again.
-        `arms` by name.
+        """The results of all points that overlapped neither requests of an earlier point nor a change of factors. The
+        other points have to be measured again. `arms` by name.
         """
         results, busy_until = [], 0
         for number, stretch in enumerate(self.schedule.stretches):
@@ -271,7 +272,7 @@ class Measured:
         )
 
     def late_ms(self, begin: int, end: int) -> float:
-        """Of the worker that was the latest, on average, between two moments."""
+        """The mean lateness, between two moments, of the worker that was late the most."""
         before = [looked for at, looked in self.late if at <= begin] or [
             looked for _, looked in self.late[:1]
         ]
@@ -283,15 +284,15 @@ class Measured:
         )
 
 
-async def measure(schedule: Schedule, target: Target, aiperf: AIPerf, directory: Path) -> Measured:
+async def measure(schedule: Schedule, target: Target, aiperf: AIPerf, directory: Path) -> LoadRun:
     """Raises LoadFailedError."""
     late: list[tuple[int, Mapping[str, Lateness]]] = []
 
-    switching = Switching(schedule.sensitivities(), target.set_factors)
+    switching = FactorSwitch(schedule.sensitivities(), target.set_factors)
 
     async def look() -> None:
         while True:
-            with suppress(OSError):  # of a worker that has died; the requests will tell
+            with suppress(OSError):  # a worker has died: its requests fail, too
                 late.append((time.time_ns(), await asyncio.to_thread(target.lateness)))
             await asyncio.sleep(_LOOK_SECONDS)
 
@@ -312,4 +313,4 @@ async def measure(schedule: Schedule, target: Target, aiperf: AIPerf, directory:
         with suppress(asyncio.CancelledError, OSError):
             await looking
     seen = {each.name: each for each in read_export(directory)}
-    return Measured(schedule, seen, target.logs(), late, command, switching.done)
+    return LoadRun(schedule, seen, target.logs(), late, command, switching.done)

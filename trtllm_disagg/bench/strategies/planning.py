@@ -1,4 +1,4 @@
-"""From the flags to a `Plan`: arms, workloads, how many times slower the clock runs, and the rates of each sweep."""
+"""Makes a `Plan` from the flags: arms, workloads, time scales, and the rates of each sweep."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from trtllm_disagg.bench.strategies import rates
-from trtllm_disagg.bench.strategies.estimate import Worker, capacity
+from trtllm_disagg.bench.strategies.estimate import ModelledWorker, capacity
 from trtllm_disagg.bench.strategies.records import NOMINAL, Arm, Plan, Point, Sensitivity, Software
 from trtllm_disagg.bench.strategies.simulation import ArmSimulations
 from trtllm_disagg.bench.strategies.slo import DEFAULT_SLO, Slo
@@ -29,27 +30,27 @@ from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.modelled.config import checked
 from trtllm_disagg.strategies import STRATEGIES, StrategySpec, WorkerRole, spec_of, worker_side
 
-#: Where it was not measured.
+#: What our own software adds, where it was not measured.
 ASSUMED = Software(first_token_ms=20.0)
-#: Of each time: what our own software may take in the end is a little more (sweep.MOST_SOFTWARE).
-_SHARE = 0.04
-#: Parts of answers that a machine of two cores relays in a second, and tokens of which modelled engines there know the
-#: time, with time to spare.
-_RELAYED, _MODELLED = 1000, 25_000
-#: Of a request at a worker, or of its KV: longer than any takes.
+#: Largest share of any measured time that our own software may take when the clock speed is planned;
+#: `sweep.MOST_SOFTWARE` is the limit applied afterwards.
+_PLANNED_SOFTWARE = 0.04
+#: What a machine of two cores easily does in a second: pieces of answers relayed, and tokens of modelled engines.
+_RELAYED_PIECES, _MODELLED_TOKENS = 1000, 25_000
+#: A limit for requests and KV leases that is longer than any of them takes.
 LONGEST_WAIT_SECONDS = 3600
-#: Of a quick run, wall seconds of an answer. Where TTFT needs a clock on which it takes longer, the clock has what the
-#: SLO needs, and nothing is concluded of TTFT itself.
+#: Most wall seconds of an answer in a quick run. If TTFT needs a slower clock, the clock is as slow as the SLO needs,
+#: and no conclusion is drawn from TTFT itself.
 _QUICK_ANSWER_SECONDS = 20.0
-#: Of two workloads that need about the same, one deployment does for both.
+#: The time scales to choose from: few, so that workloads with similar needs share a deployment.
 _SCALES = tuple(sorted(2.0**power * step for power in range(-2, 8) for step in (1, 1.5)))
 
-#: Of the strategies under which a worker calls another: by what the prompts there have in a cache.
+#: Where a worker calls another one, it routes by cached prefixes.
 _NEXT_ROUTER = (flag_of("next_router"), "kv")
 
 
 def arms_at(workers: int, gpus_per_worker: int = 1) -> tuple[Arm, ...]:
-    """Of so many workers. Raises ConfigError where there is nothing to divide."""
+    """All arms of `workers` workers. Raises ConfigError for fewer than two."""
     if workers < 2:
         raise ConfigError.bad_value("--workers", workers, "at least 2: a prefill and a decode worker")
     gpus = workers * gpus_per_worker
@@ -70,7 +71,7 @@ def _arms_of(spec: StrategySpec, workers: int, gpus: int) -> Iterator[Arm]:
 
 
 def _deciders_of(spec: StrategySpec) -> Iterator[str]:
-    """Those that the strategy has a use for: decode_occupancy keeps a request at the prefill worker."""
+    """The deciders that suit the strategy. decode_occupancy keeps requests at the prefill worker, so it needs one."""
     if spec.name not in worker_side():
         yield ALWAYS
         return
@@ -132,7 +133,7 @@ class Engines:
 
     @property
     def gpus_per_worker(self) -> int:
-        """Raises ConfigError when they differ: then the arms would not have the same number of GPUs."""
+        """Raises ConfigError if the roles differ: the arms would not have the same number of GPUs."""
         counts = {role: int(given.get("tensor_parallel_size") or 1) for role, given in self.arguments.items()}
         if len(set(counts.values())) > 1:
             raise ConfigError.bad_value("--engine-configs", counts, "one tensor_parallel_size for all roles")
@@ -140,7 +141,7 @@ class Engines:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request that all roles take."""
+        """Tokens of the longest request that every role accepts."""
         return min(int(given.get("max_seq_len") or 1 << 17) for given in self.arguments.values())
 
     def subject(self) -> str:
@@ -153,9 +154,12 @@ class Engines:
             return f"{own.get('model') or default_name(str(self.model))} with step times of your own, {on}"
         return f"{own.get('model') or default_name(str(self.model))} on {own.get('system', 'h100_sxm')}, {on}"
 
-    def workers(self) -> dict[str, Worker]:
-        """As the tables have them, by role."""
-        return {role: Worker.of({"model": str(self.model)} | given) for role, given in self.arguments.items()}
+    def workers(self) -> dict[str, ModelledWorker]:
+        """The modelled workers by role, without factors."""
+        return {
+            role: ModelledWorker.of({"model": str(self.model)} | given)
+            for role, given in self.arguments.items()
+        }
 
     def for_point(self, role: WorkerRole, factors_file: Path, time_scale: float) -> dict[str, Any]:
         given = self.arguments[role]
@@ -170,7 +174,7 @@ class Engines:
 
 
 def vocabulary_of(model: Path) -> int:
-    """Raises ConfigError for a config.json that does not tell."""
+    """Raises ConfigError for a config.json without vocab_size."""
     file = model / "config.json"
     try:
         return int(json.loads(file.read_text(encoding="utf-8"))["vocab_size"])
@@ -179,7 +183,7 @@ def vocabulary_of(model: Path) -> int:
 
 
 def traffics(args: argparse.Namespace, longest: int) -> dict[str, Traffic]:
-    """By name. Raises ConfigError for a name that is none."""
+    """The chosen workloads by name. Raises ConfigError for an unknown name."""
     known = BUILT_IN | ({"trace": trace(args.trace, longest)} if args.trace else {})
     default = ["rag"] if args.quick else list(known)
     names = args.workloads.split(",") if args.workloads else default
@@ -219,27 +223,28 @@ def make_plan(
     command: str,
     software: Mapping[str, Software],
 ) -> Plan:
-    """Of modelled engines. Raises ConfigError, also for what no table covers."""
+    """The plan of a run on modelled engines. Raises ConfigError, also for what no table covers."""
     arms = arms_for(args, engines.gpus_per_worker)
     nominal = engines.workers()
     equals = {gpus: [arm for arm in arms if arm.gpus == gpus] for gpus in dict.fromkeys(a.gpus for a in arms)}
-    # Rates of its own for each: with faster steps those of the tables would exhaust no arm, and prove nothing.
+    # Each side has rates of its own: with faster steps, the nominal rates would exhaust no arm and prove nothing.
     workers = {
         side: {role: replace(worker, factors=side) for role, worker in nominal.items()}
         for side in sensitivities(args.band)
     }
-    plans = {
-        (side, gpus, name): PointPlan.of(_rates_by_arm(args, simulations), simulations)
-        for side, of_side in workers.items()
-        for gpus, of_gpus in equals.items()
-        for name, traffic in chosen.items()
-        for simulations in (ArmSimulations(of_gpus, traffic, of_side, args.fewest_requests, args.fills_gpus),)
-    }
+
+    def plan_of(side: Sensitivity, gpus: int, name: str) -> PointPlan:
+        simulations = ArmSimulations(
+            equals[gpus], chosen[name], workers[side], args.fewest_requests, args.fills_gpus
+        )
+        return PointPlan.of(_rates_by_arm(args, simulations), simulations)
+
+    plans = {key: plan_of(*key) for key in product(workers, equals, chosen)}
 
     def scale(side: Sensitivity, gpus: int, name: str) -> float:
         if args.time_scale:
             return _of_side(float(args.time_scale), side)
-        # A quick run has one speed: its rates are such that requests wait for prefill, which makes TTFT long.
+        # A quick run has one clock speed. At its rates requests wait for prefill, which makes TTFT long.
         sides, speeds, slo = (
             (workers, nominal, slo_of(args)) if args.quick else ((side,), workers[side], None)
         )
@@ -248,16 +253,15 @@ def make_plan(
         own = software.get(name, ASSUMED)
         return _of_side(scale_for(chosen[name], speeds, most, requests, own, quick_slo=slo), side)
 
-    points = tuple(
-        plan.point(Point(arm.name, name, rate, repetition, side, time_scale))
-        for side in workers
-        for arm in arms
-        for name in chosen
-        for plan in (plans[side, arm.gpus, name],)
-        for time_scale in (scale(side, arm.gpus, name),)
-        for repetition in range(args.repetitions if side == NOMINAL else 1)
-        for rate in plan.rates[arm.name]
-    )
+    scales = {key: scale(*key) for key in plans}
+
+    def points_of(side: Sensitivity, arm: Arm, name: str) -> Iterator[Point]:
+        plan, time_scale = plans[side, arm.gpus, name], scales[side, arm.gpus, name]
+        for repetition in range(args.repetitions if side == NOMINAL else 1):
+            for rate in plan.rates[arm.name]:
+                yield plan.point(Point(arm.name, name, rate, repetition, side, time_scale))
+
+    points = tuple(point for key in product(workers, arms, chosen) for point in points_of(*key))
     return Plan(
         subject=engines.subject(),
         arms=arms,
@@ -271,7 +275,7 @@ def make_plan(
 
 
 def _rates_by_arm(args: argparse.Namespace, simulations: ArmSimulations) -> dict[str, tuple[float, ...]]:
-    """The same numbers for all, each up to the first one that is surely above what the arm is able to do."""
+    """The same rates for all arms; for each arm they end with the first that is surely above its knee."""
     if given := given_rates(args):
         return {arm.name: given for arm in simulations.arms}
     knees = {arm.name: simulations.knee(arm, slo_of(args)) for arm in simulations.arms}
@@ -287,13 +291,13 @@ def _sweep(args: argparse.Namespace, knees: Mapping[str, float], side: Sensitivi
 
 @dataclass(frozen=True, slots=True)
 class PointPlan:
-    """How many requests the points of some arms under one workload have, and how long the last answers take."""
+    """The rates of some arms under one workload, and for each rate the number of requests and the time to drain."""
 
     #: By arm.
     rates: Mapping[str, tuple[float, ...]]
     #: By rate.
     requests: Mapping[float, int]
-    #: Seconds, by arm and rate.
+    #: Seconds from the last arrival to the last answer, by arm and rate.
     drains: Mapping[tuple[str, float], float]
 
     @classmethod
@@ -325,7 +329,7 @@ def given_rates(args: argparse.Namespace) -> tuple[float, ...]:
 
 
 def sensitivities(band: float) -> tuple[Sensitivity, ...]:
-    """The nominal one first, so that a run that is cut off has it."""
+    """The nominal side first, so that an interrupted run has it."""
     if not band:
         return (NOMINAL,)
     less, more = 1 - band, 1 + band
@@ -337,55 +341,56 @@ def sensitivities(band: float) -> tuple[Sensitivity, ...]:
 
 
 def _of_side(scale: float, side: Sensitivity) -> float:
-    """A clock faster than the wall's asks for all that this machine is able to do. Where decode steps are shorter than
-    by the tables it is slower by as much, up to the wall's: they take as long here.
+    """Slows a clock that is faster than the wall's, up to the wall's, by as much as this side shortens decode steps:
+    this machine has no time to spare then.
     """
     return max(scale, min(1.0, scale / side.decode_factor))
 
 
 def scale_for(
     traffic: Traffic,
-    workers: Mapping[str, Worker],
+    workers: Mapping[str, ModelledWorker],
     most: float,
     requests: int,
     software: Software,
     quick_slo: Slo | None = None,
 ) -> float:
-    """How many times slower the clock has to run for our own software to be a small share of what is measured; of what
-    `quick_slo` allows, where a quick run would take too long otherwise. `most`: requests a second of the best arm;
-    `requests`: of a point. Faster than the wall's only where the SLO is what it has to be slow for.
+    """How many times slower the clock has to run for our own software to be a small share of each measured time; if a
+    quick run would then take too long, a small share of what `quick_slo` allows. Only in the second case may the clock
+    be faster than the wall's. `most`: requests a second of the best arm; `requests`: of a point.
     """
     shape, fastest = traffic.shape, 1.0
     first_token = min(worker.prefill_seconds(shape) for worker in workers.values())
     alone = min(worker.isolated_seconds(shape) for worker in workers.values())
-    first_scale = software.first_token_ms / 1000 / _SHARE / first_token
+    first_scale = software.first_token_ms / 1000 / _PLANNED_SOFTWARE / first_token
     if quick_slo is not None and first_scale * alone > _QUICK_ANSWER_SECONDS:
         limit, fastest = quick_slo.ttft or quick_slo.latency or math.inf, _SCALES[0]
         first_scale = max(
-            software.first_token_ms / _SHARE / limit, software.first_token_ms / 1000 / _SHARE / alone
+            software.first_token_ms / _PLANNED_SOFTWARE / limit,
+            software.first_token_ms / 1000 / _PLANNED_SOFTWARE / alone,
         )
     answers = min(most, requests / alone)
     wanted = max(
         fastest,
         first_scale,
-        software.rest_ms / 1000 / _SHARE / (alone - first_token),
-        answers * _parts(shape.output_tokens, workers) / _RELAYED,
-        answers * shape.output_tokens / _MODELLED,
+        software.rest_ms / 1000 / _PLANNED_SOFTWARE / (alone - first_token),
+        answers * _num_pieces(shape.output_tokens, workers) / _RELAYED_PIECES,
+        answers * shape.output_tokens / _MODELLED_TOKENS,
     )
     return next((scale for scale in _SCALES if scale >= wanted), _SCALES[-1])
 
 
-def _parts(tokens: float, workers: Mapping[str, Worker]) -> float:
-    """Of an answer, as its client hears of it: the first token and the end at least."""
+def _num_pieces(tokens: float, workers: Mapping[str, ModelledWorker]) -> float:
+    """The pieces in which a client gets an answer: at least the first token and the end."""
     return max(tokens / min(worker.stream_interval for worker in workers.values()), min(tokens, 2.0))
 
 
 def settings_of(args: argparse.Namespace, engines: Engines | None) -> dict[str, str]:
-    """All that makes another run of it."""
+    """All settings that tell one run from another."""
     flags = ("engine", "url", "workers", "arms", "workloads", "rates", "requests", "repetitions")
     told = {name: str(getattr(args, name)) for name in (*flags, "band", "time_scale", "quick")}
     told["worker_args"] = shlex.join(args.worker_args)
-    # What is in them counts, and they may have moved.
+    # Files are compared by content: they may have moved.
     told["model"] = _fingerprint(args.model / "config.json")
     if args.trace:
         told["trace"] = _fingerprint(args.trace)

@@ -1,11 +1,11 @@
-"""What a run of `bench strategies` leaves behind, and what its report reads: one directory, all of it JSON.
+"""The directory that a run of `bench strategies` writes and its report reads:
 
     plan.json            `Plan`
-    points/NAME.json     `PointResult`, one a point that was measured
-    logs/                of deployments and of the load generator
+    points/NAME.json     `PointResult`, one for each measured point
+    logs/                logs of the deployments and the load generator
 
-All times are in modelled seconds (or milliseconds): what a client measured, divided by `time_scale`; of a real
-deployment they are the wall's. What is None was not measured.
+All times are in modelled seconds (or milliseconds): what a client measured, divided by `time_scale`. A real deployment
+has wall times. None means "not measured".
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import msgspec
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.strategies import spec_of
 
-#: Of the files. A directory of another version is refused.
+#: The version of the file format. A directory of another version is refused.
 VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A layout of GPUs under a strategy: what is compared."""
+    """One alternative of a comparison: a layout of GPUs under a strategy."""
 
     #: "1P3D decode_first", "4 agg", "2P2D auto length"; unique in a run.
     name: str
@@ -38,7 +38,7 @@ class Arm:
     agg_workers: int = 0
     prefill_workers: int = 0
     decode_workers: int = 0
-    #: Of all workers.
+    #: GPUs of all workers together.
     gpus: int = 1
     #: A name of `config.deciders.DECIDERS`.
     decider: str = "always"
@@ -56,10 +56,10 @@ class Workload:
     #: A word, unique in a run: "chat", "rag", "reasoning", "agentic", "trace", "bursts".
     name: str
     description: str
-    #: Tokens of a request, on average, over all turns.
+    #: Mean tokens of a request, over all turns.
     input_tokens: float
     output_tokens: float
-    #: Requests that follow each other in one conversation.
+    #: Requests in one conversation.
     turns: int = 1
     #: The trace that was replayed, as the user named it.
     trace_file: str | None = None
@@ -67,7 +67,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """All step times of prefill, and of decode, were multiplied by it."""
+    """Factors by which all step times of prefill and of decode were multiplied."""
 
     prefill_factor: float = 1.0
     decode_factor: float = 1.0
@@ -82,15 +82,15 @@ class Point:
 
     arm: str
     workload: str
-    #: Requests a modelled second that arrive, whether or not they are answered.
+    #: Requests that arrive in a modelled second, answered or not.
     rate: float
-    #: From 0. Prompts and arrival times are the same in all arms, and others in each repetition.
+    #: From 0. All arms get the same prompts at the same times; each repetition has different ones.
     repetition: int = 0
     sensitivity: Sensitivity = NOMINAL
     time_scale: float = 1.0
-    #: That are sent; 0 in runs of before, which had the same number at each rate.
+    #: Requests sent at this point; 0 in records written before this field existed.
     requests: int = 0
-    #: From the last arrival until the last answer, as planned; 0 in runs of before.
+    #: Planned seconds from the last arrival to the last answer; 0 in records written before this field existed.
     drain_s: float = 0.0
 
     @property
@@ -105,18 +105,18 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Where the milliseconds of a request went. They follow each other and add up to its latency, but for what our own
-    software, the network and the client took (`PointResult.software`).
+    """Milliseconds of a request's consecutive parts. With the time of our own software, the network and the client
+    (`PointResult.software`) they add up to its latency.
     """
 
-    #: It waited for a place in a batch of prefill.
+    #: Waiting for a place in a prefill batch.
     queue: float = 0.0
     prefill: float = 0.0
-    #: From the end of prefill until the KV was asked for.
+    #: From the end of prefill until decode asks for the KV.
     handoff: float = 0.0
-    #: Until the KV was there; it may have waited for the link.
+    #: Moving the KV, and waiting for the link.
     transfer: float = 0.0
-    #: It waited, with its KV, for a place in a batch of decode.
+    #: Waiting, with its KV, for a place in a decode batch.
     decode_wait: float = 0.0
     decode: float = 0.0
 
@@ -126,7 +126,7 @@ class Parts:
 
     @property
     def modelled(self) -> float:
-        """What GPUs and the link took."""
+        """The time that GPUs and the link took."""
         return self.queue + self.prefill + self.moving + self.decode
 
     @property
@@ -134,29 +134,29 @@ class Parts:
         return self.transfer + self.decode_wait
 
     def before_first_token(self, arm_waits_for_decode: bool) -> float:
-        """Of what is modelled: until a client has its first token."""
+        """The part of `modelled` before the client has its first token."""
         return self.queue + self.prefill + (self.moving if arm_waits_for_decode else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    #: When it was sent, since the beginning of the point.
+    #: When it was sent, from the beginning of the point.
     arrival_s: float
     input_tokens: int
-    #: Of a request that failed: those that came.
+    #: For a failed request: the tokens that arrived.
     output_tokens: int
     latency_ms: float
-    #: None without a token, or without a second one.
+    #: None if no token arrived; `tpot_ms`: if no second one did.
     ttft_ms: float | None = None
     #: Mean of the gaps.
     tpot_ms: float | None = None
-    #: Between one piece of the answer and the next: a timeline from `arrival_s` + `ttft_ms` on.
+    #: Gaps between the pieces of the answer: a timeline that begins at `arrival_s` + `ttft_ms`.
     gaps_ms: tuple[float, ...] = ()
-    #: Of the prompt, found in a prefix cache.
+    #: Prompt tokens that were found in a prefix cache.
     cached_tokens: int | None = None
-    #: None where the workers did not tell, as behind --url.
+    #: None if the workers' logs are not available, as with --url.
     parts: Parts | None = None
-    #: None: it was answered.
+    #: None: the request was answered.
     error: str | None = None
     session: str | None = None
     turn: int = 0
@@ -168,19 +168,18 @@ class PointResult:
     requests: tuple[RequestRecord, ...]
     #: From the first arrival to the last answer.
     duration_s: float
-    #: Share of each measured time that was no GPU's but our own software's: by "ttft", "tpot" and "latency"; of all
-    #: requests, between 0 and 1. Above 0.05 nothing is to be concluded of that time. Empty where it is not known, as
-    #: behind --url.
+    #: The share of our own software, 0 to 1, in "ttft", "tpot" and "latency" over all requests. Above 0.05 no
+    #: conclusion is drawn from that time. Empty where it is not known, as with --url.
     software: Mapping[str, float] = field(default_factory=dict)
-    #: Of prompt tokens: found in a cache.
+    #: The share of prompt tokens that were found in a prefix cache.
     kv_hit_rate: float | None = None
-    #: The arm was asked for more than it can do: it ended a good deal after the arrivals did, or refused requests.
+    #: The arm could not keep up: it ended long after the last arrival, or refused requests.
     is_saturated: bool = False
-    #: Of the requests that came while it was full: as many as ended in that time. 1 where it was not full.
+    #: The share of requests that ended while others arrived (saturation.py). 1 if the arm kept up.
     done_share: float = 1.0
-    #: What was started, exactly, by what it is: "frontend", "prefill-0", ..., "load".
+    #: The exact command of each process: "frontend", "prefill-0", ..., "load".
     commands: Mapping[str, str] = field(default_factory=dict)
-    #: Of packages, by their names.
+    #: Versions by package.
     versions: Mapping[str, str] = field(default_factory=dict)
     machine: str = ""
     #: Of this machine, the point with its load generator.
@@ -193,7 +192,7 @@ class PointResult:
 
 @dataclass(frozen=True, slots=True)
 class Software:
-    """Wall milliseconds that our own software adds to a request that is alone: before its first token, and after it."""
+    """Wall milliseconds that our own software adds to a lone request, before its first token and after it."""
 
     first_token_ms: float
     rest_ms: float = 0.0
@@ -201,24 +200,24 @@ class Software:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be measured, in this order."""
+    """The points to measure, in this order, and what they describe."""
 
-    #: What is served: "llama-3.1-8b on 1 h100_sxm a worker", or what the user says of a real deployment.
+    #: What is served, as "llama-3.1-8b on 1 h100_sxm a worker".
     subject: str
     arms: tuple[Arm, ...]
     workloads: tuple[Workload, ...]
     points: tuple[Point, ...]
-    #: Added by the run itself, at rates that `points` turned out to lack (further.py).
+    #: Points that the run added, at rates that `points` lack (further.py).
     further: tuple[Point, ...] = ()
-    #: Whether times are modelled; False: of a real deployment.
+    #: False: a real deployment, measured in wall time.
     is_modelled: bool = True
     #: GPUs of one worker.
     gpus_per_worker: int = 1
     #: The command of this run.
     command: str = ""
-    #: By workload, measured on this machine before the run, to choose `time_scale`; empty: that was given.
+    #: By workload, measured before the run to choose `time_scale`; empty if that was given.
     software: Mapping[str, Software] = field(default_factory=dict)
-    #: All that it was made of, to tell another run in the same directory: settings by name.
+    #: All settings by name. A run with different settings is refused in the same directory.
     settings: Mapping[str, str] = field(default_factory=dict)
     version: int = VERSION
 
@@ -247,8 +246,8 @@ class RunDirectory:
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """For the time of measuring: two runs would measure the same points, and write over each other's logs. Raises
-        ConfigError while another process has it.
+        """Locks the directory while measuring: two runs would overwrite each other's logs. Raises ConfigError if
+        another process has locked it.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / ".lock").open("a") as lock:
@@ -263,7 +262,7 @@ class RunDirectory:
         write_whole(self._plan, msgspec.json.encode(plan))
 
     def plan(self) -> Plan:
-        """Raises ConfigError for a file that is not there, is none, or is of another version."""
+        """Raises ConfigError if plan.json is missing, invalid or of another version."""
         plan = _read(self._plan, Plan)
         if plan.version != VERSION:
             raise ConfigError.bad_value(str(self._plan), f"version {plan.version}", f"version {VERSION}")
@@ -279,7 +278,7 @@ class RunDirectory:
         return _read(self._file(point), PointResult)
 
     def results(self) -> Iterator[PointResult]:
-        """Of the points that were measured, in the plan's order."""
+        """The results of all measured points, in the plan's order."""
         return (self.result(point) for point in self.plan().every_point if self.has(point))
 
     @property
@@ -294,7 +293,7 @@ Record = TypeVar("Record", Plan, PointResult)
 
 
 def write_whole(file: Path, content: bytes) -> None:
-    """Or not at all: on a full disk what was there stays."""
+    """Replaces the file in one step: on a full disk its old content stays."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.name}.partial")
     try:

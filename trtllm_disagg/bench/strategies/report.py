@@ -1,4 +1,4 @@
-"""A run directory's report: report.html, which needs nothing else, and plots/, points.csv and report.json beside it."""
+"""Writes the report of a run directory: report.html, which needs no other file, plots/, points.csv and report.json."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from trtllm_disagg.bench.strategies.advice import Advice, advise, described
 from trtllm_disagg.bench.strategies.charts import charts_of
-from trtllm_disagg.bench.strategies.measures import PARTS, PERCENTILES, Measured
+from trtllm_disagg.bench.strategies.measures import PARTS, PERCENTILES, MeasuredPoint
 from trtllm_disagg.bench.strategies.records import NOMINAL, Plan, PointResult, RunDirectory, write_whole
 from trtllm_disagg.bench.strategies.slo import DEFAULT_SLO, Slo
 from trtllm_disagg.bench.strategies.sweep import Sweep, sweeps_of
@@ -37,9 +37,9 @@ _TEMPLATE = Path(__file__).with_name("report.html.j2")
 class WorkloadReport:
     sweep: Sweep
     advice: Advice
-    #: By other measures than the SLO; they may differ from the advice, and from each other.
+    #: Verdicts by measures other than goodput; they may differ from the advice and from each other.
     others: tuple[Verdict, ...]
-    #: Points of the plan that were not measured.
+    #: The number of planned points that were not measured.
     missing: int = 0
 
     @property
@@ -60,7 +60,7 @@ class Report:
 
     @property
     def versions(self) -> dict[str, str]:
-        """Of packages; where points differ, each version."""
+        """All versions that points had, by package."""
         found: dict[str, set[str]] = {}
         for result in self.results:
             for package, version in result.versions.items():
@@ -83,7 +83,7 @@ class Report:
 
     @property
     def commands(self) -> dict[str, Mapping[str, str]]:
-        """Of each arm's first point: the others differ in rate, arrivals and factors (report.json has all)."""
+        """The commands of each arm's first point. Others differ in rate, arrivals and factors; report.json has all."""
         first: dict[str, Mapping[str, str]] = {}
         for result in self.results:
             first.setdefault(result.point.arm, result.commands)
@@ -95,7 +95,7 @@ class Report:
 
     @property
     def most_software(self) -> dict[str, float]:
-        """The highest share of our own software in each time."""
+        """The highest share of our own software by time: "ttft", "tpot", "latency"."""
         most: dict[str, float] = {}
         for result in self.results:
             for name, share in result.software.items():
@@ -103,7 +103,7 @@ class Report:
         return most
 
     def advice(self) -> str:
-        """For a terminal: a paragraph a workload."""
+        """The advice as text: one paragraph for each workload."""
         return "\n\n".join(each.advice.paragraph for each in self.workloads)
 
 
@@ -132,7 +132,7 @@ def _workload(sweep: Sweep, slo: Slo, plan: Plan) -> WorkloadReport:
 
 
 def write_report(run: RunDirectory, slo: Slo = DEFAULT_SLO) -> Report:
-    """Into the run directory. Raises ConfigError, before anything is written, where matplotlib or Jinja is absent."""
+    """Writes the report into the run directory. Raises ConfigError before that if matplotlib or Jinja is missing."""
     require_packages()
     report = report_of(run, slo)
     plots = run.path / "plots"
@@ -163,7 +163,7 @@ def _table(rows: list[dict[str, str | float]]) -> str:
 
 
 def require_packages() -> None:
-    """Raises ConfigError."""
+    """Raises ConfigError if a package that reports need is missing."""
     for package in ("matplotlib", "jinja2"):
         if find_spec(package) is None:
             raise ConfigError(
@@ -197,7 +197,7 @@ def _shown_lead(lead: Lead) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ArmRow:
-    """One arm in a workload's table: texts, each with the spread of the repetitions."""
+    """One arm's row in a workload's table. A cell has the median and the spread of the repetitions."""
 
     arm: str
     cells: tuple[str, ...]
@@ -205,7 +205,7 @@ class ArmRow:
 
 
 def arm_rows(workload: WorkloadReport, slo: Slo) -> tuple[tuple[str, ...], list[ArmRow]]:
-    """Headers, and a row an arm, the highest goodput first."""
+    """The headers, and a row for each arm, the highest goodput first."""
     sweep = workload.sweep
     goodput_verdict = workload.advice.verdict
     scores = {
@@ -236,7 +236,7 @@ def arm_rows(workload: WorkloadReport, slo: Slo) -> tuple[tuple[str, ...], list[
 
 
 def points_of(report: Report) -> Iterator[dict[str, str | float]]:
-    """A row a point that was measured; what has no number is empty."""
+    """One row for each measured point. A cell without a number is empty."""
     for workload in report.workloads:
         for point, measured in workload.sweep.measured.items():
             good = measured.goodput(report.slo)
@@ -255,8 +255,8 @@ def points_of(report: Report) -> Iterator[dict[str, str | float]]:
                 "goodput_requests_s": good.requests_s,
                 "goodput_tokens_s_gpu": good.tokens_s_gpu,
                 "share_in_time": good.share,
-                "tokens_s_user": measured.place[0],
-                "tokens_s_gpu": measured.place[1],
+                "tokens_s_user": measured.pareto_point[0],
+                "tokens_s_gpu": measured.pareto_point[1],
             }
             row |= _percentiles(measured)
             row |= {f"{part}_ms": measured.mean_parts.get(part, math.nan) for part in PARTS}
@@ -269,7 +269,7 @@ def points_of(report: Report) -> Iterator[dict[str, str | float]]:
             }
 
 
-def _percentiles(measured: Measured) -> dict[str, float]:
+def _percentiles(measured: MeasuredPoint) -> dict[str, float]:
     return {
         f"{name}_p{percent}_ms": measured.percentile(name, percent)
         for name in ("ttft", "tpot", "latency")
@@ -282,7 +282,7 @@ def _or_nan(value: float | None) -> float:
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """Verdicts with their scores and doubts, and how each point was measured: exact commands and versions."""
+    """The content of report.json: verdicts with scores and doubts; commands and versions of each point."""
     return {
         "subject": report.plan.subject,
         "slo": report.slo.limits,
@@ -335,5 +335,5 @@ def _verdict_json(verdict: Verdict) -> Mapping[str, Any]:
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no other numbers."""
+    """`value`, or None for infinity and NaN, which JSON lacks."""
     return value if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""A plan, point by point, until it is done or interrupted."""
+"""Measures the points of a plan until all are measured or the run is interrupted."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ import yaml
 from trtllm_disagg.bench.machine import describe_machine
 from trtllm_disagg.bench.strategies.aiperf import AIPerf, LoadFailedError
 from trtllm_disagg.bench.strategies.measuring import (
-    Elsewhere,
-    Here,
+    RemoteTarget,
     Schedule,
+    StartedTarget,
     Target,
     measure,
 )
@@ -45,23 +45,23 @@ from trtllm_disagg.processes.short_log import halves
 from trtllm_disagg.strategies import spec_of
 
 _PROGRESS_SECONDS = 5.0
-#: Until the first deployment has shown how long it takes to start one, and the load generator.
+#: Seconds to start a deployment and the load generator, as long as none has been measured.
 _GUESSED_START = 60.0
-#: Workers that are asked for more than they are able to do let it wait: a request that is refused, or done again where
-#: its KV was given up, says nothing of how much too much it was. KV waits as long (planning.py).
+#: Requests at overloaded workers wait without a bound: a request that is refused, or computed again because its KV was
+#: released, does not show the size of the overload. KV leases last as long (planning.py).
 _NO_BOUND = tuple(text for name in ADMISSION for text in (flag_of(name), "0"))
 _DEADLINES = ("prefill_timeout", "first_decode_token_timeout", "next_decode_token_timeout")
 _NO_DEADLINE = tuple(text for name in _DEADLINES for text in (flag_of(name), f"{LONGEST_WAIT_SECONDS:g}"))
 _FACTORS = "factors.json"
 _PACKAGES = ("trtllm-disagg", "ai-dynamo", "aiconfigurator-core", "tensorrt-llm")
 
-#: What has to be started: an arm under one sensitivity, at one speed of the clock.
+#: What a deployment is started for: an arm, a sensitivity and a time scale.
 Key = tuple[str, Sensitivity, float]
 
 
 def batches(points: Sequence[Point], is_quick: bool = False) -> Iterator[tuple[Key, list[Point]]]:
-    """Points that one deployment serves, in the plan's order of their first ones; within each, every workload's rates
-    rise. A quick run starts none anew for the sides of the band; a long one does, so that less is lost with one.
+    """Groups the points that one deployment serves, in the plan's order. In a quick run it serves all sides of the
+    band; a long run starts one for each side, so that a failure loses less.
     """
     grouped: dict[Key, list[Point]] = {}
     for point in points:
@@ -72,7 +72,7 @@ def batches(points: Sequence[Point], is_quick: bool = False) -> Iterator[tuple[K
 
 @dataclass(frozen=True, slots=True)
 class Deployments:
-    """Started here, one at a time."""
+    """Deployments that this benchmark starts, one at a time."""
 
     plan: Plan
     engines: Engines
@@ -87,7 +87,7 @@ class Deployments:
             config = replace(self.config(key), run_dir=scratch.path)
             try:
                 async with running_deployment(config) as deployment:
-                    yield Here(deployment, place / _FACTORS)
+                    yield StartedTarget(deployment, place / _FACTORS)
             finally:
                 for log in scratch.path.glob("*.log"):
                     for half in halves(log):
@@ -109,7 +109,7 @@ class Deployments:
             file = place / f"{role}.yaml"
             file.write_text(yaml.safe_dump(self.engines.for_point(role, place / _FACTORS, scale)))
             configs[role] = file
-        calls = spec_of(arm.strategy).is_worker_side
+        calls_workers = spec_of(arm.strategy).is_worker_side
         return DeploymentConfig(
             strategy=arm.strategy,
             model=str(self.engines.model),
@@ -121,26 +121,26 @@ class Deployments:
             http_port=0,
             engine=self.engines.engine,
             engine_configs=configs,
-            # Requests that are cut off have no worth.
+            # Unfinished requests are of no use.
             drain_seconds=1.0,
-            worker_args=(*(_NO_DEADLINE if calls else ()), *_NO_BOUND, *arm.flags, *self.worker_args),
+            worker_args=(*(_NO_DEADLINE if calls_workers else ()), *_NO_BOUND, *arm.flags, *self.worker_args),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Urls:
-    """Of deployments that serve already, by arm."""
+    """URLs, by arm, of deployments that already serve."""
 
     urls: Mapping[str, str]
     model: str
 
     @asynccontextmanager
     async def serving(self, key: Key) -> AsyncIterator[Target]:
-        yield Elsewhere(self.urls[key[0]], self.model)
+        yield RemoteTarget(self.urls[key[0]], self.model)
 
 
 def duration(seconds: int) -> str:
-    """As exact as a plan is."""
+    """`seconds` as text, as precise as an estimate is."""
     minutes, hours, days = seconds // 60, seconds // 3600, seconds / 86400
     if days >= 2:
         return f"{days:.0f} days"
@@ -151,37 +151,37 @@ def duration(seconds: int) -> str:
 
 @dataclass
 class Progress:
-    """A line every few seconds: what is measured, and the time that is left."""
+    """Prints every few seconds what is being measured and the remaining time."""
 
     total: int
     out: TextIO = sys.stderr
     done: int = 0
-    #: Wall seconds of sending, of each batch that has not begun.
+    #: Wall seconds of sending requests, for each batch that has not begun.
     sending: list[float] = field(default_factory=list)
-    #: What each batch took beside sending: starts, pauses and the last answers.
+    #: Further seconds that each finished batch took: start, pauses and the last answers.
     took: list[float] = field(default_factory=list)
     what: str = ""
     clock: Callable[[], float] = time.monotonic
-    #: By the clock, of the batch that has begun.
+    #: When the running batch will have sent all requests; 0.0: no batch is running.
     _sent_at: float = 0.0
 
     def begin(self, what: str, sending: float) -> None:
         self.what, self._sent_at = what, self.clock() + sending
 
     def end(self, measured: int) -> None:
-        """Of the batch that has begun. What it could not measure is a batch of its own."""
+        """Ends the running batch. Points that it could not measure become another batch."""
         self.done += measured
         self.took.append(max(0.0, self.clock() - self._sent_at))
         self._sent_at = 0.0
 
-    def left(self) -> float:
-        """A batch that takes longer than planned takes nothing from the others."""
+    def remaining_seconds(self) -> float:
+        """An estimate. A batch that takes longer than planned does not change that of the others."""
         beside = sum(self.took) / len(self.took) if self.took else _GUESSED_START
         now = max(0.0, self._sent_at + beside - self.clock()) if self._sent_at else 0.0
         return now + sum(self.sending) + len(self.sending) * beside
 
     def say(self) -> None:
-        seconds = round(self.left())
+        seconds = round(self.remaining_seconds())
         left = f"about {duration(seconds)} left" if seconds else "longer than planned"
         print(f"[{self.done}/{self.total} points] {self.what}: {left}", file=self.out)
 
@@ -202,12 +202,12 @@ class Runner:
     is_quick: bool = False
 
     def groups(self) -> list[tuple[Key, list[Point]]]:
-        """What is there already is not measured again."""
+        """The batches of all points that have not been measured."""
         missing = [point for point in self.plan.every_point if not self.directory.has(point)]
         return list(batches(missing, self.is_quick))
 
     def progress(self) -> Progress:
-        """Its `left` is what the run is expected to take."""
+        """A progress whose `remaining_seconds` is the expected duration of the run."""
         groups = self.groups()
         count = len(self.plan.every_point)
         progress = Progress(count, done=count - sum(len(points) for _, points in groups))
@@ -217,7 +217,7 @@ class Runner:
         return progress
 
     def going_on_with(self, further: Sequence[Point]) -> Runner:
-        """The same run with more points, which are in its directory's plan too."""
+        """The same run with more points, which are also saved in its directory's plan."""
         plan = replace(self.plan, further=(*self.plan.further, *further))
         self.directory.save_plan(plan)
         return replace(self, plan=plan)
@@ -248,11 +248,11 @@ class Runner:
             progress.end(len(results))
             saved = {result.point for result in results}
             points = [point for point in points if point not in saved]
-            # Points met each other: longer pauses, and empty caches, since their prompts are the same again.
+            # Points overlapped: pauses get longer, and a new deployment has empty caches for the same prompts.
             attempt, again = attempt + 1, ", again with longer pauses"
 
     def _save(self, results: Sequence[PointResult]) -> None:
-        """Raises LoadFailedError where a point has errors only: its deployment is gone, and the run may go on later."""
+        """Raises LoadFailedError if all requests of a point failed: its deployment is gone; the run may go on later."""
         dead = [each for each in results if each.requests and not each.answered]
         for result in results:
             if result not in dead:
@@ -276,11 +276,11 @@ class Runner:
         return Schedule.of([(point, self.asks(point)) for point in points], patience)
 
     def _lengths(self, point: Point) -> tuple[Ask, ...]:
-        """For what takes as long whatever the prompts are: thousands of points have gigabytes of them."""
+        """Requests with the right lengths only, to estimate durations: real prompts would take gigabytes."""
         return self.traffics[point.workload].lengths(point.rate, point.requests)
 
     def asks(self, point: Point) -> tuple[Ask, ...]:
-        """The same for all arms. Other prompts at each rate and side: none is in a cache from before."""
+        """The requests of a point, the same for all arms. Each rate and side has other prompts: none is cached."""
         traffic, side = self.traffics[point.workload], point.sensitivity
         seed = f"{point.rate:g} {point.repetition}"
         if side != NOMINAL:

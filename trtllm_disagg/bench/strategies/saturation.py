@@ -1,22 +1,22 @@
-"""Whether more comes than is done, and how much is done then: of the times of a point's requests alone."""
+"""Decides from the times of a point's requests whether more arrive than are answered, and what share is answered."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
 
-#: Of the requests that come in the second half, so many end in it.
+#: Below this share of the second half's requests that end within it, the workers may be saturated.
 _ENDED_SHARE = 0.9
-#: The last quarter takes so many times what the second one takes; and where the second half is a good deal shorter than
-#: an answer, so that few of those that are done end in it.
+#: Saturated workers take so many times as long for the last quarter as for the second one. The second number is for
+#: a second half shorter than _SHORTLY answers, in which few requests end in any case.
 _GROWTH, _GROWTH_SEEN_SHORTLY = 1.2, 1.5
 _SHORTLY = 0.8
 _FEWEST = 8
 
 
 def done_share(arrivals: Sequence[float], latencies: Sequence[float]) -> float:
-    """1 where what comes is done. Otherwise, of the requests that came in the second half, as many as ended in it: then
-    the workers were full. In the order of their arrivals, in seconds.
+    """1 if the workers kept up with the arrivals. Otherwise the share of the second half's requests that ended in it.
+    Both sequences are in seconds and in the order of arrival.
     """
     count = len(arrivals)
     if count < _FEWEST:

@@ -1,7 +1,7 @@
-"""What an arm does by the tables that the modelled engines run on, without any software: an event simulation, which
-chooses the rates of a sweep, and says where one is worth while (layout_comparison.py). A result is measured.
+"""Simulates an arm event by event, on the modelled engines' tables and without our own software. It chooses the rates
+of a sweep, and finds the limits that suit a layout (layout_comparison.py). It is never part of a result.
 
-Steps between two events are taken at once, so an answer of 4096 tokens costs no more than one of 16.
+Steps between two events are simulated together, so an answer of 4096 tokens costs no more than one of 16.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean
 
-from trtllm_disagg.bench.strategies.estimate import Worker, capacity, requests_to_fill
+from trtllm_disagg.bench.strategies.estimate import ModelledWorker, capacity, requests_to_fill
 from trtllm_disagg.bench.strategies.records import Arm
 from trtllm_disagg.bench.strategies.saturation import done_share
 from trtllm_disagg.bench.strategies.slo import Quantity, Slo
@@ -21,13 +21,13 @@ from trtllm_disagg.bench.strategies.sweep import ENOUGH_IN_TIME
 from trtllm_disagg.bench.strategies.workloads import Ask, Shape, Traffic
 from trtllm_disagg.modelled.step_times import Chunk
 
-#: Of the first guess: how far the search goes, where an arm keeps the objective at no rate, or, with few requests, at
-#: any.
+#: How far the search for a knee goes, as factors of the first guess: an arm may keep the SLO at no rate or, with few
+#: requests, at every rate.
 _LOWEST, _HIGHEST = 1 / 16, 16
-#: Halvings of the last doubling: a rate to 5 %.
+#: Halvings of the last doubling: they find the rate to 5 %.
 _HALVINGS = 4
-#: Of the time of a conversation: then one request in twelve is of one that was under way at the beginning and is in no
-#: cache, beside those that begin.
+#: The shortest point, in conversations: then only one request in twelve continues a conversation that was under way at
+#: the beginning and is in no cache.
 _SESSIONS = 1.5
 
 
@@ -37,30 +37,30 @@ class _Job:
 
     #: When it may begin, in seconds.
     ready: float
-    #: KV that it has in the end.
+    #: Tokens of KV that it holds at its end.
     tokens: int
-    #: Of the prompt, to be computed here, after `before` that a cache has.
+    #: Prompt tokens to compute here, after `before` cached ones.
     prefill: int
     before: int
-    #: Steps of decode here.
+    #: Decode steps to do here.
     steps: int
-    #: When its prefill, and all of it, was done.
+    #: When its prefill ended, and when its last step did.
     first: float = 0.0
     end: float = 0.0
 
 
 @dataclass
 class _Server:
-    """A worker that takes its jobs in the order in which they come, as many as its batch and its pool hold."""
+    """A worker that admits jobs in order of arrival, as many as its batch and its pool hold."""
 
-    worker: Worker
+    worker: ModelledWorker
     now: float = 0.0
     steps_done: int = 0
     held_tokens: int = 0
-    #: Before the new token, of all that decode.
+    #: Tokens of context of all decoding jobs together.
     context: int = 0
     prefilling: list[_Job] = field(default_factory=list)
-    #: By the step at which each ends.
+    #: A heap of (the step at which the job ends, a tie breaker, job).
     decoding: list[tuple[int, int, _Job]] = field(default_factory=list)
 
     def serve(self, jobs: Iterable[_Job]) -> None:
@@ -113,9 +113,9 @@ class _Server:
             self._decode(job)
 
     def _steps_until(self, next_arrival: float) -> None:
-        """All that are alike."""
+        """Takes the decode steps until the next job arrives or ends."""
         steps = self.decoding[0][0] - self.steps_done
-        # One that is there already has no place until another one ends.
+        # A job that has arrived already has no place until another one ends.
         if self.now < next_arrival < math.inf and self._batch < self.worker.max_batch:
             seconds = self.worker.step_seconds((), len(self.decoding), self._mean_context)
             steps = min(steps, math.ceil((next_arrival - self.now) / seconds))
@@ -140,34 +140,34 @@ class _Server:
             self.context -= job.tokens
 
 
-def _serve(worker: Worker, count: int, jobs: Sequence[_Job]) -> None:
-    """By turns: the router gives each of so many workers as much as another."""
+def _serve(worker: ModelledWorker, count: int, jobs: Sequence[_Job]) -> None:
+    """Gives the jobs to `count` workers in turn, as the router balances load."""
     for number in range(count):
         _Server(worker).serve(jobs[number::count])
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedPoint:
-    """Of requests, in the order in which they came."""
+    """The simulated requests of a point, in order of arrival (seconds)."""
 
     arrivals: Sequence[float]
-    #: Seconds of each.
+    #: Seconds of each request.
     times: Mapping[Quantity, Sequence[float]]
 
     def goodput_share(self, slo: Slo) -> float:
-        """Of the rate: answers in time, a second."""
+        """The share of the rate that is answered in time."""
         limits = [(self.times[name], limit / 1000) for name, limit in slo.limits.items()]
         in_time = mean(all(own[i] <= limit for own, limit in limits) for i in range(len(self.arrivals)))
         return min(in_time, done_share(self.arrivals, self.times["latency"]))
 
     @property
     def drain_s(self) -> float:
-        """From the last arrival until the last answer."""
+        """Seconds from the last arrival to the last answer."""
         return max(map(sum, zip(self.arrivals, self.times["latency"], strict=True))) - self.arrivals[-1]
 
 
-def simulate(arm: Arm, workers: Mapping[str, Worker], asks: Sequence[Ask]) -> SimulatedPoint:
-    """What another request has begun with before is in a cache."""
+def simulate(arm: Arm, workers: Mapping[str, ModelledWorker], asks: Sequence[Ask]) -> SimulatedPoint:
+    """Runs the requests on an arm. A prefix that an earlier request had is in a cache."""
     jobs = []
     for ask in asks:
         before = min(ask.known, len(ask.prompt) - 1)
@@ -187,27 +187,27 @@ def simulate(arm: Arm, workers: Mapping[str, Worker], asks: Sequence[Ask]) -> Si
 
 
 def _serve_in_two_stages(
-    arm: Arm, workers: Mapping[str, Worker], asks: Sequence[Ask], jobs: Sequence[_Job]
+    arm: Arm, workers: Mapping[str, ModelledWorker], asks: Sequence[Ask], jobs: Sequence[_Job]
 ) -> None:
-    """`jobs` get the times of both. Links take one transfer after the other."""
-    shadows = [
+    """Sets the times of both stages in `jobs`. A link does one transfer after the other."""
+    prefills = [
         _Job(job.ready, len(ask.prompt), job.prefill, job.before, 0)
         for ask, job in zip(asks, jobs, strict=True)
     ]
-    _serve(workers["prefill"], arm.prefill_workers, shadows)
-    free = [0.0] * arm.prefill_workers
-    for number in sorted(range(len(jobs)), key=lambda number: shadows[number].first):
+    _serve(workers["prefill"], arm.prefill_workers, prefills)
+    link_free_at = [0.0] * arm.prefill_workers
+    for number in sorted(range(len(jobs)), key=lambda number: prefills[number].first):
         job, link = jobs[number], number % arm.prefill_workers
         moving = workers["prefill"].sending_seconds(Shape(len(asks[number].prompt), 0))
-        job.first = shadows[number].first
-        job.ready = free[link] = max(free[link], job.first) + moving
+        job.first = prefills[number].first
+        job.ready = link_free_at[link] = max(link_free_at[link], job.first) + moving
         job.prefill = 0
     _serve(workers["decode"], arm.decode_workers, jobs)
 
 
 def knee(first_guess: float, share_at: Callable[[float], float]) -> float:
-    """The highest rate of which nearly all answers are in time, within 5 %. The search begins at `first_guess` and
-    stays in its reach. `share_at`: `SimulatedPoint.goodput_share` by rate.
+    """The highest rate, to 5 %, at which nearly all answers are in time. The search begins at `first_guess` and stays
+    within _LOWEST and _HIGHEST times it. `share_at`: `SimulatedPoint.goodput_share` at a rate.
     """
     low = high = first_guess
     if share_at(first_guess) >= ENOUGH_IN_TIME:
@@ -230,24 +230,24 @@ def knee(first_guess: float, share_at: Callable[[float], float]) -> float:
 
 
 class ArmSimulations:
-    """What arms with as many GPUs should do under one workload, with one sensitivity."""
+    """Simulates arms of the same number of GPUs under one workload, with one sensitivity."""
 
     def __init__(
         self,
         arms: Sequence[Arm],
         traffic: Traffic,
-        workers: Mapping[str, Worker],
+        workers: Mapping[str, ModelledWorker],
         fewest_requests: int,
         fills_gpus: bool = True,
     ) -> None:
-        """`workers` by role. Each rate has `fewest_requests`, or as many more as fill the GPUs."""
+        """`workers` by role. Each rate has `fewest_requests`, or with `fills_gpus` as many more as fill the GPUs."""
         self.arms, self.traffic, self.workers = arms, traffic, workers
         self._fewest, self._fills_gpus = fewest_requests, fills_gpus
-        #: By layout and rate: arms that differ in nothing but their order or decider are simulated once.
+        #: By layout and rate: arms that differ only in their order or decider are simulated once.
         self._known: dict[tuple[int, int, int, float], SimulatedPoint] = {}
 
     def requests(self, rate: float) -> int:
-        """The same for all arms, which are sent the same."""
+        """The number of requests of a point, the same for all arms."""
         if not self._fills_gpus:
             return self._fewest
         in_sessions = math.ceil(_SESSIONS * self.traffic.session_s * rate)
@@ -262,6 +262,6 @@ class ArmSimulations:
         return self._known[layout]
 
     def knee(self, arm: Arm, slo: Slo) -> float:
-        """As `knee` has it."""
+        """The simulated knee of `arm` in requests a second (see the function `knee`)."""
         first_guess = capacity(arm, self.traffic.shape, self.workers)
         return knee(first_guess, lambda rate: self.at(arm, rate).goodput_share(slo))

@@ -1,4 +1,4 @@
-"""What an answer has to keep to count: service-level objectives of a request."""
+"""Service-level objectives: the limits that an answer has to keep to be in time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 from trtllm_disagg.errors import ConfigError
 
 Quantity = Literal["ttft", "tpot", "latency"]
-#: As people read them.
+#: The names in texts.
 LABELS: dict[str, str] = {"ttft": "TTFT", "tpot": "TPOT", "latency": "latency"}
 
 
@@ -23,7 +23,7 @@ class Slo:
 
     @classmethod
     def parse(cls, text: str, flag: str = "--slo") -> Slo:
-        """Of "ttft=500,tpot=30". Raises ConfigError naming what does not fit."""
+        """`text`: as "ttft=500,tpot=30". Raises ConfigError that names the wrong part."""
         names = ", ".join(field.name for field in fields(cls))
         limits: dict[str, float] = {}
         for part in text.split(","):
@@ -63,5 +63,5 @@ def _milliseconds(key: str, value: str) -> float:
     return number
 
 
-#: A reader of chat notices neither: half a second until the answer starts, and 33 tokens a second.
+#: A reader of a chat notices neither: half a second until the answer starts, and 33 tokens a second.
 DEFAULT_SLO = Slo(ttft=500.0, tpot=30.0)

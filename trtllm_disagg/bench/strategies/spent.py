@@ -1,5 +1,5 @@
-"""Where the time of requests went, by the workers' request logs (handlers/trace.py); and how far this machine was
-behind the GPUs that it models, by the workers' metrics.
+"""Reads from the workers' logs (handlers/trace.py) where the time of requests went, and from the workers' metrics how
+far this machine was behind the GPUs that it models.
 """
 
 from __future__ import annotations
@@ -16,22 +16,19 @@ from urllib.request import urlopen
 from prometheus_client.parser import text_string_to_metric_families
 
 from trtllm_disagg.bench.strategies.records import Arm, Parts, RequestRecord
-from trtllm_disagg.handlers.trace import REQUEST_TRACE_PREFIX
 from trtllm_disagg.processes.short_log import halves
 
-#: The prefix in logs written before 0.2.0.
-_OLD_TRACE_PREFIX = "journal "
-
-#: The client's name of a request, and the one that workers know, in the frontend's log.
+#: The frontend's log line that joins the request id of the workers with that of the client.
 _NAMES = re.compile(r"request completed request_id=(\S+) .*?x_request_id=\"([^\"]+)\"")
 
-
-#: Of a worker (dynamo_runtime/metrics.py).
+#: What begins a request's line in a worker's log; older workers wrote "journal ".
+_REQUEST_TRACE = re.compile(r": (?:request_trace|journal) (\{.*)")
+#: Metrics of a worker (dynamo_runtime/metrics.py).
 _STEPS, _LATE = "trtllm_disagg_modelled_steps_total", "trtllm_disagg_modelled_late_seconds_total"
 
 
-class Times(NamedTuple):
-    """Of one engine and one request: seconds of the modelled clock, which all engines of a machine share."""
+class EngineTimes(NamedTuple):
+    """When one engine did what for one request: seconds of the modelled clock, which all engines of a machine share."""
 
     arrival: float
     scheduled: float
@@ -41,7 +38,7 @@ class Times(NamedTuple):
     transfer_end: float
 
     @classmethod
-    def of(cls, told: Mapping[str, float]) -> Times:
+    def of(cls, told: Mapping[str, float]) -> EngineTimes:
         arrival = told.get("arrival_time", 0.0)
         scheduled = told.get("first_scheduled_time", arrival)
         first = told.get("first_token_time", scheduled)
@@ -52,13 +49,13 @@ class Times(NamedTuple):
         )
 
 
-def parts_of(engines: Sequence[Times]) -> Parts | None:
-    """Of the engines that a request passed through; None where one is missing."""
+def parts_of(engines: Sequence[EngineTimes]) -> Parts | None:
+    """The parts of a request's time, from the times of the engines that it passed through; None if one is missing."""
     decodes = [times for times in engines if times.transfer_start]
     prefills = [times for times in engines if not times.transfer_start]
     if not prefills or len(decodes) > 1:
         return None
-    # A prefill that was done again elsewhere: the last one counts, the others are the wait for it.
+    # Where a prefill was done again on another worker, the last one counts and the earlier ones are waiting time.
     prefills.sort()
     prefill = prefills[-1]
     queue = prefill.scheduled - prefills[0].arrival
@@ -82,24 +79,25 @@ def _milliseconds(*seconds: float) -> Parts:
 
 
 class RequestLogs:
-    """What frontend and workers wrote, read once after their requests have ended."""
+    """The logs of a frontend and its workers, read once after their requests have ended."""
 
     def __init__(self, frontend: Path, workers: Iterable[Path]) -> None:
         self._names = {theirs: ours for text in _texts(frontend) for ours, theirs in _NAMES.findall(text)}
-        self._engines: defaultdict[str, list[Times]] = defaultdict(list)
+        self._engines: defaultdict[str, list[EngineTimes]] = defaultdict(list)
         for log in workers:
             self._read(log)
 
     def parts(self, request_id: str) -> Parts | None:
-        """Of a request by the client's name."""
+        """`request_id`: the id that the client gave the request."""
         return parts_of(self._engines.get(self._names.get(request_id, ""), ()))
 
     def _read(self, log: Path) -> None:
         for line in (line for text in _texts(log) for line in text.splitlines()):
-            for prefix in (REQUEST_TRACE_PREFIX, _OLD_TRACE_PREFIX):
-                _, found, told = line.partition(f": {prefix}")
-                if found and (times := (entry := json.loads(told)).get("engine")):
-                    self._engines[entry["request"]].append(Times.of(times))
+            if not (found := _REQUEST_TRACE.search(line)):
+                continue
+            entry = json.loads(found[1])
+            if times := entry.get("engine"):
+                self._engines[entry["request"]].append(EngineTimes.of(times))
 
 
 def _texts(log: Path) -> Iterator[str]:
@@ -108,7 +106,7 @@ def _texts(log: Path) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Lateness:
-    """Of one worker, since its start, in modelled seconds."""
+    """How late the steps of one worker ended since its start, in modelled seconds."""
 
     steps: float = 0.0
     late_seconds: float = 0.0
@@ -120,7 +118,7 @@ class Lateness:
 
 
 def lateness_of(port: int) -> Lateness:
-    """Of the worker with the system server that is there."""
+    """The lateness of the worker whose system server listens on `port`."""
     with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         text = answer.read().decode()
     totals: dict[str, float] = {}
@@ -131,8 +129,8 @@ def lateness_of(port: int) -> Lateness:
 
 
 def software_share(requests: Sequence[RequestRecord], arm: Arm, late_ms: float) -> dict[str, float]:
-    """Of what clients measured, the share that no GPU and no link took: what is beyond the modelled parts, the way
-    between the workers, and how late steps were. Empty without parts.
+    """The share of each time measured by clients that no modelled GPU or link took: time beyond the modelled parts,
+    handoffs between workers, and late steps. Empty where no request has parts.
     """
     known = [(request, request.parts) for request in requests if request.parts and request.error is None]
     if not known:

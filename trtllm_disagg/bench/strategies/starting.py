@@ -1,4 +1,4 @@
-"""From the flags to a run, new or resumed; everything that may be wrong is said before anything is started."""
+"""Starts or resumes a run as the flags say. All settings are checked before anything is started."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 
 from trtllm_disagg.bench.http_client import Connection, completion_request
 from trtllm_disagg.bench.strategies.aiperf import AIPerf
-from trtllm_disagg.bench.strategies.estimate import Worker
-from trtllm_disagg.bench.strategies.further import further_points, told
+from trtllm_disagg.bench.strategies.estimate import ModelledWorker
+from trtllm_disagg.bench.strategies.further import announcement, further_points
 from trtllm_disagg.bench.strategies.measuring import Target
 from trtllm_disagg.bench.strategies.planning import (
     Engines,
@@ -35,42 +35,48 @@ from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.processes.steadily import without_silence
 from trtllm_disagg.strategies import spec_of
 
-#: Of a real deployment, where nothing is known of it: wall seconds.
+#: Planned wall seconds of drain at a real deployment, where it cannot be estimated.
 _REAL_DRAIN_SECONDS = 15.0
 _LONGEST_AT_URL = 1 << 17
 _QUICK_SECONDS, _LONG_SECONDS = 600, 86400
-_LONG_ANSWER, _FEW_PARTS = 1000, '{"stream_interval": 8192}'
+_LONG_ANSWER, _FEW_PIECES = 1000, '{"stream_interval": 8192}'
 _SHORTER = "--quick, --workloads, --workers 2, --arms, --repetitions 1 or --band 0; cut off, it goes on later"
 
-#: Of each workload; the first ones only warm up.
+#: Requests of each workload for the calibration; the first ones only warm up.
 WARM_UP, REQUESTS = 2, 6
-#: Of an answer: a handoff is in it, and steps end when they would, however late the one before was.
+#: Tokens of an answer in the calibration: enough for a handoff and some steps.
 TOKENS = 24
 
 
-def arm_to_ask(plan: Plan) -> Arm:
-    """One with two workers in a row, if there is one: more software than agg."""
+def arm_to_calibrate_on(plan: Plan) -> Arm:
+    """An arm with two stages if there is one, since it has more software than agg."""
     orders = (arm for arm in plan.arms if spec_of(arm.strategy).is_worker_side)
     return next(orders, plan.arms[0])
 
 
 async def calibrate(
-    target: Target, arm: Arm, workers: Mapping[str, Worker], traffics: Mapping[str, Traffic], vocabulary: int
+    target: Target,
+    arm: Arm,
+    workers: Mapping[str, ModelledWorker],
+    traffics: Mapping[str, Traffic],
+    vocabulary: int,
 ) -> dict[str, Software]:
-    """By workload, on a deployment with the wall's clock."""
+    """What our own software adds, by workload, measured on a deployment whose clock runs as fast as the wall's."""
     prefill = workers["agg" if arm.agg_workers else "prefill"]
     decode = workers["agg" if arm.agg_workers else "decode"]
     found = {}
     for name, traffic in traffics.items():
         asks = traffic.asks(1.0, WARM_UP + REQUESTS, "calibration", vocabulary)
-        beyond = [await _beyond(target, ask, prefill, decode, arm) for ask in asks]
-        firsts, rests = zip(*beyond[WARM_UP:], strict=True)
+        added = [await _added_seconds(target, ask, prefill, decode, arm) for ask in asks]
+        firsts, rests = zip(*added[WARM_UP:], strict=True)
         found[name] = Software(max(0.0, mean(firsts)) * 1000, max(0.0, mean(rests)) * 1000)
     return found
 
 
-async def _beyond(target: Target, ask: Ask, prefill: Worker, decode: Worker, arm: Arm) -> tuple[float, float]:
-    """Seconds of a first token, and of all after it, that no GPU and no link took."""
+async def _added_seconds(
+    target: Target, ask: Ask, prefill: ModelledWorker, decode: ModelledWorker, arm: Arm
+) -> tuple[float, float]:
+    """Seconds that no modelled GPU or link took: before the first token, and after it."""
     place = urlsplit(target.url)
     connection = await Connection.open(place.hostname or "127.0.0.1", place.port or 80)
     try:
@@ -89,6 +95,7 @@ async def _beyond(target: Target, ask: Ask, prefill: Worker, decode: Worker, arm
 
 
 def check(args: argparse.Namespace) -> None:
+    """Raises ConfigError for flags that are wrong or do not go together."""
     if not 0 <= args.band < 1:
         raise ConfigError.bad_value("--band", args.band, "a share from 0 to less than 1")
     if args.time_scale is not None and not 0.1 <= args.time_scale <= 1000:
@@ -132,7 +139,7 @@ def _is_between(text: str, kind: type[float] | type[int], least: float, most: fl
         return False
 
 
-def of_engines(
+def runner_of_engines(
     args: argparse.Namespace,
     aiperf: AIPerf,
     directory: RunDirectory,
@@ -144,7 +151,7 @@ def of_engines(
     plan = (
         make_plan(args, engines, chosen, _command(), software)
         if engines.is_modelled
-        else _real(args, arms, chosen, engines)
+        else _plan_of_real(args, arms, chosen, engines)
     )
     targets = Deployments(plan, engines, directory, tuple(args.worker_args))
     return _runner(args, _resumed(plan, directory), directory, chosen, targets, aiperf)
@@ -154,7 +161,7 @@ def _engines(args: argparse.Namespace, arms: tuple[Arm, ...]) -> Engines:
     return Engines.read(args.engine, args.model, args.engine_configs, arms, args.override_engine_args)
 
 
-def of_urls(args: argparse.Namespace, aiperf: AIPerf, directory: RunDirectory) -> Runner:
+def runner_of_urls(args: argparse.Namespace, aiperf: AIPerf, directory: RunDirectory) -> Runner:
     urls = dict(text.partition("=")[::2] for text in args.url)
     counts = sorted({_workers_of(name) for name in urls})
     known = {
@@ -168,13 +175,13 @@ def of_urls(args: argparse.Namespace, aiperf: AIPerf, directory: RunDirectory) -
                 "--url", f"{name}={url}", "ARM=http://..., as '1P1D decode_first=http://...'"
             )
     chosen = traffics(args, _LONGEST_AT_URL)
-    plan = _real(args, tuple(known[name] for name in urls), chosen, None)
+    plan = _plan_of_real(args, tuple(known[name] for name in urls), chosen, None)
     targets = Urls(urls, default_name(str(args.model)))
     return _runner(args, _resumed(plan, directory), directory, chosen, targets, aiperf)
 
 
 def _workers_of(name: str) -> int:
-    """Of an arm by its name: "2 agg", "1P3D router"."""
+    """The number of workers of an arm by its name, as "2 agg" or "1P3D router"."""
     layout = name.partition(" ")[0].rstrip("D")
     numbers = layout.split("P")
     if not all(number.isdigit() for number in numbers):
@@ -182,10 +189,10 @@ def _workers_of(name: str) -> int:
     return sum(map(int, numbers))
 
 
-def _real(
+def _plan_of_real(
     args: argparse.Namespace, arms: tuple[Arm, ...], chosen: Mapping[str, Traffic], engines: Engines | None
 ) -> Plan:
-    """Nothing is modelled: rates as given, the wall's clock, no sensitivity."""
+    """A plan for real engines: with the given rates, in wall time, without a sensitivity band."""
     points = tuple(
         Point(arm.name, name, rate, repetition, requests=args.requests, drain_s=_REAL_DRAIN_SECONDS)
         for arm in arms
@@ -206,14 +213,14 @@ def _real(
 
 
 def _resumed(plan: Plan, directory: RunDirectory) -> Plan:
-    """Raises ConfigError for a directory of a run with other settings."""
+    """The plan of the run in `directory`, or `plan` if there is none. Raises ConfigError for other settings."""
     if not directory.has_plan:
         directory.save_plan(plan)
         return plan
     there = directory.plan()
     different = sorted(
         name
-        # What an older version did not write down cannot be compared.
+        # Only settings that both plans have: an older version recorded fewer.
         for name in there.settings.keys() & plan.settings.keys()
         if there.settings[name] != plan.settings[name]
     )
@@ -243,25 +250,25 @@ def _command() -> str:
 async def measure_all(
     args: argparse.Namespace, aiperf: AIPerf, directory: RunDirectory, say: Callable[[str], None]
 ) -> ExitCode:
-    """The exit status: 0 all points are there; 130 it was interrupted, and what it had started is gone."""
+    """The exit status: 0 if all points are measured; 130 if interrupted, after all processes have ended."""
 
     async def work() -> None:
         software = {} if args.url else await _software(args, directory, say)
         with without_silence(say, "planning"):
             runner = (
-                of_urls(args, aiperf, directory)
+                runner_of_urls(args, aiperf, directory)
                 if args.url
-                else of_engines(args, aiperf, directory, software)
+                else runner_of_engines(args, aiperf, directory, software)
             )
             progress = runner.progress()
-        seconds = math.ceil(progress.left())
+        seconds = math.ceil(progress.remaining_seconds())
         todo = f"{progress.total - progress.done} points in {len(progress.sending)} deployments"
         say(f"{todo}: about {duration(seconds)}{why_long(args, seconds, software, runner.plan)}")
         await runner.run(progress)
         while further := _further(args, runner, say):
             runner = runner.going_on_with(further)
             progress = runner.progress()
-            say(f"{told(further)}: about {duration(math.ceil(progress.left()))}")
+            say(f"{announcement(further)}: about {duration(math.ceil(progress.remaining_seconds()))}")
             await runner.run(progress)
 
     with Interrupts().listening() as interrupts:
@@ -280,11 +287,11 @@ def _further(args: argparse.Namespace, runner: Runner, say: Callable[[str], None
 
 
 def why_long(args: argparse.Namespace, seconds: int, software: Mapping[str, Software], plan: Plan) -> str:
-    """And what makes it shorter."""
+    """A clause that says why a run takes long and what makes it shorter; empty for a short one."""
     if not args.quick:
         return f"; shorter by {_SHORTER}" if seconds > _LONG_SECONDS else ""
     if seconds > _QUICK_SECONDS and args.time_scale is None and _relays_long_answers(plan):
-        return f", since clients hear of each token; shorter by --override-engine-args '{_FEW_PARTS}'"
+        return f", since clients hear of each token; shorter by --override-engine-args '{_FEW_PIECES}'"
     most = max((each.first_token_ms for each in software.values()), default=0.0)
     if seconds <= _QUICK_SECONDS or not most:
         return ""
@@ -292,7 +299,7 @@ def why_long(args: argparse.Namespace, seconds: int, software: Mapping[str, Soft
 
 
 def _relays_long_answers(plan: Plan) -> bool:
-    """Token by token, which is what the clock is slow for then."""
+    """Whether long answers are relayed token by token, which needs a slow clock."""
     has_long_ones = any(each.output_tokens >= _LONG_ANSWER for each in plan.workloads)
     has_parts = any('"stream_interval"' in engine for engine in plan.settings.values())
     return plan.is_modelled and has_long_ones and not has_parts
@@ -301,7 +308,7 @@ def _relays_long_answers(plan: Plan) -> bool:
 async def _software(
     args: argparse.Namespace, directory: RunDirectory, say: Callable[[str], None]
 ) -> Mapping[str, Software]:
-    """As this run has measured it, or measured now; none where it is of no use."""
+    """What our own software adds: from the run's plan, or measured now; empty where it is not needed."""
     if directory.has_plan:
         return directory.plan().software
     if args.time_scale is not None or args.engine != "modelled":
@@ -309,7 +316,7 @@ async def _software(
     engines = _engines(args, arms_for(args))
     chosen = traffics(args, engines.longest)
     plan = make_plan(args, engines, chosen, _command(), {})
-    arm = arm_to_ask(plan)
+    arm = arm_to_calibrate_on(plan)
     say(f"{arm.name}: a few requests, for what our own software takes here")
     deployments = Deployments(plan, engines, directory, tuple(args.worker_args))
     async with deployments.serving((arm.name, NOMINAL, 1.0)) as target:

@@ -1,4 +1,4 @@
-"""All that was measured of one workload on so many GPUs, and which of it a conclusion may rest on."""
+"""All points of one workload on a number of GPUs, and which of them may support a conclusion."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 from statistics import median
 
 from trtllm_disagg.bench.strategies.doubt import NO_DOUBT, Doubt
-from trtllm_disagg.bench.strategies.measures import PERCENTILES, Measured
+from trtllm_disagg.bench.strategies.measures import PERCENTILES, MeasuredPoint
 from trtllm_disagg.bench.strategies.records import (
     NOMINAL,
     Arm,
@@ -20,27 +20,27 @@ from trtllm_disagg.bench.strategies.records import (
 )
 from trtllm_disagg.bench.strategies.slo import Slo
 
-#: Of a measured time: above it our own software decides, not the GPUs.
+#: Largest share of a measured time that our own software may take; above it, the time does not show the GPUs.
 MOST_SOFTWARE = 0.05
-#: Of an arm's requests: with so many in time it could take more of them.
+#: An arm with this share of its requests in time could take more.
 ENOUGH_IN_TIME = 0.9
 
 #: One repetition of one arm, by rate.
-Curve = Mapping[float, Measured]
-#: Of a point, by what a conclusion rests on: the part of it that our own software had.
-SoftwareShares = Callable[[Measured], Mapping[str, float]]
+Curve = Mapping[float, MeasuredPoint]
+#: By name of a time that matters: the share of our own software in it, at a point.
+SoftwareShares = Callable[[MeasuredPoint], Mapping[str, float]]
 
 
 @dataclass(frozen=True)
 class Sweep:
     workload: Workload
-    #: Those with at least one point.
+    #: The arms with at least one measured point.
     arms: tuple[Arm, ...]
-    measured: Mapping[Point, Measured]
+    measured: Mapping[Point, MeasuredPoint]
     is_modelled: bool = True
-    #: Why rates are missing that were measured.
+    #: Why some measured rates are left out.
     left_out: tuple[Doubt, ...] = ()
-    #: Of the run, the arms that have another number of GPUs: nothing is compared with them.
+    #: The run's arms with another number of GPUs, which are not compared with these.
     elsewhere: tuple[Arm, ...] = ()
 
     @property
@@ -58,15 +58,15 @@ class Sweep:
         return tuple(sorted({point.rate for point in self.measured if point.sensitivity == NOMINAL}))
 
     @cached_property
-    def _curves(self) -> dict[tuple[str, Sensitivity, int], dict[float, Measured]]:
-        curves: dict[tuple[str, Sensitivity, int], dict[float, Measured]] = {}
+    def _curves(self) -> dict[tuple[str, Sensitivity, int], dict[float, MeasuredPoint]]:
+        curves: dict[tuple[str, Sensitivity, int], dict[float, MeasuredPoint]] = {}
         for point, measured in self.measured.items():
             key = point.arm, point.sensitivity, point.repetition
             curves.setdefault(key, {})[point.rate] = measured
         return curves
 
     def curves(self, arm: str, sensitivity: Sensitivity = NOMINAL) -> dict[int, Curve]:
-        """By repetition, each by growing rate."""
+        """The curves by repetition, each sorted by rate."""
         own = {
             repetition: dict(sorted(curve.items()))
             for (name, variant, repetition), curve in self._curves.items()
@@ -75,10 +75,10 @@ class Sweep:
         return dict(sorted(own.items()))
 
     def compared(
-        self, arm: str, sensitivity: Sensitivity, is_exhausted: Callable[[Measured], bool]
+        self, arm: str, sensitivity: Sensitivity, is_exhausted: Callable[[MeasuredPoint], bool]
     ) -> dict[int, Curve]:
-        """Its curves at the rates that every arm was measured at, and those beyond the rate that exhausted the others:
-        an arm that was measured at more rates would look better.
+        """The arm's curves, only with rates at which every other arm was measured or that exceed a rate which
+        exhausted it: an arm that was measured at more rates would look better.
         """
         found: dict[int, Curve] = {}
         for repetition, curve in self.curves(arm, sensitivity).items():
@@ -92,8 +92,8 @@ class Sweep:
                 found[repetition] = shared
         return found
 
-    def at_rate(self, arm: str, rate: float, sensitivity: Sensitivity = NOMINAL) -> list[Measured]:
-        """By repetition."""
+    def at_rate(self, arm: str, rate: float, sensitivity: Sensitivity = NOMINAL) -> list[MeasuredPoint]:
+        """The points of `arm` at `rate`, one for each repetition."""
         return [curve[rate] for curve in self.curves(arm, sensitivity).values() if rate in curve]
 
     @property
@@ -102,9 +102,7 @@ class Sweep:
 
     @cached_property
     def calm_rates(self) -> dict[Sensitivity, float]:
-        """In each variant, the highest rate that every arm was measured at and that saturated none; if there is none,
-        the lowest.
-        """
+        """By variant, the highest rate at which every arm was measured and none was saturated; else the lowest rate."""
         return {variant: self._calm_rate(variant) for variant in self.variants}
 
     def _calm_rate(self, variant: Sensitivity) -> float:
@@ -118,16 +116,16 @@ class Sweep:
 
     @cached_property
     def percentiles(self) -> tuple[int, ...]:
-        """Those with a request above them: of twenty, no one in a hundred is slower."""
+        """The percentiles that the number of requests supports: p99 needs a hundred."""
         fewest = min(len(measured.result.requests) for measured in self.measured.values())
         return tuple(percent for percent in PERCENTILES if fewest * (100 - percent) >= 100)
 
     def goodput(self, arm: str, rate: float, slo: Slo) -> float:
-        """Requests/s, the median of its repetitions; 0 at a rate left out since a lower one saturated the arm."""
+        """Requests/s, the median of the repetitions; 0 at a rate above the one that saturated the arm."""
         return median([measured.goodput(slo).requests_s for measured in self.at_rate(arm, rate)] or [0.0])
 
     def peak_rate(self, arm: str, slo: Slo) -> float:
-        """Where its goodput is highest."""
+        """The rate at which the arm's goodput is highest."""
         rates = {rate for curve in self.curves(arm).values() for rate in curve}
         return max(sorted(rates), key=lambda rate: self.goodput(arm, rate, slo))
 
@@ -142,12 +140,12 @@ class Sweep:
         return knee
 
     def without_doubtful_rates(self, software: SoftwareShares) -> Sweep:
-        """In each variant, the rates below the first one where an answer failed, or where our own software had more
-        than its share of what is to be concluded from.
+        """This sweep with only the rates, in each variant, below the first at which an answer failed or our own
+        software took more than MOST_SOFTWARE of a time that matters.
         """
         first_bad: dict[Sensitivity, float] = {}
         reasons: list[Doubt] = []
-        # One that does for all points: a run has one.
+        # One time scale that suffices for all points, since a run has one.
         slow_enough = max(
             (_slow_enough(measured, software) for measured in self.measured.values()), default=0.0
         )
@@ -166,12 +164,12 @@ class Sweep:
         return replace(self, measured=kept, left_out=tuple(reasons))
 
 
-def _is_beyond(curve: Curve, rate: float, is_exhausted: Callable[[Measured], bool]) -> bool:
+def _is_beyond(curve: Curve, rate: float, is_exhausted: Callable[[MeasuredPoint], bool]) -> bool:
     return bool(curve) and rate > max(curve) and is_exhausted(curve[max(curve)])
 
 
-def _doubt(measured: Measured, software: SoftwareShares, is_modelled: bool, slow_enough: float) -> Doubt:
-    """Why nothing may be concluded of this point."""
+def _doubt(measured: MeasuredPoint, software: SoftwareShares, is_modelled: bool, slow_enough: float) -> Doubt:
+    """Why this point supports no conclusion."""
     result = measured.result
     if measured.errors:
         return Doubt(
@@ -193,12 +191,12 @@ def _doubt(measured: Measured, software: SoftwareShares, is_modelled: bool, slow
 
 
 def _percent(share: float) -> str:
-    """As it is said: near the limit with a digit more, so that what is above it looks so."""
+    """With one more digit near the limit, so that a share above it does not look equal to it."""
     return f"{100 * share:.0f}%" if share >= 0.1 else f"{100 * share:.1f}%"
 
 
-def _slow_enough(measured: Measured, software: SoftwareShares) -> float:
-    """The time scale at which our software's share should be well below the limit."""
+def _slow_enough(measured: MeasuredPoint, software: SoftwareShares) -> float:
+    """The time scale at which the share of our own software should be well below the limit."""
     result = measured.result
     share = max(software(measured).values(), default=0.0) if result.software else 0.0
     return float(f"{1.3 * result.point.time_scale * share / MOST_SOFTWARE:.2g}")
@@ -211,13 +209,13 @@ def shown(sensitivity: Sensitivity) -> str:
 
 
 def sweeps_of(plan: Plan, results: Iterable[PointResult]) -> list[Sweep]:
-    """One for each workload and number of GPUs of which something was measured, in the plan's order."""
+    """One sweep for each workload and number of GPUs with a measured point, in the plan's order."""
     arms = {arm.name: arm for arm in plan.arms}
-    groups: dict[tuple[str, int], dict[Point, Measured]] = {}
+    groups: dict[tuple[str, int], dict[Point, MeasuredPoint]] = {}
     for result in results:
         gpus = arms[result.point.arm].gpus
         measured = groups.setdefault((result.point.workload, gpus), {})
-        measured[result.point] = Measured(result, arms[result.point.arm])
+        measured[result.point] = MeasuredPoint(result, arms[result.point.arm])
     return [
         _sweep(plan, workload, gpus, measured)
         for workload in plan.workloads
@@ -226,7 +224,7 @@ def sweeps_of(plan: Plan, results: Iterable[PointResult]) -> list[Sweep]:
     ]
 
 
-def _sweep(plan: Plan, workload: Workload, gpus: int, measured: Mapping[Point, Measured]) -> Sweep:
+def _sweep(plan: Plan, workload: Workload, gpus: int, measured: Mapping[Point, MeasuredPoint]) -> Sweep:
     names = {point.arm for point in measured}
     return Sweep(
         workload,

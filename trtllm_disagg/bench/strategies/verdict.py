@@ -1,8 +1,8 @@
-"""Which arm is best by one measure, and whether that may be said.
+"""Judges which arm is best by one measure, and whether that is certain enough to be said.
 
-It is said when the best one leads by more than its repetitions differ, the rates reach what the others can do, and
-the sensitivity band does not overturn it. It rests on no rate at which an answer failed or our own software took much
-of what is compared, and compares arms with as many GPUs only (sweep.py).
+That is so if the best arm leads by more than its repetitions differ, the rates are high enough to exhaust the others,
+and the sensitivity band does not overturn the result. The verdict uses no rate at which an answer failed or our own
+software took much of what is compared, and compares only arms with the same number of GPUs (sweep.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal
 
 from trtllm_disagg.bench.figures import Sample
 from trtllm_disagg.bench.strategies.doubt import GO_ON, NO_DOUBT, Doubt, WantedRate, remedies
-from trtllm_disagg.bench.strategies.measures import Measured, front_area
+from trtllm_disagg.bench.strategies.measures import MeasuredPoint, front_area
 from trtllm_disagg.bench.strategies.records import NOMINAL, Sensitivity
 from trtllm_disagg.bench.strategies.slo import Slo
 from trtllm_disagg.bench.strategies.sweep import (
@@ -27,11 +27,11 @@ from trtllm_disagg.bench.strategies.sweep import (
     shown,
 )
 
-#: A smaller lead is none: two runs of the same arm differ by some of it.
+#: The smallest ratio that counts as a lead: two runs of the same arm differ by some of it.
 LEAD = 1.05
-#: Where a point was measured once, and its spread is not known.
+#: The same for points that were measured once, so that their spread is not known.
 LEAD_ONCE = 1.10
-#: Of a point: with fewer one late answer is a lead.
+#: Fewest requests of a point: with fewer, one late answer makes a lead.
 FEWEST_REQUESTS = 10
 
 
@@ -40,18 +40,18 @@ class Measure:
     name: str
     label: str
     unit: str
-    #: Of one repetition of an arm.
+    #: The score of one repetition of an arm.
     score: Callable[[Curve], float]
-    #: What of our own software matters.
+    #: The shares of our own software that matter for this measure.
     software: SoftwareShares
     higher_is_better: bool = True
-    #: At a higher rate than this point's, the score cannot become better.
-    is_exhausted: Callable[[Measured], bool] = lambda measured: True
-    #: At a lower rate than this point's, the score may be better, and no higher than the rate.
-    may_be_past: Callable[[Measured], bool] = lambda measured: False
+    #: Whether the score cannot be better at a higher rate than this point's.
+    is_exhausted: Callable[[MeasuredPoint], bool] = lambda measured: True
+    #: Whether the score may be better at a lower rate than this point's. It is at most that rate.
+    may_be_past: Callable[[MeasuredPoint], bool] = lambda measured: False
 
     def ratio(self, arm: float, other: float) -> float:
-        """How much better the arm is: above 1."""
+        """How many times as good as `other` the arm is; above 1: it is better."""
         better, worse = (arm, other) if self.higher_is_better else (other, arm)
         if math.isnan(better) or math.isnan(worse):
             return math.nan
@@ -62,14 +62,14 @@ def peak_goodput(curve: Curve, slo: Slo) -> float:
     return max(measured.goodput(slo).requests_s for measured in curve.values())
 
 
-def _software_in(measured: Measured, time: str) -> dict[str, float]:
+def _software_in(measured: MeasuredPoint, time: str) -> dict[str, float]:
     shares = measured.result.software
     return {time.upper(): shares[time]} if time in shares else {}
 
 
-def _software_in_goodput(measured: Measured, slo: Slo) -> dict[str, float]:
-    """Of the times that say how much there is to do at once: a request that stays longer takes its place in batches for
-    longer. And of each that the SLO limits, where it makes answers late by that limit.
+def _software_in_goodput(measured: MeasuredPoint, slo: Slo) -> dict[str, float]:
+    """The shares in TPOT and latency, since a request that stays longer takes a place in batches for longer; and in
+    each time that the SLO limits, if our software makes many answers late by that limit.
     """
     stays = {"latency": measured.result.software["latency"]} | _software_in(measured, "tpot")
     matters = (limit for limit in slo.limits if measured.lost_to_software(slo, limit) > MOST_SOFTWARE)
@@ -77,7 +77,7 @@ def _software_in_goodput(measured: Measured, slo: Slo) -> dict[str, float]:
 
 
 def goodput(slo: Slo) -> Measure:
-    def is_late(measured: Measured) -> bool:
+    def is_late(measured: MeasuredPoint) -> bool:
         return measured.goodput(slo).share < ENOUGH_IN_TIME
 
     return Measure(
@@ -96,14 +96,14 @@ def pareto_area() -> Measure:
         "area",
         "fast for each user and much from each GPU (area under the Pareto front)",
         "tok/s/user x tok/s/GPU",
-        lambda curve: front_area(measured.place for measured in curve.values()),
+        lambda curve: front_area(measured.pareto_point for measured in curve.values()),
         partial(_software_in, time="tpot"),
         is_exhausted=lambda measured: measured.result.is_saturated,
     )
 
 
 def latency_at(rates: Mapping[Sensitivity, float], name: Literal["ttft", "tpot"], percent: int) -> Measure:
-    """`rates` by variant: with slower steps an arm is asked for less."""
+    """`rates`: by variant, since slower steps need lower rates."""
 
     def score(curve: Curve) -> float:
         variant = next(iter(curve.values())).result.point.sensitivity
@@ -122,29 +122,29 @@ def latency_at(rates: Mapping[Sensitivity, float], name: Literal["ttft", "tpot"]
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """Of the best arm over another one, as a factor: 1.2 is a fifth better."""
+    """The lead of the best arm over another one, as a factor: 1.2 is a fifth better."""
 
     other: str
     factor: float
-    #: The smallest of the band, and where.
+    #: The smallest factor of the sensitivity band, and on which side.
     lowest: float
     lowest_at: Sensitivity
-    #: Why it is not said.
+    #: Why the lead is not certain.
     doubt: Doubt = NO_DOUBT
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     measure: Measure
-    #: By arm and variant, a value a repetition.
+    #: By arm and variant: one value for each repetition.
     scores: Mapping[str, Mapping[Sensitivity, Sample]]
-    #: By its median; said only if `is_decided`.
+    #: The arm with the best median; named as the winner only if `is_decided`.
     best: str
-    #: Over every other arm, the smallest first.
+    #: The leads over every other arm, the smallest first.
     leads: tuple[Lead, ...] = ()
-    #: Why nothing is said of any arm.
+    #: Why no arms can be compared at all.
     refusal: Doubt = NO_DOUBT
-    #: Rates that the conclusion does not rest on, and why.
+    #: Which rates were not used, and why.
     left_out: tuple[Doubt, ...] = ()
 
     @property
@@ -153,7 +153,7 @@ class Verdict:
 
     @property
     def is_tie(self) -> bool:
-        """Between the best arm and those that it does not beat."""
+        """Whether the best arm and those that it does not beat are alike."""
         return not self.refusal and bool(self.doubtful) and all(lead.doubt.is_tie for lead in self.doubtful)
 
     @property
@@ -175,7 +175,7 @@ class Verdict:
 
     @property
     def what_next(self) -> str:
-        """To get it decided; empty if it is."""
+        """What to do for a decision; empty if decided."""
         return remedies(self._doubts)
 
     @property
@@ -262,14 +262,14 @@ def _lead(
         for variant in scores[best]
         if variant in scores[other]
     }
-    # What has no number in a variant is no proof of it, so it is the lowest.
+    # A variant without a number proves nothing, so it counts as the lowest.
     lowest_at = min(factors, key=lambda variant: (not math.isnan(factors[variant]), factors[variant]))
     lowest, factor = factors[lowest_at], factors[NOMINAL]
     doubts = (
-        # Arms that could take more have not shown yet how far they are apart.
+        # First, since the scores of arms that could take more are not known.
         _doubt_of_rates(sweep, measure, other, NOMINAL),
         _doubt_of_lower_rates(sweep, measure, other, scores[best][NOMINAL].median),
-        # Of two that do alike, the band has nothing to say.
+        # Before the band, which says nothing about arms that are alike.
         _doubt_of_repetitions(measure, best, other, scores),
         *(_doubt_of_rates(sweep, measure, other, variant) for variant in factors),
         _doubt_of_band(best, other, lowest, lowest_at),
@@ -293,14 +293,14 @@ def _doubt_of_repetitions(
             else f"nothing, {best} and {other} do alike: take the one that is simpler to run",
             is_tie=True,
         )
-    # Repetitions have their prompts and arrivals in common, so each is compared with its like.
+    # The same repetition has the same prompts and arrivals in both arms, so they are compared in pairs.
     if not all(measure.ratio(a, b) > 1 for a, b in zip(ours.values, theirs.values, strict=False)):
         return Doubt(f"repetitions differ by more than {best} and {other} do ({ranges})", "double --requests")
     return NO_DOUBT
 
 
 def _doubt_of_rates(sweep: Sweep, measure: Measure, other: str, variant: Sensitivity) -> Doubt:
-    """The score of an arm that could take more is not known."""
+    """A doubt if the arm was not exhausted, since its score is not known then."""
     curves = list(_curves(sweep, measure, other, variant))
     if any(measure.is_exhausted(curve[max(curve)]) for curve in curves):
         return NO_DOUBT
@@ -314,15 +314,15 @@ def _doubt_of_rates(sweep: Sweep, measure: Measure, other: str, variant: Sensiti
     return Doubt(why, f"give --rates of your own, up to {wanted.requests_s:,g}", wanted=wanted)
 
 
-def _requests_to_fill(measured: Measured) -> int:
-    """As many as come while two answers are made: only then as many leave as come, and a queue shows."""
+def _requests_to_fill(measured: MeasuredPoint) -> int:
+    """The requests that arrive during two answers: only then do as many end as arrive, and a queue shows."""
     answer = measured.percentile("latency", 50)
     return 0 if math.isnan(answer) else math.ceil(2 * measured.result.point.rate * answer / 1000)
 
 
 def past_at_every_rate(sweep: Sweep, measure: Measure, arm: str) -> float | None:
-    """The lowest rate compared, where the arm is past its best already: what it is good for is not known, only that it
-    is less than this rate. None: its best was seen.
+    """The lowest rate compared, if the arm is past its best there already: its score is unknown, but below this rate.
+    None: its best was measured.
     """
     curves = list(_curves(sweep, measure, arm, NOMINAL))
     lowest = min(min(curve) for curve in curves)
@@ -358,7 +358,7 @@ def _with(variant: Sensitivity) -> str:
 
 
 def spread(sample: Sample) -> str:
-    """The median and, in brackets, from where to where the repetitions lie."""
+    """The median and, in brackets, the lowest and the highest repetition."""
     low, high = min(sample.values), max(sample.values)
     return number(sample.median) + (f" ({number(low)} to {number(high)})" if len(sample.values) > 1 else "")
 
@@ -368,7 +368,7 @@ def _rounded(rate: float) -> float:
 
 
 def number(value: float) -> str:
-    """Three digits: more would be noise."""
+    """`value` with three digits: more would be noise."""
     if math.isnan(value):
         return "-"
     return f"{float(f'{value:.3g}'):,g}" if abs(value) < 1e6 else f"{value:.3g}"

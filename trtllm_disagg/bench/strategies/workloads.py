@@ -1,5 +1,5 @@
-"""What is asked: prompts and arrival times, the same for all arms. A prompt is a list of token ids: no tokenizer makes
-it longer or shorter. What two prompts share is at their beginning.
+"""Makes the requests of a workload: prompts and arrival times, the same for all arms. A prompt is a list of token ids,
+so no tokenizer changes its length. Prompts share prefixes only.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from trtllm_disagg.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request. `arrival` in modelled seconds since the beginning of its point."""
+    """One request. `arrival`: modelled seconds from the beginning of its point."""
 
     arrival: float
     prompt: tuple[int, ...]
     output_tokens: int
     session: str
     turn: int = 0
-    #: Of the prompt's tokens, those that another request of the point began with before.
+    #: Leading tokens of the prompt that an earlier request of the point had.
     known: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The tokens of a request, in and out, and those of its prompt that a cache may have."""
+    """The mean numbers of a request's prompt tokens, output tokens, and prompt tokens that may be cached."""
 
     input_tokens: float
     output_tokens: float
@@ -41,7 +41,7 @@ class Shape:
 
 
 class Tokens:
-    """Random token ids, of which none is special."""
+    """Makes random token ids, none of them special."""
 
     def __init__(self, vocabulary: int, random_: random.Random) -> None:
         self._ids = range(min(256, vocabulary // 2), vocabulary)
@@ -52,38 +52,38 @@ class Tokens:
 
 
 class AnyTokens(Tokens):
-    """Where only the lengths matter: made in no time."""
+    """Makes prompts of zeros in no time, for uses in which only lengths matter."""
 
     def some(self, count: int) -> tuple[int, ...]:
         return (0,) * count
 
 
-#: Makes requests without end: (rate, tokens, random numbers).
+#: Makes an endless stream of requests: (rate, tokens, random numbers).
 Source = Callable[[float, Tokens, random.Random], Iterator[Ask]]
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """A workload and where its requests come from."""
+    """A workload and the source of its requests."""
 
     record: Workload
     shape: Shape
     source: Source
-    #: Tokens of the longest request that may come, in and out.
+    #: Prompt and output tokens of the longest possible request.
     longest: int
-    #: Of a conversation. Those under way when a point begins are in no cache yet.
+    #: Seconds of a conversation. Conversations under way when a point begins are in no cache yet.
     session_s: float = 0.0
 
     def asks(self, rate: float, count: int, seed: str, vocabulary: int) -> tuple[Ask, ...]:
-        """The first `count` requests of a stream of `rate` requests a modelled second, by arrival: exactly that rate,
-        so that few random arrivals are not half as many again.
+        """The first `count` requests by arrival, at `rate` requests a modelled second. Arrival times are scaled to
+        exactly that rate: a few random arrivals may have quite another one.
         """
         # By name: the prompts of one workload do not depend on which others run.
         numbers = random.Random(f"{self.record.name} {seed}")
         return self._first(rate, count, Tokens(vocabulary, numbers), numbers)
 
     def lengths(self, rate: float, count: int) -> tuple[Ask, ...]:
-        """As `asks`, of one seed, with prompts that are nothing but long."""
+        """As `asks`, with one fixed seed and prompts of zeros."""
         numbers = random.Random(self.record.name)
         return self._first(rate, count, AnyTokens(1, numbers), numbers)
 
@@ -97,7 +97,7 @@ class Traffic:
 
 
 def _single(input_tokens: int, output_tokens: int, burst: int = 1) -> Source:
-    """Each prompt for itself; lengths vary by a quarter. Poisson arrivals of so many at once."""
+    """Independent prompts whose lengths vary by a quarter. Poisson arrivals of `burst` requests at once."""
 
     def source(rate: float, tokens: Tokens, numbers: random.Random) -> Iterator[Ask]:
         now, number = 0.0, 0
@@ -111,7 +111,7 @@ def _single(input_tokens: int, output_tokens: int, burst: int = 1) -> Source:
     return source
 
 
-#: Of a length: how much shorter or longer than its mean it may be.
+#: How much shorter or longer than its mean a length may be, as a share.
 _VARIES = 0.25
 
 
@@ -120,22 +120,22 @@ def _around(tokens: int, numbers: random.Random) -> int:
 
 
 def _longest(*tokens: int) -> int:
-    """Of what `_around` makes of each, the sum."""
+    """The largest sum that `_around` makes of these means."""
     return sum(round(each * (1 + _VARIES)) for each in tokens)
 
 
-#: Of the agent: what all sessions begin with, what a turn adds (its answer among it), its answer, its turns, and the
-#: modelled seconds between two of them.
+#: The agent: tokens of the common system prompt, tokens that a turn adds (the last answer included), tokens of an
+#: answer, turns of a session, and mean modelled seconds between two turns.
 _SYSTEM, _ADDED, _ANSWER, _TURNS, _THINKING = 2048, 768, 192, 8, 2.0
 
 
 def _agent(rate: float, tokens: Tokens, numbers: random.Random) -> Iterator[Ask]:
-    """Sessions that begin when enough others have; a turn comes when it comes, whether the one before was answered."""
+    """Sessions with Poisson arrivals. A turn is sent at its time, whether or not the one before was answered."""
     system = tokens.some(_SYSTEM)
     # Some sessions are under way when the point begins.
     now, sessions = -_TURNS * _THINKING, 0
     waiting: list[Ask] = []
-    #: Tokens that requests of a session have begun with so far; of all, the system prompt.
+    #: Prompt tokens of each session so far; all sessions share the system prompt.
     known: dict[str, int] = {}
     while True:
         prompt, arrival = system, now
@@ -209,7 +209,7 @@ def trace(file: Path, longest: int) -> Traffic:
     """A file of Mooncake's lines: {"timestamp": ms, "input_length", "output_length", "hash_ids"}, a hash for each 512
     tokens. Its arrivals are stretched to the rate of a point. Requests with more than `longest` tokens are left out.
 
-    Raises ConfigError for a line that is none.
+    Raises ConfigError for an invalid line.
     """
     lines = [line for line in _lines(file) if line.input_length + line.output_length <= longest]
     if len(lines) < 2:
@@ -251,7 +251,7 @@ def trace(file: Path, longest: int) -> Traffic:
 
 
 def _known_tokens(line: _Line, seen: Collection[int]) -> int:
-    """Of its prompt's beginning; of all of it but the last token, which an engine computes always."""
+    """Tokens of the prompt's prefix that is in `seen`; never the last token, which an engine always computes."""
     shared = takewhile(lambda block: block in seen, line.hash_ids)
     return min(_HASH_TOKENS * sum(1 for _ in shared), line.input_length - 1)
 

@@ -10,11 +10,11 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tests.unit.bench.strategies.test_starting import MEASURED
-from trtllm_disagg.bench.strategies.estimate import Worker
-from trtllm_disagg.bench.strategies.measuring import Elsewhere
+from trtllm_disagg.bench.strategies.estimate import ModelledWorker
+from trtllm_disagg.bench.strategies.measuring import RemoteTarget
 from trtllm_disagg.bench.strategies.planning import arms_at
 from trtllm_disagg.bench.strategies.records import Plan
-from trtllm_disagg.bench.strategies.starting import REQUESTS, TOKENS, WARM_UP, arm_to_ask, calibrate
+from trtllm_disagg.bench.strategies.starting import REQUESTS, TOKENS, WARM_UP, arm_to_calibrate_on, calibrate
 from trtllm_disagg.bench.strategies.workloads import BUILT_IN, Shape
 
 ARMS = {arm.name: arm for arm in arms_at(2)}
@@ -24,7 +24,7 @@ ADDED = 0.1
 
 
 @asynccontextmanager
-async def server(worker: Worker) -> AsyncIterator[tuple[str, list[int]]]:
+async def server(worker: ModelledWorker) -> AsyncIterator[tuple[str, list[int]]]:
     """Takes what the worker's GPU takes, and `ADDED` seconds before the first token and after it. And the lengths of
     the prompts that it has had.
     """
@@ -55,10 +55,10 @@ async def server(worker: Worker) -> AsyncIterator[tuple[str, list[int]]]:
 
 @pytest.mark.parametrize("arm", ["2 agg", "1P1D decode_first"])
 async def test_software_is_what_no_gpu_took(arm: str) -> None:
-    worker = Worker.of({"model": "m", "modelled": {"measured": SLOW}, "max_seq_len": 16384})
+    worker = ModelledWorker.of({"model": "m", "modelled": {"measured": SLOW}, "max_seq_len": 16384})
     workers = dict.fromkeys(("agg", "prefill", "decode"), worker)
     async with server(worker) as (url, asked):
-        found = await calibrate(Elsewhere(url, "m"), ARMS[arm], workers, {"chat": BUILT_IN["chat"]}, 3072)
+        found = await calibrate(RemoteTarget(url, "m"), ARMS[arm], workers, {"chat": BUILT_IN["chat"]}, 3072)
     assert len(asked) == WARM_UP + REQUESTS
     # Up to what this machine takes itself, which is less than the GPU.
     assert 90 < found["chat"].first_token_ms < 300
@@ -68,5 +68,5 @@ async def test_software_is_what_no_gpu_took(arm: str) -> None:
 def test_an_arm_with_two_workers_in_a_row_is_asked() -> None:
     chosen = ("2 agg", "1P1D router", "1P1D decode_first")
     plan = Plan("m", tuple(ARMS[name] for name in chosen), (), ())
-    assert arm_to_ask(plan).name == "1P1D decode_first"
-    assert arm_to_ask(Plan("m", (ARMS["2 agg"],), (), ())).name == "2 agg"
+    assert arm_to_calibrate_on(plan).name == "1P1D decode_first"
+    assert arm_to_calibrate_on(Plan("m", (ARMS["2 agg"],), (), ())).name == "2 agg"

@@ -13,7 +13,7 @@ import yaml
 
 from tests.support.queueing_model import Gpu, Job, simulate_agg, simulate_pair
 from trtllm_disagg import cli
-from trtllm_disagg.bench.strategies.estimate import Worker
+from trtllm_disagg.bench.strategies.estimate import ModelledWorker
 from trtllm_disagg.bench.strategies.layout_comparison import LayoutSimulation, Lead, layouts
 from trtllm_disagg.bench.strategies.slo import Slo
 from trtllm_disagg.bench.strategies.workloads import BUILT_IN
@@ -35,7 +35,9 @@ RAG = BUILT_IN["rag"]
 
 @pytest.fixture(scope="module")
 def told() -> LayoutSimulation:
-    worker = Worker.of({"model": "m", "max_batch_size": 2048, "max_num_tokens": 8192, "modelled": MODELLED})
+    worker = ModelledWorker.of(
+        {"model": "m", "max_batch_size": 2048, "max_num_tokens": 8192, "modelled": MODELLED}
+    )
     return LayoutSimulation(layouts(2, 1), RAG, dict.fromkeys(("agg", "prefill", "decode"), worker))
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.bench.strategies.synthetic import CHAT
-from trtllm_disagg.bench.strategies.measures import Measured, Place, front_area, pareto_front
+from trtllm_disagg.bench.strategies.measures import MeasuredPoint, ParetoPoint, front_area, pareto_front
 from trtllm_disagg.bench.strategies.records import Arm, Parts, Point, PointResult, RequestRecord
 from trtllm_disagg.bench.strategies.slo import Slo
 
@@ -33,31 +33,31 @@ def _requests(draw: st.DrawFn) -> RequestRecord:
     )
 
 
-def measured_of(*requests: RequestRecord, rate: float = 1.0, gpus: int = 2) -> Measured:
+def measured_of(*requests: RequestRecord, rate: float = 1.0, gpus: int = 2) -> MeasuredPoint:
     ends = [request.arrival_s + request.latency_ms / 1000 for request in requests]
     arm = Arm("1P1D", "decode_first", gpus=gpus)
     point = Point(arm.name, CHAT.name, rate)
-    return Measured(PointResult(point, requests, duration_s=max(ends, default=1.0)), arm)
+    return MeasuredPoint(PointResult(point, requests, duration_s=max(ends, default=1.0)), arm)
 
 
 every_point = st.lists(_requests(), min_size=1, max_size=12).map(lambda requests: measured_of(*requests))
 
 
 @given(_PLACES)
-def test_no_place_beats_one_of_the_front(places: list[Place]) -> None:
+def test_no_place_beats_one_of_the_front(places: list[ParetoPoint]) -> None:
     front = pareto_front(places)
     for x, y in front:
         assert not any(a >= x and b >= y and (a, b) != (x, y) for a, b in places)
 
 
 @given(_PLACES)
-def test_every_place_is_on_the_front_or_below_it(places: list[Place]) -> None:
+def test_every_place_is_on_the_front_or_below_it(places: list[ParetoPoint]) -> None:
     front = pareto_front(places)
     assert all(any(x >= a and y >= b for x, y in front) for a, b in places)
 
 
 @given(_PLACES, st.tuples(st.floats(0.1, 500), st.floats(0.1, 5000)))
-def test_the_area_never_shrinks_with_a_place_more(places: list[Place], more: Place) -> None:
+def test_the_area_never_shrinks_with_a_place_more(places: list[ParetoPoint], more: ParetoPoint) -> None:
     before, after = front_area(places), front_area([*places, more])
     assert after >= before * (1 - 1e-12)
     assert after >= more[0] * more[1] * (1 - 1e-12)
@@ -71,7 +71,7 @@ def test_the_area_is_what_one_place_at_least_gives() -> None:
 
 @given(every_point, st.floats(1, 10_000), st.floats(0.1, 1000))
 def test_goodput_is_at_most_what_arrived_and_grows_with_a_looser_slo(
-    measured: Measured, ttft: float, tpot: float
+    measured: MeasuredPoint, ttft: float, tpot: float
 ) -> None:
     if not measured.arrivals_s:
         return
@@ -85,7 +85,7 @@ def test_goodput_is_at_most_what_arrived_and_grows_with_a_looser_slo(
 
 @given(every_point, st.sampled_from([0, 50, 90, 99, 100]))
 def test_percentiles_are_numpys_of_the_answers_that_have_such_a_time(
-    measured: Measured, percent: float
+    measured: MeasuredPoint, percent: float
 ) -> None:
     known = [request.ttft_ms for request in measured.result.answered if request.ttft_ms is not None]
     percentile = measured.percentile("ttft", percent)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trtllm_disagg.bench.strategies.aiperf import Seen
-from trtllm_disagg.bench.strategies.measuring import Elsewhere, Measured, Schedule, Switching
+from trtllm_disagg.bench.strategies.measuring import FactorSwitch, LoadRun, RemoteTarget, Schedule
 from trtllm_disagg.bench.strategies.records import NOMINAL, Arm, Point, Sensitivity
 from trtllm_disagg.bench.strategies.spent import Lateness
 from trtllm_disagg.bench.strategies.workloads import Ask
@@ -46,8 +46,8 @@ def all_seen(seconds: float) -> dict[str, Seen]:
 
 
 def results_of(answers: dict[str, Seen]) -> dict[Point, object]:
-    measured = Measured(SCHEDULE, answers, None, (), "load", IN_FORCE)
-    results = measured.results(Elsewhere("http://there", "m"), ARMS, {}, "")
+    measured = LoadRun(SCHEDULE, answers, None, (), "load", IN_FORCE)
+    results = measured.results(RemoteTarget("http://there", "m"), ARMS, {}, "")
     return {result.point: result for result in results}
 
 
@@ -61,8 +61,8 @@ def test_arrivals_are_stretched_by_the_time_scale_and_points_are_apart() -> None
 
 
 def test_times_are_divided_by_the_time_scale() -> None:
-    measured = Measured(SCHEDULE, all_seen(2.0), None, (), "load", IN_FORCE)
-    first, second = measured.results(Elsewhere("http://there", "m"), ARMS, {"a": "1"}, "two cores")
+    measured = LoadRun(SCHEDULE, all_seen(2.0), None, (), "load", IN_FORCE)
+    first, second = measured.results(RemoteTarget("http://there", "m"), ARMS, {"a": "1"}, "two cores")
     assert (first.point, second.point) == (LOW, HIGH)
     request = first.requests[1]
     assert (request.arrival_s, request.latency_ms, request.ttft_ms) == (1.0, 500.0, 50.0)
@@ -88,15 +88,15 @@ def test_a_point_under_other_step_times_than_its_own_is_measured_again() -> None
         ([(0, NOMINAL), (second + 1, slower)], {LOW}),
         ([(0, slower), (second - 1, NOMINAL)], {HIGH}),
     ):
-        measured = Measured(SCHEDULE, answers, None, (), "load", moments)
-        results = measured.results(Elsewhere("http://there", "m"), ARMS, {}, "")
+        measured = LoadRun(SCHEDULE, answers, None, (), "load", moments)
+        results = measured.results(RemoteTarget("http://there", "m"), ARMS, {}, "")
         assert {result.point for result in results} == kept
 
 
 async def test_step_times_are_set_before_the_first_request_and_a_second_before_others() -> None:
     other = Sensitivity(1.0, 0.5)
     said: list[Sensitivity] = []
-    switching = Switching([(0.0, NOMINAL), (0.5, NOMINAL), (1.0, other), (1.1, NOMINAL)], said.append)
+    switching = FactorSwitch([(0.0, NOMINAL), (0.5, NOMINAL), (1.0, other), (1.1, NOMINAL)], said.append)
     switching.begin()
     assert said == [NOMINAL]
     await switching.follow(lambda: asyncio.sleep(0))
@@ -116,8 +116,8 @@ def test_pauses_follow_drains_and_patience() -> None:
 def test_a_request_that_was_not_sent_is_an_error_of_its_own() -> None:
     answers = all_seen(2.0)
     del answers["1-1"]
-    measured = Measured(SCHEDULE, answers, None, (), "load", IN_FORCE)
-    _, high = measured.results(Elsewhere("http://there", "m"), ARMS, {}, "")
+    measured = LoadRun(SCHEDULE, answers, None, (), "load", IN_FORCE)
+    _, high = measured.results(RemoteTarget("http://there", "m"), ARMS, {}, "")
     assert [request.error for request in high.requests] == [None, "not sent", None]
     assert high.is_saturated
 
@@ -127,11 +127,11 @@ def test_the_latest_worker_counts_and_only_in_the_time_of_the_point() -> None:
         (round(at * 1e9), {"agg-0": Lateness(steps, late), "agg-1": Lateness(steps, 0.0)})
         for at, steps, late in ((90, 100, 50.0), (160, 200, 51.0), (300, 300, 99.0))
     ]
-    measured = Measured(SCHEDULE, {}, None, looks, "load", IN_FORCE)
+    measured = LoadRun(SCHEDULE, {}, None, looks, "load", IN_FORCE)
     assert measured.late_ms(100 * 10**9, 150 * 10**9) == pytest.approx(10.0)
 
 
 def test_logs_elsewhere_are_not_read(tmp_path: Path) -> None:
-    target = Elsewhere("http://there", "m")
+    target = RemoteTarget("http://there", "m")
     assert target.logs() is None
     assert target.lateness() == {}

@@ -7,7 +7,7 @@ from statistics import mean
 import pytest
 
 from tests.support.queueing_model import Gpu, Job, simulate_agg, simulate_pair
-from trtllm_disagg.bench.strategies.estimate import Worker
+from trtllm_disagg.bench.strategies.estimate import ModelledWorker
 from trtllm_disagg.bench.strategies.records import Arm
 from trtllm_disagg.bench.strategies.saturation import done_share
 from trtllm_disagg.bench.strategies.simulation import knee, simulate
@@ -23,21 +23,23 @@ SLO = Slo(ttft=400.0, tpot=20.0)
 
 
 @pytest.fixture(scope="module")
-def worker() -> Worker:
+def worker() -> ModelledWorker:
     measured = {"step_ms": 8.0, "prefill_token_us": 60.0, "decode_token_us": 250.0, "kv_pool_tokens": 10**7}
     modelled = {
         "measured": {**measured, "kv_bytes_per_token": 131072},
         "link_gb_per_second": 5.0,
         "link_latency_us": 100.0,
     }
-    return Worker.of({"model": "m", "max_batch_size": 2048, "max_num_tokens": 8192, "modelled": modelled})
+    return ModelledWorker.of(
+        {"model": "m", "max_batch_size": 2048, "max_num_tokens": 8192, "modelled": modelled}
+    )
 
 
 @pytest.mark.parametrize("rate", [4.0, 12.0, 20.0, 40.0])
 @pytest.mark.parametrize("workload", ["chat", "bursts"])
 @pytest.mark.parametrize("arm", [AGG, PAIR], ids=lambda arm: arm.name)
 def test_the_goodput_and_the_drain_of_the_quick_simulation_are_those_of_the_other_one(
-    arm: Arm, workload: str, rate: float, worker: Worker
+    arm: Arm, workload: str, rate: float, worker: ModelledWorker
 ) -> None:
     traffic = BUILT_IN[workload]
     asks = traffic.lengths(rate, 400)

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from trtllm_disagg.bench.strategies.records import Arm, Parts, RequestRecord
-from trtllm_disagg.bench.strategies.spent import Lateness, RequestLogs, Times, parts_of, software_share
+from trtllm_disagg.bench.strategies.spent import EngineTimes, Lateness, RequestLogs, parts_of, software_share
 
 ORDER = Arm("1P1D prefill_first", "prefill_first")
-PREFILL = Times(
+PREFILL = EngineTimes(
     arrival=10.0, scheduled=10.1, first_token=10.3, last_token=10.3, transfer_start=0, transfer_end=0
 )
-DECODE = Times(
+DECODE = EngineTimes(
     arrival=10.32, scheduled=10.5, first_token=10.5, last_token=11.5, transfer_start=10.4, transfer_end=10.5
 )
 
@@ -42,11 +42,11 @@ def test_a_prefill_that_was_done_twice_is_counted_once_and_waited_for() -> None:
 
 
 @pytest.mark.parametrize("engines", [[], [DECODE], [PREFILL, DECODE, DECODE]])
-def test_without_all_engines_nothing_is_said(engines: list[Times]) -> None:
+def test_without_all_engines_nothing_is_said(engines: list[EngineTimes]) -> None:
     assert parts_of(engines) is None
 
 
-@pytest.mark.parametrize("prefix", ["request_trace ", "journal "])
+@pytest.mark.parametrize("prefix", ["request_trace", "journal"])
 def test_logs_are_joined_by_the_frontends_name_of_the_request(tmp_path: Path, prefix: str) -> None:
     frontend = tmp_path / "frontend.log"
     frontend.write_text(
@@ -62,7 +62,7 @@ def test_logs_are_joined_by_the_frontends_name_of_the_request(tmp_path: Path, pr
     worker = tmp_path / "agg-0.log"
     line = {"request": "theirs", "part": "agg/agg", "engine": engine}
     worker.write_text(
-        f"14:00:00.000 INFO trtllm_disagg.handlers.trace: {prefix}{json.dumps(line)}\nnothing\n"
+        f"14:00:00.000 INFO trtllm_disagg.handlers.trace: {prefix} {json.dumps(line)}\nnothing\n"
     )
     logs = RequestLogs(frontend, [worker])
     parts = logs.parts("ours")

@@ -17,8 +17,8 @@ import yaml
 from tests.unit.bench.strategies.synthetic import Behaviour, result_of
 from trtllm_disagg.bench.strategies import add_arguments, settle, simulation, starting
 from trtllm_disagg.bench.strategies.aiperf import AIPerf, LoadFailedError
-from trtllm_disagg.bench.strategies.estimate import Worker, requests_to_fill
-from trtllm_disagg.bench.strategies.measuring import Elsewhere, Schedule
+from trtllm_disagg.bench.strategies.estimate import ModelledWorker, requests_to_fill
+from trtllm_disagg.bench.strategies.measuring import RemoteTarget, Schedule
 from trtllm_disagg.bench.strategies.planning import scale_for, sensitivities
 from trtllm_disagg.bench.strategies.records import (
     NOMINAL,
@@ -35,7 +35,7 @@ from trtllm_disagg.bench.strategies.records import (
 from trtllm_disagg.bench.strategies.running import Deployments, Key, Progress, Runner, batches, duration
 from trtllm_disagg.bench.strategies.simulation import SimulatedPoint, simulate
 from trtllm_disagg.bench.strategies.slo import Slo
-from trtllm_disagg.bench.strategies.starting import check, of_engines, of_urls, why_long
+from trtllm_disagg.bench.strategies.starting import check, runner_of_engines, runner_of_urls, why_long
 from trtllm_disagg.bench.strategies.sweep import sweeps_of
 from trtllm_disagg.bench.strategies.verdict import goodput, judge
 from trtllm_disagg.bench.strategies.workloads import BUILT_IN, Ask
@@ -90,10 +90,10 @@ def parsed(model: Path, configs: Path, *flags: str) -> argparse.Namespace:
 
 def prepared(model: Path, configs: Path, *flags: str) -> Runner:
     args = parsed(model, configs, *flags)
-    return (of_urls if args.url else of_engines)(args, AIPERF, RunDirectory(args.out))
+    return (runner_of_urls if args.url else runner_of_engines)(args, AIPERF, RunDirectory(args.out))
 
 
-def workers_of(runner: Runner) -> dict[str, Worker]:
+def workers_of(runner: Runner) -> dict[str, ModelledWorker]:
     assert isinstance(runner.targets, Deployments)
     return runner.targets.engines.workers()
 
@@ -155,7 +155,7 @@ def test_arms_that_differ_in_their_order_only_are_simulated_once(
 ) -> None:
     seen: list[tuple[str, tuple[Ask, ...]]] = []
 
-    def counting(arm: Arm, workers: dict[str, Worker], asks: tuple[Ask, ...]) -> SimulatedPoint:
+    def counting(arm: Arm, workers: dict[str, ModelledWorker], asks: tuple[Ask, ...]) -> SimulatedPoint:
         seen.append((arm.name, asks))
         return simulate(arm, workers, asks)
 
@@ -239,7 +239,7 @@ def test_the_expected_wall_time_is_the_sum_of_starts_arrivals_and_pauses(model: 
             expected += 0.15 * end + 1.25 * points[number - 1].drain_s * 2 + 2.0
         end = runner.asks(point)[-1].arrival * 2
         expected += end
-    assert runner.progress().left() == pytest.approx(60.0 + expected, rel=0.1)
+    assert runner.progress().remaining_seconds() == pytest.approx(60.0 + expected, rel=0.1)
 
 
 def test_a_quick_run_is_expected_to_end_within_ten_minutes(model: Path, configs: Path) -> None:
@@ -255,7 +255,7 @@ def test_a_quick_run_is_expected_to_end_within_ten_minutes(model: Path, configs:
         content["modelled"]["measured"] = MEASURED | like_tables
         file.write_text(yaml.safe_dump(content))
     runner = prepared(model, configs, "--quick", "--time-scale", "3")
-    assert runner.progress().left() < 600
+    assert runner.progress().remaining_seconds() < 600
 
 
 @pytest.mark.parametrize(
@@ -276,13 +276,13 @@ def test_a_batch_that_takes_longer_or_is_repeated_leaves_the_time_of_the_others_
     now, out = 1000.0, io.StringIO()
     progress = Progress(3, out, sending=[200.0], took=[10.0], clock=lambda: now)
     progress.begin("2 agg: 2 points", 100.0)
-    assert progress.left() == 10 + 100 + 10 + 200
+    assert progress.remaining_seconds() == 10 + 100 + 10 + 200
     now += 500
-    assert progress.left() == 10 + 200
+    assert progress.remaining_seconds() == 10 + 200
     progress.end(measured=1)
     assert progress.took == [10.0, 400.0]
     progress.begin("2 agg: 1 points, again", 150.0)
-    assert progress.left() == 150 + 205 + 205 + 200
+    assert progress.remaining_seconds() == 150 + 205 + 205 + 200
     progress.sending.clear()
     now += 1000
     progress.say()
@@ -291,7 +291,7 @@ def test_a_batch_that_takes_longer_or_is_repeated_leaves_the_time_of_the_others_
 
 def test_more_of_our_own_software_slows_the_clock_until_its_share_is_small() -> None:
     gpus = open_gpus(ModelledArgs.model_validate({"model": "m", "modelled": {"measured": MEASURED}}))
-    worker = Worker(gpus, 256, 8192, 100_000)
+    worker = ModelledWorker(gpus, 256, 8192, 100_000)
     chat = BUILT_IN["chat"]
     first_token_ms = worker.prefill_seconds(chat.shape) * 1000
     for software in (2.0, 9.0, 30.0):
@@ -305,7 +305,7 @@ def test_more_of_our_own_software_slows_the_clock_until_its_share_is_small() -> 
 def test_the_clock_of_a_quick_run_is_slow_enough_for_the_slo_where_ttft_would_take_too_long() -> None:
     """29 ms are 4 % of 23 ms at 32 times slower, and then an answer of 2 s takes a minute."""
     gpus = open_gpus(ModelledArgs.model_validate({"model": "m", "modelled": {"measured": MEASURED}}))
-    workers = {"agg": Worker(gpus, 256, 8192, 100_000)}
+    workers = {"agg": ModelledWorker(gpus, 256, 8192, 100_000)}
     chat, software = BUILT_IN["chat"], Software(29.0)
     assert scale_for(chat, workers, 0.1, 14, software) == 32
     assert scale_for(chat, workers, 0.1, 14, software, Slo(ttft=500)) == 1.5
@@ -317,7 +317,7 @@ def test_the_clock_of_a_quick_run_is_slow_enough_for_the_slo_where_ttft_would_ta
 def test_where_clients_hear_of_few_tokens_the_clock_is_as_fast_as_the_slo_allows() -> None:
     gpus = open_gpus(ModelledArgs.model_validate({"model": "m", "modelled": {"measured": MEASURED}}))
     each_token, first_and_end = (
-        {"agg": Worker(gpus, 256, 8192, 100_000, stream_interval=interval)} for interval in (1, 8192)
+        {"agg": ModelledWorker(gpus, 256, 8192, 100_000, stream_interval=interval)} for interval in (1, 8192)
     )
     reasoning, software = BUILT_IN["reasoning"], Software(20.0)
     assert scale_for(reasoning, each_token, 2.5, 200, software, Slo(ttft=2000)) == 12
@@ -358,7 +358,7 @@ def test_a_quick_run_names_no_remedy_that_does_not_help(
 
 def test_no_more_tokens_come_at_once_than_a_points_requests_have() -> None:
     gpus = open_gpus(ModelledArgs.model_validate({"model": "m", "modelled": {"measured": MEASURED}}))
-    worker = {"agg": Worker(gpus, 256, 8192, 100_000)}
+    worker = {"agg": ModelledWorker(gpus, 256, 8192, 100_000)}
     assert scale_for(BUILT_IN["chat"], worker, 90.0, 14, Software(0.0)) == 2
     assert scale_for(BUILT_IN["chat"], worker, 90.0, 200, Software(0.0)) == 24
 
@@ -443,9 +443,9 @@ async def test_points_that_met_each_other_are_measured_again_in_a_new_deployment
     started: list[str] = []
 
     @asynccontextmanager
-    async def serving(targets: Deployments, key: Key) -> AsyncIterator[Elsewhere]:
+    async def serving(targets: Deployments, key: Key) -> AsyncIterator[RemoteTarget]:
         started.append(key[0])
-        yield Elsewhere("http://there", "m")
+        yield RemoteTarget("http://there", "m")
 
     async def measure(runner: Runner, schedule: Schedule, *others: object) -> list[PointResult]:
         points = [stretch.point for stretch in schedule.stretches]
@@ -467,8 +467,8 @@ async def test_a_point_with_errors_only_ends_the_run_is_not_kept_and_is_measured
     is_dead = [False, False, True]
 
     @asynccontextmanager
-    async def serving(targets: Deployments, key: Key) -> AsyncIterator[Elsewhere]:
-        yield Elsewhere("http://there", "m")
+    async def serving(targets: Deployments, key: Key) -> AsyncIterator[RemoteTarget]:
+        yield RemoteTarget("http://there", "m")
 
     async def measure(runner: Runner, schedule: Schedule, *others: object) -> list[PointResult]:
         def of(point: Point, dead: bool) -> PointResult:
@@ -497,11 +497,11 @@ async def test_software_is_measured_before_the_first_run_and_kept_for_those_that
     said: list[str] = []
 
     @asynccontextmanager
-    async def serving(targets: Deployments, key: Key) -> AsyncIterator[Elsewhere]:
+    async def serving(targets: Deployments, key: Key) -> AsyncIterator[RemoteTarget]:
         started.append(key)
-        yield Elsewhere("http://there", "m")
+        yield RemoteTarget("http://there", "m")
 
-    async def calibrate(target: Elsewhere, *others: object) -> dict[str, Software]:
+    async def calibrate(target: RemoteTarget, *others: object) -> dict[str, Software]:
         return {"rag": Software(first_token_ms=90.0)}
 
     async def measure(runner: Runner, schedule: Schedule, *others: object) -> list[PointResult]:
@@ -535,8 +535,8 @@ class TestFurtherRates:
         points: list[Point] = []
 
         @asynccontextmanager
-        async def serving(targets: Deployments, key: Key) -> AsyncIterator[Elsewhere]:
-            yield Elsewhere("http://there", "m")
+        async def serving(targets: Deployments, key: Key) -> AsyncIterator[RemoteTarget]:
+            yield RemoteTarget("http://there", "m")
 
         async def measure(runner: Runner, schedule: Schedule, *others: object) -> list[PointResult]:
             new = [stretch.point for stretch in schedule.stretches]
@@ -560,7 +560,7 @@ class TestFurtherRates:
 
     def highest_planned(self, model: Path, configs: Path) -> float:
         args = self.arguments(model, configs)
-        plan = of_engines(args, AIPERF, RunDirectory(model.parent / "elsewhere")).plan
+        plan = runner_of_engines(args, AIPERF, RunDirectory(model.parent / "elsewhere")).plan
         return max(point.rate for point in plan.points if point.sensitivity == NOMINAL)
 
     async def ran(self, model: Path, configs: Path, *flags: str) -> tuple[RunDirectory, list[str]]:
