@@ -8,8 +8,18 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Metric
 
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.dynamo_runtime.metrics import DynamoMetrics, EngineMetrics, QueueMetrics, registry_of
-from trtllm_disagg.dynamo_runtime.request_metrics import EngineRequestMetrics, FrontRequests, RequestMetrics
+from trtllm_disagg.dynamo_runtime.metrics import (
+    DynamoMetrics,
+    EngineMetrics,
+    LoadMetrics,
+    QueueMetrics,
+    registry_of,
+)
+from trtllm_disagg.dynamo_runtime.request_metrics import (
+    EngineRequestMetrics,
+    FrontendRequests,
+    RequestMetrics,
+)
 from trtllm_disagg.engine.capabilities import HandoffsHeld
 from trtllm_disagg.handlers.admission import Queued
 from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker
@@ -40,7 +50,7 @@ class OneWaits:
 def registries() -> Iterator[tuple[str, str, CollectorRegistry]]:
     """(heading, text, registry), each registry with a sample of every metric."""
     config = WorkerConfig(model="m", role=Role.DECODE)
-    engine = EngineMetrics(Queued(), CircuitBreaker(1, 1.0), HandoffsHeld())
+    engine, load = EngineMetrics(HandoffsHeld()), LoadMetrics(Queued(), CircuitBreaker(1, 1.0))
     totals = dict.fromkeys(("kvPulls", "kvBytesPulled", "kvBytesSaved", "kvPushes", "kvBytesPushed"), 1)
     engine.update(
         {
@@ -50,7 +60,7 @@ def registries() -> Iterator[tuple[str, str, CollectorRegistry]]:
             "modelled": {"stepMS": 1.0, "lateMS": 1.0},
         }
     )
-    requests, of_engine, front = RequestMetrics(), EngineRequestMetrics("m"), FrontRequests(config, 1)
+    requests, of_engine, front = RequestMetrics(), EngineRequestMetrics("m"), FrontendRequests(config, 1)
     request = decode_request({"model": "m", "token_ids": [1]})
     request.trace.chose("decode_first", "default")
     requests.ended(RequestEnd(request, 1, False, 1.0))
@@ -61,7 +71,7 @@ def registries() -> Iterator[tuple[str, str, CollectorRegistry]]:
     yield (
         "Engine and worker",
         "From the engine's statistics; totals of KV only on the embedded engine.",
-        registry_of(engine),
+        registry_of(engine, load),
     )
     yield "Prefill queue", "With `--prefill-dispatch queue`.", registry_of(QueueMetrics(OneWaits()))
     yield (

@@ -1,4 +1,4 @@
-"""The command `trtllm-disagg`: one subcommand a module, imported only when it is asked for."""
+"""The command `trtllm-disagg`. Each subcommand is a module, imported only when the subcommand is used."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Command(NamedTuple):
     example: str
 
     def described(self) -> dict[str, Any]:
-        """What argparse's `add_parser` takes."""
+        """The keyword arguments of argparse's `add_parser`."""
         return {
             "help": self.help,
             "description": self.help,
@@ -113,16 +113,16 @@ COMMANDS = {
 }
 
 
-#: argparse says what a value is not.
+#: argparse's error for a value that is no number.
 _NOT_A_NUMBER = re.compile(r"invalid (int|float) value: (.*)")
 _KINDS = {"int": "a whole number", "float": "a number"}
 
 
 class Parser(argparse.ArgumentParser):
-    """Its complaints are errors like all others."""
+    """Raises ConfigError for wrong arguments, as every other part of a command does."""
 
     def print_help(self, file: SupportsWrite[str] | None = None) -> None:
-        # argparse would not tell that the reader has left.
+        # argparse ignores a broken pipe, which `main` has to turn into its exit code.
         (file or sys.stdout).write(self.format_help())
 
     def error(self, message: str) -> NoReturn:
@@ -130,7 +130,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{complaint} (`{self.prog} --help` lists the flags)")
 
 
-#: Of bars and lines, where the locale has no such characters; of others their number is shown.
+#: Replacements for the characters of bars and lines that the locale lacks; other characters become escapes.
 _PLAIN = {**dict.fromkeys("▏▎▍▌▋▊▉", "|"), "█": "#", "─": "-"}
 
 
@@ -142,17 +142,17 @@ def _in_plain_characters(error: UnicodeError) -> tuple[str | bytes, int]:
     return codecs.backslashreplace_errors(error)
 
 
-def _show_what_the_locale_can() -> None:
-    """Outside of UTF-8 a drawing would end a command with a traceback."""
+def _replace_unprintable_characters() -> None:
+    """Replace characters that the locale lacks, which would otherwise end a command with a traceback."""
     codecs.register_error("plain_characters", _in_plain_characters)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
             stream.reconfigure(errors="plain_characters")
 
 
-def _open_what_is_closed() -> None:
-    """A standard stream that the caller has closed (`>&-`) leads nowhere, also in children. Python has None for it, and
-    the next file or socket would get its number.
+def _open_closed_streams() -> None:
+    """Open /dev/null for each standard stream that the caller has closed (`>&-`), also for children. Otherwise the next
+    file or socket would get the number of that stream.
     """
     for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
@@ -165,17 +165,17 @@ def _open_what_is_closed() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The exit status is one of `ExitCode`. What went wrong is one sentence, without a traceback."""
-    _open_what_is_closed()
-    _show_what_the_locale_can()
+    """Exits with an `ExitCode`. Errors are shown as one sentence, without a traceback."""
+    _open_closed_streams()
+    _replace_unprintable_characters()
     try:
         try:
             _main(list(sys.argv[1:] if argv is None else argv))
         finally:
-            # Python would do it after all of this, and complain.
+            # Here a broken pipe can be handled; at the interpreter's end Python would print an error.
             sys.stdout.flush()
     except BrokenPipeError:
-        if not (left := _left_by_their_reader()):
+        if not (left := _streams_without_reader()):
             raise
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for descriptor in left:
@@ -187,13 +187,13 @@ def _main(argv: list[str]) -> NoReturn:
     try:
         sys.exit(run(argv))
     except (DisaggError, OSError) as error:
-        if isinstance(error, BrokenPipeError) and _left_by_their_reader():
+        if isinstance(error, BrokenPipeError) and _streams_without_reader():
             raise
         log.debug("where it failed", exc_info=True)
-        print(f"{ERROR_PREFIX}{_told(error)}", file=sys.stderr)
+        print(f"{ERROR_PREFIX}{_text_of(error)}", file=sys.stderr)
         sys.exit(ExitCode.WRONG_SETTING if isinstance(error, ConfigError) else ExitCode.FAILED)
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] not in _OF_THE_EMBEDDED_ENGINE:
+        if error.name is None or error.name.partition(".")[0] not in _EMBEDDED_ENGINE_MODULES:
             raise
         print(f"{ERROR_PREFIX}{error.name} is not installed; {_INSTALL_EMBEDDED}", file=sys.stderr)
         sys.exit(ExitCode.WRONG_SETTING)
@@ -201,17 +201,17 @@ def _main(argv: list[str]) -> NoReturn:
         sys.exit(ExitCode.INTERRUPTED)
 
 
-def _left_by_their_reader() -> list[int]:
-    """Of stdout and stderr those that are pipes or sockets with a closed other end."""
+def _streams_without_reader() -> list[int]:
+    """The descriptors of stdout and stderr that are pipes or sockets with a closed other end."""
     streams = select.poll()
     for descriptor in (1, 2):
-        # An error is told unasked.
+        # poll() reports errors without being asked to.
         streams.register(descriptor, 0)
     return [descriptor for descriptor, event in streams.poll(0) if event & (select.POLLERR | select.POLLHUP)]
 
 
-#: Beside TensorRT-LLM, which pins some of them, a worker needs none.
-_OF_THE_EMBEDDED_ENGINE = (
+#: Needed by the embedded engine only. TensorRT-LLM pins some of them, so they are no dependencies of this package.
+_EMBEDDED_ENGINE_MODULES = (
     "torch",
     "transformers",
     "tokenizers",
@@ -224,7 +224,7 @@ _OF_THE_EMBEDDED_ENGINE = (
 _INSTALL_EMBEDDED = "pip install 'trtllm-disagg[embedded]' brings it"
 
 
-def _told(error: DisaggError | OSError) -> str:
+def _text_of(error: DisaggError | OSError) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error)
@@ -254,7 +254,7 @@ def run(argv: list[str]) -> ExitCode:
 
 
 def parser_of(name: str, command: Command) -> Parser:
-    """Without its flags, which are the module's."""
+    """The parser of a command, to which its module adds the flags."""
     options = command.described()
     del options["help"]
     return Parser(prog=f"trtllm-disagg {name}", **options)
@@ -265,7 +265,7 @@ def shown_example(command: Command) -> str:
 
 
 def _with_values(arguments: list[str]) -> list[str]:
-    """`--worker-args '--flag'` as `--worker-args=--flag`: argparse takes a value of one word for a flag of its own."""
+    """`--worker-args '--flag'` as `--worker-args=--flag`: argparse would parse the value as a flag of its own."""
     joined: list[str] = []
     for argument in arguments:
         if joined and joined[-1] in TAKE_FLAGS:
@@ -275,7 +275,7 @@ def _with_values(arguments: list[str]) -> list[str]:
     return joined
 
 
-#: Flags of any command that takes as its value the flags of another program.
+#: Flags whose value is the flags of another program, of all commands.
 TAKE_FLAGS = ("--worker-args", "--frontend-args", "--prefill-flags", "--decode-flags")
 
 

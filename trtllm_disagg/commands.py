@@ -1,9 +1,9 @@
-"""The commands that a running deployment takes, and how they look on the wire.
+"""The commands that a running deployment executes, and their encoding.
 
 One set of types for both receivers: a worker (over Dynamo's request plane, signed with the deployment's key) and `up`
 (over a socket in its run directory that only its user may open). To a worker a command travels as a request with the
-one key CONTROL. No client of a frontend can send it: the frontend refuses keys that it does not know, and whatever it
-sends has tokens, which no command has.
+one key CONTROL. No client of a frontend can send it: the frontend refuses unknown keys, and every request that it sends
+has tokens, which no command has.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ CONTROL = "trtllm_disagg.control"
 
 
 class Describe(msgspec.Struct, frozen=True, tag_field="command", tag="describe", forbid_unknown_fields=True):
-    """What is this worker, or this deployment?"""
+    """Asks for the description of a worker, or of a deployment."""
 
 
 class Switch(msgspec.Struct, frozen=True, tag_field="command", tag="switch", forbid_unknown_fields=True):
-    """A worker becomes the first or the second stage, as its role is under `to`; `up` starts new workers so."""
+    """A worker becomes the stage that its role has under the strategy `to`; `up` also starts new workers so."""
 
     to: str
 
 
 class Set(msgspec.Struct, frozen=True, tag_field="command", tag="set", forbid_unknown_fields=True):
-    """Thresholds: all of `values`, or none when one of them is refused by its name. `up` starts new workers so."""
+    """Sets all thresholds in `values`, or none when one is refused by its name; `up` also starts new workers so."""
 
     values: dict[str, int | float | str | bool]
 
 
 class Scale(msgspec.Struct, frozen=True, tag_field="command", tag="scale", forbid_unknown_fields=True):
-    """For `up` alone: as many workers as `workers` says, by role."""
+    """For `up` alone: the number of workers to run, by role."""
 
     workers: dict[str, int]
 
@@ -59,7 +59,7 @@ def encode_command(command: Command) -> dict[str, Any]:
 
 
 def decode_command(raw: Any) -> Command:
-    """For a worker. Raises InvalidRequestError naming the key that does not fit, and what is allowed."""
+    """For a worker. Raises InvalidRequestError, which names the wrong key and what is allowed."""
     try:
         command: Command = msgspec.convert(raw, Command)
     except msgspec.ValidationError as error:
@@ -75,7 +75,7 @@ def decode_command(raw: Any) -> Command:
 
 
 def decode_up_command(line: bytes) -> UpCommand:
-    """For `up`: one line of JSON. Raises ConfigError naming what does not fit, and what is allowed."""
+    """For `up`: one line of JSON. Raises ConfigError, which names what is wrong and what is allowed."""
     try:
         command: UpCommand = msgspec.json.decode(line, type=UpCommand)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -84,42 +84,41 @@ def decode_up_command(line: bytes) -> UpCommand:
 
 
 class Description(msgspec.Struct, frozen=True):
-    """What a switch has to know of a worker; it tells more."""
+    """The part of a worker's description that `switch` needs."""
 
     role: Role
     strategy: str
     model: str
-    #: The frontend knows it, and may send it requests.
+    #: The worker is registered with frontends, which may send it requests.
     registered: bool = False
-    #: Whole requests, from a frontend, that it is answering.
+    #: Number of requests from frontends that the worker is answering.
     whole_requests: int = 0
-    #: Flags of its start without which it could be switched.
+    #: Flags of the worker's start that keep it from being switched.
     fixed_by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class DescribedInstance:
-    """A worker, and its description: a `Description` and more, if it is a worker of this package."""
+    """A worker and its description, which has the keys of `Description` and more if it is of this package."""
 
     endpoint_id: str
     instance_id: int
     description: dict[str, Any]
 
 
-# A worker's endpoint can be reached by every process that can open a connection to it. So a command that changes
-# something carries a signature over the command, the instance that it is for, the time, and a nonce. Describe needs
-# none.
+# Every process that can open a connection to a worker's endpoint can send it commands. So a command that changes
+# something carries a signature over the command, the instance that it is for, the time, and a nonce. Describe does not.
 
-#: How far the clocks of two hosts may differ. So long a worker remembers the nonces that it has seen.
+#: How far the clocks of two hosts may differ, and how long a worker remembers a nonce.
 VALID_SECONDS = 60.0
 
 Clock = Callable[[], float]
 
 
 class SignedCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """On the wire. `order` is the JSON of a `SignedPayload`, to the byte as it was signed."""
+    """A command as sent. `payload` is the JSON of a `SignedPayload`, byte for byte as it was signed."""
 
-    order: str
+    payload: str = msgspec.field(name="order")
     key: str
     signature: str
 
@@ -135,18 +134,18 @@ class SignedPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Signer(Protocol):
     def request(self, command: Command, instance_id: int) -> dict[str, Any]:
-        """What is sent to the worker `instance_id`."""
+        """The request that carries the command to the worker `instance_id`."""
         ...
 
 
 class Verifier(Protocol):
     def command_of(self, raw: Any) -> Command:
-        """Raises CommandRefusedError without a valid signature, InvalidRequestError for what is no command."""
+        """Raises CommandRefusedError without a valid signature, InvalidRequestError when `raw` is no command."""
         ...
 
 
 class NoKeySigner:
-    """For commands that change nothing."""
+    """Sends commands unsigned: workers execute only Describe."""
 
     def request(self, command: Command, instance_id: int) -> dict[str, Any]:
         return encode_command(command)
@@ -166,25 +165,25 @@ class KeySigner:
 
 
 class KeyVerifier:
-    """Takes each command once, for `instance_id` only, and only while it is fresh."""
+    """Accepts each command once, only for `instance_id`, and at most VALID_SECONDS after it was signed."""
 
     def __init__(self, key: AdminKey, instance_id: int, clock: Clock = time.time) -> None:
         self._key = key
         self._instance_id = instance_id
         self._clock = clock
-        #: Nonce -> when its command is too old anyway.
+        #: Nonce -> when its command expires by itself.
         self._seen: dict[str, float] = {}
 
     def command_of(self, raw: Any) -> Command:
         if not _is_signed(raw):
             return _unsigned(raw, f"this worker takes commands signed with the key {self._key.id} only")
         signed = _convert(raw, SignedCommand)
-        if not self._key.has_signed(signed.order, signed.signature):
+        if not self._key.has_signed(signed.payload, signed.signature):
             raise CommandRefusedError(
                 f"{CONTROL}: signed with another key ({signed.key[:12]!r}) than this worker's ({self._key.id})"
             )
         try:
-            payload = msgspec.json.decode(signed.order, type=SignedPayload)
+            payload = msgspec.json.decode(signed.payload, type=SignedPayload)
         except msgspec.DecodeError as error:  # of another version
             raise InvalidRequestError(f"{CONTROL}: {error}") from None
         self._require_fresh(payload)
@@ -208,7 +207,7 @@ class KeyVerifier:
 
 
 class NoKeyVerifier:
-    """Of a worker that was started without a key."""
+    """For a worker that was started without a key."""
 
     def command_of(self, raw: Any) -> Command:
         why = f"this worker has no key and takes no commands; start it with {flag_of('admin_key_file')} FILE"
@@ -222,7 +221,7 @@ def _is_signed(raw: Any) -> bool:
 
 
 def _unsigned(raw: Any, why_not: str) -> Command:
-    """Only what changes nothing."""
+    """Accepts an unsigned command only if it changes nothing."""
     command = decode_command(raw)
     if not isinstance(command, Describe):
         raise CommandRefusedError(f"{CONTROL}: not signed; {why_not}")

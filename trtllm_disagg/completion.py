@@ -1,4 +1,4 @@
-"""`trtllm-disagg completion`: what a shell needs to complete commands, flags and their values."""
+"""`trtllm-disagg completion`: prints a script with which a shell completes commands, flags and their values."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def whole_parser() -> Parser:
 
 
 def parsers_of(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """It, and those of its commands."""
+    """The parser itself and, recursively, the parsers of its commands."""
     yield parser
     for action in actions_of(parser):
         if isinstance(action, argparse._SubParsersAction):

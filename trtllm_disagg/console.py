@@ -1,4 +1,4 @@
-"""The one kind of rich console that every command writes to: colours on a terminal only, and none under NO_COLOR."""
+"""The rich console of every command: colours on a terminal only, and none under NO_COLOR."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rich.console import Console as RichConsole
 
 
 class Console(RichConsole):
-    """`paper`: columns where there is no terminal; rich would cut a table in a file to 80."""
+    """`paper`: the number of columns without a terminal, where rich would cut tables to 80."""
 
     def __init__(
         self, file: IO[str] | None = None, *, paper: int | None = None, soft_wrap: bool = False
@@ -18,5 +18,5 @@ class Console(RichConsole):
             self.width = paper
 
     def on_broken_pipe(self) -> None:
-        # rich would end the program with exit code 1; `cli.main` knows better.
+        # rich would end the program with exit code 1; `cli.main` exits with READER_LEFT.
         raise

@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """`meaning` is what the table of the documentation says."""
+    """`meaning` is the text for the table in the documentation."""
 
     meaning: str
 

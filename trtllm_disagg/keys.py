@@ -1,6 +1,6 @@
-"""The key of a deployment: a process that has it may change what the workers do. And how every key file is read.
+"""The key of a deployment, with which commands to its workers are signed, and how every key file is read.
 
-As a program it prints the path of this user's own key, which the launch scripts give to their workers.
+As a program it prints the path of this user's own key, and makes the key if needed, for the launch scripts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from trtllm_disagg.errors import ConfigError
 
 KEY_BYTES = 32
-#: Of every key that `up` makes, in its run directory.
+#: Name of the key file that `up` makes in its run directory.
 KEY_FILE = "key"
 _MOST_BYTES = 4096
 
@@ -26,12 +26,12 @@ _MOST_BYTES = 4096
 class AdminKey:
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
-        #: Names the key and tells nothing about it.
+        #: Identifies the key without revealing it.
         self.id = hashlib.sha256(b"trtllm-disagg key id" + secret).hexdigest()[:12]
 
     @classmethod
     def create(cls, path: Path) -> AdminKey:
-        """A new one, in place of what is at `path`, that only this user can read. Raises OSError."""
+        """Write a new key to `path`, readable by this user only, in place of any file there. Raises OSError."""
         path.unlink(missing_ok=True)
         secret = secrets.token_bytes(KEY_BYTES)
         with open(path, "xb", opener=_only_for_this_user) as file:
@@ -40,7 +40,7 @@ class AdminKey:
 
     @classmethod
     def read(cls, path: Path, flag: str) -> AdminKey:
-        """Raises ConfigError, naming `flag`, for a file that is no key or that others could have read or written."""
+        """Raises ConfigError, which names `flag`, for a file that is no key or that other users could read or write."""
         expected = (
             f"a file that only its owner may read, with {KEY_BYTES} to {_MOST_BYTES} random bytes "
             f"(head -c {KEY_BYTES} /dev/urandom > FILE && chmod 600 FILE)"
@@ -63,8 +63,8 @@ def _only_for_this_user(path: str, flags: int) -> int:
 
 
 def read_private_file(path: Path, setting: str, expected: str, most_bytes: int) -> bytes:
-    """Its first bytes. Raises ConfigError, which names `setting` and what is expected of it, for a file that cannot be
-    read, or that a user other than its owner (this one, or root) can read or write.
+    """The first `most_bytes` bytes of a file. Raises ConfigError, which names `setting` and what is expected, for a
+    file that cannot be read, that belongs to neither this user nor root, or that other users can read or write.
     """
     try:
         with path.open("rb") as file:
@@ -72,7 +72,7 @@ def read_private_file(path: Path, setting: str, expected: str, most_bytes: int) 
     except OSError as error:
         raise ConfigError.bad_value(setting, str(path), f"{expected}: {error.strerror}") from None
     is_own = state.st_uid == os.geteuid()
-    # A secret that root mounts into a container is given to this user by its group; to root by one that is not its own.
+    # A secret that root mounts into a container is readable through its group: for root, a supplementary one.
     is_mounted = state.st_uid == 0 and (not is_own or state.st_gid in {*os.getgroups()} - {os.getegid()})
     if not (is_own or is_mounted) or stat.S_IMODE(state.st_mode) & (0o037 if is_mounted else 0o077):
         found = f"its mode is {stat.S_IMODE(state.st_mode):04o}, its owner uid {state.st_uid}"
@@ -81,13 +81,13 @@ def read_private_file(path: Path, setting: str, expected: str, most_bytes: int) 
 
 
 def user_key(environ: Mapping[str, str]) -> Path:
-    """Where the key of all workers is that this user starts one by one. It need not be there yet."""
+    """Path of the key for all workers that this user starts one by one. The file need not exist yet."""
     state = environ.get("XDG_STATE_HOME") or Path(environ.get("HOME") or "/", ".local", "state")
     return Path(state, "trtllm-disagg", "admin.key")
 
 
 def make_once(key: Path) -> None:
-    """Of two processes that do this at once, the first one's key stays. Raises OSError."""
+    """Make the key unless it exists. When two processes do so at once, the first key stays. Raises OSError."""
     key.parent.mkdir(parents=True, exist_ok=True)
     draft = key.with_name(f"draft.{os.getpid()}")
     AdminKey.create(draft)

@@ -1,4 +1,4 @@
-"""Where a model is: the directory that was named, or the Hugging Face cache under the name of the model."""
+"""Finds a model's directory: the one that was named, or the one in the Hugging Face cache."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import TypeVar
 from trtllm_disagg.errors import ConfigError
 
 FLAG = "--model"
-#: What a worker reads of a repository on the hub.
+#: The files of a hub repository that a worker reads.
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "*.txt")
-#: Any of them: from these Dynamo's frontend makes tokens.
+#: Dynamo's frontend needs one of these to make tokens.
 _TOKENIZERS = ("tokenizer.json", "tiktoken.model", "*.tiktoken")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-#: To hear from the hub at all. What it sends later may take its time, and tells its progress.
+#: The limit for the hub's first answer. The download after it has no limit, and shows its progress.
 _REACH_SECONDS = 20.0
 
 Answer = TypeVar("Answer")
 
 
 def is_hub_name(model: str) -> bool:
-    """`organisation/name`, and neither a path that exists nor one in a directory that does."""
+    """True for `organisation/name` that is neither an existing path nor a path in an existing directory."""
     path = Path(model)
     return _HUB_NAME.fullmatch(model) is not None and not path.exists() and not path.parent.is_dir()
 
@@ -33,22 +33,22 @@ def is_hub_name(model: str) -> bool:
 def model_directory(model: str, key: str = FLAG, revision: str | None = None) -> Path:
     """The directory of a model. One that only the hub has is downloaded first, with its progress on stderr.
 
-    A path is given back as it is, whatever is there; it has no `revision`. Raises ConfigError, naming `key`, when the
-    cache does not have a model and the hub does not give it.
+    A path is returned unchecked; it has no `revision`. Raises ConfigError, which names `key`, for a model that is
+    neither in the cache nor available from the hub.
     """
     if not is_hub_name(model):
         if revision is not None:
             raise ConfigError.bad_value("--revision", revision, f"no value with the directory {model}")
         return Path(model)
     cached = _snapshot(model, revision)
-    if cached is not None and _is_whole(cached):
+    if cached is not None and _is_complete(cached):
         return cached
     return _download(model, key, cached, revision)
 
 
 def servable_model(model: str, key: str = FLAG, revision: str | None = None) -> Path:
-    """The directory of a model that a frontend can serve. Raises ConfigError as `model_directory`, and for a directory
-    that is missing, is no model, or has nothing to make tokens with.
+    """The directory of a model that a frontend can serve. Raises ConfigError as `model_directory` does, and for a
+    directory that is missing, is no model, or has no tokenizer.
     """
     directory = model_directory(model, key, revision).expanduser()
     if not directory.is_dir():
@@ -70,7 +70,7 @@ def servable_model(model: str, key: str = FLAG, revision: str | None = None) -> 
 
 
 def _snapshot(name: str, revision: str | None) -> Path | None:
-    """Of the local cache, whole or not; nothing is asked of the network."""
+    """The model's directory in the local cache, complete or not. Does not use the network."""
     from huggingface_hub import constants
 
     repository = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
@@ -83,15 +83,15 @@ def _snapshot(name: str, revision: str | None) -> Path | None:
     return directory if directory.is_dir() else None
 
 
-def _is_whole(directory: Path) -> bool:
-    """As far as file names tell: those that an index or the usual names promise."""
+def _is_complete(directory: Path) -> bool:
+    """Whether all weight files are there: those that an index lists, or any without an index."""
     import json
 
     index = directory / "model.safetensors.index.json"
     try:
         shards = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else set()
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return True  # the engine says what is wrong with it
+        return True  # the engine reports what is wrong with the index
     weights = (
         all((directory / shard).exists() for shard in shards)
         if shards
@@ -123,7 +123,7 @@ def _download(name: str, key: str, cached: Path | None, revision: str | None) ->
                 name, revision=revision, allow_patterns=list(_FILES), endpoint=constants.ENDPOINT
             )
         )
-    except Exception as error:  # of the HTTP library and of the hub's client, which have no common ancestor
+    except Exception as error:  # errors of the HTTP library and of the hub's client have no common base class
         why = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ConfigError(
             f"{key}: {has_not}, and {constants.ENDPOINT} does not give it ({why}); {remedy}"
@@ -131,7 +131,7 @@ def _download(name: str, key: str, cached: Path | None, revision: str | None) ->
 
 
 def _within(seconds: float, ask: Callable[[], Answer]) -> Answer:
-    """Raises TimeoutError when the answer is late: the resolver of host names knows no deadline of ours."""
+    """Call `ask` in a thread, and raise TimeoutError when it is late: resolving host names has no timeout."""
     answers: queue.SimpleQueue[Answer | Exception] = queue.SimpleQueue()
 
     def answer() -> None:

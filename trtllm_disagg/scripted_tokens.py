@@ -1,7 +1,7 @@
-"""Tokens without a model: each is a checksum of all tokens before it, the same in every process.
+"""Tokens without a model: each is computed from a checksum of all tokens before it, alike in every process.
 
-So a prompt that ends with the start of an answer goes on with the rest of that answer, and two engines that split a
-request give the same text as one that runs it whole.
+So a prompt that ends with the start of an answer is continued with the rest of that answer, and two engines that split
+a request give the same text as one that runs it whole.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _BYTES = [token.to_bytes(4, "little") for token in range(FIRST_TOKEN + NUM_TOKEN
 
 
 def checksum(tokens: Sequence[int], index: int = 0) -> int:
-    """Of a prompt, for one of its choices."""
+    """The checksum of a prompt, for the choice `index`."""
     return zlib.crc32(array("I", tokens), index * 101)
 
 
@@ -26,5 +26,5 @@ def token_after(checksum: int) -> int:
 
 
 def extended(checksum: int, token: int) -> int:
-    """By a token that `token_after` made."""
+    """The checksum after one more token, which must come from `token_after`."""
     return zlib.crc32(_BYTES[token], checksum)

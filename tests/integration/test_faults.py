@@ -15,7 +15,7 @@ import pytest
 
 from tests.conftest import Checkpoints
 from trtllm_disagg.deployment import Deployment, DeploymentConfig, running_deployment
-from trtllm_disagg.deployment.plan import Role
+from trtllm_disagg.deployment.plan import ProcessRole
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,9 +26,9 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-def config(strategy: str, model: Path, run_dir: Path, twice: Role | None = None) -> DeploymentConfig:
+def config(strategy: str, model: Path, run_dir: Path, twice: ProcessRole | None = None) -> DeploymentConfig:
     """One worker of each role, and a second one of the role `twice`."""
-    roles: tuple[Role, ...] = ("prefill", "decode")
+    roles: tuple[ProcessRole, ...] = ("prefill", "decode")
     return DeploymentConfig(
         strategy=strategy,
         model=str(model),
@@ -89,7 +89,7 @@ def told(answer: httpx.Response) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("strategy", "second"), [("decode_first", "prefill"), ("prefill_first", "decode")])
 async def test_killing_the_second_stage_costs_no_request(
-    strategy: str, second: Role, checkpoints: Checkpoints, tmp_path: Path, client: httpx.AsyncClient
+    strategy: str, second: ProcessRole, checkpoints: Checkpoints, tmp_path: Path, client: httpx.AsyncClient
 ) -> None:
     """One of two, then the other one too: others go on with what had begun, token by token the same."""
     setting = config(strategy, checkpoints("llama"), tmp_path / "run", twice=second)

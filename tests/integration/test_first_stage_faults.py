@@ -21,7 +21,7 @@ from trtllm_disagg.commands import Scale
 from trtllm_disagg.deployment import Deployment, running_deployment
 from trtllm_disagg.deployment.command_socket import send_to_up
 from trtllm_disagg.deployment.managed_process import ManagedProcess
-from trtllm_disagg.deployment.plan import Role
+from trtllm_disagg.deployment.plan import ProcessRole
 
 NUM_STREAMS = 9
 #: Long enough that all of them run when the faults come.
@@ -119,7 +119,7 @@ def engine_of(process: ManagedProcess) -> psutil.Process:
     [("prefill_first", "prefill", None), ("decode_first", "decode", 0.1)],
 )
 async def test_streams_outlive_their_first_stage(
-    strategy: str, first: Role, drain_seconds: float | None, checkpoints: Checkpoints, tmp_path: Path
+    strategy: str, first: ProcessRole, drain_seconds: float | None, checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
     configured = config(strategy, checkpoints("llama"), tmp_path / "run")
     setting = replace(
@@ -180,7 +180,7 @@ async def ended(*processes: ManagedProcess) -> None:
             await asyncio.sleep(0.1)
 
 
-def second_of(first: Role) -> Role:
+def second_of(first: ProcessRole) -> ProcessRole:
     return "decode" if first == "prefill" else "prefill"
 
 

@@ -14,7 +14,7 @@ from threading import Event
 import pytest
 
 from tests.support.deployments import DISAGGREGATED, MODEL_NAME, WORKER_SIDE, Served, wait_until
-from trtllm_disagg.deployment.plan import Role
+from trtllm_disagg.deployment.plan import ProcessRole
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.kv_transfer.transports import TRANSPORTS
 from trtllm_disagg.tracing.reading import Trace, find_trace, read_traces
@@ -89,7 +89,7 @@ def test_a_trace_has_both_phases_with_what_their_engines_took(strategy: str, dep
 
 
 @contextmanager
-def stopped(deployed: Served, role: Role) -> Iterator[None]:
+def stopped(deployed: Served, role: ProcessRole) -> Iterator[None]:
     """The worker stands still inside the block, and goes on after it."""
     (worker,) = deployed.deployment.of_role(role)
     assert worker.pid is not None
@@ -110,7 +110,7 @@ def test_a_stage_that_stood_still_when_it_was_called_is_found_from_the_trace_alo
 ) -> None:
     ask(deployed)
     (first,), (second,) = deployed.first_stage, deployed.second_stage
-    stands_still: Role = "prefill" if (strategy, stage) in FROM_PREFILL else "decode"
+    stands_still: ProcessRole = "prefill" if (strategy, stage) in FROM_PREFILL else "decode"
     has_token = Event()
     with ThreadPoolExecutor(1) as client:
         with stopped(deployed, stands_still):

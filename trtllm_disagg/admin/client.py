@@ -1,7 +1,7 @@
-"""The client of `switch` and `set`: finds the workers of a running deployment, proves with the deployment's key that it
-may change them, and sends commands (`commands.py`) to them and to their `up`.
+"""The client of `switch` and `set`: finds the workers of a running deployment, and sends commands (`commands.py`),
+signed with the deployment's key, to them and to their `up`.
 
-A deployment is that of an `up`, given by its run directory, or any other one, found by Dynamo's discovery.
+A deployment is either that of an `up`, given by its run directory, or any other one, found by Dynamo's discovery.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 KEY_FLAG = "--key-file"
 _KEY_VARIABLE = FLAGS["admin_key_file"].variables[0]
-#: A worker that leaves waits until all frontends have heard of it.
+#: Longer than the grace period that a worker waits until all frontends have removed it.
 _ANSWER_SECONDS = 60.0
 _PLANES = (("DYN_DISCOVERY_BACKEND", "file"), ("DYN_REQUEST_PLANE", "tcp"), ("DYN_EVENT_PLANE", "zmq"))
 
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def say(text: str) -> None:
-    """Beside the outcome, which goes to stdout."""
+    """Print progress to stderr; the outcome goes to stdout."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -69,7 +69,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def signer(run_dir: Path | None, key_file: Path | None, environ: Mapping[str, str]) -> Signer:
-    """Signs what workers are told. Raises ConfigError when there is no key."""
+    """The signer of commands to workers. Raises ConfigError when there is no key."""
     named = key_file or (run_dir and run_dir / KEY_FILE) or environ.get(_KEY_VARIABLE)
     path = Path(named) if named else user_key(environ)
     if not named and not path.exists():
@@ -91,7 +91,7 @@ class Worker:
 
 
 class Workers(Protocol):
-    """`dynamo_runtime.Controller`."""
+    """The part of `dynamo_runtime.Controller` that is used here."""
 
     async def workers(self) -> Sequence[DescribedInstance]: ...
 
@@ -99,7 +99,7 @@ class Workers(Protocol):
 
 
 async def all_workers(workers: Workers) -> list[Worker]:
-    """Raises ConfigError when an instance there is no worker of this package."""
+    """All workers, described. Raises ConfigError when an instance is no worker of this package."""
     return [_worker(each) for each in await workers.workers()]
 
 
@@ -118,11 +118,11 @@ class Up(Protocol):
 
     @property
     def url(self) -> str | None:
-        """Of its frontend, where it is known."""
+        """The URL of its frontend; None where unknown."""
         ...
 
-    def tell(self, command: UpCommand) -> None:
-        """What workers to come shall be like. Raises a DisaggError."""
+    def change_new_workers(self, command: UpCommand) -> None:
+        """Start further workers with the strategy or the thresholds of `command`. Raises a DisaggError."""
         ...
 
     def starting(self) -> set[str]:
@@ -131,12 +131,11 @@ class Up(Protocol):
 
 
 class NoUp:
-    """Of workers that no `up` has started."""
+    """Stands for the `up` of workers that no `up` has started."""
 
     url = None
 
-    def tell(self, command: UpCommand) -> None:
-        """No worker will come of it."""
+    def change_new_workers(self, command: UpCommand) -> None: ...
 
     def starting(self) -> set[str]:
         return set()
@@ -152,7 +151,7 @@ class UpOfRunDir:
     def url(self) -> str:
         return str(self.described["url"])
 
-    def tell(self, command: UpCommand) -> None:
+    def change_new_workers(self, command: UpCommand) -> None:
         from trtllm_disagg.deployment.command_socket import send_to_up
 
         send_to_up(self.run_dir, command)
@@ -167,14 +166,14 @@ class UpOfRunDir:
         }
 
 
-#: What a command does with the workers, and tells their `up`.
+#: The work of a command on the workers and their `up`.
 Change = Callable[[Workers, Up], Awaitable[ExitCode]]
 
 
 def change_deployment(args: argparse.Namespace, change: Change) -> ExitCode:
-    """Carry out `change`, while no other command changes the deployment of this run directory.
+    """Run `change`, while no other command changes the deployment of this run directory.
 
-    The exit code: that of `change`, or 1 when it failed on the way. Raises ConfigError for a setting that is wrong.
+    Returns the exit code of `change`, or 1 when it failed midway. Raises ConfigError for a wrong setting.
     """
     if args.run_dir is None:
         return _change(args, change)
@@ -235,11 +234,11 @@ _STDERR = 2
 
 @contextmanager
 def quiet_runtime(environ: MutableMapping[str, str]) -> Iterator[None]:
-    """Inside, what Python prints to stderr arrives there, and what Dynamo's runtime logs does not.
+    """Inside the block, Python's output to stderr is shown, and the log of Dynamo's runtime is not.
 
-    The runtime writes a line for each of its own requests at every level, `off` included, past Python to descriptor 2;
-    what it writes later, when the process ends, DYN_LOG keeps back, so its module must be imported inside. Where the
-    user has set DYN_LOG, the runtime's log stays.
+    The runtime writes a line for each of its own requests at every level, `off` included, to descriptor 2. DYN_LOG
+    suppresses only what it writes later, at the end of the process, so its module must be imported inside the block.
+    A DYN_LOG that the user has set keeps the runtime's log.
     """
     if environ.get("DYN_LOG"):
         yield
@@ -254,7 +253,7 @@ def quiet_runtime(environ: MutableMapping[str, str]) -> Iterator[None]:
             yield
         finally:
             os.dup2(ours.fileno(), _STDERR)
-            # The runtime has read it. A process that this one starts is not to take it for its user's wish.
+            # The runtime has read the variable, and child processes must not inherit it.
             if before is None:
                 del environ["DYN_LOG"]
             else:

@@ -1,4 +1,4 @@
-"""`trtllm-disagg scale`: more or fewer workers of a running `up`."""
+"""`trtllm-disagg scale`: changes the number of workers of a running `up`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """The exit code: 0 when so many run, 1 when a new one did not come up, 2 when a setting is wrong."""
-    # `--help` needs none of it.
+    """Raises ConfigError for a wrong setting, DisaggError when a new worker does not become ready."""
+    # Imported here because `--help` does not need them.
     from trtllm_disagg.commands import Scale
     from trtllm_disagg.deployment.command_socket import send_to_up
     from trtllm_disagg.processes.steadily import without_silence

@@ -1,4 +1,4 @@
-"""`trtllm-disagg set`: other thresholds for the workers of a running deployment."""
+"""`trtllm-disagg set`: changes thresholds of the workers of a running deployment."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """The exit code: 0 when all have them, 1 when a worker could not be told, 2 when a setting is wrong."""
+    """Returns FAILED when a worker could not be changed. Raises ConfigError for a wrong setting."""
     values = {name: getattr(args, name) for name in NAMES if getattr(args, name) is not None}
     if not values:
         raise ConfigError(f"say what: one or more of {', '.join(map(flag_of, NAMES))}")
@@ -59,9 +59,9 @@ def run(args: argparse.Namespace) -> ExitCode:
         say = _silence if args.json else print
         changes = await set_thresholds(workers, values, instance, say, client.say)
         if instance is None:
-            up.tell(Set(values))
+            up.change_new_workers(Set(values))
             late = await _late_after(args.timeout, up)
-            changes += await set_thresholds(workers, values, None, say, client.say, told=changes)
+            changes += await set_thresholds(workers, values, None, say, client.say, done=changes)
             for each in late:
                 client.say(f"error: {each.worker}: {each.error}")
             changes += late
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """`changed`: each threshold with its old value and the new one; `error`: why it could not be told."""
+    """The outcome for one worker. `changed`: thresholds with old and new value; `error`: why they were not changed."""
 
     worker: str
     changed: tuple[str, ...] = ()
@@ -82,15 +82,15 @@ class Change:
 
 
 async def _late_after(seconds: float, up: Up) -> list[Change]:
-    """Workers that have begun to start with the old thresholds have started, or never will, or are late: loading a
-    large model takes up to an hour, and another command waits for this one.
+    """Wait for workers that were starting with the old thresholds, and return those that still are after `seconds`:
+    loading a large model takes up to an hour, and other commands wait for this one.
     """
     late, deadline = up.starting(), time.monotonic() + seconds
     if late:
         client.say(
             f"waiting for {', '.join(sorted(late))}: started with the old thresholds, and not ready yet"
         )
-    while (late := late & up.starting()) and time.monotonic() < deadline:  # noqa: ASYNC110 - `up` tells it in a file
+    while (late := late & up.starting()) and time.monotonic() < deadline:  # noqa: ASYNC110 - `up` writes it to a file
         await asyncio.sleep(_POLL_SECONDS)
     why = f"still starting after {seconds:g} s, with the old thresholds; set them again when it is ready"
     return [Change(each, error=why) for each in sorted(late)]
@@ -102,15 +102,15 @@ async def set_thresholds(
     instance: int | None,
     say: Callable[[str], None],
     complain: Callable[[str], None],
-    told: Sequence[Change] = (),
+    done: Sequence[Change] = (),
 ) -> list[Change]:
-    """Each is said as soon as it has answered. Those that were told before are not told again.
+    """Change the thresholds of all workers but those in `done`, and report each worker as soon as it has answered.
 
-    Raises ConfigError, before a worker is told anything, when none has a use for them.
+    Raises ConfigError, before any worker is changed, when none uses these thresholds.
     """
     changes: list[Change] = []
-    before = {each.worker for each in told}
-    for each in _meant(await all_workers(workers), values, instance):
+    before = {each.worker for each in done}
+    for each in _chosen(await all_workers(workers), values, instance):
         if str(each) in before:
             continue
         try:
@@ -124,7 +124,7 @@ async def set_thresholds(
     return changes
 
 
-def _meant(workers: Sequence[Worker], values: Values, instance: int | None) -> list[Worker]:
+def _chosen(workers: Sequence[Worker], values: Values, instance: int | None) -> list[Worker]:
     for_all = set(values) <= set(ADMISSION)
     takers = [
         each for each in workers if for_all or (each.is_.role != "agg" and each.is_.strategy in switchable())

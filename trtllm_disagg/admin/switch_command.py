@@ -1,7 +1,7 @@
-"""`trtllm-disagg switch`: another strategy for a deployment that serves, without a failed request.
+"""`trtllm-disagg switch`: changes the strategy of a deployment while it serves, without a failed request.
 
-A plan of what each worker has to become (`plan_switch`), then its steps in the one order in which no request fails: the
-new first stage comes, the frontend learns of it, then the old one leaves (`switch`).
+`plan_switch` decides the new stage of each worker. `switch` executes the plan in the one order in which no request
+fails: the new first stage registers, the frontend learns of it, then the old first stage leaves.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from trtllm_disagg.strategies import require_switchable, spec_of, switchable
 
 @dataclass(frozen=True, slots=True)
 class SwitchPlan:
-    """First all of `first` are told, then all of `second`. Telling a worker what it is already changes nothing, so
-    that a plan which was carried out by half is finished by making it anew.
+    """All workers in `first` become the first stage, then all in `second` the second. A worker that already has its
+    stage does not change, so a plan that was only partly executed is completed by planning and executing again.
     """
 
     to: str
@@ -46,7 +46,7 @@ class SwitchPlan:
 
 
 def plan_switch(to: str, workers: Sequence[Worker]) -> SwitchPlan:
-    """Raises ConfigError, naming what is allowed, when `to` is no strategy that these workers can run."""
+    """Raises ConfigError, which names what is allowed, when these workers cannot run the strategy `to`."""
     require_switchable(to)
     roles = Counter(w.is_.role for w in workers)
     there = ", ".join(f"{count} {role}" for role, count in sorted(roles.items())) or "none"
@@ -87,10 +87,10 @@ _TIMEOUT_SECONDS = 5.0
 
 
 def _knows(url: str, model: str, instance_id: int) -> bool:
-    """Asked over HTTP, without a token being generated: a frontend refuses a pin to a worker that it does not know,
-    and else answers what it would do, and does nothing.
+    """Whether the frontend at `url` knows a worker. The query pins the worker and generates no token: the frontend
+    answers only where it would send the request, and refuses a pin to a worker that it does not know.
     """
-    # A model may be served under one of the two only.
+    # A model may be served at one of the two paths only.
     return any(
         _would_send(f"{url}/v1/{path}", {"model": model, "max_tokens": 1, **asked}, instance_id)
         for path, asked in _ASKED.items()
@@ -117,7 +117,7 @@ _ASKED: dict[str, dict[str, Any]] = {
 
 class Frontend(Protocol):
     async def knows(self, model: str, instance_id: int) -> bool:
-        """It may send requests of `model` to that worker."""
+        """Whether the frontend sends requests for `model` to that worker."""
         ...
 
 
@@ -130,7 +130,7 @@ class HttpFrontend:
 
 
 class UnknownFrontends:
-    """Their addresses are not known: they are given some time instead, from the first question on."""
+    """Stands for frontends with unknown addresses: assumes that they know a worker `seconds` after the first query."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -147,13 +147,13 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Switched:
-    """What runs now."""
+    """The outcome of a switch."""
 
     model: str
     strategy: str
-    #: The workers that take requests first.
+    #: The workers of the first stage.
     first: tuple[str, ...]
-    #: None: it ran already.
+    #: Duration of the switch; None when the deployment ran this strategy already.
     seconds: float | None = None
     #: Requests that still run on the old first stage.
     requests_left: int = 0
@@ -167,7 +167,7 @@ class Switched:
         return f"switched {self.model} to {self.strategy} in {self.seconds:.1f} s{rest}"
 
 
-#: A worker may have come meanwhile, one more behind it, and so on.
+#: Workers may have started during a round, which need another one.
 _MOST_ROUNDS = 3
 
 
@@ -177,22 +177,22 @@ async def switch(
     to: str,
     timeout: float,
     say: Say,
-    then: Callable[[], None] = lambda: None,
+    change_new_workers: Callable[[], None] = lambda: None,
 ) -> Switched:
-    """`then` is called when all workers have been told, and before their requests have ended: from there on workers
-    that come shall run `to`.
+    """`change_new_workers` is called when all workers have been switched, before their requests have ended: workers
+    that start later have to run `to`.
 
-    Raises ConfigError before any worker was told anything. A DisaggError later, or the death of this process at any
-    point, leaves a deployment that serves: in the old order, the new one, or both; the same call finishes it.
+    Raises ConfigError before any worker is changed. After a later DisaggError, or the death of this process at any
+    point, the deployment still serves, in the old order, the new one, or both; the same call completes the switch.
     """
     plan = plan_switch(to, await all_workers(workers))
     ran_already = plan.is_done
     began = time.monotonic()
     for _ in range(_MOST_ROUNDS):
         if not plan.is_done:
-            await _carry_out(plan, workers, frontend, timeout, say)
-        then()
-        # Workers that came meanwhile have looked at the others before those were told.
+            await _execute(plan, workers, frontend, timeout, say)
+        change_new_workers()
+        # Workers that started meanwhile may have compared themselves with workers not yet switched.
         plan = plan_switch(to, await all_workers(workers))
         if plan.is_done:
             break
@@ -205,24 +205,22 @@ async def switch(
     outcome = Switched(plan.model, plan.to, tuple(map(str, plan.first)))
     if ran_already:
         return outcome
-    left = await _finished(plan, workers, timeout)
-    return replace(outcome, seconds=time.monotonic() - began, requests_left=left)
+    remaining = await _until_finished(plan, workers, timeout)
+    return replace(outcome, seconds=time.monotonic() - began, requests_left=remaining)
 
 
-async def _carry_out(
-    plan: SwitchPlan, workers: Workers, frontend: Frontend, timeout: float, say: Say
-) -> None:
+async def _execute(plan: SwitchPlan, workers: Workers, frontend: Frontend, timeout: float, say: Say) -> None:
     for each in plan.first:
         await workers.send(each.endpoint_id, each.instance_id, Switch(plan.to))
         say(f"{each} is a first stage under {plan.to}")
-    await _known(plan, frontend, timeout)
+    await _until_known(plan, frontend, timeout)
     say(f"the frontend sends requests to {_names(plan.first)}")
     for each in plan.second:
         await workers.send(each.endpoint_id, each.instance_id, Switch(plan.to))
         say(f"{each} is a second stage; it finishes its requests")
 
 
-async def _known(plan: SwitchPlan, frontend: Frontend, timeout: float) -> None:
+async def _until_known(plan: SwitchPlan, frontend: Frontend, timeout: float) -> None:
     deadline = time.monotonic() + timeout
     for each in plan.first:
         while not await frontend.knows(plan.model, each.instance_id):
@@ -234,10 +232,10 @@ async def _known(plan: SwitchPlan, frontend: Frontend, timeout: float) -> None:
             await asyncio.sleep(POLL_SECONDS)
 
 
-async def _finished(plan: SwitchPlan, workers: Workers, timeout: float) -> int:
-    """Requests that the old first stage still has after `timeout` seconds. They end there in their own time."""
+async def _until_finished(plan: SwitchPlan, workers: Workers, timeout: float) -> int:
+    """Wait until the old first stage has no requests. Returns how many still run there after `timeout` seconds."""
     deadline = time.monotonic() + timeout
-    while left := sum(
+    while remaining := sum(
         each.is_.whole_requests
         for each in await all_workers(workers)
         if each.is_.role != spec_of(plan.to).entry_role
@@ -245,7 +243,7 @@ async def _finished(plan: SwitchPlan, workers: Workers, timeout: float) -> int:
         if time.monotonic() > deadline:
             break
         await asyncio.sleep(POLL_SECONDS)
-    return left
+    return remaining
 
 
 def _names(workers: Iterable[Worker]) -> str:
@@ -254,7 +252,7 @@ def _names(workers: Iterable[Worker]) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    # Not `choices`: a refusal says why, too.
+    # Not `choices`: `require_switchable` explains a refusal.
     add(
         "--to",
         required=True,
@@ -279,14 +277,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """The exit code: 0 when switched, 1 when it failed on the way, 2 when a setting is wrong."""
+    """Returns 0 when switched; raises a DisaggError (1) for a failure midway, ConfigError (2) for a wrong setting."""
     require_switchable(args.to)
     if args.run_dir is not None and (args.namespace or args.frontend):
         raise ConfigError("--run-dir says where everything is; give no --namespace and no --frontend with it")
 
     async def change(workers: Workers, up: Up) -> ExitCode:
-        tell_up = partial(up.tell, Switch(args.to))
-        outcome = await switch(workers, _frontend(args, up), args.to, args.timeout, client.say, tell_up)
+        change_new_workers = partial(up.change_new_workers, Switch(args.to))
+        outcome = await switch(
+            workers, _frontend(args, up), args.to, args.timeout, client.say, change_new_workers
+        )
         print(json.dumps(asdict(outcome)) if args.json else outcome)
         return ExitCode.DONE
 

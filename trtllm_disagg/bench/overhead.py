@@ -31,7 +31,7 @@ from trtllm_disagg.bench.report import Say, add_choice, add_number, add_output_a
 from trtllm_disagg.bench.upstream_worker import require_upstream
 from trtllm_disagg.config.settings import not_negative
 from trtllm_disagg.deployment import DeploymentConfig
-from trtllm_disagg.deployment.limits import look_at_limits
+from trtllm_disagg.deployment.limits import check_deployment_limits
 from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.processes.interpreter import python
 from trtllm_disagg.strategies import STRATEGIES, orders, spec_of
@@ -144,8 +144,8 @@ async def _measure(args: argparse.Namespace, say: Say) -> Rounds:
         asked, rounds = Load(4, 8, 8, 16, 4), 2
     with scratch_directory("trtllm-disagg-overhead-") as scratch:
         configs = {arm.name: _config(arm, scratch.path, args) for arm in _arms(args)}
-        for doubt in look_at_limits(list(configs.values())):
-            say(f"warning: {doubt}")
+        for shortage in check_deployment_limits(list(configs.values())):
+            say(f"warning: {shortage}")
         say(f"starting {', '.join(configs)}")
         starting = (_subject(name, config, args) for name, config in configs.items())
         async with _side_by_side(starting) as subjects:

@@ -1,8 +1,8 @@
-"""Command line and environment -> WorkerConfig. Nothing else in the project reads either of them.
+"""Reads a WorkerConfig from the command line and the environment.
 
-A value is taken from the flag, else from TRTLLM_DISAGG_<FLAG>, else from the variable that Dynamo has for the
-same flag, else it is the default of WorkerConfig. A variable that is set but empty counts as not set. Engine arguments
-are flags, too: `--trtllm.a.b VALUE`, the way `python -m dynamo.trtllm` takes them.
+A value comes from the flag, else from TRTLLM_DISAGG_<FLAG>, else from Dynamo's variable for the same flag, else it is
+the default of WorkerConfig. An empty variable counts as not set. Engine arguments are flags, too, as in
+`python -m dynamo.trtllm`: `--trtllm.a.b VALUE`.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from trtllm_disagg.config.worker_config import (
 from trtllm_disagg.errors import ConfigError
 
 _PREFIX = "--trtllm."
-#: All of them together; no user's flag.
+#: An internal flag that holds all of them as JSON.
 _DOTTED = "--trtllm"
 _OVERRIDE = "--override-engine-args"
-#: Where etcd is: set, etcd is the discovery, as it is Dynamo's default.
+#: When this variable is set, etcd is the default discovery, as in Dynamo.
 _ETCD = "ETCD_ENDPOINTS"
 _NAMESPACE_SUFFIX = "DYN_NAMESPACE_WORKER_SUFFIX"
-# One flag of Dynamo's that stands for two.
+# One flag of Dynamo that sets two settings.
 _BOTH_PUBLISHERS_FLAG = "--publish-events-and-metrics"
 _BOTH_PUBLISHERS = ("publish_kv_events", "publish_metrics")
 # Other names of one worker that runs both phases, from older and newer Dynamo.
@@ -61,7 +61,7 @@ _TYPES = {
 
 
 def with_dotted_flags(arguments: Sequence[str]) -> list[str]:
-    """The arguments, with all that start with --trtllm. as one, which is JSON. Raises ConfigError."""
+    """The arguments with all --trtllm.* flags combined into one with a JSON value. Raises ConfigError."""
     kept: list[str] = []
     nested: dict[str, Any] = {}
     rest = list(arguments)
@@ -84,11 +84,11 @@ def with_dotted_flags(arguments: Sequence[str]) -> list[str]:
 
 
 def _set(nested: dict[str, Any], flag: str, value: Any) -> None:
-    *way, name = flag.removeprefix(_PREFIX).split(".")
-    if not all((*way, name)):
+    *path, name = flag.removeprefix(_PREFIX).split(".")
+    if not all((*path, name)):
         raise ConfigError(f"{flag} has an empty part; expected {_PREFIX}key or {_PREFIX}group.key")
     owner = nested
-    for part in way:
+    for part in path:
         owner = owner.setdefault(part, {})
         if not isinstance(owner, dict):
             raise ConfigError(f"{flag}: {part} has a value already, so it can have no keys")
@@ -96,7 +96,7 @@ def _set(nested: dict[str, Any], flag: str, value: Any) -> None:
 
 
 def _typed(text: str) -> Any:
-    """None, a number, a truth value, or the text itself: what Dynamo makes of it."""
+    """None, a number, a boolean, or the text itself, as Dynamo reads it."""
     words = {"none": None, "null": None, "true": True, "false": False}
     if text.lower() in words:
         return words[text.lower()]
@@ -137,8 +137,8 @@ def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
 def parse_worker_flags(
     words: Sequence[str], environ: Mapping[str, str], *, ignores_unknown: bool = False
 ) -> WorkerConfig:
-    """As a worker that is started with `words` will read them. `ignores_unknown`: what it does not know is its own to
-    refuse. Raises ConfigError.
+    """The configuration of a worker that is started with `words`. Raises ConfigError, with `ignores_unknown` not for
+    unknown flags, which the worker itself will refuse.
     """
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
     add_worker_arguments(parser)
@@ -152,7 +152,7 @@ def parse_worker_flags(
 
 
 def config_from_namespace(namespace: argparse.Namespace, environ: Mapping[str, str]) -> WorkerConfig:
-    """Fill up what the command line left open; other attributes of the namespace are ignored."""
+    """Add the environment's values to those of the command line; other attributes are ignored."""
     refuse_ignored_variables(environ)
     given = {name: getattr(namespace, name) for name in FLAGS if hasattr(namespace, name)}
     values = _from_environment(environ) | given
@@ -179,7 +179,7 @@ def config_from_namespace(namespace: argparse.Namespace, environ: Mapping[str, s
 
 
 def actions_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """One a flag; argparse has no public name for them."""
+    """The actions of a parser, one for each flag; argparse has no public name for them."""
     return parser._actions
 
 
@@ -222,8 +222,8 @@ def _value_type(name: str) -> type:
 
 
 def argument_parser_of(name: str, key: str | None = None) -> Callable[[str], Any]:
-    """Of the value of one flag. What it returns raises ConfigError, naming the flag, or what else gave the value
-    (`key`), the value and what is allowed.
+    """A type for argparse that reads the value of one flag. It raises ConfigError, which names the flag, or another
+    origin of the value (`key`), the value and what is allowed.
     """
     return lambda text: _parse(name, text, key=key or flag_of(name))
 
@@ -277,7 +277,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _resolve_namespace(values: dict[str, Any], environ: Mapping[str, str], *, by_flag: bool) -> None:
-    """As Dynamo does: a whole endpoint names its namespace, otherwise a suffix tells worker pools apart."""
+    """As in Dynamo: an endpoint includes its namespace; otherwise a suffix distinguishes worker pools."""
     suffix = environ.get(_NAMESPACE_SUFFIX)
     if "endpoint" in values:
         # With --namespace as well, WorkerConfig checks that the two agree.

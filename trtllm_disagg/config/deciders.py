@@ -1,9 +1,9 @@
-"""The one list of deciders: when a request's prefill leaves the worker that it was routed to.
+"""The one list of deciders. A decider decides whether a request's prefill runs on a worker of the other role.
 
 The rules are those of the old Dynamo design (length and queue), of Dynamo 1.6 (isl_bounding), of Dynamo PR 14157
-(decode_occupancy) and of llm-d (non_cached_tokens). All count real tokens, without those of blocks in the worker's
-cache. A new decider is one class and one line in the table. Its fields are its thresholds, each a setting of every
-worker: a flag, a variable, a key of the policy file, and what `trtllm-disagg set` changes in a running worker.
+(decode_occupancy) and of llm-d (non_cached_tokens). All count tokens, without those of blocks in the worker's cache. A
+new decider is one class and one line in the table. Its fields are its thresholds, each a setting of every worker: a
+flag, a variable, a key of the policy file, and a flag of `trtllm-disagg set`.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ class Decision(NamedTuple):
 
 
 class Occupancy(NamedTuple):
-    """A share of KV blocks, and how many seconds ago the oldest part of it was told."""
+    """A share of used KV blocks, and the age in seconds of its oldest report."""
 
     share: float
     age: float
 
 
 class Facts(NamedTuple):
-    """What is known of a request, of the worker that it was routed to, and of the other stage."""
+    """The facts about a request, its worker and the other stage on which a decider decides."""
 
-    #: Tokens of the prompt, those of them that no cached block has, and requests that wait for the other stage.
+    #: Tokens of the prompt, its tokens outside of cached blocks, and requests that wait for the other stage.
     num_prompt: int
     uncached: int
     depth: int
     #: The prompt and all that may be generated.
     most_tokens: int
     is_prefill_worker: bool
-    #: Requests that the worker serves alone by decision, and the most tokens that they come to.
+    #: Requests that the worker serves alone by decision, and the largest number of tokens that they may use.
     num_kept: int
     kept_tokens: int
     #: The share of the worker's KV blocks that is in use.
@@ -46,7 +46,7 @@ class Facts(NamedTuple):
     other_occupancy: Occupancy | None
 
     def as_json(self) -> dict[str, int | float]:
-        """As the request's trace has them."""
+        """The facts for the request trace."""
         facts: dict[str, int | float] = {"uncached": self.uncached, "queue_depth": self.depth}
         if self.other_occupancy is not None:
             share, age = self.other_occupancy
@@ -59,7 +59,7 @@ class Facts(NamedTuple):
 
 
 class Rule(Protocol):
-    """A frozen dataclass in which every field has a default. Rules that have a field in common share its value."""
+    """A frozen dataclass whose fields all have defaults. Rules with a common field share its value."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
@@ -96,7 +96,7 @@ class LengthAndQueue(Length):
 
 @dataclass(frozen=True, slots=True)
 class IslBounding:
-    """Stays when little is to compute, and most of the prompt is there."""
+    """Stays local when few tokens have to be computed, and most of the prompt is cached."""
 
     eff_isl_threshold: int = option(2048, "isl_bounding: max uncached tokens prefilled locally", NUMBER)
     eff_isl_ratio_threshold: float = option(
@@ -106,7 +106,7 @@ class IslBounding:
     def decide(self, facts: Facts) -> Decision:
         if facts.uncached >= self.eff_isl_threshold:
             return Decision(True, "long")
-        # A quotient rounds to the number that the threshold was read as; a product may be above that.
+        # A quotient, unlike a product, rounds to the same float as the threshold.
         if facts.uncached / max(1, facts.num_prompt) >= self.eff_isl_ratio_threshold:
             return Decision(True, "low_hit_ratio")
         return Decision(False, "cached")
@@ -127,8 +127,8 @@ class NonCachedTokens:
 
 @dataclass(frozen=True, slots=True)
 class DecodeOccupancy:
-    """A prefill worker goes on alone while the decode workers are full and it is not: no KV moves, and the request
-    waits for no room. A decode worker always asks the other stage. At a threshold a worker is busy.
+    """A prefill worker serves a request alone while the decode workers are busy and it is not, so the request does not
+    wait for them. A decode worker always calls the other stage. A worker at its threshold is busy.
     """
 
     decode_busy_threshold: float = option(
@@ -163,9 +163,9 @@ class DecodeOccupancy:
         return Decision(False, "decode_busy")
 
 
-#: The one that asks for no facts: nothing is looked up in the cache for it.
+#: This decider uses no facts, so the cache is not queried for it.
 ALWAYS = "always"
-#: The one that asks the other stage how full it is.
+#: This decider needs the occupancy of the other stage.
 DECODE_OCCUPANCY = "decode_occupancy"
 
 DECIDERS: dict[str, type[Rule]] = {

@@ -1,4 +1,4 @@
-"""The flags of `python -m dynamo.trtllm` 1.6.1 that are no settings of this worker, and what becomes of each.
+"""The flags of `python -m dynamo.trtllm` 1.6.1 that are no settings of this worker, and how each is handled.
 
 Together with FLAGS these are all flags of Dynamo's: a test compares them with the installed ai-dynamo, so that an
 upgrade shows what is new. A flag, or its variable, that this worker would ignore is refused by name.
@@ -17,21 +17,21 @@ _YES = ("1", "true", "on", "yes")
 
 
 class NotServed(NamedTuple):
-    """A flag of Dynamo's worker that asks for what this one does not do."""
+    """A flag of Dynamo's worker for a function that this worker does not have."""
 
     name: str
     variable: str | None
-    #: Values that ask for nothing, lower case.
+    #: Values, in lower case, that leave the function off.
     accepted: tuple[str, ...]
-    #: What to use or do in place of it.
+    #: What to use instead.
     instead: str
-    #: `--x` and `--no-x`.
+    #: The flag is a switch: `--x` and `--no-x`.
     is_switch: bool = False
-    #: Any number of values.
+    #: The flag takes any number of values.
     is_list: bool = False
 
     def check(self, key: str, value: str) -> None:
-        """Raise ConfigError, naming `key`, unless the value asks for nothing."""
+        """Raise ConfigError, which names `key`, unless the value leaves the function off."""
         if value.strip().lower() in self.accepted:
             return
         allowed = " or ".join(name for name in self.accepted if name) or "no value"
@@ -127,7 +127,7 @@ def _variable(name: str, accepted: Sequence[str], instead: str) -> NotServed:
 
 _SNAPSHOT = "snapshots of a loaded worker are not taken; each one loads its model"
 
-#: Variables of Dynamo's that go with no flag.
+#: Variables of Dynamo without a flag.
 VARIABLES_NOT_SERVED = (
     _variable("DYN_SNAPSHOT_CONTROL_DIR", [], _SNAPSHOT),
     _variable("SNAPSHOT_RESTORE_STANDBY", ["0"], _SNAPSHOT),
@@ -221,12 +221,12 @@ DIFFERENCES: Mapping[str, str] = {
     "--dyn-structural-tag": "off unless guided_decoding_backend is set, without which the engine refuses tags",
 }
 
-#: Where the namespace keeps what the flags above were given.
+#: Attributes of the namespace that hold the values of the flags above.
 ROUTER_FLAGS, RUNTIME_VARIABLES = "router_flags", "runtime_variables"
 
 
 def add_dynamo_arguments(parser: argparse.ArgumentParser) -> None:
-    """Known, and not in --help: Dynamo's own pages describe them."""
+    """Add Dynamo's flags, hidden in --help: Dynamo's own pages describe them."""
     add = parser.add_argument
     unsaid = argparse.SUPPRESS
     hidden: dict[str, Any] = {"action": Take, "dest": unsaid, "default": unsaid, "help": unsaid}
@@ -242,7 +242,7 @@ def add_dynamo_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_ignored_variables(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError for the first variable of Dynamo's that this worker would ignore."""
+    """Raise ConfigError for the first variable of Dynamo that this worker would ignore."""
     for flag in (*NOT_SERVED, *VARIABLES_NOT_SERVED):
         value = environ.get(flag.variable or "")
         if value is None:
@@ -273,7 +273,7 @@ Taker = Callable[[argparse.Namespace, str, Sequence[str]], None]
 
 
 class Take(argparse.Action):
-    """Gives the namespace, a flag as it was spelt and its values to `take`, and does nothing else."""
+    """An argparse action that only calls `take` with the namespace, the flag as given, and its values."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, take: Taker, **more: Any) -> None:
         super().__init__(option_strings, dest, **more)
@@ -291,7 +291,7 @@ class Take(argparse.Action):
 
 
 def is_no(option: str) -> bool:
-    """It is `--no-x`, of a switch."""
+    """Whether the flag is the `--no-x` form of a switch."""
     return option.startswith("--no-")
 
 

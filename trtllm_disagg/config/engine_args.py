@@ -1,9 +1,8 @@
 """The keyword arguments of LLM(...): flags, then the YAML file, then the JSON override.
 
-They are plain values and name no engine. All that we know of an argument is checked before an engine exists.
-The strongest wins, as in Dynamo's worker: --override-engine-args, then --extra-engine-args, then a flag or variable
-that was given, then a default. Only the model is the flag's, because frontends were told of that one.
-`--dump-config-to FILE` gets what came out of flags, variables and YAML, as JSON.
+They are plain values for any engine. Known arguments are checked before an engine exists. Precedence is as in Dynamo's
+worker: --override-engine-args, then --extra-engine-args, then a flag or variable, then a default. Only the model is
+always that of the flag, because frontends use it, too. `--dump-config-to FILE` writes the result as JSON.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from trtllm_disagg.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.kv_transfer.transports import embedded_only_backends
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 Args = dict[str, Any]
 
 KV_EVENT_BUFFER_SIZE = 100_000
 _BLOCK_SIZE_KEY = "kv_cache_config.tokens_per_block"
 
-#: Where each setting of WorkerConfig lives among the engine's arguments.
+#: Setting of WorkerConfig -> its engine argument.
 _KEYS = {
     "model": "model",
     "load_format": "load_format",
@@ -54,10 +53,10 @@ _KEYS = {
 
 
 def build_engine_args(config: WorkerConfig) -> Args:
-    """The arguments of LLM(...) for this worker; raises ConfigError for whatever is wrong with them.
+    """The arguments of LLM(...) for this worker. Raises ConfigError for wrong ones.
 
-    Resolve `engine="auto"` first: for any engine but the embedded one, a key that is unknown here is left to
-    TensorRT-LLM, unless it looks like a misspelt one.
+    Resolve `engine="auto"` first: only for the embedded engine all keys are known. For others, an unknown key is passed
+    on to TensorRT-LLM, unless it looks like a misspelling.
     """
     from_file = _read_yaml(config)
     flag = config.override_flag
@@ -65,7 +64,7 @@ def build_engine_args(config: WorkerConfig) -> Args:
     _check_block_size(config, {config.extra_engine_args: from_file, flag: from_json})
 
     args = merged_args(_dynamo_defaults(config), from_file)
-    _tell_what_files_win(args, config)
+    _resolve_overruled(args, config)
     args = merged_args(args, from_json)
 
     _strip(args)
@@ -77,7 +76,7 @@ def build_engine_args(config: WorkerConfig) -> Args:
 
 
 def with_engine_args(config: WorkerConfig, args: Mapping[str, Any]) -> WorkerConfig:
-    """The configuration with the sizes that the engine really gets: what the model card has to say."""
+    """The configuration with the sizes in the engine's arguments, for the model card."""
     sizes = {name: args.get(name) for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
     known = {name: value for name, value in sizes.items() if value is not None}
     block_size = _get(args, _BLOCK_SIZE_KEY)
@@ -88,7 +87,7 @@ def with_engine_args(config: WorkerConfig, args: Mapping[str, Any]) -> WorkerCon
 
 
 def _dynamo_defaults(config: WorkerConfig) -> Args:
-    """What Dynamo's worker passes when no file says otherwise."""
+    """The arguments that Dynamo's worker passes without a file: its defaults, and the flags."""
     args: Args = {
         "scheduler_config": {
             "capacity_scheduler_policy": "GUARANTEED_NO_EVICT",
@@ -98,12 +97,12 @@ def _dynamo_defaults(config: WorkerConfig) -> Args:
                 "dynamic_batch_moving_average_window": 128,
             },
         },
-        # Each request says whether it is measured, as with Dynamo's worker.
+        # As in Dynamo's worker, each request sets whether it is measured.
         "return_perf_metrics": False,
         "enable_iter_perf_stats": config.reads_statistics,
     }
     if config.role is not Role.AGG:
-        # Without a transceiver KV cannot move, so a worker of a pair has one unless a file forbids it.
+        # KV transfer needs a transceiver, so a worker of a pair has one unless a file disables it.
         args["cache_transceiver_config"] = {"backend": "DEFAULT"}
     for name, key in _KEYS.items():
         value = getattr(config, name)
@@ -123,7 +122,7 @@ def _read_yaml(config: WorkerConfig) -> Args:
     if not source:
         return {}
     path = Path(source).expanduser()
-    # os.path says no where Path raises: names that are too long, for one.
+    # os.path returns False where Path raises, for example for names that are too long.
     if not os.path.isfile(path):
         raise ConfigError.bad_value(flag_of("extra_engine_args"), source, "a YAML file that exists")
     try:
@@ -139,7 +138,7 @@ def _read_yaml(config: WorkerConfig) -> Args:
 
 
 def override_of(text: str, is_strict: bool, flag: str = "--override-engine-args") -> Args:
-    """What `flag` gave as JSON. Raises ConfigError."""
+    """The engine arguments in the JSON of `flag`. Raises ConfigError."""
     return check_engine_keys(_parsed_json(text), flag, is_strict)
 
 
@@ -151,8 +150,8 @@ def _parsed_json(text: str) -> Any:
 
 
 def with_flags(from_file: Mapping[str, Any], config: WorkerConfig) -> tuple[Args, list[str]]:
-    """What a file, and the flags beside it, give of the engine's arguments, unchecked and without any default; and a
-    sentence for each flag that the file has overruled. The model is left out.
+    """The engine arguments in a file and the flags beside it, unchecked and without defaults; and a sentence for each
+    flag that the file overrules. The model is left out.
     """
     flags: Args = {}
     for name, key in _KEYS.items():
@@ -167,16 +166,16 @@ def with_flags(from_file: Mapping[str, Any], config: WorkerConfig) -> tuple[Args
     ]
 
 
-def _tell_what_files_win(args: Args, config: WorkerConfig) -> None:
-    """`args`: flags and file together. A warning for each flag that the file has overruled."""
+def _resolve_overruled(args: Args, config: WorkerConfig) -> None:
+    """Log a warning for each flag that the file overrules. `args`: flags and file together."""
     for name, sentence in _overruled(args, config):
-        logger.warning("%s", sentence)
+        log.warning("%s", sentence)
         if name == "model":
             args["model"] = config.model
 
 
 def _overruled(args: Args, config: WorkerConfig) -> Iterator[tuple[str, str]]:
-    """Setting, and the sentence that names both values."""
+    """(setting, sentence that names both values) for each overruled flag."""
     source = config.extra_engine_args
     for name, key in _KEYS.items():
         if not config.is_explicit(name):
@@ -194,7 +193,7 @@ def _overruled(args: Args, config: WorkerConfig) -> Iterator[tuple[str, str]]:
 
 
 def _check_block_size(config: WorkerConfig, sources: Mapping[str, Args]) -> None:
-    """The router counts in blocks of --kv-block-size, so the engine has to store blocks of that size."""
+    """The router counts blocks of --kv-block-size, so the engine must have the same block size."""
     if not config.is_explicit("kv_block_size"):
         return
     for source, content in sources.items():
@@ -207,10 +206,10 @@ def _check_block_size(config: WorkerConfig, sources: Mapping[str, Args]) -> None
 
 
 def _check_model(model: object) -> None:
-    """A path has to lead to a model. A name on the hub is left to the engine."""
+    """A path must be a model directory. A hub name is not checked here."""
     name = str(model)
     path = Path(name).expanduser()
-    # A name on the hub has one slash at most, and starts with neither of these.
+    # A hub name has at most one slash, and starts with none of these.
     if not (name.startswith(("/", ".", "~")) or name.count("/") > 1 or os.path.exists(path)):
         return
     if not os.path.isdir(path):
@@ -225,8 +224,8 @@ def _check_engine(args: Args, config: WorkerConfig) -> None:
     if "embedded" in args:
         raise ConfigError.bad_value("embedded", args["embedded"], f"no value, on the engine {config.engine}")
     if args.pop("skip_tokenizer_init", None):
-        # TensorRT-LLM would refuse every request that does not name the token which ends it.
-        logger.warning("skip_tokenizer_init has no effect: the engine's tokenizer says where an answer ends")
+        # With it, TensorRT-LLM would refuse every request without an end token.
+        log.warning("skip_tokenizer_init has no effect: the engine's tokenizer says where an answer ends")
     backend = _get(args, "cache_transceiver_config.backend")
     if backend in embedded_only_backends():
         allowed = f"DEFAULT, NIXL, UCX, MOONCAKE or MPI, on the engine {config.engine}"
@@ -264,16 +263,16 @@ def _set_up_events(args: Args, config: WorkerConfig) -> None:
     if not _get(args, "kv_cache_config.event_buffer_max_size"):
         _set(args, "kv_cache_config.event_buffer_max_size", KV_EVENT_BUFFER_SIZE)
     if _get(args, "kv_cache_config.enable_block_reuse") is False:
-        logger.warning("%s has little to tell: kv_cache_config.enable_block_reuse is false", flag)
+        log.warning("%s has little to tell: kv_cache_config.enable_block_reuse is false", flag)
 
 
 def _strip(args: Args) -> None:
-    """Remove what Dynamo decides itself."""
+    """Remove arguments that Dynamo decides itself."""
     backend = args.pop("backend", None)
     if backend not in (None, "pytorch"):
         raise ConfigError.bad_value("backend", backend, "pytorch")
     if args.pop("num_postprocess_workers", None):
-        logger.warning("num_postprocess_workers has no effect: Dynamo's frontend does that work")
+        log.warning("num_postprocess_workers has no effect: Dynamo's frontend does that work")
 
 
 # -- nested dictionaries with dotted keys
@@ -289,8 +288,8 @@ def _get(args: Mapping[str, Any], key: str) -> Any:
 
 
 def _set(args: Args, key: str, value: object) -> None:
-    *way, name = key.split(".")
-    for part in way:
+    *path, name = key.split(".")
+    for part in path:
         if not isinstance(args.get(part), dict):
             args[part] = {}
         args = args[part]
@@ -298,7 +297,7 @@ def _set(args: Args, key: str, value: object) -> None:
 
 
 def merged_args(base: Mapping[str, Any], update: Mapping[str, Any]) -> Args:
-    """`update` over `base`, key by key down to the leaves. An explicit null replaces."""
+    """`base` updated recursively by `update`. An explicit null replaces a value."""
     merged = dict(base)
     for key, value in update.items():
         old = merged.get(key)
@@ -311,15 +310,15 @@ def merged_args(base: Mapping[str, Any], update: Mapping[str, Any]) -> Args:
 
 
 def check_engine_keys(content: object, source: str, strict: bool) -> dict[str, Any]:
-    """The content, once every key and type in it was compared with LlmArgs.
+    """Check every key and type of the content against LlmArgs, and return it.
 
-    Strict refuses any key that LlmArgs lacks. Otherwise only a misspelling is refused, because TensorRT-LLM
-    has more keys than we know; it checks the others itself.
+    With `strict` every key that LlmArgs lacks is refused, else only misspellings: TensorRT-LLM has more keys than
+    LlmArgs, and checks those itself.
     """
     if not isinstance(content, dict):
         raise ConfigError(f"{source}: expected keys with values, got {type(content).__name__}")
     try:
-        # The model has its own flag, so that a file without one is whole.
+        # A file needs no model, which has its own flag.
         LlmArgs.model_validate({"model": "any", **content})
     except ValidationError as errors:
         for error in errors.errors(include_url=False, include_context=False):
@@ -345,7 +344,7 @@ def _at(source: str, key: str) -> str:
 
 
 def _path_inside(location: Iterable[Any], content: Any) -> list[str]:
-    """The part of pydantic's location that is in the file; pydantic also names the members of a union."""
+    """The part of pydantic's location that is in the file; pydantic adds the members of unions."""
     path: list[str] = []
     for part in location:
         try:
@@ -357,14 +356,14 @@ def _path_inside(location: Iterable[Any], content: Any) -> list[str]:
 
 
 def _hint(path: list[str], strict: bool) -> str:
-    """What the key should have been; empty where an unknown key may be one of TensorRT-LLM's."""
+    """The nearest or the allowed keys; empty when TensorRT-LLM may know the key."""
     if close := nearest_key(path, cutoff=0.6 if strict else 0.9):
         return f"did you mean {close}?"
     return "allowed: " + ", ".join(sorted(_known_keys(path[:-1]))) if strict else ""
 
 
 def nearest_key(path: Sequence[str], cutoff: float = 0.75) -> str:
-    """The argument of LLM(...) that is meant by an unknown one at this path, dotted; empty where none is close."""
+    """The dotted name of the argument of LLM(...) nearest to an unknown one; empty when none is close."""
     *owner, name = path
     close = difflib.get_close_matches(name, _known_keys(owner), n=1, cutoff=cutoff)
     return ".".join([*owner, close[0]]) if close else ""
@@ -384,10 +383,10 @@ def _nested_model(model: type[BaseModel], name: str) -> type[BaseModel]:
 
 
 def dump_config(config: WorkerConfig, engine_args: Mapping[str, Any]) -> None:
-    """Where it is asked for. Raises ConfigError when the file cannot be written."""
+    """Write --dump-config-to, if it is given. Raises ConfigError when the file cannot be written."""
     if config.dump_config_to is None:
         return
-    # The names are those of Dynamo's dump.
+    # The same keys as in Dynamo's dump.
     content = {"version": __version__, "dynamo_args": asdict(config), "engine_args": engine_args}
     try:
         Path(config.dump_config_to).expanduser().write_text(

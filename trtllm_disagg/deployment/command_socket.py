@@ -1,8 +1,8 @@
 """The socket in the run directory of an `up`, by which `switch`, `set` and `scale` reach it; only its user may open it.
 
-One JSON line asks (`commands.UpCommand`), JSON lines answer: any number of {"said": ...}, then {"done": ...},
-{"refused": ...} for a setting that is wrong, or {"failed": ...}. A command that was begun is completed, even if its
-client has gone. A line that is no command is answered {"refused": ...} too, within seconds.
+The request is one JSON line (`commands.UpCommand`). The answer is JSON lines: any number of {"said": ...}, then
+{"done": ...}, {"refused": ...} for a wrong setting or a line that is no command, or {"failed": ...}. A command that has
+begun is completed, even if its client has disconnected.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ import msgspec
 from trtllm_disagg.commands import Describe, Set, Switch, UpCommand, decode_up_command
 from trtllm_disagg.config.thresholds import check_thresholds
 from trtllm_disagg.deployment.managed_process import ManagedProcess
-from trtllm_disagg.deployment.plan import ProcessSpec, Role, devices_of, queue_flags, shared_env, worker_spec
+from trtllm_disagg.deployment.plan import (
+    ProcessRole,
+    ProcessSpec,
+    devices_of,
+    queue_flags,
+    shared_env,
+    worker_spec,
+)
 from trtllm_disagg.deployment.ports import free_system_ports
 from trtllm_disagg.deployment.supervisor import Supervisor
 from trtllm_disagg.errors import ConfigError, DisaggError
@@ -33,36 +40,36 @@ from trtllm_disagg.strategies import spec_of, switchable
 
 log = logging.getLogger(__name__)
 
-COMMAND_SOCKET = "orders.sock"
-#: Each is a process of its own; a slip of the finger shall not take the machine.
+COMMAND_SOCKET = "commands.sock"
+#: Of one role. Each worker is a process, so a mistyped number could exhaust the machine.
 MOST_WORKERS = 64
 _MAX_LINE = 64 * 1024
-#: Of what comes behind a command that is too long: it is read, so that its client can read the answer.
+#: Bytes after a command that is too long, which are read so that its client can read the answer.
 _MAX_REST = 1024 * 1024
 
 Say = Callable[[str], None]
 
 
 class NoUpError(ConfigError):
-    """No `up` of that run directory serves."""
+    """No `up` serves that run directory."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Of the connections to the socket. While a command is executed its connection stays open."""
+class ConnectionLimits:
+    """Limits of the socket's connections. A connection stays open while its command is executed."""
 
     connections: int = 32
     #: How long a client may take to send its command, and to read the answer.
     idle_seconds: float = 10.0
 
 
-LIMITS = Limits()
+LIMITS = ConnectionLimits()
 
 
 class CommandServer:
     """Executes commands of this user's processes (and root's); scales one at a time."""
 
-    def __init__(self, supervisor: Supervisor, limits: Limits) -> None:
+    def __init__(self, supervisor: Supervisor, limits: ConnectionLimits) -> None:
         self._supervisor = supervisor
         self._limits = limits
         self._one_at_a_time = asyncio.Lock()
@@ -149,7 +156,7 @@ class CommandServer:
         }
 
     def _switch(self, to: str) -> str:
-        """The workers run `to` already; those to come shall too."""
+        """Start further workers with `to`; the running workers have been switched already."""
         config = self._supervisor.config
         if to not in switchable() or spec_of(to).roles != spec_of(config.strategy).roles:
             raise ConfigError.bad_value("strategy", to, "one that these workers can run")
@@ -158,7 +165,7 @@ class CommandServer:
         return to
 
     def _set(self, values: Mapping[str, Any]) -> str:
-        """The workers have these thresholds already; those to come shall too."""
+        """Start further workers with these thresholds; the running workers have them already."""
         check_thresholds(values, "set")
         config = self._supervisor.config
         self._supervisor.config = replace(config, thresholds={**config.thresholds, **values})
@@ -168,7 +175,7 @@ class CommandServer:
 
 
 @asynccontextmanager
-async def serving_commands(supervisor: Supervisor, limits: Limits = LIMITS) -> AsyncIterator[None]:
+async def serving_commands(supervisor: Supervisor, limits: ConnectionLimits = LIMITS) -> AsyncIterator[None]:
     """Inside the block `send_to_up` reaches the deployment."""
     path = supervisor.config.run_dir / COMMAND_SOCKET
     commands = CommandServer(supervisor, limits)
@@ -184,8 +191,9 @@ async def serving_commands(supervisor: Supervisor, limits: Limits = LIMITS) -> A
 def send_to_up(
     run_dir: Path, command: UpCommand, say: Say = lambda text: None, *, seconds: float | None = None
 ) -> Any:
-    """Send a command to the `up` of `run_dir`, and wait until it is done; its answer. Raises ConfigError when it
-    refuses, NoUpError when none is there, DisaggError when it fails, TimeoutError when it is silent for `seconds`.
+    """Send a command to the `up` of `run_dir`, wait until it is done, and return its answer. Raises ConfigError when it
+    is refused, NoUpError without an `up`, DisaggError when it fails, TimeoutError when `up` sends nothing for
+    `seconds`.
     """
     try:
         connection = connect(run_dir / COMMAND_SOCKET, seconds)
@@ -210,9 +218,9 @@ def send_to_up(
 
 
 async def _read_rest(reader: asyncio.StreamReader) -> None:
-    left = _MAX_REST
-    while left > 0 and (part := await reader.read(_MAX_LINE)):
-        left -= len(part)
+    remaining = _MAX_REST
+    while remaining > 0 and (part := await reader.read(_MAX_LINE)):
+        remaining -= len(part)
 
 
 @dataclass(frozen=True)
@@ -220,10 +228,10 @@ class Scaler:
     supervisor: Supervisor
 
     async def scale(self, wanted: Mapping[str, int], say: Say) -> dict[str, int]:
-        """Until as many workers of each role run as `wanted` says; other roles stay as they are. New ones come
-        first, then the youngest go, one by one, each when its requests have ended. How many run then, by role.
+        """Start or stop workers until `wanted` runs, a number by role; other roles do not change. New workers start
+        first. Then the youngest leave, one by one, when their requests have ended. Returns the running number by role.
 
-        Raises ConfigError before anything is changed, DeploymentFailedError when a new worker does not come up.
+        Raises ConfigError before anything is changed, DeploymentFailedError when a new worker does not become ready.
         """
         counts = self._checked(wanted)
         await self._add_all(self._missing(counts), say)
@@ -236,7 +244,7 @@ class Scaler:
         roles = spec_of(self.supervisor.config.strategy).roles
         return {role: running[role] for role in roles}
 
-    def _missing(self, wanted: Mapping[Role, int]) -> list[ProcessSpec]:
+    def _missing(self, wanted: Mapping[ProcessRole, int]) -> list[ProcessSpec]:
         config = self.supervisor.config
         names = [
             (role, self._next_index(role) + i)
@@ -247,13 +255,13 @@ class Scaler:
         services = list(queue_flags(process.spec for process in self.supervisor.processes))
         specs: list[ProcessSpec] = []
         for (role, index), port in zip(names, ports, strict=True):
-            there = (process.spec for process in self.supervisor.processes if process.stays)
-            devices = config.gpus.environment(role, devices_of([*there, *specs]))
+            running = (process.spec for process in self.supervisor.processes if process.stays)
+            devices = config.gpus.environment(role, devices_of([*running, *specs]))
             specs.append(worker_spec(config, role, index, env | devices, port, services))
         return specs
 
     async def _add_all(self, specs: Iterable[ProcessSpec], say: Say) -> None:
-        """Side by side. When one does not come up, the others are waited for, and stay."""
+        """Start workers in parallel. When one does not become ready, the others still do, and stay."""
 
         async def add(spec: ProcessSpec) -> None:
             say(f"{spec.name} starts")
@@ -264,7 +272,7 @@ class Scaler:
             if isinstance(outcome, BaseException):
                 raise outcome
 
-    def _checked(self, wanted: Mapping[str, int]) -> dict[Role, int]:
+    def _checked(self, wanted: Mapping[str, int]) -> dict[ProcessRole, int]:
         roles = spec_of(self.supervisor.config.strategy).roles
         for role, count in wanted.items():
             if role not in roles:
@@ -276,13 +284,13 @@ class Scaler:
                 )
             if not 1 <= count <= MOST_WORKERS:
                 raise ConfigError.bad_value(f"--{role}", count, f"1 to {MOST_WORKERS} workers")
-        return {cast(Role, role): count for role, count in wanted.items()}
+        return {cast(ProcessRole, role): count for role, count in wanted.items()}
 
-    def _running(self, role: Role) -> list[ManagedProcess]:
+    def _running(self, role: ProcessRole) -> list[ManagedProcess]:
         return [process for process in self.supervisor.processes if process.role == role and process.stays]
 
-    def _next_index(self, role: Role) -> int:
-        """No name is used twice, so that no log is written over."""
+    def _next_index(self, role: ProcessRole) -> int:
+        """The first index without a log: names are never used twice, so that no log is overwritten."""
         names = [path.stem for path in self.supervisor.config.run_dir.glob(f"{role}-*.log")]
         numbers = [int(number) for name in names if (number := name.removeprefix(f"{role}-")).isdigit()]
         return max(numbers, default=-1) + 1
@@ -290,7 +298,7 @@ class Scaler:
 
 @contextmanager
 def short_path(path: Path) -> Iterator[str]:
-    """The same file; a socket's address has room for 107 bytes."""
+    """A short name of the same file, because a Unix socket's address is limited to 107 bytes."""
     directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{directory}/{path.name}"
@@ -299,7 +307,7 @@ def short_path(path: Path) -> Iterator[str]:
 
 
 def listen(path: Path) -> socket.socket:
-    """For this user only, from its first moment on. One that a dead process left behind is replaced."""
+    """A listening socket that only this user can ever open. Replaces the socket of a dead process."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         os.fchmod(listener.fileno(), 0o600)
@@ -315,7 +323,7 @@ def listen(path: Path) -> socket.socket:
 
 
 def connect(path: Path, seconds: float | None = None) -> socket.socket:
-    """Raises OSError when no process listens; `seconds` are the connection's timeout from then on."""
+    """Connect, with `seconds` as the timeout of every operation. Raises OSError when no process listens."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(seconds)
     try:

@@ -1,17 +1,16 @@
-"""What launch/ asks before it starts workers. `python -m trtllm_disagg.deployment.for_scripts`, and one of:
+"""Computes for the scripts in launch/ before they start workers: `python -m trtllm_disagg.deployment.for_scripts`,
+with:
 
-`ranks ARG...`, with the arguments that a worker will be started with, prints four words: the number of its ranks,
-whether each has a GPU (yes or no), what `srun --mpi` has to be, and the program that runs in every rank, if there is
-one.
+`ranks ARG...`, the arguments of a worker: prints the number of its ranks, whether each rank has a GPU (yes or no), the
+value of `srun --mpi`, and the program that starts each rank, if there is one.
 
-`gpus ARG... [-- ARG...]`, with the arguments of each worker: do they fit side by side on the GPUs that the script
-gives them? Ends with 1 and says why when they do not.
+`gpus ARG... [-- ARG...]`, the arguments of each worker: checks that the workers fit side by side on the GPUs that the
+script gives them. Exits with 1 and the reason when they do not.
 
-`placement GPUS_PER_NODE GPUS NODES ROLE:WORKERS:RANKS...`, for launch/slurm/, prints a line a worker: its role, its
-nodes, how many these are, its ranks, those of each node, and the GPUs that it may have there (`-` without GPUs).
-GPUS_PER_NODE is a number (`-` without GPUs), GPUS are those of every node that may be used (2,3, or `-` for all), NODES
-has commas too. A worker that needs more than one node gets whole ones, all others share nodes, and none has GPUs on two
-nodes where one would do.
+`placement GPUS_PER_NODE GPUS NODES ROLE:WORKERS:RANKS...`, for launch/slurm/: prints one line for each worker with its
+role, its nodes, their number, its ranks, its ranks on each node, and its GPUs there (`-` without GPUs). GPUS_PER_NODE
+is a number (`-` without GPUs), GPUS lists the usable GPUs of every node (2,3, or `-` for all), NODES is a list with
+commas, too. A worker that needs several nodes gets whole nodes. All others share nodes, and never span two.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ from trtllm_disagg.engine.engines import ENGINES
 from trtllm_disagg.errors import ERROR_PREFIX, ConfigError
 
 _NONE = "-"
-#: What launch/slurm/ takes the GPUs of a node from.
+#: The variables of launch/slurm/ for the GPUs of a node, for error messages.
 _PER_NODE, _OF_ROLE = "GPUS_PER_NODE", f"ROLE_{VARIABLE}"
 
 
 def describe_ranks(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Raises ConfigError for what the worker would refuse."""
+    """The output of `ranks`. Raises ConfigError for arguments that the worker would refuse."""
     config = read_worker(arguments, environ)
     engine = ENGINES[config.engine]
     on_gpus = "yes" if engine.is_tensorrt_llm else "no"
@@ -52,8 +51,8 @@ def describe_ranks(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
 
 
 def require_room(workers: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> None:
-    """For workers that are started one by one. Each takes the first GPUs of its role's variable, or of
-    CUDA_VISIBLE_DEVICES. Raises ConfigError where they are too few, or two workers need more memory of one than it has.
+    """For workers that are started one by one, each on the first GPUs of its role's variable, or of
+    CUDA_VISIBLE_DEVICES. Raises ConfigError for too few GPUs, or for workers that together need too much memory of one.
     """
     gpus = gpus_of(workers, None, environ, present=tuple)
     shares: defaultdict[str, dict[str, float]] = defaultdict(dict)
@@ -79,7 +78,7 @@ def require_room(workers: Mapping[str, Sequence[str]], environ: Mapping[str, str
 
 
 def _workers_of(arguments: Sequence[str]) -> dict[str, list[str]]:
-    """Of workers with valid arguments; the others report their own errors."""
+    """Role -> arguments, without workers whose arguments are wrong: those report their own errors."""
     found: dict[str, list[str]] = {}
     for is_end, words in groupby(arguments, lambda word: word == "--"):
         with suppress(ConfigError):
@@ -92,11 +91,11 @@ def _workers_of(arguments: Sequence[str]) -> dict[str, list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """All of one role."""
+    """The number of workers of one role."""
 
     role: str
     count: int
-    #: Of each of them.
+    #: Ranks of each worker.
     ranks: int
 
     @classmethod
@@ -109,7 +108,7 @@ class Workers:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Of one worker."""
+    """The nodes and GPUs of one worker."""
 
     role: str
     nodes: tuple[str, ...]
@@ -123,7 +122,7 @@ class Place:
 
 
 def gpus_of_node(per_node: str, given: str) -> tuple[str, ...]:
-    """Raises ConfigError for a number that no GPU of a node has. A UUID is the node's to know."""
+    """The GPUs of each node. Raises ConfigError for a number that is too high; UUIDs cannot be checked here."""
     if per_node == _NONE:
         return ()
     number = int(per_node)
@@ -135,9 +134,9 @@ def gpus_of_node(per_node: str, given: str) -> tuple[str, ...]:
 
 
 def place(every: Sequence[Workers], nodes: Sequence[str], gpus: Sequence[str]) -> list[Place]:
-    """In the order of `every`. Raises ConfigError where they do not fit."""
+    """The place of each worker, in the order of `every`. Raises ConfigError when they do not fit."""
     if not gpus:
-        # Ranks without GPUs are those of the embedded engine: all on one host.
+        # All ranks of an engine without GPUs, which is the embedded engine, run on one host.
         free_nodes = cycle(nodes)
         return [
             Place(workers.role, (next(free_nodes),), workers.ranks, ())

@@ -1,4 +1,4 @@
-"""The GPUs of each worker of a deployment, for engines that run on them: its CUDA_VISIBLE_DEVICES.
+"""Chooses the GPUs of each worker of a deployment: its CUDA_VISIBLE_DEVICES.
 
 Prefill workers take theirs from the front of the list and decode workers from its end, so that either role can be
 scaled without a device in common. A GPU is shared only where the workers' shares of its memory add up to at most 1.
@@ -20,13 +20,13 @@ from trtllm_disagg.engine.engines import ENGINES, resolve_engine
 from trtllm_disagg.errors import ConfigError
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
-#: Upstream's launch scripts have these names, too.
+#: Dynamo's launch scripts use the same names.
 ROLE_VARIABLES: Mapping[str, str] = {
     "agg": "AGG_CUDA_VISIBLE_DEVICES",
     "prefill": "PREFILL_CUDA_VISIBLE_DEVICES",
     "decode": "DECODE_CUDA_VISIBLE_DEVICES",
 }
-#: Sizes that multiply to the number of a worker's GPUs.
+#: Engine arguments whose product is the number of a worker's GPUs.
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
 #: TensorRT-LLM's default of kv_cache_config.free_gpu_memory_fraction.
 _FRACTION = 0.9
@@ -35,23 +35,23 @@ _DRIVER = Path("/proc/driver/nvidia/gpus")
 
 @dataclass(frozen=True, slots=True)
 class GpuNeeds:
-    """Of one worker."""
+    """The needs of one worker."""
 
     num_gpus: int
-    #: Of each GPU's memory, for KV.
+    #: Share of each GPU's memory, for KV.
     fraction: float
 
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """What is there for each role, and what its workers need. A role that is not in `needs` gets no devices."""
+    """The devices and the needs of each role. A role that is not in `needs` gets no devices."""
 
     devices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     needs: Mapping[str, GpuNeeds] = field(default_factory=dict)
 
     def environment(self, role: str, taken: Iterable[tuple[str, Mapping[str, str]]]) -> dict[str, str]:
-        """The GPUs of one more worker; `taken`: roles and environments of the others. Raises ConfigError when it finds
-        no room.
+        """The variables of one more worker; `taken`: roles and environments of the others. Raises ConfigError when no
+        GPU has room.
         """
         if role not in self.needs:
             return {}
@@ -70,7 +70,7 @@ class Gpus:
         return {VARIABLE: ",".join(group)}
 
     def _used(self, taken: Iterable[tuple[str, Mapping[str, str]]]) -> Mapping[str, float]:
-        """Device -> the share of its memory that workers have."""
+        """Device -> the share of its memory that workers use."""
         used: defaultdict[str, float] = defaultdict(float)
         for role, environment in taken:
             for device in environment.get(VARIABLE, "").split(",") if role in self.needs else ():
@@ -78,7 +78,7 @@ class Gpus:
         return used
 
     def _groups(self, role: str, size: int) -> list[tuple[str, ...]]:
-        """Neighbours that one worker may have, best first."""
+        """Groups of neighbouring devices for one worker, in order of preference."""
         devices = self.devices[role]
         if size > len(devices):
             raise ConfigError.bad_value(
@@ -100,10 +100,10 @@ def gpus_of(
     environ: Mapping[str, str],
     present: Callable[[], tuple[str, ...]] | None = None,
 ) -> Gpus:
-    """For `workers`, role -> arguments of a worker: the devices of `given` (--gpus), of each role's variable, of
+    """The GPUs for `workers` (role -> arguments of a worker): those of `given` (--gpus), of each role's variable, of
     CUDA_VISIBLE_DEVICES, or all of the machine (`present`).
 
-    NO_GPUS where no engine needs one, or none is known: then the engine itself says what it misses. Raises ConfigError.
+    NO_GPUS when no engine runs on GPUs, or no GPU is found: then the engine reports that. Raises ConfigError.
     """
     on_gpus = {
         role: config
@@ -126,21 +126,21 @@ def gpus_of(
 def _worker_configs(
     workers: Mapping[str, Sequence[str]], environ: Mapping[str, str]
 ) -> Iterator[tuple[str, WorkerConfig]]:
-    """An argument that is wrong is the worker's to refuse, in its own words."""
+    """Skips workers with wrong arguments: the worker itself refuses those."""
     for role, arguments in workers.items():
         with suppress(ConfigError):
             yield role, read_worker(arguments, environ)
 
 
 def read_worker(arguments: Sequence[str], environ: Mapping[str, str]) -> WorkerConfig:
-    """With the engine that it will have. Raises ConfigError."""
+    """A worker's configuration, with `auto` resolved to an engine. Raises ConfigError."""
     config = parse_worker_flags(arguments, environ, ignores_unknown=True)
     return replace(config, engine=resolve_engine(config.engine))
 
 
 def needs_of(config: WorkerConfig) -> GpuNeeds:
-    """Of a worker on TensorRT-LLM. Raises ConfigError for wrong engine arguments."""
-    # `--help` needs none of its libraries.
+    """The needs of a worker on TensorRT-LLM. Raises ConfigError for wrong engine arguments."""
+    # Imported here because `--help` does not need its libraries.
     from trtllm_disagg.config.engine_args import build_engine_args
 
     args: Mapping[str, Any] = build_engine_args(config)
@@ -150,12 +150,12 @@ def needs_of(config: WorkerConfig) -> GpuNeeds:
 
 
 def num_ranks(engine_args: Mapping[str, Any]) -> int:
-    """Of one worker, each on a GPU of its own where the engine has them."""
+    """The number of ranks of one worker; each has its own GPU, if the engine runs on GPUs."""
     return math.prod(int(engine_args.get(name) or 1) for name in _PARALLEL)
 
 
 def parse_gpus(key: str, text: str) -> tuple[str, ...]:
-    """Indices or UUIDs, as CUDA takes them."""
+    """A list of indices or UUIDs, as in CUDA_VISIBLE_DEVICES."""
     devices = tuple(device.strip() for device in text.split(","))
     if not all(devices) or len(set(devices)) != len(devices):
         raise ConfigError.bad_value(key, text, "different GPUs, as in 0,1,2,3")
@@ -163,5 +163,5 @@ def parse_gpus(key: str, text: str) -> tuple[str, ...]:
 
 
 def _present() -> tuple[str, ...]:
-    """Of this machine, as its driver numbers them."""
+    """The GPUs of this machine, as numbered by the driver."""
     return tuple(str(index) for index, _ in enumerate(_DRIVER.glob("*")))

@@ -16,13 +16,13 @@ from pathlib import Path
 
 from trtllm_disagg.deployment.command_socket import serving_commands
 from trtllm_disagg.deployment.gpus import gpus_of
-from trtllm_disagg.deployment.limits import look_at_limits
+from trtllm_disagg.deployment.limits import check_deployment_limits
 from trtllm_disagg.deployment.managed_process import ManagedProcess
 from trtllm_disagg.deployment.plan import (
     DYNAMO_VERSION,
     DeploymentConfig,
     DeploymentFailedError,
-    Role,
+    ProcessRole,
     num_system_ports,
     plan,
     worker_arguments,
@@ -34,10 +34,7 @@ from trtllm_disagg.deployment.supervisor import Supervisor, first_completed
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.exit_codes import ExitCode
 
-# `up` from start to end: load, say that it is ready, serve until asked to stop, drain.
-
-
-#: requirements/dynamo.txt says why without what it requires.
+#: requirements/dynamo.txt explains `--no-deps`.
 _DYNAMO_IS_MISSING = (
     "the frontend and the workers need Dynamo, which is not installed here: "
     f"pip install --no-deps ai-dynamo=={DYNAMO_VERSION} ai-dynamo-runtime=={DYNAMO_VERSION}"
@@ -45,13 +42,13 @@ _DYNAMO_IS_MISSING = (
 
 
 def prepare(config: DeploymentConfig, status: Status) -> Supervisor:
-    """Checks what Dynamo, the machine and the port allow, claims the run directory, plans the processes. Nothing runs
-    yet.
+    """Check for Dynamo, the machine's limits and the port, claim the run directory, and plan the processes. Starts
+    none.
     """
     if find_spec("dynamo") is None:
         raise ConfigError(_DYNAMO_IS_MISSING)
-    for doubt in look_at_limits([config]):
-        status.note(f"warning: {doubt}")
+    for shortage in check_deployment_limits([config]):
+        status.note(f"warning: {shortage}")
     http_port = free_http_port(config.http_host, config.http_port)
     run_dir = RunDir.claim(config.run_dir, status.note)
     config = replace(config, http_port=http_port, run_dir=run_dir.path)
@@ -61,8 +58,8 @@ def prepare(config: DeploymentConfig, status: Status) -> Supervisor:
 
 
 async def serve(config: DeploymentConfig, status: Status) -> ExitCode:
-    """The exit code: 0 after a clean stop, 1 when the deployment failed or a process had to be killed, 130 (SIGINT) or
-    another 128 + signal number when it was stopped before it was ready.
+    """Run `up` to its end. Returns 0 after a clean stop, 1 when the deployment failed or a process had to be killed,
+    and 128 + signal number (130 for SIGINT) when it was stopped before it was ready.
     """
     supervisor = prepare(config, status)
     status.note(f"run directory: {supervisor.config.run_dir}")
@@ -75,7 +72,7 @@ async def _serve(supervisor: Supervisor, status: Status) -> ExitCode:
         try:
             was_ready = await interrupts.allow(supervisor.load())
             if was_ready:
-                # A command may follow the line at once.
+                # Commands must be served before the line is printed: a reader may send one at once.
                 async with serving_commands(supervisor):
                     print(supervisor.config.ready_line, flush=True)
                     await interrupts.allow(supervisor.watch())
@@ -85,7 +82,7 @@ async def _serve(supervisor: Supervisor, status: Status) -> ExitCode:
                 return interrupts.exit_code
             return ExitCode.DONE if all_obeyed else ExitCode.FAILED
         except DeploymentFailedError as error:
-            supervisor.tell_error(str(error))
+            supervisor.report_error(str(error))
             await supervisor.abandon(interrupts.hurry)
             return ExitCode.FAILED
         finally:
@@ -97,18 +94,18 @@ _EXIT_CODES = {
     signal.SIGTERM: ExitCode.TERMINATED,
     signal.SIGHUP: ExitCode.HANGUP,
 }
-#: `timeout`, for one, signals its child and then its whole process group: two signals, one wish.
+#: Signals within this time count as one: `timeout`, for example, signals its child and then the whole process group.
 ONE_INTERRUPT_SECONDS = 0.3
 
 
 class Interrupts:
-    """The first SIGINT, SIGTERM or SIGHUP asks to stop, the next one to hurry."""
+    """The first SIGINT, SIGTERM or SIGHUP sets `stop`, the next one `hurry`."""
 
     def __init__(self) -> None:
         self.stop = asyncio.Event()
         self.hurry = asyncio.Event()
         self._first_at = 0.0
-        #: Of a process that ends because of the first one.
+        #: For a process that ends because of the first signal.
         self.exit_code = ExitCode.DONE
 
     @contextmanager
@@ -124,7 +121,7 @@ class Interrupts:
                 loop.remove_signal_handler(number)
 
     async def allow(self, work: Coroutine[None, None, None]) -> bool:
-        """Does `work` until its end or the first interrupt. True unless it was interrupted."""
+        """Run `work` until its end or the first interrupt. Returns False when it was interrupted."""
         interrupted = await first_completed(work, self.stop.wait())
         return not interrupted
 
@@ -144,7 +141,7 @@ def _wanted(number: signal.Signals) -> bool:
 
 
 class Deployment:
-    """A deployment that can serve. `config` has the port and run directory that were really taken."""
+    """A deployment that is ready. `config` has the port and the run directory in use."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
@@ -155,7 +152,7 @@ class Deployment:
 
     @property
     def processes(self) -> tuple[ManagedProcess, ...]:
-        """Those of now: workers come and go."""
+        """The processes of now; `scale` changes them."""
         return tuple(self._supervisor.processes)
 
     @property
@@ -166,7 +163,7 @@ class Deployment:
     def run_dir(self) -> Path:
         return self.config.run_dir
 
-    def of_role(self, role: Role) -> list[ManagedProcess]:
+    def of_role(self, role: ProcessRole) -> list[ManagedProcess]:
         """The processes of `role`, each with its `pid`, `log`, `state` and `spec.system_port`."""
         return [process for process in self.processes if process.role == role]
 
@@ -175,9 +172,9 @@ class Deployment:
 async def running_deployment(
     config: DeploymentConfig, status: Status | None = None
 ) -> AsyncIterator[Deployment]:
-    """Ready when the block begins, drained or killed when it ends, however it ends.
+    """A deployment that is ready when the block begins, and drained or killed when it ends.
 
-    Raises `DeploymentFailedError` with a readable report when the deployment does not come up.
+    Raises DeploymentFailedError with a readable report when the deployment does not become ready.
     """
     status = status or Status()
     supervisor = prepare(config, status)
@@ -196,7 +193,7 @@ async def running_deployment(
 
 @contextmanager
 def deployment_in_background(config: DeploymentConfig, status: Status | None = None) -> Iterator[Deployment]:
-    """The same without an event loop of one's own, as a session fixture of pytest needs it."""
+    """`running_deployment` in a thread, for callers without an event loop, such as a session fixture of pytest."""
     ready: Future[Deployment] = Future()
     loop = asyncio.new_event_loop()
     keeping = loop.create_task(_keep(running_deployment(config, status), ready))

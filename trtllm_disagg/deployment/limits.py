@@ -1,8 +1,8 @@
-"""What this machine allows a user, looked at before anything starts: a limit that is met later is met by a process
-that cannot name it ("Too many open files" is said of inotify instances as well).
+"""Checks the limits of this machine and user before anything starts: a process that reaches a limit later cannot name
+it ("Too many open files" is also the error for inotify instances).
 
-What is certain to fail is refused; what may fail is a warning. Locked memory counts only where there is RDMA: to share
-memory and to read it by CMA takes none (docs/decisions/0021).
+A deployment that is certain to fail is refused, and one that may fail gets a warning. Locked memory matters only with
+RDMA: sharing memory and reading it by CMA locks none (docs/decisions/0021).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ INOTIFY_KEY = "fs.inotify.max_user_instances"
 _INOTIFY = Path("/proc/sys/fs/inotify/max_user_instances")
 _RDMA = Path("/sys/class/infiniband")
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
-#: Measured: Dynamo opens one for each watch of a directory; the frontend 9 to 13, a worker that has peers 2, and one
-#: that chooses them by their caches 6 more. The least of each, so that no deployment is refused that would work.
+#: Inotify instances, measured: Dynamo opens one for each watched directory. A frontend has 9 to 13, a worker with
+#: peers 2, and one that selects peers by their caches 6 more. The minima, so that nothing that would work is refused.
 INOTIFY_PER_FRONTEND, INOTIFY_PER_WORKER, INOTIFY_PER_KV_ROUTER = 9, 2, 6
-#: Measured, idle: about 90 a process. Every connection is one more.
+#: An idle process has about 90 open files (measured), and one more for each connection.
 OPEN_FILES, MANY_OPEN_FILES = 128, 1024
 
 
@@ -38,16 +38,16 @@ class LimitError(ConfigError):
 
 @dataclass(frozen=True)
 class Needs:
-    """The least that a deployment takes."""
+    """The least resources that a deployment needs."""
 
     inotify_instances: int = 0
-    #: Of each process.
+    #: For each process.
     open_files: int = OPEN_FILES
-    #: Workers that move KV, on this host.
+    #: Number of workers on this host that transfer KV.
     peers: int = 0
 
     def __add__(self, other: Needs) -> Needs:
-        """Of two deployments side by side."""
+        """The needs of two deployments that run side by side."""
         return Needs(
             self.inotify_instances + other.inotify_instances,
             max(self.open_files, other.open_files),
@@ -56,25 +56,25 @@ class Needs:
 
     @property
     def shared_memory(self) -> int:
-        """Bytes that have to be free in /dev/shm, for UCX under all of them."""
+        """Bytes of free space in /dev/shm that UCX needs for all peers."""
         return UCX_FREE + UCX_KEPT * (self.peers - 1) if self.peers else 0
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What there is. None where the system does not tell."""
+    """The limits of this machine. None where unknown."""
 
     max_inotify_instances: int | None = None
-    #: How many more this user may open; no more than were asked for are tried.
+    #: How many more this user can open, but at most the number that is needed.
     free_inotify_instances: int | None = None
-    #: The hard limit, which is ours to use.
+    #: The hard limit; `allow_open_files` raises the soft limit to it.
     max_open_files: int | None = None
-    #: Yama's; it binds root least.
+    #: Yama's restriction of reading other processes' memory; it does not bind root.
     ptrace_scope: int | None = None
     is_root: bool = False
-    #: Bytes in /dev/shm.
+    #: Free bytes in /dev/shm.
     free_shared_memory: int | None = None
-    #: Bytes that a process may lock; None: as many as there are, and where nothing locks any.
+    #: Bytes that a process may lock; None for no limit, and without RDMA.
     max_locked_memory: int | None = None
     has_rdma: bool = False
 
@@ -107,16 +107,16 @@ def needs_of(config: DeploymentConfig) -> Needs:
 
 
 def needs_of_worker(*, has_peers: bool, discovery_backend: str | None) -> Needs:
-    """Of a worker that is started by itself. Only discovery by files watches directories."""
+    """The needs of a worker that is started by itself. Only file discovery watches directories."""
     watches = has_peers and discovery_backend == "file"
     return Needs(INOTIFY_PER_WORKER if watches else 0, peers=1 if has_peers else 0)
 
 
-class Doubt(NamedTuple):
+class Shortage(NamedTuple):
     #: One of the names below, or INOTIFY_KEY, or the directory of shared memory.
     about: str
     is_certain: bool
-    #: With the command that helps.
+    #: What is short, with the command that helps.
     sentence: str
 
 
@@ -124,43 +124,43 @@ OPEN_FILES_LIMIT, PTRACE_SCOPE, LOCKED_MEMORY = "open files", "ptrace_scope", "l
 
 
 def require(needs: Needs, limits: Limits) -> list[str]:
-    """What is doubtful, one sentence each. Raises LimitError, with the command that helps, for what cannot work."""
-    found = list(doubts(needs, limits))
-    if refusals := [doubt.sentence for doubt in found if doubt.is_certain]:
+    """One sentence for each possible shortage. Raises LimitError, with the command that helps, for a certain one."""
+    found = list(shortages(needs, limits))
+    if refusals := [shortage.sentence for shortage in found if shortage.is_certain]:
         raise LimitError("; ".join(refusals))
-    return [doubt.sentence for doubt in found]
+    return [shortage.sentence for shortage in found]
 
 
-def look_at_limits(configs: Iterable[DeploymentConfig]) -> list[str]:
-    """`require` for deployments side by side, on this machine; lets them open as many files as the hard limit says."""
-    return look_at(sum(map(needs_of, configs), Needs()))
+def check_deployment_limits(configs: Iterable[DeploymentConfig]) -> list[str]:
+    """`check_limits` for deployments that run side by side."""
+    return check_limits(sum(map(needs_of, configs), Needs()))
 
 
-def look_at(needs: Needs) -> list[str]:
-    """The same for any needs."""
+def check_limits(needs: Needs) -> list[str]:
+    """Raise the limit of open files, then `require` these needs of this machine."""
     allow_open_files()
     return require(needs, Limits.read(needs))
 
 
 def allow_open_files() -> None:
-    """As many as the hard limit says, here and in all that is started from here."""
+    """Raise the soft limit to the hard limit, for this process and its children."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def doubts(needs: Needs, limits: Limits) -> Iterator[Doubt]:
-    """What these needs may find too little of, in the order in which a deployment meets it."""
-    for look in (_inotify, _open_files, _ptrace, _shared_memory, _locked_memory):
-        yield from look(needs, limits)
+def shortages(needs: Needs, limits: Limits) -> Iterator[Shortage]:
+    """Every resource that may be short, in the order in which a deployment needs them."""
+    for check in (_inotify, _open_files, _ptrace, _shared_memory, _locked_memory):
+        yield from check(needs, limits)
 
 
-def _inotify(needs: Needs, limits: Limits) -> Iterator[Doubt]:
+def _inotify(needs: Needs, limits: Limits) -> Iterator[Shortage]:
     free = limits.free_inotify_instances
     if free is not None and free < needs.inotify_instances:
         most = "unknown" if limits.max_inotify_instances is None else str(limits.max_inotify_instances)
         enough = max(1024, 2 * (limits.max_inotify_instances or 0))
-        yield Doubt(
+        yield Shortage(
             INOTIFY_KEY,
             True,
             f"{INOTIFY_KEY} is {most}, of which this user's processes leave {free}; "
@@ -168,10 +168,10 @@ def _inotify(needs: Needs, limits: Limits) -> Iterator[Doubt]:
         )
 
 
-def _open_files(needs: Needs, limits: Limits) -> Iterator[Doubt]:
+def _open_files(needs: Needs, limits: Limits) -> Iterator[Shortage]:
     files = limits.max_open_files
     if files is not None and files < needs.open_files:
-        yield Doubt(
+        yield Shortage(
             OPEN_FILES_LIMIT,
             True,
             f"the hard limit of open files (ulimit -Hn) is {files}; each process needs "
@@ -179,7 +179,7 @@ def _open_files(needs: Needs, limits: Limits) -> Iterator[Doubt]:
             "of the service",
         )
     elif files is not None and files < MANY_OPEN_FILES:
-        yield Doubt(
+        yield Shortage(
             OPEN_FILES_LIMIT,
             False,
             f"the hard limit of open files (ulimit -Hn) is {files}: enough for some "
@@ -187,9 +187,9 @@ def _open_files(needs: Needs, limits: Limits) -> Iterator[Doubt]:
         )
 
 
-def _ptrace(needs: Needs, limits: Limits) -> Iterator[Doubt]:
+def _ptrace(needs: Needs, limits: Limits) -> Iterator[Shortage]:
     if limits.ptrace_scope and not limits.is_root:
-        yield Doubt(
+        yield Shortage(
             PTRACE_SCOPE,
             False,
             f"kernel.yama.ptrace_scope is {limits.ptrace_scope}: processes may not read each other's memory, so the "
@@ -197,10 +197,10 @@ def _ptrace(needs: Needs, limits: Limits) -> Iterator[Doubt]:
         )
 
 
-def _shared_memory(needs: Needs, limits: Limits) -> Iterator[Doubt]:
+def _shared_memory(needs: Needs, limits: Limits) -> Iterator[Shortage]:
     free = limits.free_shared_memory
     if free is not None and free < needs.shared_memory:
-        yield Doubt(
+        yield Shortage(
             str(DIRECTORY),
             False,
             f"{DIRECTORY} has {in_mib(free)} free, and NIXL between {needs.peers} workers needs "
@@ -209,9 +209,9 @@ def _shared_memory(needs: Needs, limits: Limits) -> Iterator[Doubt]:
         )
 
 
-def _locked_memory(needs: Needs, limits: Limits) -> Iterator[Doubt]:
+def _locked_memory(needs: Needs, limits: Limits) -> Iterator[Shortage]:
     if needs.peers and limits.max_locked_memory is not None:
-        yield Doubt(
+        yield Shortage(
             LOCKED_MEMORY,
             False,
             f"the hard limit of locked memory (ulimit -Hl) is {limits.max_locked_memory // 1024} KiB, and KV that "
@@ -230,7 +230,7 @@ def _has_rdma() -> bool:
 
 
 def _free_inotify_instances(wanted: int) -> int | None:
-    """Tried out: what other processes hold cannot be counted from outside, because some share theirs."""
+    """Opens instances to find out: those of other processes cannot be counted, because some processes share theirs."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "inotify_init1"):
         return None

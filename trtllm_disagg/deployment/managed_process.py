@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
-from trtllm_disagg.deployment.plan import LOOPBACK, DeploymentConfig, ProcessSpec, Role
+from trtllm_disagg.deployment.plan import LOOPBACK, DeploymentConfig, ProcessRole, ProcessSpec
 from trtllm_disagg.deployment.run_dir import ProcessRecord
 from trtllm_disagg.processes.activity import ACTIVITY_VARIABLE, DRAINING, Activity, read_activity
 from trtllm_disagg.processes.proc_stat import birth
@@ -24,7 +24,7 @@ from trtllm_disagg.processes.short_log import MOST_BYTES, forget_predecessor, mo
 State = Literal["planned", "starting", "ready", "stopping", "exited", "restarting"]
 
 TAIL_BYTES = 64 * 1024
-#: Between two looks at how long the log is.
+#: Between two checks of the log's size.
 LOOK_SECONDS = 5.0
 ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
@@ -47,7 +47,7 @@ class ManagedProcess:
         self.returncode: int | None = None
         self.started_at = self.changed_at = time.monotonic()
         self.restarts = 0
-        #: When a restarting one starts.
+        #: When a process in state `restarting` starts.
         self.restart_at = 0.0
         self._ready_at: float | None = None
         self._ended_at: float | None = None
@@ -60,7 +60,7 @@ class ManagedProcess:
         return self.spec.name
 
     @property
-    def role(self) -> Role:
+    def role(self) -> ProcessRole:
         return self.spec.role
 
     @property
@@ -73,26 +73,26 @@ class ManagedProcess:
 
     @property
     def stays(self) -> bool:
-        """It serves, or will: it was not told to leave, and was not given up."""
+        """The process serves or will serve: it is neither stopping nor given up."""
         if self.state == "restarting":
             return True
         return self.is_running and self.state != "stopping" and self.activity.doing != DRAINING
 
     @property
     def elapsed(self) -> float:
-        """Since its last start, until its end if it has ended."""
+        """Seconds from its last start until now, or until its end."""
         return (self._ended_at or time.monotonic()) - self.started_at
 
     @property
     def ready_seconds(self) -> float | None:
-        """How long it was ready, None when it never was since its last start."""
+        """For how long it has been ready since its last start; None when it never was."""
         if self._ready_at is None:
             return None
         return (self._ended_at or time.monotonic()) - self._ready_at
 
     @property
     def ended_well(self) -> bool:
-        """It never ran, said goodbye itself, or obeyed a SIGTERM before it had a handler for it."""
+        """It never ran, exited with 0, or ended by SIGTERM before it had a handler for that."""
         return self.returncode in (None, 0, -signal.SIGTERM)
 
     @property
@@ -101,7 +101,7 @@ class ManagedProcess:
 
     @property
     def activity(self) -> Activity:
-        """What it says that it is doing; empty for one that does not say."""
+        """What the process reports that it does; empty for a process without reports."""
         file = self._activity_file
         return Activity() if file is None else read_activity(file)
 
@@ -111,7 +111,7 @@ class ManagedProcess:
         return Path(file) if file else None
 
     async def start(self, env: Mapping[str, str]) -> None:
-        """For the first time, or again: then its log goes on behind a line that says so."""
+        """Start the process. When it is started again, its log continues after a line that says so."""
         if (activity := self._activity_file) is not None:
             activity.unlink(missing_ok=True)
         with self.log.open("ab", buffering=0) as log:
@@ -120,7 +120,7 @@ class ManagedProcess:
                 forget_predecessor(self.log)
             else:
                 now = datetime.now().astimezone().isoformat(timespec="seconds")
-                with contextlib.suppress(OSError):  # the disk is full; the process may run without this line
+                with contextlib.suppress(OSError):  # the disk is full: the process runs without this line
                     log.write(f"--- started again at {now}, after: {self.describe_end()} ---\n".encode())
                 self.restarts += 1
             self._log_start = log.tell()
@@ -138,8 +138,8 @@ class ManagedProcess:
         self._become("starting")
 
     async def wait(self) -> None:
-        """Until it is over and reaped. What it started itself and left behind in its session goes with it. Until then
-        its log is kept short.
+        """Wait for the end of the process, keeping its log short meanwhile, and kill what it has left behind in its
+        session.
         """
         assert self._process is not None
         ended = asyncio.ensure_future(self._process.wait())
@@ -147,7 +147,7 @@ class ManagedProcess:
             while not (await asyncio.wait((ended,), timeout=self._look_seconds))[0]:
                 await self._keep_log_short()
         finally:
-            # Done already, unless it is this wait that ends early.
+            # Has no effect unless this wait was cancelled.
             ended.cancel()
         self.returncode = ended.result()
         self._ended_at = time.monotonic()
@@ -156,7 +156,7 @@ class ManagedProcess:
             os.killpg(self.pid, signal.SIGKILL)
 
     async def _keep_log_short(self) -> None:
-        # On a full disk it stays as it is until there is room.
+        # On a full disk the log stays as it is.
         with contextlib.suppress(OSError):
             if await asyncio.to_thread(move_to_predecessor, self.log, self._most_log_bytes):
                 self._log_start = 0
@@ -166,7 +166,7 @@ class ManagedProcess:
         self._become("ready")
 
     def waits(self, seconds: float) -> None:
-        """It has ended, and starts again after so long."""
+        """The process has ended, and starts again after `seconds`."""
         self.restart_at = time.monotonic() + seconds
         self._become("restarting")
 
@@ -177,7 +177,7 @@ class ManagedProcess:
                 self._process.terminate()
 
     def kill(self) -> None:
-        """At once; one that waits for its next start gets none."""
+        """Kill the process now, or cancel its next start."""
         if self.state == "restarting":
             self._become("exited")
         if self.is_running:
@@ -196,7 +196,7 @@ class ManagedProcess:
         return f"exit code {self.returncode}"
 
     def last_lines(self, count: int) -> list[str]:
-        """The last `count` lines since its last start that say something, without colours."""
+        """The last `count` lines since its last start that are not empty, without colours."""
         try:
             with self.log.open("rb") as log:
                 size = log.seek(0, os.SEEK_END)
@@ -224,7 +224,7 @@ NATS_HEALTH = "/healthz?js-server-only=true"
 
 
 async def is_ready(spec: ProcessSpec, config: DeploymentConfig) -> bool:
-    """The frontend is ready when it lists the model, a worker or NATS when it says so."""
+    """A frontend is ready when it lists the model, a worker or NATS when its health check succeeds."""
     if spec.http_port is not None:
         return await lists_model(config.client_host, spec.http_port, config.served_model_name)
     if spec.system_port is not None:
@@ -235,7 +235,7 @@ async def is_ready(spec: ProcessSpec, config: DeploymentConfig) -> bool:
 
 
 async def answers(spec: ProcessSpec, config: DeploymentConfig) -> bool:
-    """Whether the frontend answers at all."""
+    """Whether the frontend answers, even without a model."""
     status, _ = await get(config.client_host, spec.http_port or 0, "/v1/models")
     return status == 200
 

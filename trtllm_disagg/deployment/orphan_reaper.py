@@ -1,8 +1,8 @@
-"""No orphans: a process that carries the mark of a deployment dies with it, even after `kill -9` of `up`.
+"""Kills the processes of a deployment when its `up` is gone, even after `kill -9` of `up`.
 
-Every process of a deployment, and whatever it starts itself, inherits an environment variable with the
+Every process of a deployment, and all its descendants, inherit an environment variable with the
 deployment's mark. The reaper is a tiny process beside `up`. When its parent is gone, it kills everything
-that carries the mark. It runs this file alone, so only the standard library is imported here.
+with the mark. It runs this file alone, so only the standard library is imported here.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pathlib import Path
 MARK_VARIABLE = "TRTLLM_DISAGG_DEPLOYMENT"
 POLL_SECONDS = 0.1
 SWEEP_SECONDS = 0.05
-# One clean look is not enough: a process may just be between fork and exec.
+# One sweep without a process is not enough: a process may just be between fork and exec.
 CLEAN_SWEEPS = 4
 
 
 def start_reaper(mark: str) -> subprocess.Popen[bytes]:
-    """Watches over this process from now on; `stop_reaper` ends that."""
+    """Start the reaper of this process; `stop_reaper` ends it."""
     environment = {name: value for name, value in os.environ.items() if name != MARK_VARIABLE}
     return subprocess.Popen(
         [sys.executable, "-I", "-S", __file__, mark, str(os.getpid())],
@@ -47,7 +47,7 @@ def marked_processes(mark: str) -> list[int]:
 
 
 def kill_marked(mark: str) -> int:
-    """SIGKILLs everything that carries `mark`; returns how many there were."""
+    """Kill all processes with `mark` by SIGKILL, and return their number."""
     pids = marked_processes(mark)
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):

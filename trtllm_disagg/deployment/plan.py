@@ -1,4 +1,4 @@
-"""What runs: from a `DeploymentConfig` to the argv and environment of every process. Nothing starts here."""
+"""Plans a deployment: from a `DeploymentConfig` to the argv and environment of every process. Starts none."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from trtllm_disagg.strategies import STRATEGIES, spec_of, worker_side
 from trtllm_disagg.tracing.reading import TRACES_DIR
 from trtllm_disagg.tracing.tracer import FILE_VARIABLE
 
-Role = Literal["nats", "frontend", "agg", "prefill", "decode"]
-#: The grace period before a worker drains, and its end after that, on a busy machine.
+ProcessRole = Literal["nats", "frontend", "agg", "prefill", "decode"]
+#: Time for the grace period before a worker drains, and for its shutdown after that, on a busy machine.
 BEYOND_DRAIN_SECONDS = 15.0
-#: Kernels that are compiled for the first time, on a busy machine, take minutes; weights of hundreds of gigabytes, and
-#: TensorRT-LLM's warm-up, a good part of an hour.
+#: Compiling kernels for the first time on a busy machine takes minutes. Loading hundreds of gigabytes of weights and
+#: TensorRT-LLM's warm-up may take most of an hour.
 STARTUP_SECONDS, GPU_STARTUP_SECONDS = 300.0, 3600.0
 LOOPBACK = "127.0.0.1"
-#: What requirements/dynamo.txt installs.
+#: The version that requirements/dynamo.txt installs.
 DYNAMO_VERSION = "1.6.1"
 DISCOVERY_DIR = "discovery"
 
-NO_WORKERS: tuple[Role, ...] = ("nats", "frontend")
+NO_WORKERS: tuple[ProcessRole, ...] = ("nats", "frontend")
 
-# What workers refuse to start without.
-STARTED_FIRST: tuple[Role, ...] = ("nats",)
+# Workers refuse to start without these.
+STARTED_FIRST: tuple[ProcessRole, ...] = ("nats",)
 
 
-def stop_order(strategy: str) -> tuple[tuple[Role, ...], ...]:
-    """Groups of roles, one after the other; what all workers need stops last."""
+def stop_order(strategy: str) -> tuple[tuple[ProcessRole, ...], ...]:
+    """Groups of roles that stop one after the other. Services that all workers need stop last."""
     return (*((role,) for role in spec_of(strategy).stop_order), ("frontend",), ("nats",))
 
 
@@ -45,27 +45,27 @@ TUNABLE_ENV: Mapping[str, str] = {
     "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "1",
     # A stream that fails before its first token gets an HTTP status, in every strategy, instead of a 200.
     "DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS": "500",
-    # A stream outlives the worker that began it, wherever another one can go on with it.
+    # A stream survives the death of its worker, if another worker can continue it.
     "DYN_MIGRATION_LIMIT": "3",
-    # A health check of a loading worker is answered with a 503, and costs a line in its log each time.
+    # Each health check of a loading worker gets 503, which would be a line in its log.
     "DYN_LOG": "info,tower_http=off",
     "DYN_SDK_DISABLE_ANSI_LOGGING": "1",
-    # A temporary file at each start of a frontend, for an engine that does not run here.
+    # Otherwise each start of a frontend makes a temporary file, for an engine that is not used here.
     "DYN_SKIP_SGLANG_LOG_FORMATTING": "1",
     "OMP_NUM_THREADS": "1",
 }
 
 KEY_VARIABLE = FLAGS["admin_key_file"].variables[0]
 
-# A fixed port can be held by one process only, so none of these may be inherited from the user's environment.
+# Fixed ports, which only one process can use, so they must not be inherited from the user's environment.
 PER_PROCESS_ENV = ("DYN_SYSTEM_PORT", "DYN_TCP_RPC_PORT", "DYN_TCP_RESPONSE_STREAM_PORT")
 
 
 @dataclass(frozen=True)
 class Backoff:
-    """When a process that died is started again, in seconds: after `first`, twice that, and so on to `most`.
+    """The delays before a dead process is started again, in seconds: `first`, twice that, and so on up to `most`.
 
-    A process that was ready for `steady` begins anew. After `attempts` starts in a row that failed it gets no other.
+    After `steady` seconds of being ready the delays begin anew. After `attempts` failed starts in a row it is given up.
     """
 
     first: float = 1.0
@@ -89,25 +89,25 @@ class DeploymentConfig:
     http_port: int = 8000
     namespace: str = "dynamo"
     engine: str | None = None
-    engine_configs: Mapping[Role, Path] = field(default_factory=dict)
+    engine_configs: Mapping[ProcessRole, Path] = field(default_factory=dict)
     kv_block_size: int | None = None
     next_router: str | None = None
     prefill_dispatch: str = "direct"
     worker_args: tuple[str, ...] = ()
-    #: Set while it ran (`trtllm-disagg set`), for workers that come later: setting -> value.
+    #: Setting -> value, set while it runs (`trtllm-disagg set`), for workers that start later.
     thresholds: Mapping[str, int | float] = field(default_factory=dict)
     frontend_args: tuple[str, ...] = ()
-    #: Of `--gpus`: those that workers may have. None: as `gpus_of` finds them.
+    #: The value of `--gpus`, the GPUs that workers may use. None: those that `gpus_of` finds.
     gpu_devices: str | None = None
-    #: Set when the deployment is prepared: what `gpu_devices` means here.
+    #: `gpu_devices` resolved on this machine, when the deployment is prepared.
     gpus: Gpus = NO_GPUS
     #: None: STARTUP_SECONDS, or with GPUs GPU_STARTUP_SECONDS.
     startup_timeout: float | None = None
-    #: None: the workers' own. What still runs then is given up by a worker, and migrated where another one is there.
+    #: A draining worker then gives up its requests, which migrate to other workers. None: the worker's default.
     drain_seconds: float | None = None
-    #: None: as long as the workers drain, and some more.
+    #: None: BEYOND_DRAIN_SECONDS after the workers have drained.
     stop_timeout: float | None = None
-    #: Whether `up` starts again what died, and when.
+    #: Whether `up` starts dead processes again, and with which delays.
     restart: bool = True
     backoff: Backoff = field(default_factory=Backoff)
     worker_command: tuple[str, ...] = python("-m", "trtllm_disagg", "worker")
@@ -141,7 +141,7 @@ class DeploymentConfig:
 
     @property
     def stop_seconds(self) -> float:
-        """After which a process that was told to stop is killed."""
+        """Seconds after which a stopping process is killed."""
         if self.stop_timeout is not None:
             return self.stop_timeout
         drain = self.drain_seconds
@@ -156,7 +156,7 @@ class DeploymentConfig:
 
     @property
     def client_host(self) -> str:
-        """Where a client on this machine finds the frontend."""
+        """The host at which a client on this machine reaches the frontend."""
         return {"0.0.0.0": LOOPBACK, "::": "::1"}.get(self.http_host, self.http_host)
 
     @property
@@ -168,12 +168,12 @@ class DeploymentConfig:
         return f"ready {self.base_url} model={self.served_model_name} strategy={self.strategy}"
 
     @property
-    def workers(self) -> dict[Role, int]:
-        """How many of each role, whether the strategy has it or not."""
+    def workers(self) -> dict[ProcessRole, int]:
+        """The number of workers of each role, also of roles that the strategy does not have."""
         return {"prefill": self.prefill_workers, "decode": self.decode_workers, "agg": self.agg_workers}
 
     def _refuse_calls(self) -> None:
-        """Of a strategy under which no worker calls another."""
+        """Refuse settings of calls between workers under a strategy without such calls."""
         calling = f"--strategy {' or '.join(worker_side())}, not {self.strategy}"
         if self.next_router is not None:
             allowed = f"{calling}, where no worker calls another"
@@ -184,10 +184,10 @@ class DeploymentConfig:
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One process to start. `env` is what it gets on top of the environment of `up`."""
+    """One process to start. `env` is added to the environment of `up`."""
 
     name: str
-    role: Role
+    role: ProcessRole
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     system_port: int | None = None
@@ -203,7 +203,7 @@ class ProcessSpec:
 def plan(
     config: DeploymentConfig, *, system_ports: Iterable[int], environ: Mapping[str, str]
 ) -> tuple[ProcessSpec, ...]:
-    """What runs, in the order in which it starts. It takes `num_system_ports` of `system_ports`."""
+    """All processes, in the order in which they start. Uses `num_system_ports` of `system_ports`."""
     env = shared_env(config, environ)
     ports = iter(system_ports)
     services = [_nats(config, next(ports), next(ports))] if config.has_queue else []
@@ -215,13 +215,13 @@ def plan(
     return tuple(specs)
 
 
-def devices_of(specs: Iterable[ProcessSpec]) -> Iterator[tuple[Role, Mapping[str, str]]]:
-    """What each process has of the GPUs, as `Gpus.environment` takes it."""
+def devices_of(specs: Iterable[ProcessSpec]) -> Iterator[tuple[ProcessRole, Mapping[str, str]]]:
+    """The role and environment of each process, for `Gpus.environment`."""
     return ((spec.role, spec.env) for spec in specs)
 
 
 def worker_arguments(config: DeploymentConfig) -> dict[str, tuple[str, ...]]:
-    """Role -> what its workers are started with."""
+    """ProcessRole -> what its workers are started with."""
     command = len(config.worker_command)
     return {
         role: worker_spec(config, role, 0, {}, 0).argv[command:] for role in spec_of(config.strategy).roles
@@ -238,9 +238,9 @@ def worker_total(config: DeploymentConfig) -> int:
 
 
 def shared_env(config: DeploymentConfig, environ: Mapping[str, str]) -> dict[str, str]:
-    """Discovery and planes: equal in all processes, and on loopback as far as Dynamo can be told so.
+    """Discovery and planes: equal in all processes, and on loopback as far as Dynamo allows.
 
-    Without a broker, ZMQ publishers bind every interface whatever they are told; `DYN_EVENT_PLANE_HOST` sets only the
+    Without a broker, ZMQ publishers bind every interface; `DYN_EVENT_PLANE_HOST` sets only the
     address that they advertise.
     """
     return {
@@ -272,7 +272,7 @@ def _frontend(config: DeploymentConfig, env: Mapping[str, str]) -> ProcessSpec:
 
 
 def frontend_flags(config: DeploymentConfig) -> tuple[str, ...]:
-    """Of a frontend of this deployment, wherever it runs."""
+    """The flags of a frontend of this deployment, on any platform."""
     return (
         *("--router-mode", "kv"),
         *("--request-plane", "tcp"),
@@ -288,7 +288,7 @@ def _nats(config: DeploymentConfig, port: int, health_port: int) -> ProcessSpec:
 
 
 def queue_flags(services: Iterable[ProcessSpec]) -> Iterator[str]:
-    """What a worker has to know of the queue, if there is one."""
+    """The flags for a worker of the prefill queue; none without a queue."""
     for service in services:
         if service.nats_port is not None:
             yield from ("--prefill-dispatch", "queue")
@@ -297,7 +297,7 @@ def queue_flags(services: Iterable[ProcessSpec]) -> Iterator[str]:
 
 def worker_spec(
     config: DeploymentConfig,
-    role: Role,
+    role: ProcessRole,
     index: int,
     env: Mapping[str, str],
     system_port: int,
@@ -324,8 +324,10 @@ def worker_spec(
     )
 
 
-def worker_flags(config: DeploymentConfig, role: Role, queue_flags: Iterable[str] = ()) -> tuple[str, ...]:
-    """Of a worker of this deployment, wherever it runs."""
+def worker_flags(
+    config: DeploymentConfig, role: ProcessRole, queue_flags: Iterable[str] = ()
+) -> tuple[str, ...]:
+    """The flags of a worker of this deployment, on any platform."""
     return (
         *("--model", config.model),
         *("--served-model-name", config.served_model_name),
@@ -344,7 +346,7 @@ def worker_flags(config: DeploymentConfig, role: Role, queue_flags: Iterable[str
 def same_again(
     spec: ProcessSpec, config: DeploymentConfig, environ: Mapping[str, str], others: Iterable[ProcessSpec]
 ) -> ProcessSpec:
-    """What takes the place of a process that died: its name, role and port, under the settings of now."""
+    """The replacement of a dead process: with its name, role and port, and the current settings."""
     env = shared_env(config, environ)
     if spec.role == "frontend":
         return _frontend(config, env)
@@ -356,11 +358,11 @@ def same_again(
     return worker_spec(config, spec.role, index, env, spec.system_port, queue_flags(others))
 
 
-def _stage_flags(strategy: str, role: Role) -> Iterator[str]:
+def _stage_flags(strategy: str, role: ProcessRole) -> Iterator[str]:
     yield from ("--disaggregation-mode", role)
     if role != "agg":
         yield from ("--disaggregation-strategy", strategy)
-    # Of a second stage too: after a switch it is the first one, and the frontend then knows what it holds.
+    # Also for a second stage: after a switch it is the first one, and the frontend then knows its cache.
     yield "--publish-events-and-metrics"
 
 
@@ -369,7 +371,7 @@ def _flag(name: str, value: object | None) -> tuple[str, ...]:
 
 
 class PortInUseError(ConfigError):
-    """Another process listens where the frontend should."""
+    """Another process listens at the port of the frontend."""
 
 
 class RunDirInUseError(ConfigError):
@@ -377,4 +379,4 @@ class RunDirInUseError(ConfigError):
 
 
 class DeploymentFailedError(DisaggError):
-    """The deployment did not come up, or cannot go on. The message is a report for people."""
+    """The deployment did not become ready, or cannot continue. The message is a report for users."""

@@ -1,8 +1,8 @@
-"""Ports for the processes of a deployment. Those that it picks itself, no other deployment of this machine picks.
+"""Ports for the processes of a deployment. Two deployments on one machine never pick the same ports.
 
-A port that is free now may be taken before the process that it is for listens on it. So a process that picks ports
-holds a name for them, an abstract Unix socket: its names are unique within one network namespace, as ports are, and
-end with the process.
+A port that is free when it is picked may be in use before its process listens on it. So a process that picks ports
+reserves them by binding an abstract Unix socket with their name: such names are unique in a network namespace, as ports
+are, and end with the process.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from trtllm_disagg.deployment.plan import LOOPBACK, PortInUseError
 
 # Dynamo reads DYN_SYSTEM_PORT as a signed 16 bit number. The kernel takes ephemeral ports from above these.
 SYSTEM_PORTS = range(20000, 32768)
-#: One name, and so one open file, holds as many.
+#: Number of ports that one name, which is one open file, reserves.
 _BLOCK = 32
 
 
 class OwnPorts:
-    """Each port of `among` at most once in the life of this object, and of none other that holds the same ports."""
+    """Gives out each port of `among` at most once, to this object or to one in another process, while both exist."""
 
     def __init__(self, among: Sequence[int] = SYSTEM_PORTS) -> None:
         self._among = among
@@ -31,7 +31,7 @@ class OwnPorts:
         self._lock = threading.Lock()
 
     def take(self, count: int, host: str) -> list[int]:
-        """On which `host` can be listened on now. Raises PortInUseError when there are fewer."""
+        """Ports on which a process can listen at `host` now. Raises PortInUseError when there are too few."""
         taken: list[int] = []
         with self._lock:
             while len(taken) < count:
@@ -54,7 +54,7 @@ class OwnPorts:
             name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             try:
                 name.bind(f"\0trtllm-disagg/ports/{block[0]}")
-            except OSError:  # another process has them
+            except OSError:  # another process has reserved them
                 name.close()
             else:
                 self._names.append(name)
@@ -65,7 +65,7 @@ _OWN_PORTS = OwnPorts()
 
 
 def free_system_ports(count: int, host: str = LOOPBACK) -> list[int]:
-    """Distinct ports, for the workers' health and metrics among others. This process's own until it ends."""
+    """Distinct ports, mainly for the workers' health and metrics, reserved until this process ends."""
     return _OWN_PORTS.take(count, host)
 
 

@@ -27,7 +27,7 @@ PROCESSES_FILE = "processes.json"
 
 
 class ProcessRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One entry of `processes.json`. `born` tells a process from a later one with the same pid."""
+    """One entry of `processes.json`. `born` distinguishes a process from a later one with the same pid."""
 
     name: str
     role: str
@@ -44,11 +44,11 @@ class RunDir:
 
     @classmethod
     def claim(cls, path: Path, note: Callable[[str], None] = lambda text: None) -> RunDir:
-        """Takes `path` for a new deployment: empty process list, fresh discovery store, a new key. `note` is told
-        when it was open to other users before.
+        """Prepare `path` for a new deployment: empty process list and discovery store, and a new key. `note` is called
+        when the directory was open to other users before.
 
-        Raises ConfigError for the directory of a deployment that is alive, of another user, or of other things that
-        other users may see.
+        Raises ConfigError for the directory of a running deployment or of another user, and for one with other files
+        that is open to other users.
         """
         run_dir = cls(path.absolute())
         if run_dir.path.is_dir():
@@ -80,7 +80,7 @@ class RunDir:
         mode = stat.S_IMODE(status.st_mode)
         if not mode & 0o077:
             return
-        # Others may need what else is in a directory, so only one of ours is changed.
+        # Other users may need other files in a directory, so only a run directory is closed.
         if any(self.path.iterdir()) and not self.processes_file.exists():
             raise ConfigError.bad_value(
                 "--run-dir",
@@ -103,7 +103,7 @@ class RunDir:
         return self.path / f"{name}.log"
 
     def write(self, records: Iterable[ProcessRecord]) -> None:
-        """Replaces `processes.json` in one step, so that a reader never sees half of it."""
+        """Replace `processes.json` atomically, so that a reader never sees half of it."""
         draft = self.processes_file.with_suffix(".json.new")
         draft.write_bytes(msgspec.json.format(msgspec.json.encode(list(records)), indent=1) + b"\n")
         draft.replace(self.processes_file)
@@ -120,7 +120,7 @@ class RunDir:
 
 
 def read_processes(run_dir: Path) -> list[ProcessRecord]:
-    """What `processes.json` says; nothing when there is none."""
+    """The entries of `processes.json`; none without the file."""
     file = run_dir / PROCESSES_FILE
     try:
         return msgspec.json.decode(file.read_bytes(), type=list[ProcessRecord])
@@ -138,12 +138,12 @@ def is_alive(record: ProcessRecord) -> bool:
 
 @contextmanager
 def one_change_at_a_time(run_dir: Path, waits: Callable[[], None]) -> Iterator[None]:
-    """Of all commands that tell workers of `run_dir` something, one is inside the block: the steps of two would mix.
-    `waits` is called when another one is. A command that dies is inside no more.
+    """A lock that lets only one command at a time change the workers of `run_dir`: the steps of two would mix. `waits`
+    is called when another command holds the lock. The end of a process releases it.
     """
     try:
         directory = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:  # the block says what is wrong with it
+    except OSError:  # the block reports what is wrong with the directory
         yield
         return
     try:
@@ -158,20 +158,20 @@ def one_change_at_a_time(run_dir: Path, waits: Callable[[], None]) -> Iterator[N
 
 
 class Scratch:
-    """A temporary directory; it goes when all went well, and stays with its logs when something failed."""
+    """A temporary directory. It is removed after a success, and kept with its logs after a failure."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.is_kept = False
 
     def keep(self) -> None:
-        """There are logs in it that are worth reading."""
+        """Keep the directory, for its logs."""
         self.is_kept = True
 
 
 @contextmanager
 def scratch_directory(prefix: str) -> Iterator[Scratch]:
-    """For this user only. A deployment that failed keeps it: its report names logs in there."""
+    """A temporary directory for this user only. It is kept after a failed deployment, whose report names its logs."""
     scratch = Scratch(Path(tempfile.mkdtemp(prefix=prefix)))
     try:
         yield scratch

@@ -1,5 +1,5 @@
-"""What `up` shows on stderr: a live table on a terminal, else one line per change, by its own clock; and its reports,
-each a sentence with the cause of a failure, then the end of the log.
+"""The output of `up` on stderr: a live table on a terminal, else one line for each change; and reports of failures,
+each a sentence with the cause and then the end of the log.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 LOG_LINES = 15
-#: Of the log that is searched for the cause.
+#: Lines at the end of the log that are searched for the cause.
 SEARCHED_LINES = 400
 LAST_WORDS = 5
-#: A cause longer than this is told in full by the log.
+#: A longer cause is cut off; the log has it in full.
 MOST_CHARS = 600
-#: Of a line of the log.
+#: A longer line of the log is cut off.
 LINE_CHARS = 240
-#: How Dynamo says that it may watch no other directory.
+#: Dynamo's error when it may not watch another directory.
 NO_INOTIFY = "Too many open files (os error 24)"
-#: As Dynamo logs it; its message.
+#: An error in Dynamo's log; the group is its message.
 LOGGED_ERROR = re.compile(r"^\S+Z\s+ERROR \S+: (.+)$")
 #: The last line of a traceback.
 EXCEPTION = re.compile(r"^(?:[A-Za-z_][\w]*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt)\b.*$")
@@ -47,17 +47,17 @@ COLOURS = {
 }
 REFRESHES_PER_SECOND = 2
 POLL_SECONDS = 0.5
-#: Without a terminal: a line at least so often while something is waited for.
+#: Without a terminal, a line is printed at least this often while a process starts or stops.
 SILENCE_SECONDS = 10.0
-#: What is waited for: these change without anything that `up` does.
+#: States that end without an action of `up`, so `up` waits for that.
 UNDER_WAY = ("starting", "stopping")
 
 
 class Status:
-    """As it is, there is no reader: the caller is a program."""
+    """Shows nothing; for callers that are programs."""
 
     def showing(self, processes: Sequence[ManagedProcess]) -> AbstractAsyncContextManager[None]:
-        """Inside the block it shows what each of them does; the sequence may grow and shrink."""
+        """Show what each process does inside the block; the sequence may grow and shrink."""
         return nullcontext()
 
     def changed(self, process: ManagedProcess) -> None:
@@ -68,13 +68,13 @@ class Status:
 
 
 class PlainStatus(Status):
-    """One line per change: for logs and pipes."""
+    """Prints one line for each change, for logs and pipes."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self.stream = stream
         self._clock = clock
         self._began = self._wrote = clock()
-        self._told: dict[str, str] = {}
+        self._shown: dict[str, str] = {}
 
     @asynccontextmanager
     async def showing(self, processes: Sequence[ManagedProcess]) -> AsyncIterator[None]:
@@ -87,24 +87,24 @@ class PlainStatus(Status):
 
     def changed(self, process: ManagedProcess) -> None:
         end = f" ({process.describe_end()})" if process.state == "exited" else ""
-        # A share that grows is not a change.
+        # A percentage that grows is not a change.
         doing = process.activity.doing if process.state in UNDER_WAY else ""
         line = f"{process.name} pid={process.pid} {process.state}{end}" + (f": {doing}" if doing else "")
-        if self._told.get(process.name) != line:
-            self._told[process.name] = line
+        if self._shown.get(process.name) != line:
+            self._shown[process.name] = line
             self._line(line)
 
     def note(self, text: str) -> None:
         try:
             print(text, file=self.stream, flush=True)
         except OSError as error:
-            # A log on a full disk: the line is lost, and the deployment serves on.
+            # stderr is a file on a full disk: the line is lost, and the deployment serves on.
             if error.errno != errno.ENOSPC:
                 raise
         self._wrote = self._clock()
 
-    def look(self, processes: Iterable[ManagedProcess]) -> None:
-        """Tell what has changed since the last look; and, after a silence, what is still waited for."""
+    def update(self, processes: Iterable[ManagedProcess]) -> None:
+        """Print what has changed since the last call, or, after a silence, which processes `up` waits for."""
         under_way = [process for process in processes if process.state in UNDER_WAY]
         for process in under_way:
             self.changed(process)
@@ -114,7 +114,7 @@ class PlainStatus(Status):
 
     async def _follow(self, processes: Sequence[ManagedProcess]) -> None:
         while True:
-            self.look(processes)
+            self.update(processes)
             await asyncio.sleep(POLL_SECONDS)
 
     def _line(self, text: str) -> None:
@@ -122,7 +122,7 @@ class PlainStatus(Status):
 
 
 class TableStatus(Status):
-    """A table that lives as long as `up`, with what there is to tell above it."""
+    """Shows a live table, with messages above it."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         from trtllm_disagg.console import Console
@@ -153,7 +153,7 @@ def status_for(stream: TextIO = sys.stderr) -> Status:
 
 
 def what_it_does(process: ManagedProcess) -> str:
-    """For people, in a few words."""
+    """A short description of what a process does, for users."""
     activity = process.activity
     match process.state:
         case "planned":
@@ -173,13 +173,13 @@ def what_it_does(process: ManagedProcess) -> str:
 
 
 def process_table(processes: Sequence[ManagedProcess], began: float) -> Table:
-    """`began`: when `up` did, on the monotonic clock."""
+    """`began`: the start of `up`, on the monotonic clock."""
     from rich.table import Table
     from rich.text import Text
 
     now = time.monotonic()
     table = Table(box=None, pad_edge=False, title=f"up for {now - began:.0f} s", title_justify="left")
-    # On a narrow terminal names and states stay whole; what they do is cut off.
+    # On a narrow terminal names and states stay whole; the last column is cut off.
     for heading, least in (
         ("process", max((len(process.name) for process in processes), default=0)),
         ("pid", 0),
@@ -200,11 +200,11 @@ def process_table(processes: Sequence[ManagedProcess], began: float) -> Table:
 
 
 def cause_in(lines: Sequence[str]) -> str | None:
-    """The last error that a process told before it ended: in our words, else in Python's or Dynamo's."""
+    """The last error that a process printed before it ended: this package's, else Python's or Dynamo's."""
     for line in reversed(lines):
         if line.startswith(ERROR_PREFIX):
             return _short(line.removeprefix(ERROR_PREFIX), MOST_CHARS)
-    # Dynamo logs errors that are none, too; the one that ended it comes last.
+    # Dynamo also logs harmless errors; the one that ended the process is the last one.
     for line in reversed(lines[-LAST_WORDS:]):
         if EXCEPTION.match(line):
             return _short(line, MOST_CHARS)
@@ -214,8 +214,8 @@ def cause_in(lines: Sequence[str]) -> str | None:
 
 
 def death_report(process: ManagedProcess, when: str) -> str:
-    """How a process died: what, which process, why, in the first line; then the end of its log."""
-    # A process that was killed had no last words.
+    """Which process died and why, in the first line; then the end of its log."""
+    # A process that was killed could not print the cause.
     cause = None if process.was_killed else cause_in(process.last_lines(SEARCHED_LINES))
     end = process.describe_end()
     what = end if cause is None else f"{cause} ({end})"
@@ -232,7 +232,7 @@ def death_report(process: ManagedProcess, when: str) -> str:
 
 
 def continued(report: str, then: str) -> str:
-    """What happens next, behind the sentence that a report begins with."""
+    """A report with what happens next added to its first line."""
     first, *rest = report.split("\n")
     return "\n".join([f"{first}; {then}", *rest])
 

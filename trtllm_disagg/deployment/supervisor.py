@@ -1,5 +1,5 @@
-"""Starts the processes of a deployment, watches them, and brings all of them to an end. One that died is started again,
-after a delay that grows, until too many starts have failed.
+"""Starts, watches and stops the processes of a deployment. A process that died is started again, after a growing delay,
+until too many starts have failed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from trtllm_disagg.deployment.plan import (
     Backoff,
     DeploymentConfig,
     DeploymentFailedError,
+    ProcessRole,
     ProcessSpec,
-    Role,
     same_again,
     stop_order,
 )
@@ -51,7 +51,7 @@ Second = TypeVar("Second")
 
 
 class Deaths:
-    """The deaths of one process: how long its next start waits, and when it gets none."""
+    """Counts the deaths of one process, from which follow the delay of its next start, and when it is given up."""
 
     def __init__(self, backoff: Backoff) -> None:
         self._backoff = backoff
@@ -59,7 +59,7 @@ class Deaths:
         self.failed_starts = 0
 
     def count(self, ready_seconds: float | None) -> None:
-        """One more. `ready_seconds`: how long it had been ready, None when it never was."""
+        """Count one more death. `ready_seconds`: how long the process had been ready; None when it never was."""
         if ready_seconds is None:
             self.failed_starts += 1
         else:
@@ -74,13 +74,13 @@ class Deaths:
 
     @property
     def delay(self) -> float:
-        """Before the next start."""
+        """Seconds before the next start."""
         doublings = min(self._in_a_row - 1, 30)
         return min(self._backoff.first * 2.0**doublings, self._backoff.most)
 
 
 class Restarts:
-    """Each process by itself, so that one that waits holds up none of the others."""
+    """Starts dead processes again, each in its own task, so that they do not wait for each other."""
 
     def __init__(self, owner: Supervisor) -> None:
         self._owner = owner
@@ -88,8 +88,8 @@ class Restarts:
         self._tasks: dict[ManagedProcess, asyncio.Task[None]] = {}
 
     async def after(self, deaths: asyncio.Queue[ManagedProcess]) -> None:
-        """Starts again what comes out of the queue. Returns never; a frontend that stays dead is a
-        DeploymentFailedError. When this is cancelled, nothing is started any more.
+        """Start again each process in the queue, until cancelled. Never returns. Raises DeploymentFailedError when a
+        frontend stays dead.
         """
         try:
             async with asyncio.TaskGroup() as restarts:
@@ -101,7 +101,7 @@ class Restarts:
             raise group.exceptions[0] from None
 
     async def forget(self, process: ManagedProcess) -> None:
-        """It gets no other start."""
+        """Never start this process again."""
         self._deaths.pop(process, None)
         if task := self._tasks.pop(process, None):
             task.cancel()
@@ -121,7 +121,7 @@ class Restarts:
         deaths = self._deaths.setdefault(process, Deaths(self._owner.config.backoff))
         deaths.count(process.ready_seconds)
         while not deaths.is_hopeless:
-            self._owner.tell_error(continued(report, f"it starts again in {deaths.delay:g} s"))
+            self._owner.report_error(continued(report, f"it starts again in {deaths.delay:g} s"))
             process.waits(deaths.delay)
             self._owner.changed(process)
             await asyncio.sleep(deaths.delay)
@@ -140,10 +140,10 @@ class Restarts:
     def _bury(self, process: ManagedProcess, report: str) -> None:
         if process.role == "frontend":
             raise DeploymentFailedError(report)
-        self._owner.tell_error(f"{report}\nthe other processes serve on")
+        self._owner.report_error(f"{report}\nthe other processes serve on")
 
     def _spec_of_now(self, process: ManagedProcess) -> ProcessSpec:
-        """With today's strategy and thresholds; on its old port, unless another program has taken that."""
+        """The process with the current strategy and thresholds, on its old port unless another program uses that."""
         spec, config = process.spec, self._owner.config
         if spec.role not in NO_WORKERS and not all(is_free(LOOPBACK, port) for port in spec.ports.values()):
             (port,) = free_system_ports(1)
@@ -152,7 +152,7 @@ class Restarts:
 
 
 class Supervisor:
-    """Owns the processes from `load` to `kill`; the caller of `load` calls `kill` too, whatever happens."""
+    """Owns the processes from `load` to `kill`. The caller of `load` must call `kill` in every case."""
 
     def __init__(
         self, config: DeploymentConfig, specs: Sequence[ProcessSpec], run_dir: RunDir, status: Status
@@ -166,17 +166,17 @@ class Supervisor:
         self._reaper: subprocess.Popen[bytes] | None = None
         self._watchers: dict[ManagedProcess, asyncio.Task[None]] = {}
         self._deaths: asyncio.Queue[ManagedProcess] = asyncio.Queue()
-        #: Their end is told by the task that starts or stops them.
+        #: The task that starts or stops these processes reports their end.
         self._starting_or_stopping: set[ManagedProcess] = set()
         self._restarts = Restarts(self)
-        #: `processes.json` could not be written.
-        self._is_old = False
+        #: `processes.json` is out of date because it could not be written.
+        self._is_outdated = False
         self._stopping = False
 
     async def load(self) -> None:
-        """Starts everything and waits until a request can be served.
+        """Start all processes and wait until they can serve a request.
 
-        A death or the startup timeout is a `DeploymentFailedError`.
+        Raises DeploymentFailedError when one dies, or the startup timeout passes.
         """
         self._reaper = start_reaper(self._mark)
         self._events.start()
@@ -198,14 +198,14 @@ class Supervisor:
             raise DeploymentFailedError(late_report(self.processes, self.config.startup_seconds))
 
     async def watch(self) -> None:
-        """Reports processes that die and starts them again, while the others serve on. Returns never; a frontend
-        that stays dead is a DeploymentFailedError.
+        """Report processes that die, and start them again while the others serve on. Never returns. Raises
+        DeploymentFailedError when a frontend stays dead.
         """
         await self._restarts.after(self._deaths)
 
     async def add(self, spec: ProcessSpec) -> ManagedProcess:
-        """One more worker, once it is ready. Raises DeploymentFailedError when it dies or is late; then it is gone,
-        and the others run on.
+        """Start one more worker, and wait until it is ready. Raises DeploymentFailedError when it dies or is late; then
+        it is removed, and the others serve on.
         """
         process = ManagedProcess(spec, self._run_dir.log(spec.name))
         self.processes.append(process)
@@ -217,7 +217,7 @@ class Supervisor:
         return process
 
     async def bring_up(self, process: ManagedProcess) -> None:
-        """Until it is ready. Raises DeploymentFailedError when it dies or is late; then it has ended."""
+        """Start a process and wait until it is ready. Raises DeploymentFailedError, after ending it, if it is not."""
         self._starting_or_stopping.add(process)
         try:
             await self._start(process)
@@ -239,7 +239,7 @@ class Supervisor:
         return process in self.processes and process not in self._starting_or_stopping
 
     async def remove(self, process: ManagedProcess) -> bool:
-        """Stops one worker as soon as its requests have ended, and forgets it. Whether it ended by itself."""
+        """Stop one worker when its requests have ended, and forget it. Returns whether it ended by itself."""
         await self._restarts.forget(process)
         self._starting_or_stopping.add(process)
         await self._stop_wave([process], self.config.stop_seconds, asyncio.Event())
@@ -256,16 +256,16 @@ class Supervisor:
         self._write()
 
     async def drain(self, hurry: asyncio.Event | None = None) -> bool:
-        """Stops in the order of the request path, so that requests in flight can end. Whether all obeyed."""
+        """Stop in the order of the request path, so that running requests can end. Returns whether none was killed."""
         return await self._stop(stop_order(self.config.strategy), self.config.stop_seconds, hurry)
 
     async def abandon(self, hurry: asyncio.Event | None = None) -> bool:
-        """Stops everything together: there is no request to wait for."""
+        """Stop all processes at once, without waiting for requests. Returns as `drain`."""
         together = [tuple(process.role for process in self.processes)]
         return await self._stop(together, min(ABANDON_SECONDS, self.config.stop_seconds), hurry)
 
     async def kill(self) -> None:
-        """Ends whatever still runs, at once, with all that it started. Harmless when nothing does."""
+        """Kill all processes that still run, and all their descendants."""
         self._stopping = True
         for process in self.processes:
             process.kill()
@@ -295,7 +295,7 @@ class Supervisor:
     def note(self, text: str) -> None:
         self._status.note(text)
 
-    def tell_error(self, report: str) -> None:
+    def report_error(self, report: str) -> None:
         self._status.note(f"\n{ERROR_PREFIX}{report}\n")
 
     def _environment(self, spec: ProcessSpec) -> dict[str, str]:
@@ -322,7 +322,7 @@ class Supervisor:
     async def _is_ready(self, process: ManagedProcess) -> bool:
         if await is_ready(process.spec, self.config):
             return True
-        # A frontend that comes back has no model to list when there is no worker that registers one.
+        # A restarted frontend lists no model while no worker is there that registers one.
         return self._is_back_alone(process) and await answers(process.spec, self.config)
 
     def _is_back_alone(self, process: ManagedProcess) -> bool:
@@ -332,7 +332,7 @@ class Supervisor:
         return process.restarts > 0 and not any(each.state == "ready" for each in first_stage)
 
     async def _stop(
-        self, waves: Iterable[Sequence[Role]], timeout: float, hurry: asyncio.Event | None
+        self, waves: Iterable[Sequence[ProcessRole]], timeout: float, hurry: asyncio.Event | None
     ) -> bool:
         self._stopping = True
         hurry = hurry or asyncio.Event()
@@ -341,7 +341,7 @@ class Supervisor:
         running = [process for process in self.processes if process.is_running]
         for roles in waves:
             wave = [process for process in running if process.role in roles]
-            # A wave that used up all the time is no reason to kill the next one.
+            # Every wave gets some time, even after one that used up all of it.
             await self._stop_wave(wave, max(deadline - time.monotonic(), fair), hurry)
         await self.kill()
         return all(process.ended_well for process in running)
@@ -369,12 +369,12 @@ class Supervisor:
         try:
             self._run_dir.write(known.record() for known in self.processes if known.pid)
         except OSError as error:
-            # Other tools then read old news; a full disk is no reason to stop serving.
-            if not self._is_old:
+            # Other tools then read an old state, but a full disk is no reason to stop serving.
+            if not self._is_outdated:
                 self._status.note(f"warning: {self._run_dir.processes_file} is out of date: {error}")
-            self._is_old = True
+            self._is_outdated = True
         else:
-            self._is_old = False
+            self._is_outdated = False
 
 
 async def first_completed(

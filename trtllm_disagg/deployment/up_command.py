@@ -19,7 +19,7 @@ from trtllm_disagg.deployment.plan import (
     GPU_STARTUP_SECONDS,
     STARTUP_SECONDS,
     DeploymentConfig,
-    Role,
+    ProcessRole,
 )
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.exit_codes import ExitCode
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
-    """What a deployment is, wherever it runs."""
+    """The flags of a deployment on any platform."""
     default = DeploymentConfig
     add = parser.add_argument
     add("--strategy", required=True, choices=STRATEGIES, help="which stage takes the request first")
@@ -121,7 +121,7 @@ def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_flags_for(parser: argparse.ArgumentParser, flag: str, program: str) -> None:
-    """A flag of `cli.TAKE_FLAGS`."""
+    """Add a flag whose value is flags of another program (`cli.TAKE_FLAGS`)."""
     parser.add_argument(
         flag,
         type=shlex.split,
@@ -132,7 +132,7 @@ def add_flags_for(parser: argparse.ArgumentParser, flag: str, program: str) -> N
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """The exit code: that of `serve`."""
+    """Returns the exit code of `serve`."""
     from trtllm_disagg.deployment.run_dir import scratch_directory
 
     if args.run_dir is not None:
@@ -144,7 +144,7 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 
 def _serve(config: DeploymentConfig) -> ExitCode:
-    # After the flags are known to be good; `--help` needs none of it.
+    # Imported only after the flags are checked; `--help` does not need them.
     import asyncio
 
     from trtllm_disagg.deployment.lifecycle import serve
@@ -155,11 +155,11 @@ def _serve(config: DeploymentConfig) -> ExitCode:
 
 
 def config_from(args: argparse.Namespace, run_dir: Path) -> DeploymentConfig:
-    """Flags have the names of the fields; those of workers that were not given have the fields' defaults."""
+    """The configuration from the flags, which are named after its fields."""
     values = {
         field.name: getattr(args, field.name) for field in fields(DeploymentConfig) if field.name in args
     }
-    for role in get_args(Role):
+    for role in get_args(ProcessRole):
         if values.get(f"{role}_workers", 0) is None:
             del values[f"{role}_workers"]
         elif f"{role}_workers" in values:
@@ -179,7 +179,7 @@ def config_from(args: argparse.Namespace, run_dir: Path) -> DeploymentConfig:
 
 
 def _drain_seconds(given: float | None, environ: Mapping[str, str]) -> float | None:
-    """As a worker takes it: the flag, else the variable."""
+    """The value of the flag, else of its variable, as for a worker."""
     variable = FLAGS["drain_seconds"].variables[0]
     if given is None and environ.get(variable):
         parsed: float = argument_parser_of("drain_seconds", variable)(environ[variable])
@@ -192,9 +192,9 @@ def default_name(model: str) -> str:
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 
-def engine_configs_in(directory: Path, strategy: str) -> dict[Role, Path]:
+def engine_configs_in(directory: Path, strategy: str) -> dict[ProcessRole, Path]:
     """The YAML file of every role that `strategy` needs."""
-    files: dict[Role, Path] = {
+    files: dict[ProcessRole, Path] = {
         role: (directory / f"{role}.yaml").absolute() for role in spec_of(strategy).roles
     }
     missing = [file.name for file in files.values() if not file.is_file()]
@@ -205,7 +205,7 @@ def engine_configs_in(directory: Path, strategy: str) -> dict[Role, Path]:
     return files
 
 
-def _require_role(role: Role, count: int, strategy: str) -> None:
+def _require_role(role: ProcessRole, count: int, strategy: str) -> None:
     if role not in spec_of(strategy).roles:
         fitting = ", ".join(name for name, spec in STRATEGIES.items() if role in spec.roles)
         raise ConfigError.bad_value(f"--{role}-workers", count, f"--strategy {fitting}, not {strategy}")

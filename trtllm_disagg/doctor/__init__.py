@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trtllm_disagg.doctor.pair import Deployment, Side
 
 _ROLES = (Role.PREFILL, Role.DECODE)
-#: KV events come within a tenth of a second on an idle worker.
+#: On an idle worker, KV events arrive within a tenth of a second.
 _EVENT_SECONDS = 10.0
 
 

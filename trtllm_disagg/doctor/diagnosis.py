@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from trtllm_disagg.doctor.live_rules import Finding
 
 FINE = "ok"
-#: Of a deployment: what could not be seen. Never a guess.
+#: The value of a rule about a deployment that could not be checked.
 UNKNOWN = "not known"
 _STYLES = {FINE: "green", Severity.NOTE.value: "yellow", UNKNOWN: "yellow", Severity.ERROR.value: "bold red"}
-#: In a file.
+#: Columns of the output in a file.
 _WIDTH = 120
 
 
@@ -42,7 +42,7 @@ class Row:
     prefill: Any
     decode: Any
     why: str
-    #: Empty when it is ok.
+    #: What to do; empty when it is ok.
     instead: str
 
 
@@ -69,7 +69,7 @@ def _row(rule: Rule, problem: Problem | None, pair: Pair) -> Row:
 
 
 def _accepted(pair: Pair) -> Row:
-    """Whatever the rules do not know, the worker's own checks may."""
+    """The worker's own checks, which may find more than the rules."""
     refusals = []
     for side in pair.sides:
         is_file = os.path.exists(side.source)
@@ -159,7 +159,7 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _together(rows: Iterable[Row | Finding]) -> Iterator[tuple[str, list[Row | Finding]]]:
-    """Neighbours with one answer to them are told at once."""
+    """Consecutive findings with the same advice are printed together."""
     for (instead, _), same in groupby(rows, lambda row: (row.instead, row.verdict)):
         yield instead, list(same)
 

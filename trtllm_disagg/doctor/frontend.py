@@ -1,4 +1,4 @@
-"""What a frontend says over HTTP, typed: the models, the instances, and how a request was answered."""
+"""Reads a frontend over HTTP: its models, its instances, and how it answered a request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PAGE_SECONDS = 5.0
 
 
 class Instance(msgspec.Struct, frozen=True):
-    """As discovery lists it: one endpoint of one worker."""
+    """One endpoint of one worker, as discovery lists it."""
 
     namespace: str
     component: str
@@ -40,14 +40,14 @@ class Instance(msgspec.Struct, frozen=True):
 
 
 class Trace(msgspec.Struct, frozen=True):
-    """Of a request, as the workers tell it (handlers/trace.py)."""
+    """The request trace in an answer (handlers/trace.py)."""
 
     strategy: str = ""
     reason: str = ""
     fallbacks: list[str] = []
     prefill_instance: str | None = None
     decode_instance: str | None = None
-    #: None where no engine has measured it.
+    #: None where the engine has not measured it.
     kv_transfer_bytes: int | None = None
 
 
@@ -55,12 +55,12 @@ class Trace(msgspec.Struct, frozen=True):
 class Answer:
     prompt_tokens: int
     cached_tokens: int
-    #: The part of the prompt's blocks that the router has found on the worker; None where it does not look.
+    #: The share of the prompt's blocks that the router found on the worker; None without KV routing.
     hit_rate: float | None
-    #: As the frontend chose them; equal unless it chains both stages itself.
+    #: The workers that the frontend chose; equal unless it chains both stages itself.
     prefill_worker: int | None
     decode_worker: int | None
-    #: None: of another project's workers.
+    #: None for workers of other projects.
     trace: Trace | None
 
 
@@ -77,7 +77,7 @@ class Frontend(Protocol):
         ...
 
     def instances(self) -> list[Instance] | None:
-        """None where the frontend does not tell."""
+        """The instances; None where the frontend does not list them."""
         ...
 
     def sizes(self, model: str) -> Sizes: ...
@@ -89,7 +89,7 @@ class Frontend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of a model; None where the frontend does not tell."""
+    """Sizes of a model; None where the frontend does not report them."""
 
     block_size: int | None = None
     context_length: int | None = None
@@ -107,11 +107,11 @@ def fresh_prompt(sizes: Sizes, num_blocks: int = 4) -> str:
 
 class HttpFrontend:
     def __init__(self, url: str, seconds: float) -> None:
-        """`seconds` for an answer. Raises ConfigError for what is no URL."""
+        """`seconds`: the timeout of an answer. Raises ConfigError for an invalid URL."""
         try:
             parts = urlsplit(url)
             is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:  # of a port that cannot be
+        except ValueError:  # an invalid port
             is_whole = False
         if not is_whole:
             raise ConfigError.bad_value("--url", url, "the URL of a frontend, as in http://127.0.0.1:8000")
@@ -189,7 +189,7 @@ class HttpFrontend:
 
 
 class _NotServedError(ProbeFailedError):
-    """The frontend has the model under another path, or not at all."""
+    """The frontend serves the model at another path, or not at all."""
 
 
 class _Health(msgspec.Struct, frozen=True):
@@ -226,7 +226,7 @@ class _Completion(msgspec.Struct, frozen=True):
 
 
 def answer_of(body: bytes) -> Answer:
-    """Raises msgspec.DecodeError for what is no completion."""
+    """Raises msgspec.DecodeError for an answer that is no completion."""
     said = msgspec.json.decode(body, type=_Completion)
     usage, nvext = said.usage or _Usage(), said.nvext or _Nvext()
     workers, timing = nvext.worker_id or _WorkerIds(), nvext.timing or _Timing()

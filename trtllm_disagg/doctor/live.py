@@ -33,7 +33,7 @@ from trtllm_disagg.strategies import orders
 
 _ANSWER_SECONDS = 5.0
 _BACKEND, _ETCD = "DYN_DISCOVERY_BACKEND", "ETCD_ENDPOINTS"
-#: What decides where Dynamo's processes find each other.
+#: The variables by which Dynamo's processes find each other.
 _DISCOVERY = re.compile(r"DYN_(DISCOVERY_BACKEND|FILE_KV|REQUEST_PLANE|EVENT_PLANE)|(ETCD|NATS)_\w+")
 _POLL_SECONDS = 0.2
 LOCAL = "local"
@@ -90,11 +90,11 @@ class Directory(Protocol):
 @dataclass(frozen=True, slots=True)
 class Worker:
     instance_id: int
-    #: None where only the worker knows it.
+    #: None where only the worker itself has it.
     role: str | None
     #: None where the worker could not be asked.
     description: Description | None = None
-    #: Where it runs on this machine.
+    #: Its process, if it runs on this machine.
     process: LocalProcess | None = None
 
     def __str__(self) -> str:
@@ -103,7 +103,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """One prompt, asked again until the router knew it or the time was over."""
+    """One prompt, sent again until the router had its blocks in the index, or the time was over."""
 
     last: Answer
     seconds: float
@@ -113,24 +113,24 @@ class Repeats:
 class Observed:
     url: str
     model: str
-    #: As a client asks.
+    #: The answer to a plain request.
     plain: Answer | ProbeFailedError
-    #: With this deployment's order asked for, when `plain` stayed on one worker.
+    #: The answer to a request that names this deployment's strategy, sent when `plain` stayed on one worker.
     ordered: Answer | ProbeFailedError | None = None
     repeats: Repeats | None = None
     #: None where the frontend does not list them.
     workers: tuple[Worker, ...] | None = None
-    #: Why they have no description.
+    #: Why the workers have no description.
     undescribed: str = ""
     #: None when it runs elsewhere.
     frontend: LocalProcess | None = None
-    #: What starting one of its processes anew takes, and what this machine has.
+    #: The needs of starting one of its processes again, and the limits of this machine.
     needs: Needs = field(default_factory=Needs)
     limits: Limits | None = None
 
     @property
     def crossing(self) -> Answer | ProbeFailedError:
-        """The request that had to cross both stages."""
+        """The answer to the request that should have used both stages."""
         return self.plain if self.ordered is None else self.ordered
 
 
@@ -148,7 +148,7 @@ class Eyes:
 
 
 def look(eyes: Eyes, model: str | None, event_seconds: float, say: Say) -> Observed:
-    """Raises ConfigError when no frontend is there, or it does not serve `model`."""
+    """Raises ConfigError when there is no frontend, or it does not serve `model`."""
     name = _chosen(eyes.frontend.models(), model, eyes.url)
     sizes = eyes.frontend.sizes(name)
     prompt = fresh_prompt(sizes)

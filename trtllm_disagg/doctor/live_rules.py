@@ -15,7 +15,7 @@ from trtllm_disagg.deployment.limits import (
     OPEN_FILES_LIMIT,
     PTRACE_SCOPE,
     Limits,
-    doubts,
+    shortages,
 )
 from trtllm_disagg.doctor.diagnosis import FINE, UNKNOWN
 from trtllm_disagg.doctor.frontend import Answer, ProbeFailedError
@@ -82,7 +82,7 @@ def _described(seen: Observed) -> list[Worker]:
 
 
 def _silent(seen: Observed) -> list[Worker]:
-    """Listed, and without an answer where others have one: dead, frozen, or out of reach."""
+    """Workers that are listed but do not answer, while others do: dead, frozen, or out of reach."""
     return [worker for worker in seen.workers or () if worker.description is None] if _described(seen) else []
 
 
@@ -233,7 +233,7 @@ def _stages(seen: Observed) -> Iterator[Finding]:
 
 
 def _other_stage(answer: Answer) -> str:
-    """The worker of the second stage, as far as the answer names it."""
+    """The worker of the second stage, if the answer names it."""
     trace = answer.trace
     if trace is not None and not trace.fallbacks:
         for role, named in ((Role.PREFILL, trace.prefill_instance), (Role.DECODE, trace.decode_instance)):
@@ -302,11 +302,13 @@ def _host(seen: Observed) -> Iterator[Finding]:
         yield from (Finding(rule, UNKNOWN, "", why, where) for rule, why in _LIMITS.items())
         return
     limits = _in_force(seen, seen.limits)
-    found = {doubt.about: doubt for doubt in doubts(seen.needs, limits)}
+    found = {shortage.about: shortage for shortage in shortages(seen.needs, limits)}
     for rule, value in _values(seen, limits).items():
-        doubt = found.get(rule)
-        if doubt is not None:
-            yield Finding(rule, _ERROR if doubt.is_certain else _NOTE, value, _LIMITS[rule], doubt.sentence)
+        shortage = found.get(rule)
+        if shortage is not None:
+            yield Finding(
+                rule, _ERROR if shortage.is_certain else _NOTE, value, _LIMITS[rule], shortage.sentence
+            )
         elif value == UNKNOWN:
             yield Finding(rule, UNKNOWN, "", _LIMITS[rule], "this system does not tell")
         else:

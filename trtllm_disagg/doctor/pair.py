@@ -1,4 +1,4 @@
-"""Two engine YAML files, and the flags beside them, read and typed: what the rules look at."""
+"""Reads two engine YAML files and the flags beside them, for the rules."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def settings_of(
 
 @dataclass(frozen=True, slots=True)
 class BadKey:
-    """A key that TensorRT-LLM would refuse, or that is not known to exist."""
+    """A key that TensorRT-LLM would refuse, or that may not exist."""
 
     key: str
     value: Any
-    #: What to write instead; empty for a key that a newer TensorRT-LLM may have.
+    #: The correct key or value; empty for a key that a newer TensorRT-LLM may have.
     instead: str
 
 
@@ -69,7 +69,7 @@ class Side:
 
     role: Role
     source: str
-    #: As in the file and the flags.
+    #: The arguments as given in the file and the flags.
     given: Mapping[str, Any]
     args: LlmArgs
     bad_keys: tuple[BadKey, ...]
@@ -77,15 +77,15 @@ class Side:
     model: str | None
     facts: ModelFacts
     fingerprint: Fingerprint
-    #: What its flags say.
+    #: The configuration from its flags.
     config: WorkerConfig
-    #: A sentence for each flag that the file has overruled.
+    #: A sentence for each flag that the file overrules.
     overruled: tuple[str, ...] = ()
-    #: The GPUs of this worker; empty where that is not known.
+    #: The GPUs of this worker; empty where unknown.
     gpus: tuple[str, ...] = ()
 
     def gave(self, *path: str) -> bool:
-        """The file or a flag has this key."""
+        """Whether the file or a flag sets this key."""
         content: Any = self.given
         for name in path:
             if not isinstance(content, Mapping) or name not in content:
@@ -111,7 +111,7 @@ class Side:
 
     @property
     def described(self) -> Description:
-        """As a live worker describes its engine."""
+        """The same description of the engine as a live worker's."""
         return {
             "role": self.role.value,
             "weights": self.model,
@@ -223,7 +223,7 @@ def _validated(given: Mapping[str, Any]) -> tuple[LlmArgs, tuple[BadKey, ...], d
         except ValidationError as errors:
             refused = errors.errors(include_url=False, include_context=False)
             if not any(error["loc"] and str(error["loc"][0]) in left for error in refused):
-                # Of the whole: nothing of it can be looked at further.
+                # The error concerns the whole content, so nothing of it can be checked further.
                 left, readable = {}, {}
                 found.append(_bad_key([], refused[0]))
             for error in refused:
@@ -238,7 +238,7 @@ def _validated(given: Mapping[str, Any]) -> tuple[LlmArgs, tuple[BadKey, ...], d
 
 
 def _wrong_types(readable: dict[str, Any]) -> Iterator[BadKey]:
-    """Takes out of `readable` what doctor looks at, and `LlmArgs` does not, where it is of a wrong type."""
+    """Removes from `readable` wrongly typed values that doctor reads and `LlmArgs` does not check."""
     kinds: dict[str, tuple[type, str]] = {
         "model": (str, "a path or a name"),
         "revision": (str, "a text"),
@@ -253,7 +253,7 @@ def _wrong_types(readable: dict[str, Any]) -> Iterator[BadKey]:
 
 @cache
 def _arguments_of_tensorrt_llm() -> frozenset[str]:
-    """All names that LLM(...) takes; `LlmArgs` lacks those that no embedded engine has a use for."""
+    """All argument names of LLM(...); `LlmArgs` lacks those that the embedded engine does not use."""
     pins = files("trtllm_disagg.testing") / "llm_api"
     names: set[str] = set()
     for version, kind in (("1.3.0rc", "fields"), ("1.3.0rc29", "names")):
@@ -262,7 +262,7 @@ def _arguments_of_tensorrt_llm() -> frozenset[str]:
 
 
 def _upper_backend(left: dict[str, Any]) -> list[BadKey]:
-    """TensorRT-LLM has taken names of backends in upper case only since 1.1."""
+    """Since 1.1, TensorRT-LLM accepts names of backends in upper case only."""
     transceiver = left.get(_TRANSCEIVER)
     if not isinstance(transceiver, dict):
         return []
@@ -276,7 +276,7 @@ def _upper_backend(left: dict[str, Any]) -> list[BadKey]:
 
 
 def _take_out(content: dict[str, Any], location: Sequence[str]) -> list[str]:
-    """Takes out the part that is wrong. The path to it, empty where it is not there."""
+    """Remove the wrong part, and return its path, which is empty if it was not there."""
     path, owner = [], content
     for part in location:
         if not isinstance(owner, dict) or part not in owner:

@@ -1,4 +1,4 @@
-"""What has to hold for a prefill and a decode worker on TensorRT-LLM: one rule a row, in `RULES`."""
+"""The rules for a prefill and a decode worker on TensorRT-LLM: one row of `RULES` each."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from trtllm_disagg.worker.pairing import BY_KEY
 class Severity(StrEnum):
     #: The pair would not start, would lose requests, or would answer wrongly.
     ERROR = "error"
-    #: It works, and something about it is worth to know.
+    #: The pair works, with something worth knowing.
     NOTE = "note"
 
 
 class Problem(NamedTuple):
     severity: Severity
-    #: What to write instead, or to look at.
+    #: What to write instead, or to check.
     instead: str
 
 
@@ -38,7 +38,7 @@ class Rule(NamedTuple):
     name: str
     #: Why it matters.
     why: str
-    #: Of one side, for the table.
+    #: The value of one side, for the table.
     value: Callable[[Side], Any]
     check: Check
 
@@ -176,7 +176,7 @@ def _is_auto(side: Side) -> bool:
 
 
 def _is_too_small(side: Side, longest: int | None) -> bool:
-    """To the Python transceiver 0 is no limit."""
+    """For the Python transceiver, 0 means no limit."""
     buffer = _buffer_of(side)
     if buffer is None:
         return False

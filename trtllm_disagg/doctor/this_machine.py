@@ -43,7 +43,7 @@ class ThisMachine:
 
 
 def listener(host: str, port: int) -> LocalProcess | None:
-    """The process of this user that listens there; None when it is another user's, or on another machine."""
+    """The process of this user that listens at the port; None for another user's, or one on another machine."""
     addresses = {_address_here(host), *_ANY} - {None}
     if len(addresses) == len(_ANY):
         return None

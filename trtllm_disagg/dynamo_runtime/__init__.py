@@ -1,4 +1,4 @@
-"""Everything of Dynamo's runtime that a worker uses. Only this package and `publisher/` import `dynamo`."""
+"""Everything of Dynamo's runtime that a worker uses. No other package imports `dynamo`."""
 
 from trtllm_disagg.dynamo_runtime.advertised import Advertised
 from trtllm_disagg.dynamo_runtime.discovery import (

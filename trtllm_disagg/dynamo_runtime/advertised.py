@@ -1,4 +1,4 @@
-"""What a worker's model card says beyond its engine: parsers, structural tags, how the frontend is to route."""
+"""What a worker's model card tells the frontend besides engine limits: parsers, structural tags, routing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
 class StructuralTag(msgspec.Struct, forbid_unknown_fields=True):
-    """How the frontend holds tool calls to their schemas; Dynamo's names and defaults."""
+    """How the frontend makes tool calls follow their schemas; names and defaults are Dynamo's."""
 
     scope: Literal["auto", "always"] = "always"
     schema: Literal["auto", "strict"] = "auto"
@@ -37,7 +37,7 @@ class StructuralTag(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Advertised:
-    """Of one worker; what is None is left to the frontend."""
+    """What one worker advertises; the frontend decides about each field that is None."""
 
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
@@ -49,9 +49,9 @@ class Advertised:
 
     @classmethod
     def of(cls, config: WorkerConfig, *, guides: bool) -> Advertised:
-        """`guides`: the engine can hold an answer to a grammar. Raises ConfigError for what Dynamo does not know.
+        """`guides`: the engine supports guided decoding. Raises ConfigError for values that Dynamo does not know.
 
-        Blocks for up to 30 s where a topology is on, until its files are there.
+        With a topology enabled it blocks for up to 30 s until the topology's files exist.
         """
         _check_name("tool_call_parser", config.tool_call_parser, get_tool_parser_names)
         _check_name("reasoning_parser", config.reasoning_parser, get_reasoning_parser_names)
@@ -107,8 +107,8 @@ def _structural_tag(given: str | None, guides: bool) -> dict[str, Any] | None:
 
 
 def _topology(config: WorkerConfig) -> TopologyConfig:
-    """Where this worker stands, and how near the frontend's router has to keep a pair's two workers. Dynamo reads its
-    variables, and the files that they name, itself.
+    """The location of this worker, and how near to each other the frontend's router has to keep the workers of a pair.
+    Dynamo itself reads its variables and the files that they name.
     """
     if config.may_switch and os.environ.get(_TOPOLOGY, "").strip().lower() in _YES:
         raise ConfigError.bad_value(
@@ -132,14 +132,14 @@ def _topology(config: WorkerConfig) -> TopologyConfig:
 
 
 def _router(flags: Sequence[str]) -> Any:
-    """Dynamo reads its flags and variables itself; None when no mode is asked for."""
-    said = io.StringIO()
+    """The router configuration that Dynamo reads from its flags and variables; None when they set no mode."""
+    output = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(output):
             config, _ = parse_worker_router_config(list(flags))
         return build_router_config(config)
     except SystemExit:
-        why = said.getvalue().strip().rpartition("error: ")[2]
+        why = output.getvalue().strip().rpartition("error: ")[2]
         raise ConfigError(f"{' '.join(flags)}: {why}") from None
     except ValueError as error:
         raise ConfigError(f"{' '.join(flags) or 'DYN_ROUTER_MODE'}: {error}") from error

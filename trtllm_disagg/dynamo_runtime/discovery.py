@@ -1,5 +1,5 @@
-"""The workers of a namespace, through Dynamo: what they are, what they are told from outside, and what they have
-cached; and the workers of the other role, called for requests.
+"""The workers of a namespace, through Dynamo's discovery: calls to peers, descriptions, control commands,
+and the prompt prefixes that peers have cached.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.error_mapping import from_dynamo
 from trtllm_disagg.dynamo_runtime.handler import DESCRIBE
 from trtllm_disagg.errors import DisaggError, PeerUnavailableError, StageTimeoutError
+from trtllm_disagg.kv_transfer.listener import RateLimitedLog
 from trtllm_disagg.types import GenerateRequest, RequestContext
 
 _DESCRIBE_SECONDS = 5.0
@@ -29,6 +30,7 @@ _SYSTEM_PORT = "DYN_SYSTEM_PORT"
 _FOUND_SECONDS = 3.0
 _POLL_SECONDS = 0.15
 log = logging.getLogger(__name__)
+_warn = RateLimitedLog(log)
 
 
 class DynamoDirectory:
@@ -45,14 +47,14 @@ class DynamoDirectory:
         return DynamoStageInstance(self._client, instance_id)
 
     async def describe(self) -> dict[str, Any]:
-        """What any of them says of itself. Raises a DisaggError."""
+        """The description of the first instance. Raises a DisaggError."""
         for instance_id in self.instance_ids():
             return await self.instance(instance_id).describe()
         raise errors.NoInstanceError("no instance of the other stage is there")
 
 
 class DynamoStageInstance:
-    """One of them. Whatever becomes of it is translated."""
+    """One instance at an endpoint. Errors of a call are translated to DisaggErrors."""
 
     def __init__(self, client: Any, instance_id: int) -> None:
         self._client = client
@@ -89,12 +91,12 @@ class DynamoStageInstance:
 async def list_instances(
     config: WorkerConfig, runtime: Any, endpoint_ids: Iterable[str]
 ) -> list[DescribedInstance]:
-    """Every instance at each of these endpoints, and what it says of itself. An instance that does not answer,
-    because it is dead or no worker of this package, is left out. `runtime` is this worker's own.
+    """The instances at these endpoints with their descriptions, without instances that do not answer because they are
+    dead or no workers of this package. `runtime`: this worker's own.
     """
-    async with _passing_by(config, runtime) as passing:
+    async with _short_lived_runtime(config, runtime) as listing:
         clients = {
-            endpoint_id: await passing.endpoint(parse_endpoint_id(endpoint_id).dotted).client()
+            endpoint_id: await listing.endpoint(parse_endpoint_id(endpoint_id).dotted).client()
             for endpoint_id in endpoint_ids
         }
         places = [(i, where) for where, client in clients.items() for i in client.instance_ids()]
@@ -107,36 +109,37 @@ async def list_instances(
 
 
 async def described(client: Any, instance_id: int) -> dict[str, Any] | None:
-    """What an instance says of itself; None when it is dead, or no worker of this package."""
+    """The description of an instance; None when it does not answer, or is no worker of this package."""
     try:
         async with asyncio.timeout(_DESCRIBE_SECONDS):
             answers = [item.data() async for item in await client.direct({DESCRIBE: True}, instance_id)]
-    except Exception:
+    except Exception as error:
+        _warn("instance %x did not describe itself: %s: %s", instance_id, type(error).__name__, error)
         return None
     return answers[0] if len(answers) == 1 and isinstance(answers[0], dict) else None
 
 
 @asynccontextmanager
-async def _passing_by(config: WorkerConfig, runtime: Any) -> AsyncIterator[Any]:
-    """Each endpoint that a runtime looks at in a discovery directory costs one of a user's 128 watches for as long
-    as that runtime lives. So a runtime of its own looks there, for some milliseconds.
+async def _short_lived_runtime(config: WorkerConfig, runtime: Any) -> AsyncIterator[Any]:
+    """For each endpoint that a runtime lists in a discovery directory, it holds one of a user's 128 inotify watches
+    until it is shut down. So listing uses a runtime of its own, which lives for some milliseconds.
     """
     if config.discovery_backend != "file":
         yield runtime
         return
     with _without_system_port():
-        passing = DistributedRuntime(
+        listing = DistributedRuntime(
             asyncio.get_running_loop(), "file", config.request_plane, event_plane=config.event_plane
         )
     try:
-        yield passing
+        yield listing
     finally:
-        passing.shutdown()
+        listing.shutdown()
 
 
 @contextmanager
 def _without_system_port() -> Iterator[None]:
-    """That port is taken, by this worker's own runtime. Dynamo has no argument for it."""
+    """Keeps the short-lived runtime from opening this worker's system port. Dynamo has no argument for it."""
     port = os.environ.pop(_SYSTEM_PORT, None)
     try:
         yield
@@ -154,9 +157,9 @@ class Controller:
         self._timeout = timeout
 
     async def workers(self) -> list[DescribedInstance]:
-        """Every worker in discovery, as it describes itself. One that died meanwhile is left out."""
-        await self._settled()
-        # A first stage is at two endpoints; the later one, of its role, is where it always is.
+        """Every worker in discovery with its description. A worker that died meanwhile is left out."""
+        await self._until_settled()
+        # A first stage is at two endpoints. The later one, that of its role, stays in use after a switch.
         names = {i: endpoint for endpoint, client in self._clients.items() for i in client.instance_ids()}
         answers = await asyncio.gather(
             *(self.send(endpoint, i, Describe()) for i, endpoint in names.items()), return_exceptions=True
@@ -167,8 +170,8 @@ class Controller:
             if not isinstance(answer, PeerUnavailableError)
         ]
 
-    async def _settled(self) -> None:
-        """A fresh client learns of the instances bit by bit."""
+    async def _until_settled(self) -> None:
+        """Wait until two polls agree: a new client receives the instances one by one."""
         seen: list[list[int]] = []
         for _ in range(round(_FOUND_SECONDS / _POLL_SECONDS)):
             now = [sorted(client.instance_ids()) for client in self._clients.values()]
@@ -178,7 +181,7 @@ class Controller:
             await asyncio.sleep(_POLL_SECONDS)
 
     async def send(self, endpoint_id: str, instance_id: int, command: Command) -> dict[str, Any]:
-        """What the worker answers. Raises a DisaggError: what it has refused, or that it does not answer in time."""
+        """Send a command and return its answer. Raises a DisaggError when it is refused or not answered in time."""
         name = f"instance {instance_id:x} at {endpoint_id}"
         try:
             async with asyncio.timeout(self._timeout):
@@ -198,8 +201,8 @@ class Controller:
 async def controller(
     *, backend: str, request_plane: str, event_plane: str, namespace: str, signer: Signer, timeout: float
 ) -> AsyncIterator[Controller]:
-    """For the workers of a namespace at their usual endpoints. Discovery is found as every Dynamo process does, by
-    environment variables.
+    """A Controller for the workers of a namespace at their usual endpoints. Dynamo's environment variables locate
+    discovery.
     """
     runtime = DistributedRuntime(asyncio.get_running_loop(), backend, request_plane, event_plane=event_plane)
     try:
@@ -224,9 +227,9 @@ def _named(error: DisaggError, name: str) -> DisaggError:
 
 
 class KvOverlaps:
-    """What the other stage's instances have cached of a prompt, by Dynamo's index of their cache events.
+    """How many tokens of a prompt each peer has cached, from Dynamo's index of the peers' cache events.
 
-    Instances must have a model card, or the index hears nothing of them.
+    The index gets events only from instances with a model card.
     """
 
     def __init__(self, endpoint: Any, block_size: int) -> None:
@@ -235,21 +238,21 @@ class KvOverlaps:
 
     @cached_property
     def _router(self) -> Any:
-        """Watches discovery and listens to every instance, so it is made at the first use only."""
+        """Made at the first use: it watches discovery and subscribes to the events of every instance."""
         return KvRouter(self._endpoint, self._block_size, KvRouterConfig())
 
     def listen(self) -> None:
-        """From now on, and not from the first request on."""
+        """Subscribe to events now, and not with the first request."""
         try:
             _ = self._router
         except Exception as error:
             log.warning("no KV router yet, the first request will try again: %s", error)
 
     async def __call__(self, request: GenerateRequest) -> Mapping[int, int]:
-        """Tokens of the prompt, by instance. Raises what Dynamo raises."""
+        """Instance id -> number of prompt tokens that it has cached. Raises what Dynamo raises."""
         scores = await self._router.get_overlap_scores(request.token_ids, cache_namespace=request.cache_salt)
         cached: dict[int, int] = {}
-        for row in scores["workers"]:  # one for each rank of attention DP
+        for row in scores["workers"]:  # one row for each attention-DP rank
             tokens = row["device_blocks"] * self._block_size
             cached[row["worker_id"]] = max(tokens, cached.get(row["worker_id"], 0))
         return cached

@@ -1,4 +1,4 @@
-"""Errors on their way through Dynamo. What it makes of each was measured."""
+"""Translates errors to Dynamo's and back. How each one arrives at the other end was measured."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from dynamo.llm import exceptions as dynamo_errors
 
 from trtllm_disagg import errors
 
-#: Tells a stage that ran out of time from a connection that did, which Dynamo gives the same category.
+#: Distinguishes a stage's timeout from a connection's: Dynamo gives both the same category.
 _OUR_TIMEOUT = f"{errors.StageTimeoutError.__name__}: "
 
-#: EngineShutdown blacklists the worker that raises it for seconds, and the frontend migrates the request: right for a
-#: worker that ends, and for no other error.
+#: EngineShutdown makes the frontend avoid the worker for seconds and migrate the request, which is right only for a
+#: worker that ends.
 _TO_DYNAMO: dict[str, Callable[[str], Exception]] = {
     "InvalidRequest": dynamo_errors.InvalidArgument,
     "CapacityExhausted": lambda message: dynamo_errors.HttpError(529, message),
     "Unavailable": dynamo_errors.CannotConnect,
     "Leaving": dynamo_errors.EngineShutdown,
     "DeadlineExceeded": lambda message: dynamo_errors.ConnectionTimeout(_OUR_TIMEOUT + message),
-    # Never Cancelled (499, final): a client that left hears nothing, so what hears this has not left.
+    # Not Dynamo's Cancelled (499, final): a client that disconnected gets no answer, so this client has not.
     "Cancelled": dynamo_errors.CannotConnect,
     "Internal": dynamo_errors.Unknown,
 }
@@ -33,12 +33,12 @@ _FROM_DYNAMO: dict[str, type[errors.DisaggError]] = {
     "RateLimited": errors.OverloadedError,
     "Unavailable": errors.PeerUnavailableError,
     "DeadlineExceeded": errors.StageTimeoutError,
-    # Dynamo's word for all that a worker drops, at its end, too.
+    # Dynamo's category for everything that a worker drops, also at its end.
     "Cancelled": errors.PeerUnavailableError,
     "Internal": errors.EngineError,
 }
 
-#: How a peer's exception arrives: "Category: message", with a type name before the message if not Dynamo's.
+#: The text of a peer's exception: "Category: message", with a type name before the message if it is not Dynamo's.
 _ARRIVED = re.compile(rf"({'|'.join(_FROM_DYNAMO)}): (?:[A-Z]\w*Error: )?(.*)", re.DOTALL)
 
 
@@ -57,7 +57,7 @@ def from_dynamo(error: Exception) -> errors.DisaggError:
 
 
 def _message(text: str) -> str:
-    """Dynamo's HttpError crosses as JSON."""
+    """The message of an error; Dynamo sends HttpError as JSON."""
     with suppress(ValueError, TypeError, KeyError):
         return str(json.loads(text)["message"])
     return text

@@ -1,4 +1,4 @@
-"""A Generate, as Dynamo calls it: one handler for requests, health probes, control commands and descriptions."""
+"""The handler that Dynamo calls, for requests, health probes, control commands and descriptions."""
 
 from __future__ import annotations
 
@@ -23,33 +23,34 @@ from trtllm_disagg.dynamo_runtime.error_mapping import to_dynamo
 from trtllm_disagg.dynamo_runtime.pushed_answers import Answer, pushed
 from trtllm_disagg.errors import ConfigError, InvalidRequestError
 from trtllm_disagg.handlers.streams import PerRequestStream
+from trtllm_disagg.kv_transfer.listener import RateLimitedLog
 from trtllm_disagg.types import Generate, GenerateRequest
 from trtllm_disagg.wire.bodies import decode_request, encode_chunk
 
 log = logging.getLogger(__name__)
 
-#: A request with this key asks for the worker's description.
+#: The key of a request for the worker's description.
 DESCRIBE = "trtllm_disagg.describe"
-#: Marks a health probe: a request that this worker runs whole on its own engine, whatever its role. It costs a token at
-#: least: an engine that says that it lives may be stuck.
+#: The key of a health probe: a request that this worker runs whole on its own engine, whatever its role. It generates
+#: at least one token, because an engine that reports that it is healthy may be stuck.
 PROBE = "trtllm_disagg.probe"
-#: The probe without a setting: one token of a prompt of one, before all that waits.
+#: The default probe: one prompt token, one generated token, and a priority above waiting requests.
 SMALLEST_REQUEST = {"token_ids": [1], "stop_conditions": {"max_tokens": 1}, "priority": 1.0}
 
-#: What a worker does with a control command, however little it looks like one. Raises a DisaggError.
+#: Executes a control command, which may be malformed, and returns the answer. Raises a DisaggError.
 HandleCommand = Callable[[Any], Awaitable[dict[str, Any]]]
-#: Runs the request of a health probe. Raises a DisaggError when the engine does no work.
+#: Runs the request of a health probe. Raises a DisaggError when the engine cannot run it.
 Probe = Callable[[GenerateRequest], Awaitable[None]]
 
 
 class FirstTokens(Protocol):
-    """Dynamo's FirstTokenSource: tells every router's replica that a request has left its prefill behind."""
+    """Dynamo's FirstTokenSource: notifies every router replica that the prefill of a request has ended."""
 
     def bind(self, context: Any, dp_rank: int | None) -> None: ...
 
 
 def health_check_payload(given: str | None) -> dict[str, Any]:
-    """`given`: the setting of that name. Raises ConfigError for what is no request."""
+    """The payload from the flag's value. Raises ConfigError when it is no valid request."""
     payload = SMALLEST_REQUEST if given is None else _read(given)
     try:
         decode_request(payload)
@@ -75,7 +76,7 @@ def _read(given: str) -> dict[str, Any]:
 
 
 async def answers_by_itself(request: GenerateRequest) -> None:
-    """For a handler without an engine."""
+    """A probe that always succeeds, for a handler without an engine."""
 
 
 async def refuse_control(raw: Any) -> dict[str, Any]:
@@ -92,17 +93,19 @@ def as_dynamo_handler(
     pushes: bool = False,
     first_tokens: FirstTokens | None = None,
 ) -> Callable[..., Any]:
-    """What Dynamo calls with each request. It finds the parameters behind the first by their names. `first_tokens`
-    None: this Dynamo, or this kind of worker, has no such thing.
+    """The function that Dynamo calls with each request; Dynamo passes all arguments but the first by name.
+    `first_tokens` is None where Dynamo, or this type of worker, has none.
 
-    With `pushes` Dynamo since 1.6 brings a sender with what comes over the network; otherwise it asks for each answer.
+    With `pushes`, Dynamo 1.6 and later pass a response sender with requests from the network; otherwise Dynamo polls
+    for each answer.
     """
+    warn_overloaded = RateLimitedLog(log)
 
     async def handle(request: dict[str, Any], context: Any) -> AsyncGenerator[Answer, None]:
         if DESCRIBE in request:
             yield describe()
             return
-        with _errors_as_dynamo_has_them(context):
+        with _errors_for_dynamo(context, warn_overloaded):
             if PROBE in request:
                 await probe(decode_request(request, longest_prompt))
                 yield describe()
@@ -110,18 +113,18 @@ def as_dynamo_handler(
             if is_control(request):
                 yield await handle_command(request[CONTROL])
                 return
-            asked = decode_request(request, longest_prompt, context.trace_headers())
-            has_begun = first_tokens is None or asked.phase_request is not None
+            decoded = decode_request(request, longest_prompt, context.trace_headers())
+            has_begun = first_tokens is None or decoded.phase_request is not None
             if first_tokens is not None and not has_begun:
-                first_tokens.bind(context, asked.dp_rank)
-            async with aclosing(generate(asked, context)) as chunks:
+                first_tokens.bind(context, decoded.dp_rank)
+            async with aclosing(generate(decoded, context)) as chunks:
                 async for chunk in chunks:
                     if not has_begun and chunk.token_ids:
                         has_begun = True
                         context.notify_first_token()
                     yield encode_chunk(chunk)
 
-    def handle_asked(request: dict[str, Any], context: Any) -> AsyncGenerator[Answer, None]:
+    def handle_polled(request: dict[str, Any], context: Any) -> AsyncGenerator[Answer, None]:
         return _BegunOnLoop(handle(request, context))
 
     def handle_pushing(
@@ -130,44 +133,44 @@ def as_dynamo_handler(
         answers = handle(request, context)
         return _BegunOnLoop(answers if response_sender is None else pushed(answers, response_sender))
 
-    return handle_pushing if pushes else handle_asked
+    return handle_pushing if pushes else handle_polled
 
 
 @contextmanager
-def _errors_as_dynamo_has_them(context: Any) -> Iterator[None]:
-    """Around one request: logs what it fails with and raises Dynamo's error for it. A request that its client has left
-    just ends.
+def _errors_for_dynamo(context: Any, warn_overloaded: RateLimitedLog) -> Iterator[None]:
+    """Around one request: logs its error and raises Dynamo's error for it. A request whose client has disconnected ends
+    without an error.
     """
     try:
         yield
     except asyncio.CancelledError:
         if context.is_stopped():
             raise
-        # Dynamo would tell the client that it left (499).
+        # From CancelledError Dynamo would make 499, as if the client had disconnected.
         raise to_dynamo(errors.WorkerLeavingError("this worker ends")) from None
     except errors.DisaggError as error:
         if isinstance(error, errors.RequestCancelledError) and context.is_stopped():
             log.info("request %s: %s", context.id(), error)
             return
-        # A flood would fill the log; admission tells of it now and then.
-        level = logging.DEBUG if isinstance(error, errors.OverloadedError) else logging.WARNING
-        log.log(level, "request %s: %s: %s", context.id(), type(error).__name__, error)
-        # Dynamo prints the traceback of what it gets; of an error that is expected the line above says it all.
+        # Overload comes in floods, which would fill the log.
+        warn = warn_overloaded if isinstance(error, errors.OverloadedError) else log.warning
+        warn("request %s: %s: %s", context.id(), type(error).__name__, error)
+        # `from None`: Dynamo prints the traceback, which is of no use for an expected error.
         raise to_dynamo(error) from None
     except Exception as error:
-        # A bug of ours fails this request, not the worker.
+        # A bug fails this request, and not the worker.
         log.exception("request %s failed unexpectedly", context.id())
         raise dynamo_errors.Unknown(f"{type(error).__name__}: {error}") from error
 
 
 class _BegunOnLoop(PerRequestStream[Answer]):
-    """Dynamo asks for answers, and drops them, in threads of its own. Python closes a generator on the event loop that
-    has begun it; any other one in the thread that drops it, where nothing can be awaited.
+    """Dynamo polls answers, and drops generators, in its own threads. Python closes a generator on the event loop where
+    it was begun; one that was not begun, in the thread that drops it, where nothing can be awaited.
     """
 
     def __init__(self, answers: AsyncGenerator[Answer, None]) -> None:
         self._rest = answers
-        # Dynamo takes this attribute once and calls it for each answer: no Python of ours runs for a token.
+        # Dynamo reads this attribute once and calls it for each answer, without any Python code of this class.
         calls: Iterator[Callable[[], Any]] = chain((partial(_begin, answers),), repeat(answers.__anext__))
         vars(self)["__anext__"] = map(call, calls).__next__
 

@@ -1,4 +1,4 @@
-"""The engine's KV cache events on their way to the router's index, and to the other role's."""
+"""Publishes the engine's KV cache events to the indexes of the frontend's router and of the peers' routers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class EventSink(Protocol):
-    """Dynamo's KvEventPublisher, as far as we use it."""
+    """The part of Dynamo's KvEventPublisher that is used here."""
 
     def publish_stored(
         self,
@@ -31,14 +31,14 @@ class EventSink(Protocol):
 
 
 class KvEventForwarder(PollingPublisher):
-    """The engine's KV cache events to the router's index: those of each rank of attention DP to that rank's sinks,
-    since each rank has a cache of its own.
+    """Polls the engine for KV cache events and forwards those of each attention-DP rank to that rank's sinks: each rank
+    has a cache of its own.
     """
 
     def __init__(
         self, llm: Any, ranks: Sequence[EventsOfRank], polled: Callable[[int], None] = lambda count: None
     ) -> None:
-        """`polled` is told how many events came at once."""
+        """`polled` is called with the number of events of each poll."""
         super().__init__("kv-events")
         self._llm = llm
         self._ranks = ranks
@@ -54,12 +54,12 @@ class KvEventForwarder(PollingPublisher):
             try:
                 self._ranks[event.get("attention_dp_rank") or 0].forward(event)
             except Exception:
-                # The router's view is wrong without it, but wronger still without those behind it.
+                # Losing this event makes the router's index wrong; losing those after it would make it worse.
                 log.exception("%s: an event of the engine cannot be published: %s", self._name, event)
 
 
 class EventsOfRank:
-    """Only whole blocks are published: the router cannot place a request on a part of one."""
+    """Publishes the events of one rank. Only full blocks are published: the router cannot use a part of one."""
 
     def __init__(
         self,
@@ -67,17 +67,17 @@ class EventsOfRank:
         block_size: int,
         on_gap: Callable[[int], None] = lambda count: None,
     ) -> None:
-        """`on_gap` is told how many events were lost."""
+        """`on_gap` is called with the number of events that were lost."""
         self._on_gap = on_gap
         self._sinks = sinks
         self._block_size = block_size
-        #: Blocks that the router was not told about, so that it is not told of their end either.
+        #: Blocks whose storing was not published, so their removal is not published either.
         self._unknown: set[int | str] = set()
         self._next_event_id: int | None = None
         self._window = 0
 
     def forward(self, event: dict[str, Any]) -> None:
-        """One event of TensorRT-LLM's format."""
+        """Publish one event in TensorRT-LLM's format."""
         self._note_gaps(event)
         if not self._is_of_widest_window(event):
             return
@@ -90,7 +90,7 @@ class EventsOfRank:
     def _stored(self, data: dict[str, Any]) -> None:
         blocks = data["blocks"]
         whole = list(takewhile(lambda block: len(block["tokens"]) == self._block_size, blocks))
-        # What follows a part of a block hangs on something that the router does not know.
+        # Blocks after a part of a block have a parent that the router does not know.
         self._unknown.update(block["block_hash"] for block in blocks[len(whole) :])
         if whole:
             parent = data["parent_hash"]
@@ -112,7 +112,7 @@ class EventsOfRank:
                 sink.publish_removed([signed(block) for block in known])
 
     def _is_of_widest_window(self, event: dict[str, Any]) -> bool:
-        """A model with sliding windows tells of every block once per window; one of them is enough."""
+        """A model with sliding windows sends each event once per window size; the widest one is published."""
         window = event.get("window_size") or 0
         self._window = max(self._window, window)
         return window == self._window
@@ -134,7 +134,7 @@ class EventsOfRank:
 
 
 class OnLoop:
-    """A sink that belongs to the event loop that serves requests, for a publisher in another thread."""
+    """Calls a sink in the event loop that serves requests, for a publisher that runs in another thread."""
 
     def __init__(self, sink: EventSink, loop: asyncio.AbstractEventLoop) -> None:
         self._sink = sink

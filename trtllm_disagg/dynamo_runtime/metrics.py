@@ -1,4 +1,4 @@
-"""What the engine did and holds, as numbers on the worker's own /metrics page, and how all numbers get there."""
+"""Metrics of the engine and of the worker's load, and how all metrics get onto the worker's /metrics page."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _GAUGES = {
     "kv_blocks_used": "KV blocks that running requests and held handoffs use",
     "requests_active": "Requests that run or wait in the engine",
 }
-#: The embedded engine's own running totals. TensorRT-LLM has no such numbers; then there is no such metric.
+#: Running totals of the embedded engine. TensorRT-LLM does not report them; then the metrics are left out.
 _TOTALS = {
     "kv_pulls": "kvPulls",
     "kv_bytes_pulled": "kvBytesPulled",
@@ -47,13 +47,13 @@ _TOTALS = {
     "kv_bytes_pushed": "kvBytesPushed",
 }
 
-#: As Dynamo's worker has them, so that the histograms of both add up.
+#: The buckets of Dynamo's worker, so that histograms of both can be added up.
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _BYTES = tuple(step * 10**power for power in range(5, 10) for step in (1, 5))
 _GIGABYTES_A_SECOND = (0.1, 0.5, 1.0, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0)
 _EVENTS = tuple(2**power for power in range(18))
 
-#: As Dynamo's dashboard for disaggregated serving asks for them; Dynamo 1.6 has two of them under other names.
+#: Named as Dynamo's dashboard for disaggregated serving queries them; Dynamo 1.6 names two of them otherwise.
 _OF_DASHBOARD = {
     "active_blocks": "KV blocks that running requests use",
     kvstats.TOTAL_BLOCKS: "KV blocks of the pool",
@@ -62,11 +62,11 @@ _OF_DASHBOARD = {
 
 
 class DynamoMetrics:
-    """Hears of the engine's statistics, of requests that end, and of cache events."""
+    """Metrics under the names of Dynamo's worker, from engine statistics, ended requests and cache events."""
 
     def __init__(self, config: WorkerConfig, num_blocks: int, num_ranks: int = 1) -> None:
-        """`num_blocks` of each rank's KV pool; 0: not known before the first step. Every series is there from the
-        start, so that its rate is known.
+        """`num_blocks`: of each rank's KV pool; 0 where unknown before the first step. Every series exists from the
+        start, so that rates are right from the first event on.
         """
         self.registry = CollectorRegistry()
         component = COMPONENTS[config.role]
@@ -142,8 +142,8 @@ class DynamoMetrics:
 
 
 class LabelValues:
-    """What one label may say: `known`, and the first others up to `most` in all. A series, once shown, is kept for
-    ever, so any further value is `other`.
+    """Limits the values of one label to `known` and the first others, up to `most` in all. A series, once shown, is
+    kept for ever, so any further value becomes `other`.
     """
 
     def __init__(self, *known: str, most: int = 24) -> None:
@@ -160,7 +160,7 @@ class LabelValues:
 
 
 class Breaker(Protocol):
-    """Of the instances of the other role."""
+    """The part of `handlers.circuit_breaker.CircuitBreaker` that is shown."""
 
     times_opened: int
 
@@ -168,7 +168,7 @@ class Breaker(Protocol):
 
 
 class Handoffs(Protocol):
-    """For engines that do not count them."""
+    """`engine.capabilities.HandoffsHeld`, for engines that do not count their handoffs."""
 
     def count(self) -> int: ...
 
@@ -176,23 +176,19 @@ class Handoffs(Protocol):
 
 
 class EngineMetrics(Collector):
-    """Adds up the engine's per-iteration statistics; every rank of attention DP sends its own."""
+    """Adds up the engine's per-iteration statistics, which each attention-DP rank sends for itself."""
 
     def __init__(
         self,
-        queued: Queued,
-        breaker: Breaker,
         handoffs: Handoffs,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock`: the engine's, too."""
-        self._queued = queued
-        self._breaker = breaker
+        """`clock`: the clock of the engine's statistics."""
         self._handoffs = handoffs
         self._clock = clock
         self._counted: dict[str, float] = {}
         self._held: dict[str, dict[Any, float]] = {}
-        #: By rank: handoffs that it holds, and when it made the oldest one.
+        #: Rank -> number of handoffs that it holds, and when it made the oldest one.
         self._made: dict[Any, tuple[int, float | None]] = {}
 
     def update(self, stat: Mapping[str, Any]) -> None:
@@ -215,7 +211,7 @@ class EngineMetrics(Collector):
             self._made[rank] = stat["numHandoffsHeld"], stat.get("oldestHandoffAt")
 
     def collect(self) -> Iterator[Metric]:
-        # Dynamo asks from a thread of its own: no dict is iterated that may grow meanwhile.
+        # Dynamo calls this from another thread, so dicts that may grow meanwhile are copied first.
         for name, value in list(self._counted.items()):
             yield CounterMetricFamily(PREFIX + name, _COUNTERS[name], value=value)
         for name, by_rank in list(self._held.items()):
@@ -225,16 +221,6 @@ class EngineMetrics(Collector):
             "handoffs_held", "Finished prefills with KV that waits here for a decode worker", num_held
         )
         yield _gauge("handoffs_oldest_seconds", "For how long the oldest of them has waited", oldest_seconds)
-        queued = self._queued
-        shed = "Requests that were refused because too many waited on this worker"
-        yield CounterMetricFamily(PREFIX + "requests_shed", shed, value=queued.num_refused)
-        waiting = "Requests that this worker has taken on and that have no first token yet"
-        yield _gauge("queued_requests", waiting, queued.requests)
-        yield _gauge("queued_tokens", "Prompt tokens of those requests", queued.tokens)
-        skipped = "Workers of the other role that are skipped now, because they failed several times in a row"
-        yield _gauge("breakers_open", skipped, self._breaker.num_open())
-        opened = "How often such a worker began to be skipped, or was skipped for longer"
-        yield CounterMetricFamily(PREFIX + "breakers_opened", opened, value=self._breaker.times_opened)
 
     def _handoffs_held(self) -> tuple[int, float]:
         made = list(self._made.values())
@@ -251,13 +237,33 @@ class EngineMetrics(Collector):
             self._held.setdefault(name, {})[rank] = value
 
 
+class LoadMetrics(Collector):
+    """What waits on this worker, what it refused, and which peers it skips."""
+
+    def __init__(self, queued: Queued, breaker: Breaker) -> None:
+        self._queued = queued
+        self._breaker = breaker
+
+    def collect(self) -> Iterator[Metric]:
+        queued = self._queued
+        shed = "Requests that were refused because too many waited on this worker"
+        yield CounterMetricFamily(PREFIX + "requests_shed", shed, value=queued.num_refused)
+        waiting = "Requests that this worker has taken on and that have no first token yet"
+        yield _gauge("queued_requests", waiting, queued.requests)
+        yield _gauge("queued_tokens", "Prompt tokens of those requests", queued.tokens)
+        skipped = "Workers of the other role that are skipped now, because they failed several times in a row"
+        yield _gauge("breakers_open", skipped, self._breaker.num_open())
+        opened = "How often such a worker began to be skipped, or was skipped for longer"
+        yield CounterMetricFamily(PREFIX + "breakers_opened", opened, value=self._breaker.times_opened)
+
+
 def _num_generated(stat: Mapping[str, Any]) -> float:
-    """A token for each request of a decode step, and what they accepted of their drafts."""
+    """One token for each request in the decode step, and the draft tokens that were accepted."""
     steps: int = (stat.get("inflightBatchingStats") or {}).get("numGenRequests", 0)
     drafts = stat.get("specDecodingStats") or {}
     accepted: int = drafts.get("numAcceptedTokens", 0)
     if stat.get("attentionDpRank"):
-        # These are rank 0's, which TensorRT-LLM tells of all ranks.
+        # TensorRT-LLM repeats rank 0's draft statistics for every other rank.
         drafting: int = drafts.get("numRequestsWithDraftTokens", 0)
         return steps * (1 + accepted / max(drafting, 1))
     return steps + accepted
@@ -267,17 +273,18 @@ def _gauge(name: str, text: str, value: float) -> Metric:
     return GaugeMetricFamily(PREFIX + name, text, value=value)
 
 
-def registry_of(collector: Collector) -> CollectorRegistry:
+def registry_of(*collectors: Collector) -> CollectorRegistry:
     registry = CollectorRegistry()
-    registry.register(collector)
+    for collector in collectors:
+        registry.register(collector)
     return registry
 
 
 def expose(registry: CollectorRegistry, endpoint: Any, config: WorkerConfig) -> None:
-    """On the page that DYN_SYSTEM_PORT opens, with the labels that Dynamo's own metrics have; the component is that of
+    """Show a registry on the page of DYN_SYSTEM_PORT, with the labels of Dynamo's own metrics. The component is that of
     this worker's role, whichever stage it is.
     """
-    # When each series began: twice as many series, of which no rate is ever asked.
+    # prometheus_client would add a `_created` series to each series, which is of no use.
     disable_created_metrics()  # type: ignore[no-untyped-call]
     here = parse_endpoint_id(config.endpoint_id)
     register_engine_metrics_callback(
@@ -297,7 +304,7 @@ class QueueState(Protocol):
 
 
 class QueueMetrics(Collector):
-    """What waits in the prefill queue, as gauges; every worker of the queue shows the same numbers."""
+    """Length and age of the prefill queue; every worker of the queue shows the same numbers."""
 
     def __init__(self, queue: QueueState) -> None:
         self._queue = queue

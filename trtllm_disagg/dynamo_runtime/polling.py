@@ -1,4 +1,4 @@
-"""Polls the engine for records, in a thread: TensorRT-LLM's readers block the thread that calls them."""
+"""Polls the engine for records in a thread, because TensorRT-LLM's readers block the calling thread."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any, Protocol
 
 log = logging.getLogger(__name__)
 
-#: As upstream's worker has them. TensorRT-LLM's readers hold the calling thread for their timeout before they return
-#: an iterator, although they are called `..._async`, so the timeout is short and the wait is this project's own.
+#: As in Dynamo's own worker. TensorRT-LLM's readers, although named `..._async`, block for their timeout before they
+#: return an iterator. So the timeout is short, and `PollingPublisher` sleeps between polls.
 STATS_TIMEOUT, EVENTS_TIMEOUT = 0.01, 0.0
 _SHORTEST_PAUSE, _LONGEST_PAUSE, _PAUSE_GROWTH = 0.01, 0.1, 2.0
 _PAUSE_AFTER_ERROR = 1.0
-#: An iterator that is always ready would otherwise never let its reader publish.
+#: Records of one poll. Without a limit, an iterator that is always ready would never let its reader publish.
 _MOST_RECORDS = 256
-#: An engine that hangs in a call does not keep the worker from ending; the thread ends with the process.
+#: How long a stop waits for the thread. One that hangs in the engine ends with the process.
 STOP_SECONDS = 2.0
 
 
@@ -30,19 +30,15 @@ class Publisher(Protocol):
 
 
 class NullPublisher:
-    """Publishing is off."""
+    """Publishes nothing."""
 
-    async def start(self) -> None:
-        """Nothing to start."""
+    async def start(self) -> None: ...
 
-    async def stop(self) -> None:
-        """Nothing to stop."""
+    async def stop(self) -> None: ...
 
 
 class PollingPublisher(ABC):
-    """Polls from start to stop, in a thread with an event loop of its own. A poll that fails is logged; the next one is
-    tried all the same.
-    """
+    """Polls from start to stop, in a thread with its own event loop. A failed poll is logged, and polling goes on."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -52,16 +48,16 @@ class PollingPublisher(ABC):
 
     @abstractmethod
     def records(self) -> AsyncIterator[dict[str, Any]]:
-        """What the engine has now. May block."""
+        """The records that the engine has now. May block."""
         ...
 
     @abstractmethod
     def publish(self, records: list[dict[str, Any]]) -> None:
-        """In the same thread; never with an empty list."""
+        """Publish records, at least one. Runs in the same thread."""
         ...
 
     async def poll(self) -> bool:
-        """Whether there was something."""
+        """Poll once, and return whether there were records."""
         found: list[dict[str, Any]] = []
         with contextlib.suppress(TimeoutError, asyncio.QueueEmpty):
             async for record in self.records():
@@ -82,7 +78,7 @@ class PollingPublisher(ABC):
         self._stopping.set()
         if self._polling is not None:
             loop, task = self._polling
-            with contextlib.suppress(RuntimeError):  # it has ended already
+            with contextlib.suppress(RuntimeError):  # the loop has ended already
                 loop.call_soon_threadsafe(task.cancel)
         await asyncio.to_thread(self._thread.join, STOP_SECONDS)
         if self._thread.is_alive():

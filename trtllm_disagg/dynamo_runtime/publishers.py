@@ -1,5 +1,5 @@
-"""The publishers of a worker: cache events (`kv_events`), load, and what each step of the engine did (forward-pass
-metrics, for Dynamo's Planner), sent while it serves. `create_publishers` says which.
+"""What a worker publishes while it serves: cache events (`kv_events`), its load, and the statistics of each engine step
+(forward-pass metrics, for Dynamo's Planner). `create_publishers` chooses among them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,17 @@ from dynamo.llm import FpmDirectPublisher, KvEventPublisher, WorkerMetricsPublis
 
 from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.dynamo_runtime.kv_events import EventSink, EventsOfRank, KvEventForwarder, OnLoop
-from trtllm_disagg.dynamo_runtime.metrics import DynamoMetrics, EngineMetrics, expose, registry_of
+from trtllm_disagg.dynamo_runtime.metrics import (
+    DynamoMetrics,
+    EngineMetrics,
+    LoadMetrics,
+    expose,
+    registry_of,
+)
 from trtllm_disagg.dynamo_runtime.polling import STATS_TIMEOUT, NullPublisher, PollingPublisher, Publisher
 from trtllm_disagg.dynamo_runtime.request_metrics import (
     EngineRequestMetrics,
-    FrontRequests,
+    FrontendRequests,
     RequestMetrics,
 )
 from trtllm_disagg.dynamo_runtime.worker_endpoint import Runtime, ServedModel
@@ -28,8 +34,8 @@ from trtllm_disagg.handlers.services import LiveState
 
 log = logging.getLogger(__name__)
 
-#: Dynamo's argument -> the statistics that add up to it, as upstream's worker maps them. TensorRT-LLM has all of them
-#: since its PR 13199. Work that is paused waits as work that is queued does.
+#: Dynamo's argument -> the statistics whose sum it is, as in Dynamo's own worker. TensorRT-LLM has all of them since
+#: its PR 13199. Paused requests count as queued ones.
 _SOURCES: Mapping[str, tuple[str, ...]] = {
     "scheduled_num_prefill_requests": ("numContextRequests",),
     "scheduled_sum_prefill_tokens": ("numCtxTokens",),
@@ -44,41 +50,39 @@ _SOURCES: Mapping[str, tuple[str, ...]] = {
 NEEDED = frozenset(name for names in _SOURCES.values() for name in names)
 
 
-class Steps(Protocol):
-    """Dynamo's FpmDirectPublisher, as far as we use it. It says by itself, each second, that a worker is idle."""
+class StepPublisher(Protocol):
+    """The part of Dynamo's FpmDirectPublisher that is used here. It reports an idle worker by itself, each second."""
 
     def publish(self, **values: float) -> None: ...
 
     def shutdown(self) -> None: ...
 
 
-class NullSteps:
-    def publish(self, **values: float) -> None:
-        """Nowhere to publish."""
+class NullStepPublisher:
+    def publish(self, **values: float) -> None: ...
 
-    def shutdown(self) -> None:
-        """Nothing to end."""
+    def shutdown(self) -> None: ...
 
 
 class ForwardPassMetrics:
-    """A sink of the engine's statistics."""
+    """Publishes each engine step for Dynamo's Planner; `StatsForwarder` calls `update`."""
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: StepPublisher) -> None:
         self._steps = steps
 
     async def start(self) -> None:
-        """It is told by `update`."""
+        """Nothing to start."""
 
     async def stop(self) -> None:
         self._end()
 
     def update(self, stat: Mapping[str, Any]) -> None:
-        """One record of `get_stats_async`. One that lacks numbers ends this: in their place zeros would be published,
-        by which the Planner takes a busy worker for an idle one.
+        """Publish one record of `get_stats_async`. A record without all numbers ends publishing: with zeros in their
+        place, the Planner would take a busy worker for an idle one.
         """
         batch = stat.get("inflightBatchingStats") or {}
         if missing := NEEDED - batch.keys():
-            if not isinstance(self._steps, NullSteps):
+            if not isinstance(self._steps, NullStepPublisher):
                 lacks = ", ".join(sorted(missing))
                 log.warning("no forward-pass metrics: the engine's statistics lack %s", lacks)
                 self._end()
@@ -88,12 +92,12 @@ class ForwardPassMetrics:
         self._steps.publish(dp_rank=stat.get("attentionDpRank") or 0, **values, wall_time_secs=seconds)
 
     def _end(self) -> None:
-        steps, self._steps = self._steps, NullSteps()
+        steps, self._steps = self._steps, NullStepPublisher()
         steps.shutdown()
 
 
 class LoadSink(Protocol):
-    """Dynamo's WorkerMetricsPublisher, as far as we use it."""
+    """The part of Dynamo's WorkerMetricsPublisher that is used here."""
 
     def publish(
         self, dp_rank: int | None, active_decode_blocks: int | None = None, kv_used_blocks: int | None = None
@@ -104,19 +108,18 @@ class StatsSink(Protocol):
     def update(self, stat: Mapping[str, Any]) -> None: ...
 
 
-#: An engine tells of each step. One that has no request and has told nothing for so long takes none, and most of what
-#: it held at its last step is free, or will be in its next one: only then TensorRT-LLM lets go of what decode has
-#: fetched.
+#: An engine without requests that has sent no statistics for this long takes no steps. Most blocks that it held at its
+#: last step are free, or will be after its next one: only then TensorRT-LLM releases KV that decode has fetched.
 SILENT_SECONDS = 10.0
 
 
 class StatsForwarder(PollingPublisher):
-    """The engine's statistics to the router's load and to this worker's /metrics; the only reader of that stream:
-    TensorRT-LLM has one queue for all that ask.
+    """Forwards the engine's statistics: the newest record to the router, as this worker's load, and all records to
+    `sinks`. It is the only reader: TensorRT-LLM has one queue for all readers. Needs enable_iter_perf_stats.
 
-    Needs enable_iter_perf_stats. Of what came together, the router gets the newest and the metrics all. When the engine
-    rests, the router hears of no load: it may send a worker that looks full no request, and TensorRT-LLM says that it
-    is not full in its next step only. An engine that hangs has requests, and keeps its load.
+    When the engine rests, the router gets a load of 0: it may send no request to a worker that looks full, and
+    TensorRT-LLM would report the blocks it has freed only in its next step. An engine that hangs still has requests,
+    and keeps its load.
     """
 
     def __init__(
@@ -131,7 +134,7 @@ class StatsForwarder(PollingPublisher):
     ) -> None:
         super().__init__("engine-stats")
         self._has_requests, self._on_rest, self._clock = has_requests, on_rest, clock
-        #: A statistic, or a request that was there; None once the router knows that there is nothing.
+        #: When the last record came or a request last ran; None once the router has been sent a load of 0.
         self._busy_at: float | None = None
         self._llm = llm
         self._load = load
@@ -139,7 +142,7 @@ class StatsForwarder(PollingPublisher):
         self._ranks: Sequence[int | None] = range(num_ranks) if num_ranks > 1 else (None,)
 
     async def start(self) -> None:
-        # The engine has no statistics before its first step, but the router asks.
+        # The engine has no statistics before its first step, but the router needs a load.
         self._publish_none()
         await super().start()
 
@@ -181,7 +184,7 @@ async def create_publishers(
     live: LiveState,
     load_seconds: float,
 ) -> list[Publisher]:
-    """For cache events, and for statistics where the flags say so. `load_seconds` is what the engine took to start."""
+    """The publishers that the flags ask for. `load_seconds`: how long the engine took to start."""
     metrics = DynamoMetrics(config, model.num_blocks, model.num_ranks)
     metrics.loaded(load_seconds)
     events = _kv_events(config, runtime, engine, model.block_size, live.cached, metrics)
@@ -189,12 +192,14 @@ async def create_publishers(
         return [events]
     sinks: list[StatsSink] = [engine.handoffs, live.occupancy]
     if config.publish_metrics:
-        sinks += _exposed(config, runtime.front, engine, live, metrics)
-    # Where the Planner looks for this role, whichever stage it is.
-    steps = FpmDirectPublisher(runtime.peer, str(runtime.peer.connection_id()), engine.num_ranks)
+        sinks += _exposed(config, runtime.endpoint_for_frontends, engine, live, metrics)
+    # The Planner listens at the endpoint of the role, whichever stage this worker is.
+    steps = FpmDirectPublisher(
+        runtime.endpoint_for_workers, str(runtime.endpoint_for_workers.connection_id()), engine.num_ranks
+    )
     forward_pass = ForwardPassMetrics(steps)
     load = WorkerMetricsPublisher()
-    await load.create_endpoint(runtime.front)
+    await load.create_endpoint(runtime.endpoint_for_frontends)
     stats = StatsForwarder(
         engine.llm,
         load,
@@ -215,10 +220,12 @@ def _kv_events(
     cached: CachedPrefixes,
     metrics: DynamoMetrics,
 ) -> Publisher:
-    """To frontends, to the workers of the other role, and to this worker's own decider, where they ask for them."""
-    #: With the endpoint that owns what is published there.
-    listeners = [(runtime.front, config.kv_state_endpoint)] if config.publish_kv_events else []
-    listeners += [(runtime.peer, None)] if config.tells_peers else []
+    """Publishes cache events to frontends, to peers, and to this worker's own decider, as the flags say."""
+    #: (endpoint, the endpoint that owns the KV state published there)
+    listeners = (
+        [(runtime.endpoint_for_frontends, config.kv_state_endpoint)] if config.publish_kv_events else []
+    )
+    listeners += [(runtime.endpoint_for_workers, None)] if config.tells_peers else []
     if not listeners and not config.reads_kv_events:
         return NullPublisher()
     loop = asyncio.get_running_loop()
@@ -252,14 +259,19 @@ def _kv_events(
 def _exposed(
     config: WorkerConfig, endpoint: Any, engine: Engine, live: LiveState, metrics: DynamoMetrics
 ) -> list[StatsSink]:
-    """All metrics are on this worker's page from now on; those that are returned are to hear of the statistics."""
-    of_engine = EngineMetrics(live.queued, live.breaker, engine.handoffs)
+    """Put all metrics on this worker's page. Returns the sinks that need the engine's statistics."""
+    of_engine, load = EngineMetrics(engine.handoffs), LoadMetrics(live.queued, live.breaker)
     requests, engine_requests = RequestMetrics(), EngineRequestMetrics(config.model_name)
-    for registry in (registry_of(of_engine), requests.registry, engine_requests.registry, metrics.registry):
+    for registry in (
+        registry_of(of_engine, load),
+        requests.registry,
+        engine_requests.registry,
+        metrics.registry,
+    ):
         expose(registry, endpoint, config)
     live.sinks.extend((requests, engine_requests, metrics))
     if config.may_switch:
-        at_front = FrontRequests(config, endpoint.connection_id())
+        at_front = FrontendRequests(config, endpoint.connection_id())
         at_front.expose(endpoint)
         live.sinks.append(at_front)
     return [of_engine, metrics]

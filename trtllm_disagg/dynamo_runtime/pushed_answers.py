@@ -1,4 +1,4 @@
-"""Answers that a worker sends through Dynamo's sender as they come, where Dynamo would ask for each of them."""
+"""Sends answers through Dynamo's response sender as they come, where Dynamo would otherwise poll for each chunk."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from threading import Thread
 from typing import Any, Protocol
 
 Answer = dict[str, Any]
-#: So many chunks of an answer find room on their way, however little its client reads. Sending more may have to wait,
-#: which the event loop must not: a thread does it. A chunk with alternatives for each token is as large as dozens.
+#: Number of chunks of one answer that buffers on the way hold even if the client reads nothing. Further ones are sent
+#: by a thread, as sending may block. So are chunks with alternatives for each token, which are as large as dozens.
 BUFFERED = 500
-#: The thread is given so many chunks before it has sent them; then the answer's source waits.
+#: Number of chunks that may wait for the thread; then the source of the answer waits.
 WAITING = 64
 
 
 class ResponseSender(Protocol):
-    """Dynamo's, of one answer."""
+    """Dynamo's response sender of one answer."""
 
     def send(self, answer: Answer, /) -> None:
-        """Blocks while those before it find no room. Raises when the reader is gone."""
+        """Blocks while the buffers are full. Raises when the reader is gone."""
         ...
 
     def close(self) -> None:
-        """The answer is whole."""
+        """Mark the answer as complete."""
         ...
 
 
 async def pushed(
     answers: AsyncGenerator[Answer, None], sender: ResponseSender
 ) -> AsyncGenerator[Answer, None]:
-    """Yields nothing: Dynamo asks for the first element only, to have all of this run. An error ends the answer when
-    it leaves here; nothing is closed then.
+    """Send all answers. Yields nothing: Dynamo asks for the first element, which runs all of this. An exception that
+    leaves this generator makes Dynamo end the answer, so the sender is not closed then.
     """
     num_sent = 0
     async with aclosing(answers):
@@ -45,7 +45,7 @@ async def pushed(
             num_sent += 1
     sender.close()
     nothing: tuple[Answer, ...] = ()
-    for none in nothing:
+    for none in nothing:  # makes this function a generator
         yield none
 
 
@@ -58,7 +58,7 @@ async def _send_in_thread(first: Answer, rest: AsyncGenerator[Answer, None], sen
 
 
 class _SendingThread:
-    """Sends an answer's chunks in their order. A worker does not wait for it at its end: it may be blocked for ever."""
+    """Sends an answer's chunks in their order. A daemon thread, since it may be blocked for ever."""
 
     def __init__(self, sender: ResponseSender) -> None:
         self._send = sender.send
@@ -69,10 +69,10 @@ class _SendingThread:
         Thread(target=self._run, name="send", daemon=True).start()
 
     async def send(self, answer: Answer) -> None:
-        """Raises what sending an earlier one raised."""
+        """Queue a chunk. Raises what sending an earlier one raised."""
         if self._answers.qsize() >= WAITING:
             self._has_room.clear()
-            # The thread may have sent the last one before it could see that.
+            # The thread may have emptied the queue before the event was cleared.
             if self._answers.qsize() >= WAITING:
                 await self._has_room.wait()
         if self._end.done():
@@ -80,25 +80,25 @@ class _SendingThread:
         self._answers.put(answer)
 
     async def sent(self) -> None:
-        """All are. Raises what sending one of them raised."""
+        """Wait until all chunks are sent. Raises what sending one of them raised."""
         self._answers.put(None)
         await self._end
 
     def close(self) -> None:
-        """Nothing more is sent than what was given."""
+        """Let the thread end after the chunks that are queued."""
         self._answers.put(None)
         if not self._end.cancel() and not self._end.cancelled():
-            self._end.exception()  # seen: another error ends the answer
+            self._end.exception()  # marks it as retrieved: another error ends the answer
 
     def _run(self) -> None:
         try:
             for answer in iter(self._answers.get, None):
                 self._send(answer)
                 if not self._has_room.is_set() and self._answers.qsize() < WAITING:
-                    self._tell(self._has_room.set)
-            self._tell(self._settle, None)
+                    self._call_on_loop(self._has_room.set)
+            self._call_on_loop(self._settle, None)
         except Exception as error:
-            self._tell(self._settle, error)
+            self._call_on_loop(self._settle, error)
 
     def _settle(self, error: Exception | None) -> None:
         self._has_room.set()
@@ -109,6 +109,6 @@ class _SendingThread:
         else:
             self._end.set_exception(error)
 
-    def _tell(self, callback: Callable[..., None], *args: Any) -> None:
+    def _call_on_loop(self, callback: Callable[..., None], *args: Any) -> None:
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(callback, *args)

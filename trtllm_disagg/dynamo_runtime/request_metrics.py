@@ -1,6 +1,6 @@
-"""What became of requests, as histograms and counters: ours, and those of TensorRT-LLM's own server.
+"""Metrics of requests: those of this project, and those of TensorRT-LLM's own server.
 
-All is counted when a request ends; nothing happens for its tokens.
+They are updated when a request ends, and never for a single token.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _BYTES = tuple(4.0**power for power in range(6, 18))
 
 _LONG = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _DECADES = (0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
-#: Of TensorRT-LLM's `metrics_dict`: (name, text, buckets). The buckets are TensorRT-LLM's, so that both add up.
-_OF_ENGINE: Mapping[str, tuple[str, str, tuple[float, ...]]] = {
+#: Key of TensorRT-LLM's `metrics_dict` -> (name, text, buckets). Buckets as in TensorRT-LLM, so that both add up.
+_ENGINE_HISTOGRAMS: Mapping[str, tuple[str, str, tuple[float, ...]]] = {
     "e2e": ("e2e_request_latency_seconds", "From a request's arrival in the engine to its last token", _LONG),
     "ttft": (
         "time_to_first_token_seconds",
@@ -49,13 +49,13 @@ _OF_ENGINE: Mapping[str, tuple[str, str, tuple[float, ...]]] = {
 }
 _FINISHED_REASON = "finished_reason"
 
-#: Where Dynamo counts a worker's requests from 0.005 to 10 s; this goes on from there.
-_OF_HANDLER = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+#: The buckets in which Dynamo counts a worker's requests.
+_DYNAMO_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
 class RequestMetrics:
-    """Hears of every request that ends on this worker, whole or one phase of it. Series that a rate is asked of are
-    there from the start.
+    """Counts requests that end on this worker, whole ones and single phases. Series from which rates are computed exist
+    from the start.
     """
 
     def __init__(self) -> None:
@@ -71,12 +71,12 @@ class RequestMetrics:
 
         self._requests = counter(
             "requests",
-            "Whole requests that ended on this worker: what ran, why, and the last step down the ladder",
+            "Whole requests that ended on this worker: what ran, why, and the last fallback step",
             *("strategy", "reason", "fallback"),
         )
         self._fallbacks = counter(
             "fallbacks",
-            "Steps down the ladder: where a request went on, and after which failure",
+            "Fallback steps: where a request went on, and after which failure",
             "to",
             "cause",
         )
@@ -150,7 +150,7 @@ class RequestMetrics:
             self._transfer_bytes.observe(num_bytes)
 
 
-#: By how many chunks had left.
+#: Indexed by the number of chunks that had been sent, 2 standing for more, too.
 CANCEL_POINTS = ("before_first_token", "before_second_chunk", "streaming")
 OWN_ENGINE = "own_engine"
 FIRST_TOKEN_SOURCES = (OWN_ENGINE, "prefill_worker", "other_first_stage")
@@ -163,7 +163,7 @@ def _source(facts: Mapping[str, Any]) -> str:
 
 
 class EngineRequestMetrics:
-    """What the engine measured of the requests that it finished, as TensorRT-LLM's server shows it."""
+    """The engine's own measurements of finished requests, under the names of TensorRT-LLM's server."""
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
@@ -174,7 +174,7 @@ class EngineRequestMetrics:
                 f"trtllm_{name}", text, list(mode), registry=self.registry, buckets=buckets
             ).labels(**mode)
 
-        self._histograms = {key: histogram(*spec) for key, spec in _OF_ENGINE.items()}
+        self._histograms = {key: histogram(*spec) for key, spec in _ENGINE_HISTOGRAMS.items()}
         self._tokens = {
             key: Counter(f"trtllm_{key}", text, list(mode), registry=self.registry).labels(**mode)
             for key, text in (
@@ -194,7 +194,7 @@ class EngineRequestMetrics:
             self._finished(reason)
 
     def ended(self, end: RequestEnd) -> None:
-        # TensorRT-LLM's keys are members of an enum, but for one.
+        # TensorRT-LLM's keys are members of an enum, except one that is a string.
         measured = {str(getattr(key, "value", key)): value for key, value in end.trace.measured.items()}
         reason = measured.get(_FINISHED_REASON)
         if reason is None:
@@ -207,16 +207,16 @@ class EngineRequestMetrics:
             counter.inc(measured.get(key) or (len(end.request.token_ids) if key == "prompt_tokens" else 0))
 
 
-class FrontRequests:
-    """Requests that frontends sent to this worker at the endpoint that both roles share, under the component name of
-    its role: Dynamo counts them under that endpoint's, and its dashboards ask for them by role.
+class FrontendRequests:
+    """Counts requests from frontends under the component of this worker's role, by which Dynamo's dashboards query
+    them. Dynamo itself counts them under the component of the endpoint that both roles share.
 
     Without the label `model`, so that a sum over a model's requests has each of them once.
     """
 
     def __init__(self, config: WorkerConfig, instance_id: int) -> None:
         self.registry = CollectorRegistry()
-        front = parse_endpoint_id(config.front_endpoint_id)
+        front = parse_endpoint_id(config.frontend_endpoint_id)
         where = {
             labels.NAMESPACE: front.namespace,
             labels.COMPONENT: COMPONENTS[config.role],
@@ -228,7 +228,7 @@ class FrontRequests:
         text = "Requests that frontends sent to a first stage, by its role"
         self._requests = Counter(requests, text, list(where), registry=self.registry).labels(**where)
         self._seconds = Histogram(
-            seconds, text, list(where), registry=self.registry, buckets=_OF_HANDLER
+            seconds, text, list(where), registry=self.registry, buckets=_DYNAMO_SECONDS
         ).labels(**where)
 
     def ended(self, end: RequestEnd) -> None:
@@ -237,5 +237,5 @@ class FrontRequests:
             self._seconds.observe(end.seconds)
 
     def expose(self, endpoint: Any) -> None:
-        # Dynamo has said what these metrics are further up on the page, where that may be said once.
+        # Dynamo's page already has the HELP and TYPE lines of these metrics, which may be there only once.
         register_engine_metrics_callback(endpoint, self.registry, exclude_prefixes=["# "])

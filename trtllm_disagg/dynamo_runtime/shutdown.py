@@ -1,8 +1,8 @@
-"""How a worker leaves its deployment: no request is sent to it any more, what runs is waited for, the rest goes on
-elsewhere.
+"""How a worker leaves its deployment: it leaves discovery, waits for its running requests, and hands those that take
+too long back to their frontends.
 
-Dynamo's own shutdown waits 30 s at most, and then stops all requests in a way that looks to a handler as if their
-clients had left.
+Dynamo's own shutdown waits 30 s at most, and then stops all requests in a way that looks to a handler like a client
+that has disconnected.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from trtllm_disagg.wire.bodies import decode_request
 
 log = logging.getLogger(__name__)
 
-#: Engines offer no event for what is waited for here.
+#: Engines have no event for being idle, so they are polled.
 _POLL_SECONDS = 0.05
-#: Between two steps of an engine that tells in steps only.
+#: Between two steps of an engine that reports fetched KV only during a step.
 _STEP_SECONDS = 1.0
 
 
-class Place(Protocol):
-    """`runtime.Runtime`, as far as it is used here."""
+class Runtime(Protocol):
+    """The part of `dynamo_runtime.worker_endpoint.Runtime` that is used here."""
 
     async def leave(self) -> None: ...
 
@@ -42,7 +42,7 @@ class Place(Protocol):
 
 
 class Queue(Protocol):
-    """`prefill_queue.PrefillQueue`, as far as it is used here."""
+    """The part of `prefill_queue.PrefillQueue` that is used here."""
 
     async def leave(self) -> None: ...
 
@@ -51,9 +51,9 @@ class Queue(Protocol):
 
 class Leaving:
     def __init__(
-        self, place: Place, drain: WorkerDrain, engine: Engine, queue: Queue, drain_seconds: float
+        self, runtime: Runtime, drain: WorkerDrain, engine: Engine, queue: Queue, drain_seconds: float
     ) -> None:
-        self._place = place
+        self._runtime = runtime
         self._drain = drain
         self._engine = engine
         self._queue = queue
@@ -61,15 +61,15 @@ class Leaving:
         self._leaving: asyncio.Task[None] | None = None
 
     def leave_on_signals(self) -> None:
-        """SIGTERM and SIGINT. A frontend may not have heard yet when it sends the next request, so there is a grace
-        period before anything is looked at.
+        """Leave on SIGTERM and SIGINT. A frontend that has not yet noticed may still send requests, so a grace period
+        passes before this worker looks whether any run.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.leave, "it was told to stop", get_grace_period_seconds())
 
     def leave(self, reason: str, grace_seconds: float = 0.0) -> None:
-        """Begin, for the first reason that there is. The runtime is shut down at the end of it."""
+        """Begin to leave, unless this worker already does. Ends with the runtime's shutdown."""
         if self._leaving is None:
             self._drain.begin(reason)
             self._leaving = asyncio.create_task(self._leave(reason, grace_seconds), name="leaving")
@@ -82,17 +82,19 @@ class Leaving:
             await self._wait_until_quiet()
             await self._drain.cut()
         finally:
-            self._place.shutdown()
+            self._runtime.shutdown()
 
     async def _leave_discovery(self) -> None:
-        for outcome in await asyncio.gather(self._queue.leave(), self._place.leave(), return_exceptions=True):
+        for outcome in await asyncio.gather(
+            self._queue.leave(), self._runtime.leave(), return_exceptions=True
+        ):
             if isinstance(outcome, Exception):
-                log.error("not everything could be left: %r", outcome)
+                log.error("leaving discovery or the prefill queue failed: %r", outcome)
 
     async def _wait_until_quiet(self) -> None:
         try:
             async with asyncio.timeout(self._drain_seconds):
-                await self._all_quiet()
+                await self._until_quiet()
         except TimeoutError:
             log.warning(
                 "%d requests still run after %g s: they are handed back to their frontends; the KV of %d handoffs may "
@@ -102,10 +104,10 @@ class Leaving:
                 self._engine.handoffs.count(),
             )
         except Exception as error:
-            log.warning("whether all is quiet cannot be told: %s", error)
+            log.warning("the engine cannot be asked whether it is idle: %s", error)
 
-    async def _all_quiet(self) -> None:
-        """No request runs or is relayed, and no KV is held for another worker, so that none is read from a dead one."""
+    async def _until_quiet(self) -> None:
+        """Wait until no request runs or is relayed, and no KV is held that a decode worker may still read."""
         await self._queue.drained()
         await self._drain.none_runs()
         stepping = asyncio.create_task(self._step(), name="steps")
@@ -116,12 +118,12 @@ class Leaving:
             stepping.cancel()
 
     async def _step(self) -> None:
-        """TensorRT-LLM takes no step without a request, and tells in its next one only that decode has fetched KV. So
-        it gets a small one each second while KV may be held, if it tells of steps.
+        """TensorRT-LLM reports only in its next step that decode has fetched KV, and takes no step without a request.
+        So it gets a small request each second while KV may be held, if it sends statistics.
         """
         engine = self._engine
         while COUNTS_REQUESTS not in engine.capabilities:
-            if engine.handoffs.is_told and engine.handoffs.count():
+            if engine.handoffs.has_statistics and engine.handoffs.count():
                 with contextlib.suppress(DisaggError):
                     await engine.probe(decode_request(SMALLEST_REQUEST))
             await asyncio.sleep(_STEP_SECONDS)
@@ -131,12 +133,12 @@ class Leaving:
 
 
 _FREEZE_POLL_SECONDS = 1.0
-#: Dynamo's file discovery forgets a process that has not touched its files for 10 s.
+#: Dynamo's file discovery drops a process that has not touched its files for 10 s.
 _LONG_SECONDS = 5.0
 
 
 def _clock() -> float:
-    """Goes on while the machine sleeps."""
+    """A clock that also counts the time in which the machine sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -145,15 +147,15 @@ async def watch_for_freezes(
     clock: Callable[[], float] = _clock,
     poll_seconds: float = _FREEZE_POLL_SECONDS,
 ) -> None:
-    """Returns never. Calls `thaw` after each freeze (SIGSTOP, a paused machine) that may look dead to discovery."""
+    """Never returns. Calls `thaw` after each freeze (SIGSTOP, a paused machine) that is long for discovery."""
     while True:
         before = clock()
         await asyncio.sleep(poll_seconds)
         frozen = clock() - before - poll_seconds
         if frozen < _LONG_SECONDS:
             continue
-        log.warning("this worker was frozen for %.0f s: it tells discovery again that it is there", frozen)
+        log.warning("this worker was frozen for %.0f s: it enters discovery again", frozen)
         try:
             await thaw()
         except Exception:
-            log.exception("discovery cannot be told; if no request comes to this worker, start it again")
+            log.exception("entering discovery again failed; if no request comes to this worker, restart it")

@@ -1,4 +1,4 @@
-"""A worker's place in a Dynamo deployment: its endpoint, its registration, its end."""
+"""A worker in a Dynamo deployment: its endpoints, their entries in discovery, and its registration with frontends."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the frontend's model card says about this worker's engine."""
+    """What this worker's model card tells the frontend about its engine."""
 
     block_size: int
     num_blocks: int
     max_batch_size: int
     max_num_tokens: int
-    #: None: the frontend reads the model's own.
+    #: None: the frontend takes the model's own limit.
     max_seq_len: int | None
-    #: Ranks of attention DP, each with a cache of its own.
+    #: Number of attention-DP ranks; each has its own cache.
     num_ranks: int = 1
 
 
@@ -59,12 +59,12 @@ _SYSTEM_PORT, _SYSTEM_HOST = "DYN_SYSTEM_PORT", "DYN_SYSTEM_HOST"
 
 
 def require_system_port(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError when the port of /health and /metrics is wanted and taken. Dynamo opens it, and when it cannot,
-    it goes on without and says so in its log: a worker without metrics is not what was asked for.
+    """Raise ConfigError when the port of /health and /metrics is set and already in use. Dynamo itself would only log
+    that it cannot open the port, and the worker would serve without metrics.
     """
     port = environ.get(_SYSTEM_PORT, "")
     if not port.isdecimal():
-        return  # none is wanted, or Dynamo refuses it
+        return  # the variable is not set, or Dynamo refuses its value
     if int(port) > 65535:
         raise ConfigError.bad_value(_SYSTEM_PORT, port, "a port, 65535 at most")
     host = environ.get(_SYSTEM_HOST) or "0.0.0.0"
@@ -80,26 +80,26 @@ class Runtime:
     """This worker in Dynamo's runtime; its creator calls `shutdown`."""
 
     def __init__(self, config: WorkerConfig, advertised: Advertised = NOTHING) -> None:
-        """Raises ConfigError for a --health-check-payload that is no request."""
+        """Raises ConfigError when --health-check-payload is no valid request."""
         self._config = config
         self._advertised = advertised
         self._health_check = health_check_payload(config.health_check_payload)
         self._runtime = _open(config)
-        #: Where workers of the other role call this one, and where frontends do while it is a first stage.
-        self.peer = self._endpoint(config.peer_endpoint_id)
-        self.front = self._endpoint(config.front_endpoint_id)
-        #: The same at both.
-        self.instance_id: int = self.front.connection_id()
+        #: Where peers call this worker, and where frontends call it while it is a first stage. May be one endpoint.
+        self.endpoint_for_workers = self._endpoint(config.worker_endpoint_id)
+        self.endpoint_for_frontends = self._endpoint(config.frontend_endpoint_id)
+        #: The same at both endpoints.
+        self.instance_id: int = self.endpoint_for_frontends.connection_id()
         self._handler: Callable[..., Any] | None = None
-        #: By their ids; each is served until the end, whether it is in discovery or not.
+        #: Endpoint id -> the task that serves it; it runs until the end, whether the endpoint is in discovery or not.
         self._serving: dict[str, asyncio.Future[None]] = {}
-        #: Those that are in discovery now.
+        #: The endpoints at which this worker is in discovery now.
         self._listed: list[Any] = []
         self._clients: dict[str, Any] = {}
         self._has_left = self._is_shut_down = False
 
     async def second_stage(self, endpoint_id: str) -> DynamoDirectory | None:
-        """The instances of the other stage, once there is one; None when told to stop before."""
+        """Wait for the first instance at an endpoint. None when this worker was shut down before it came."""
         client = await self._client(endpoint_id)
         log.info("waiting for the second stage at %s", endpoint_id)
         try:
@@ -111,28 +111,28 @@ class Runtime:
         return DynamoDirectory(client)
 
     async def stage(self, endpoint_id: str) -> DynamoDirectory:
-        """The same without waiting: the instances that are there when a request needs one."""
+        """The instances at an endpoint, as discovery lists them at each use."""
         return DynamoDirectory(await self._client(endpoint_id))
 
     def overlaps(self, endpoint_id: str, block_size: int) -> KvOverlaps:
-        """What the instances at an endpoint have cached of a prompt."""
+        """Tells how much of a prompt the instances at an endpoint have cached."""
         return KvOverlaps(self._endpoint(endpoint_id), block_size)
 
-    async def partners(self, endpoint_id: str) -> list[dict[str, Any]]:
-        """The descriptions of the instances at an endpoint now; without those that do not answer."""
+    async def peer_descriptions(self, endpoint_id: str) -> list[dict[str, Any]]:
+        """The descriptions of the instances at an endpoint now, without instances that do not answer."""
         client = await self._client(endpoint_id)
         answers = [await described(client, instance_id) for instance_id in client.instance_ids()]
         return [answer for answer in answers if answer is not None]
 
     async def list_instances(self) -> list[DescribedInstance]:
-        """Every worker that requests of this namespace could reach, as it describes itself now."""
+        """Every worker that requests of this namespace could reach, with its description of now."""
         config = self._config
         usual = (endpoint_of(config.namespace, role) for role in (None, Role.PREFILL, Role.DECODE))
-        endpoint_ids = {config.front_endpoint_id, config.peer_endpoint_id, *usual}
+        endpoint_ids = {config.frontend_endpoint_id, config.worker_endpoint_id, *usual}
         return await list_instances(config, self._runtime, endpoint_ids)
 
     async def _client(self, endpoint_id: str) -> Any:
-        """One for each endpoint: every one watches the discovery directory, and a user may have 128 watches."""
+        """The one client of an endpoint: each one watches the discovery directory, and a user may have 128 watches."""
         if endpoint_id not in self._clients:
             self._clients[endpoint_id] = await self._endpoint(endpoint_id).client()
         return self._clients[endpoint_id]
@@ -141,35 +141,41 @@ class Runtime:
         return self._runtime.endpoint(parse_endpoint_id(endpoint_id).dotted)
 
     async def unregister(self) -> None:
-        """Frontends forget this worker. Requests that they have sent, or are just sending, are still answered: first
-        the model goes, then, when all have heard of it, the instance.
+        """Remove this worker from frontends. Requests that they have sent, or are just sending, are still answered: the
+        model is removed first, and the instance after the grace period in which all frontends learn of that.
         """
-        await unregister_model(self.front)
+        await unregister_model(self.endpoint_for_frontends)
         await asyncio.sleep(get_grace_period_seconds())
-        if self.front in self._listed:
-            self._listed.remove(self.front)
-            await self.front.unregister_endpoint_instance()
+        if self.endpoint_for_frontends in self._listed:
+            self._listed.remove(self.endpoint_for_frontends)
+            await self.endpoint_for_frontends.unregister_endpoint_instance()
 
     async def register(self, model: ServedModel) -> None:
-        """Make this worker known to frontends, unless it has left. It serves."""
+        """Make this worker known to frontends, unless it has left. It must be serving already."""
         if self._has_left:
             return
-        await self._list(self._config.front_endpoint_id, self.front)
-        await self._put_card(model, self.front, _registration(self._config), self._config.publish_kv_events)
+        await self._list(self._config.frontend_endpoint_id, self.endpoint_for_frontends)
+        await self._put_card(
+            model, self.endpoint_for_frontends, _registration(self._config), self._config.publish_kv_events
+        )
 
     async def register_for_peers(self, model: ServedModel) -> None:
-        """Have the KV routers of the other role listen to this worker, unless it has left. Frontends send it nothing
-        for that.
+        """Have the KV routers of the other role listen to this worker's cache events, unless it has left. Frontends
+        send it no requests for this registration.
         """
         if self._has_left:
             return
-        await self._put_card(model, self.peer, _UNROUTED, True)
+        await self._put_card(model, self.endpoint_for_workers, _UNROUTED, True)
 
     async def unregister_for_peers(self) -> None:
-        await unregister_model(self.peer)
+        await unregister_model(self.endpoint_for_workers)
 
     async def _put_card(
-        self, model: ServedModel, endpoint: Any, kind: tuple[Any, Any, list[list[Any]]], tells_events: bool
+        self,
+        model: ServedModel,
+        endpoint: Any,
+        kind: tuple[Any, Any, list[list[Any]]],
+        publishes_events: bool,
     ) -> None:
         config = self._config
         card = ModelRuntimeConfig()
@@ -179,9 +185,9 @@ class Runtime:
         if model.max_seq_len is not None:
             card.context_length = model.max_seq_len
         card.data_parallel_size = model.num_ranks
-        card.kv_event_publishing_enabled = tells_events
+        card.kv_event_publishing_enabled = publishes_events
         card.enable_local_indexer = True
-        if endpoint is self.front:
+        if endpoint is self.endpoint_for_frontends:
             card.kv_state_endpoint = config.kv_state_endpoint
         self._advertised.put_on(card)
         model_type, worker_type, needs = kind
@@ -201,15 +207,15 @@ class Runtime:
         )
 
     async def leave(self) -> None:
-        """Out of discovery, wherever this worker is listed, for good. What runs here runs on, also what is just being
-        sent.
+        """Remove this worker from discovery at all its endpoints, for good. Requests that run here, or are just being
+        sent, are still answered.
         """
         self._has_left = True
-        leaving = [endpoint.unregister_endpoint_instance() for endpoint in self._listed]
+        removals = [endpoint.unregister_endpoint_instance() for endpoint in self._listed]
         self._listed.clear()
-        for outcome in await asyncio.gather(*leaving, return_exceptions=True):
+        for outcome in await asyncio.gather(*removals, return_exceptions=True):
             if isinstance(outcome, Exception):
-                log.warning("discovery cannot be told that this worker leaves: %s", outcome)
+                log.warning("this worker cannot be removed from discovery: %s", outcome)
 
     async def serve(
         self,
@@ -219,10 +225,10 @@ class Runtime:
         longest_prompt: float = math.inf,
         probe: Probe = answers_by_itself,
     ) -> None:
-        """Answer requests until the runtime is shut down. `describe` answers the question of the other stage,
-        `handle_command` the control commands.
+        """Answer requests until the runtime is shut down. `describe` returns the description that other workers ask
+        for; `handle_command` executes control commands.
         """
-        # The tokens that a prefill worker streams come from a decode worker, and one worker put them together.
+        # A prefill worker relays what a decode worker has already packed into chunks, so pushing them is worth it.
         pushes = self._config.role is Role.PREFILL
         self._handler = as_dynamo_handler(
             generate,
@@ -234,18 +240,18 @@ class Runtime:
             first_tokens=await self._first_tokens(),
         )
         if self._config.may_switch:
-            await self._list(self._config.peer_endpoint_id, self.peer)
+            await self._list(self._config.worker_endpoint_id, self.endpoint_for_workers)
         else:
-            await self._list(self._config.front_endpoint_id, self.front)
-        # Another endpoint may be served from later on, and has requests of its own to end.
+            await self._list(self._config.frontend_endpoint_id, self.endpoint_for_frontends)
+        # `_list` may add an endpoint meanwhile, which has to finish its own requests, too.
         while running := [each for each in self._serving.values() if not each.done()]:
             ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             for each in ended:
                 each.result()
 
     async def _first_tokens(self) -> FirstTokens | None:
-        """None with Dynamo before 1.6, and for workers without tokens of their own."""
-        source_for = getattr(self.front, "first_token_source", None)
+        """None with Dynamo before 1.6, and for worker types that have none."""
+        source_for = getattr(self.endpoint_for_frontends, "first_token_source", None)
         if source_for is None:
             return None
         _, worker_type, _ = _registration(self._config)
@@ -253,14 +259,14 @@ class Runtime:
         return source
 
     async def list_again(self) -> None:
-        """For a discovery that has forgotten this worker. A listed endpoint is gone for a moment only."""
+        """Enter discovery again, which may have dropped this worker. An endpoint still listed is gone for a moment."""
         for endpoint in list(self._listed):
             with suppress(Exception):
                 await endpoint.unregister_endpoint_instance()
             await endpoint.register_endpoint_instance()
 
     async def _list(self, endpoint_id: str, endpoint: Any) -> None:
-        """Answer requests at an endpoint, and say so in discovery."""
+        """Answer requests at an endpoint, and enter it into discovery."""
         if endpoint in self._listed:
             return
         self._listed.append(endpoint)
@@ -282,7 +288,7 @@ class Runtime:
 
 
 def _open(config: WorkerConfig) -> Any:
-    """Raises ConfigError where the discovery cannot be had: outside of a pod, for one."""
+    """Raises ConfigError when the discovery cannot be reached: `kubernetes` outside of a pod, for example."""
     try:
         return DistributedRuntime(
             asyncio.get_running_loop(),
@@ -295,59 +301,57 @@ def _open(config: WorkerConfig) -> Any:
 
 
 class Registration:
-    """Whether the frontend knows this worker. To do what is done already changes nothing.
-
-    A worker that it does not know may be known to the KV routers of the other role instead (`tells_peers`). Never
-    both: a model of which both roles say so is not served (measured, docs/log.md).
+    """Registers this worker with frontends, or with the KV routers of the other role (`tells_peers`), never with both:
+    a frontend does not serve a model that both roles registered (measured, docs/log.md). All methods are idempotent.
     """
 
     def __init__(self, runtime: Runtime, model: ServedModel, *, tells_peers: bool) -> None:
         self._runtime = runtime
         self._model = model
         self._tells_peers = tells_peers
-        self._there = False
-        self._heard_by_peers = False
+        self._is_at_frontends = False
+        self._is_at_peers = False
 
     @property
     def is_there(self) -> bool:
-        return self._there
+        return self._is_at_frontends
 
     async def enter(self) -> None:
-        if not self._there:
-            if self._heard_by_peers:
+        if not self._is_at_frontends:
+            if self._is_at_peers:
                 await self._runtime.unregister_for_peers()
-                self._heard_by_peers = False
+                self._is_at_peers = False
             await self._runtime.register(self._model)
-            self._there = True
+            self._is_at_frontends = True
 
     async def leave(self) -> None:
-        if self._there:
+        if self._is_at_frontends:
             await self._runtime.unregister()
-            self._there = False
+            self._is_at_frontends = False
         await self.stand_by()
 
     async def renew(self) -> None:
-        """All that discovery should know, again."""
+        """Make every current entry in discovery again."""
         await self._runtime.list_again()
-        if self._there:
+        if self._is_at_frontends:
             with suppress(Exception):
-                await unregister_model(self._runtime.front)
+                await unregister_model(self._runtime.endpoint_for_frontends)
             await self._runtime.register(self._model)
-        if self._heard_by_peers:
+        if self._is_at_peers:
             with suppress(Exception):
                 await self._runtime.unregister_for_peers()
             await self._runtime.register_for_peers(self._model)
 
     async def stand_by(self) -> None:
-        """As a second stage."""
-        if self._tells_peers and not self._heard_by_peers:
+        """Be a second stage, which frontends do not call."""
+        if self._tells_peers and not self._is_at_peers:
             await self._runtime.register_for_peers(self._model)
-            self._heard_by_peers = True
+            self._is_at_peers = True
 
 
 def _registration(config: WorkerConfig) -> tuple[Any, Any, list[list[Any]]]:
-    """(model type, worker type, needs). A first stage looks like a whole worker to the frontend, which is
-    what makes it route requests by this worker's cache and leave the second stage alone.
+    """(model type, worker type, needs). A first stage registers as an aggregated worker, so the frontend routes
+    requests by this worker's cache and calls no second stage.
     """
     served = ModelType.Empty
     for name in config.endpoint_types.split(","):
@@ -359,9 +363,9 @@ def _registration(config: WorkerConfig) -> tuple[Any, Any, list[list[Any]]]:
     return served, WorkerType.Decode, [[WorkerType.Prefill]]
 
 
-#: A card without which no KvRouter listens to this worker's cache events. With this worker type the frontend neither
-#: routes to it nor takes it for a model that is served when the first stage is gone; and routers listen, as they do
-#: not to WorkerType.Decode. All measured (docs/log.md); the worker may do prefill or decode.
+#: The card of a second stage: without a card no KvRouter listens to its cache events. With this worker type the
+#: frontend neither routes requests to it nor counts the model as served when the first stage is gone, and KvRouters
+#: listen to it, unlike to WorkerType.Decode. All measured (docs/log.md), for prefill and decode workers.
 _UNROUTED: tuple[Any, Any, list[list[Any]]] = (
     ModelType.Empty,
     WorkerType.Prefill,

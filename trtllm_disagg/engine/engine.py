@@ -1,4 +1,6 @@
-"""One running LLM, whichever module it is from: builds it, and asks it. No handler knows which one it is."""
+"""One running LLM, whichever module it comes from: builds it, and starts its requests. Handlers do not know which it
+is.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from typing import Any
 import msgspec
 
 from trtllm_disagg.engine.capabilities import (
-    CAN_BE_MET,
     COUNTS_REQUESTS,
+    HAS_CONTEXT_ENDPOINT,
     IS_EXACT,
     TAKES_RANKS,
     Capabilities,
@@ -41,11 +43,11 @@ _CONTEXT_ONLY, _GENERATION_ONLY = "context_only", "generation_only"
 _GENERATION_FIRST = 1
 _LONG_CONTEXT = 128 * 1024
 _MOST_STRETCHED = 8
-#: A failed request asks whether the engine lives; one that does not say so in this time is not alive to a client.
+#: After a failed request the engine is asked whether it is alive; without an answer in this time it counts as dead.
 _CHECK_SECONDS = 2.0
 _DEFAULT_LEASE_MS = 60_000
 _NO_AFFINITY = Affinity()
-#: As upstream's worker has it: the probes of a health check share no cached prefix with requests.
+#: As in Dynamo's own worker: health probes share no cached prefix with requests.
 _PROBE_SALT = "dynamo-health-check"
 
 
@@ -63,12 +65,12 @@ class Engine:
         lease_seconds: float = math.inf,
         affinity: Affinity = _NO_AFFINITY,
     ) -> None:
-        """`max_seq_len` None: not known. `machine_id` in [0, 1021) tells this worker's handoff ids from the other
-        workers'. `measures`: have the engine say of each request what it took. `lease_seconds`: how long it keeps KV
-        that is not fetched.
+        """`max_seq_len`: None where unknown. `machine_id` in [0, 1021) makes handoff ids unique among workers.
+        `measures`: the engine returns performance metrics with each request. `lease_seconds`: how long it keeps KV that
+        is not fetched.
 
-        Raises ConfigError for attention DP with an engine that takes no rank, and for an `affinity` with one that knows
-        no conversations.
+        Raises ConfigError for attention DP with an engine whose requests cannot name a rank, and for an `affinity` with
+        an engine that does not know conversations.
         """
         self.api = api
         self.llm = llm
@@ -81,24 +83,24 @@ class Engine:
         args = getattr(llm, "args", None)
         self.longest_step = longest_step(args)
         self.num_ranks = num_ranks_of(args)
-        #: For traces: by what KV comes and goes, and how much slower than this machine's its clock is.
+        #: For traces: how KV is moved, and how much slower than real time the engine's clock runs.
         self.kv_transport = _kv_transport(llm, args)
         self.time_scale: float = getattr(llm, "time_scale", 1.0)
         if self.num_ranks > 1 and (TAKES_RANKS not in self.capabilities or api.scheduling_params is None):
             raise ConfigError.bad_value("enable_attention_dp", True, f"false with this version of {api.name}")
         self._placement = placement_of(api, self.num_ranks, affinity, args)
-        #: Why there is no engine any more.
+        #: Why the engine counts as dead; None while it is alive.
         self.death: str | None = None
-        #: What waits for the engine, and the RequestOutput that it reads.
+        #: Task that waits for the engine -> the RequestOutput that it reads.
         self._waiting: dict[asyncio.Future[Any], RequestOutput] = {}
-        #: Requests that the engine has ended, well or not.
+        #: Requests that the engine has ended, successfully or not.
         self.num_ended = 0
 
     @classmethod
     def open(
         cls, api: LlmApi, engine_args: dict[str, Any], machine_id: int, affinity: Affinity = _NO_AFFINITY
     ) -> Engine:
-        """Build the LLM: loads the model, so it takes its time and blocks."""
+        """Build the LLM. Blocks while it loads the model."""
         args = dict(engine_args)
         llm = api.llm(**args)
         return cls(
@@ -106,7 +108,7 @@ class Engine:
             llm,
             args.get("max_seq_len") or Capabilities(llm).max_seq_len,
             machine_id,
-            # Metrics of steps without those of requests are of no use.
+            # Metrics of steps are of no use without those of requests.
             measures=bool(args.get("enable_iter_perf_stats")),
             lease_seconds=_lease_seconds(args),
             affinity=affinity,
@@ -114,13 +116,13 @@ class Engine:
 
     @property
     def is_exact(self) -> bool:
-        """It gives the same tokens when it is asked again, whatever else it runs. TensorRT-LLM does not say so."""
+        """A repeated request gives the same tokens, whatever else runs. TensorRT-LLM does not promise that."""
         return IS_EXACT in self.capabilities
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens above which no prompt needs to be looked at."""
-        # An engine that does not tell may stretch a model's positions.
+        """Longer prompts are refused before they are decoded."""
+        # An engine that does not report its length may stretch a model's positions.
         length: int | None = getattr(self.llm, "max_seq_len", None)
         return length or _MOST_STRETCHED * max(self.max_seq_len or 0, _LONG_CONTEXT)
 
@@ -132,40 +134,42 @@ class Engine:
 
     def start_prefill(self, request: GenerateRequest) -> RequestOutput:
         self._require_fits_a_step(request)
-        met = request.rendezvous
+        rendezvous = request.rendezvous
         params = self.api.disaggregated_params(
             request_type=_CONTEXT_ONLY,
-            disagg_request_id=self._new_id() if met is None else met.disagg_request_id,
-            **({} if met is None else {"schedule_style": _GENERATION_FIRST}),
+            disagg_request_id=self._make_id() if rendezvous is None else rendezvous.disagg_request_id,
+            **({} if rendezvous is None else {"schedule_style": _GENERATION_FIRST}),
         )
         return self._start(request, params, streaming=False, max_tokens=1)
 
     def rendezvous(self, ctx_info_endpoint: str, ctx_dp_rank: int | None = None) -> Rendezvous:
-        """A place for the two phases of one request to meet: at a prefill engine."""
-        return Rendezvous(self._new_id(), ctx_info_endpoint, ctx_dp_rank)
+        """A new id and a prefill engine's endpoint, by which the two phases of one request find each other."""
+        return Rendezvous(self._make_id(), ctx_info_endpoint, ctx_dp_rank)
 
     @property
     def ctx_info_endpoint(self) -> str | None:
-        """Where decode engines find this one; None when it cannot be met. TensorRT-LLM says it as a string or as a list
-        of one, and takes a string.
+        """Where decode engines reach this one; None when it has no such endpoint. TensorRT-LLM returns it as a string
+        or as a list of one, and expects a string.
         """
-        if CAN_BE_MET not in self.capabilities:
+        if HAS_CONTEXT_ENDPOINT not in self.capabilities:
             return None
-        said: str | list[str] = self.llm.disaggregated_params["ctx_info_endpoint"]
-        return said if isinstance(said, str) else said[0]
+        endpoint: str | list[str] = self.llm.disaggregated_params["ctx_info_endpoint"]
+        return endpoint if isinstance(endpoint, str) else endpoint[0]
 
     @property
     def ctx_dp_rank(self) -> int | None:
-        """Which rank of attention DP prefills; None: decode asks all of them."""
+        """The attention-DP rank that prefills; None: decode asks all ranks."""
         rank: int | None = (getattr(self.llm, "disaggregated_params", None) or {}).get("ctx_dp_rank")
         return rank
 
     def start_decode(self, request: GenerateRequest, max_tokens: int | None = None) -> RequestOutput:
-        """The prefill result, or the rendezvous, says where the KV is. Raises HandoffRefusedError if it is
-        unreadable.
+        """Decode with the KV that the prefill result or the rendezvous points to. Raises HandoffRefusedError for an
+        unreadable prefill result.
         """
         if request.rendezvous is not None:
-            return self._start(request, self._met(request.rendezvous), streaming=True, max_tokens=max_tokens)
+            return self._start(
+                request, self._params_of(request.rendezvous), streaming=True, max_tokens=max_tokens
+            )
         if request.prefill_result is None:
             raise InvalidRequestError("a decode worker needs a prefill result, and this request has none")
         params = decode_disaggregated_params(
@@ -174,18 +178,18 @@ class Engine:
         return self._start(request, params, streaming=True, max_tokens=max_tokens)
 
     def require_room(self, request: GenerateRequest) -> None:
-        """Raises InvalidRequestError. Of a prompt that is too long, TensorRT-LLM's error looks like its own fault."""
+        """Raises InvalidRequestError for a prompt that is too long; TensorRT-LLM's error would not blame it."""
         count, longest = len(request.token_ids), self.max_seq_len
         if longest is not None and count >= longest:
             raise InvalidRequestError(
                 f"the prompt has {count} tokens; max_seq_len {longest} leaves room for at most {longest - 1}"
             )
 
-    # -- is it alive
+    # -- health
 
     @property
     def fatal_error(self) -> BaseException | None:
-        """What TensorRT-LLM has noted of its own death; reading it never waits."""
+        """The error that TensorRT-LLM has recorded as the cause of its death. Never blocks."""
         for place in (self.llm, getattr(self.llm, "_executor", None)):
             error: BaseException | None = getattr(place, "_fatal_error", None)
             if isinstance(error, BaseException):
@@ -194,11 +198,11 @@ class Engine:
 
     @property
     def is_healthy(self) -> bool:
-        """False once the engine is dead. Engines that cannot tell count as healthy. May block: for threads only."""
+        """False once the engine is dead. An engine without a health check counts as healthy. May block."""
         return self.death is None and self.ailment() is None
 
     def ailment(self) -> str | None:
-        """What is wrong with the engine. An answer that raises is one. May block."""
+        """What is wrong with the engine, including an error of its health check; None when it is healthy. May block."""
         if (error := self.fatal_error) is not None:
             return f"{type(error).__name__}: {error}"
         check = getattr(self.llm, "_check_health", None)
@@ -212,7 +216,7 @@ class Engine:
             return f"{type(error).__name__}: {error}"
 
     async def is_alive(self) -> bool:
-        """`is_healthy` for an event loop. An engine that does not say so in time is not."""
+        """`is_healthy` for an event loop. False when the engine does not answer in time."""
         if self.death is not None or self.fatal_error is not None:
             return False
         try:
@@ -221,15 +225,15 @@ class Engine:
             return False
 
     def die(self, reason: str) -> None:
-        """From now on it counts as dead: what waits for it ends, with WorkerLeavingError."""
+        """Declare the engine dead: every request that waits for it ends with WorkerLeavingError."""
         self.death = self.death or reason
         for waiting in list(self._waiting):
             waiting.cancel()
 
     @contextlib.contextmanager
     def awaited_by(self, waiting: asyncio.Future[Any], result: RequestOutput) -> Iterator[None]:
-        """Inside, `waiting`, which reads `result`, is cancelled when the engine dies: TensorRT-LLM's results may wait
-        for ever then.
+        """Inside the block, `waiting`, which reads `result`, is cancelled when the engine dies: TensorRT-LLM's results
+        may block for ever then.
         """
         self._waiting[waiting] = result
         if self.death is not None:
@@ -242,11 +246,11 @@ class Engine:
                 self.num_ended += 1
 
     def has_requests(self) -> bool:
-        """That are waited for. Any thread may ask."""
+        """Whether any task waits for a request. Thread-safe."""
         return bool(self._waiting)
 
     def tokens_so_far(self) -> dict[asyncio.Future[Any], int]:
-        """Of each request that is waited for."""
+        """Waiting task -> number of tokens that its request has so far."""
         return {
             waiting: sum(len(output.token_ids) for output in result.outputs)
             for waiting, result in self._waiting.items()
@@ -263,20 +267,20 @@ class Engine:
         self.require_read(waiting)
 
     def require_read(self, reading: asyncio.Future[Any]) -> None:
-        """Raises what `reading`, which is done, has met."""
+        """Raise the error of `reading`, which is done, if it has one."""
         if reading.cancelled():
             raise WorkerLeavingError(f"the engine is dead: {self.death}")
         reading.result()
 
     async def failure(self, error: Exception) -> DisaggError:
-        """What a request that the engine has failed is told."""
+        """The error for a request that failed with `error` in the engine."""
         if not await self.is_alive():
             return WorkerLeavingError(str(error))
         return translate(error, isinstance(error, self.request_error))
 
     async def probe(self, request: GenerateRequest) -> None:
-        """Run it, one token unless it asks for more: to say that it is alive is not to be able to work. Raises a
-        DisaggError.
+        """Run a request, with one token unless it sets more: an engine that claims to be alive may still be unable to
+        work. Raises a DisaggError.
         """
         salted = msgspec.structs.replace(request, cache_salt=request.cache_salt or _PROBE_SALT)
         max_tokens = None if request.stop.max_tokens else 1
@@ -289,21 +293,18 @@ class Engine:
             raise await self.failure(error) from error
 
     async def is_idle(self) -> bool:
-        """Nothing runs, and no finished prefill's KV waits to be fetched. Requests in handlers are counted there."""
+        """No request runs in the engine, and no KV waits to be fetched. Handlers count their own requests."""
         if COUNTS_REQUESTS in self.capabilities:
             return int(self.llm.num_active_requests) == 0
         return self.handoffs.count() == 0
 
     def close(self) -> None:
-        """May block for ever: TensorRT-LLM waits for its ranks (`engine_health.close`)."""
+        """May block for ever, as TensorRT-LLM waits for its ranks; `engine.health.close` limits that."""
         self.llm.shutdown()
 
     # -- internals
 
-    def _new_id(self) -> int:
-        return self._make_id()
-
-    def _met(self, rendezvous: Rendezvous) -> Any:
+    def _params_of(self, rendezvous: Rendezvous) -> Any:
         return self.api.disaggregated_params(
             request_type=_GENERATION_ONLY,
             ctx_request_id=rendezvous.disagg_request_id,
@@ -339,7 +340,7 @@ class Engine:
             result: RequestOutput = self.llm.generate_async(**keywords)
             return result
         except (self.request_error, ValueError, TypeError, NotImplementedError) as error:
-            # Before the engine has it, only the request can be wrong.
+            # The engine has not accepted the request yet, so unless the engine is over, the request is wrong.
             raise (WorkerLeavingError if self._is_over else InvalidRequestError)(str(error)) from error
         except Exception as error:
             is_over = self._is_over or "shutting down" in str(error)
@@ -347,7 +348,7 @@ class Engine:
 
     @property
     def _is_over(self) -> bool:
-        """TensorRT-LLM shuts down over what its process has died of, and raises that out of the next call."""
+        """TensorRT-LLM has shut down. It does so when its process dies, and raises the cause from the next call."""
         is_shutdown = getattr(getattr(self.llm, "_executor", None), "is_shutdown", None)
         return self.fatal_error is not None or (callable(is_shutdown) and bool(is_shutdown()))
 
@@ -370,21 +371,21 @@ class Engine:
 
 
 def _id_maker(make: Callable[..., int], machine_id: int) -> Callable[[], int]:
-    """Up to 1.3.0rc21 TensorRT-LLM's function takes one number of ten bits; since then eight and six of them."""
+    """TensorRT-LLM's function takes one number of ten bits up to 1.3.0rc21, and later two, of eight and six bits."""
     if "process_id" in inspect.signature(make).parameters:
         return partial(make, *divmod(machine_id, 64))
     return partial(make, machine_id)
 
 
 def longest_step(args: Any) -> float:
-    """Tokens of the longest prompt that the engine prefills in one step, where it has to."""
+    """Tokens of the longest prompt that the engine accepts where it has to prefill in one step."""
     if args is None or getattr(args, "enable_chunked_prefill", True):
         return math.inf
     return getattr(args, "max_num_tokens", None) or math.inf
 
 
 def _kv_transport(llm: Any, args: Any) -> str | None:
-    """TensorRT-LLM tells what it was configured with, which may be DEFAULT."""
+    """The transport that the engine reports, else the configured one, which may be DEFAULT."""
     given = getattr(args, "cache_transceiver_config", None)
     configured = given.get("backend") if isinstance(given, dict) else getattr(given, "backend", None)
     transport: str | None = getattr(llm, "kv_transport", None) or configured
@@ -392,7 +393,7 @@ def _kv_transport(llm: Any, args: Any) -> str | None:
 
 
 def _lease_seconds(args: dict[str, Any]) -> float:
-    """None: for ever."""
+    """How long the engine keeps KV that is not fetched; infinity where kv_transfer_timeout_ms is None."""
     transceiver = args.get("cache_transceiver_config") or {}
     milliseconds = transceiver.get("kv_transfer_timeout_ms", _DEFAULT_LEASE_MS)
     return math.inf if milliseconds is None else milliseconds / 1000

@@ -11,29 +11,29 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """`module` has the same names, fields, defaults and errors as `tensorrt_llm`."""
+    """One engine. `module` has the same names, fields, defaults and errors as `tensorrt_llm`."""
 
     name: str
     module: str
-    #: All names in the one module; otherwise where TensorRT-LLM has them.
+    #: True: `module` itself has all names; False: they are in submodules, as in TensorRT-LLM.
     is_flat: bool = True
-    #: Its arguments are all known here (`embedded.params.llm_args`), so an unknown key is refused.
+    #: All its arguments are listed in `embedded.params.llm_args`, so other keys are refused.
     has_known_arguments: bool = False
-    #: It takes the arguments under `embedded`, and shared memory as a transport.
+    #: It accepts the arguments under `embedded`, and shared memory as a transport.
     takes_embedded_arguments: bool = True
-    #: Engine arguments in place of the worker's, where the user gives none.
+    #: Defaults of engine arguments that replace the worker's defaults.
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    #: "module:function" that takes part in the engine of rank 0 under mpiexec; None: it has a launcher of its own.
+    #: "module:function" that runs another rank than 0 under mpiexec; None: the engine has its own launcher.
     rank_server: str | None = None
-    #: "module:function" that raises ConfigError for a model that it cannot serve with these arguments, at once.
+    #: "module:function" that raises ConfigError, before loading, for a model that the engine cannot serve.
     model_check: str | None = None
-    #: What `srun --mpi` has to be for its ranks.
+    #: The value of `srun --mpi` for its ranks.
     srun_mpi: str = "none"
-    #: A program that runs in every rank, and in the first one the worker; empty where ranks do without.
+    #: A program that starts each rank, and the worker in the first one; empty where none is needed.
     rank_launcher: str = ""
-    #: Of this project: `pip install 'trtllm-disagg[EXTRA]'`. Empty when nothing more is needed.
+    #: The extra of this package that installs it (`pip install 'trtllm-disagg[EXTRA]'`); empty for none.
     extra: str = ""
-    #: Imported only when an engine is built, so they are looked for before.
+    #: Modules that are imported only when the engine is built, so their presence is checked before.
     needs: tuple[str, ...] = ()
 
     def missing(self) -> str | None:
@@ -42,7 +42,7 @@ class EngineSpec:
 
     @property
     def is_tensorrt_llm(self) -> bool:
-        """Not one of the engines that only offer its LLM API."""
+        """TensorRT-LLM itself, and not another engine with its LLM API."""
         return not self.is_flat
 
 
@@ -72,14 +72,14 @@ ENGINES: dict[str, EngineSpec] = {
             extra="embedded",
             needs=("torch", "transformers"),
         ),
-        # A GPU's step times around the embedded engine's scheduler. What is not under `measured` needs the tables.
+        # Step times of a GPU around the embedded engine's scheduler. Needs tables, except those under `measured`.
         EngineSpec("modelled", "trtllm_disagg.modelled", takes_embedded_arguments=False, extra="modelled"),
-        # Makes no real tokens: for measuring and testing what is around an engine. `auto` never means it.
+        # Generates scripted tokens, to measure and test everything around an engine. `auto` never selects it.
         EngineSpec("recording", "trtllm_disagg.testing.recording", defaults={"recording": {}}),
     )
 }
 
-#: Before `auto` is resolved, nothing is known of the engine.
+#: Stands for the engine until `auto` is resolved.
 UNRESOLVED = EngineSpec("auto", "")
 
 

@@ -1,8 +1,8 @@
-"""Whether the engine lives, asked outside the event loop; whether it works, although it says that it is well; and its
-end, waited for not for ever.
+"""Checks the engine's health in threads, detects an engine that is stalled although it reports to be healthy, and
+closes the engine within a time limit.
 
-TensorRT-LLM may block whichever thread asks a dead rank for something: the loop that serves requests does not ask, and
-when it is held up all the same, the process ends without it.
+TensorRT-LLM may block the thread that calls a dead rank. So the event loop that serves requests does not call it, and
+when the event loop is blocked all the same, the process ends.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ log = logging.getLogger(__name__)
 _LEAST_BETWEEN, _MOST_BETWEEN_LOOKS = 0.05, 0.5
 _SHUTDOWN_DEAD = 5.0
 
-#: Time in which this process was stopped, or its event loop held up, has few of them: so it does not count.
+#: Looks in one stall timeout. There are none while this process is stopped or its event loop blocked: no stall then.
 _LOOKS = 10
 
 
 class Stall:
-    """Requests run, and nothing comes of any of them. Looked at from time to time.
+    """Detects that requests run and none of them makes progress; `look` is called at regular intervals.
 
-    How long a step may take depends on model, batch and GPU, so this looks at all requests at once: a token of one of
-    them, or the end of one, is a sign of life.
+    How long a step may take depends on model, batch and GPU, so all requests are considered together: a token of one of
+    them, or the end of one, is progress.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._num_ended = engine.num_ended
         self._num_tokens: dict[Any, int] = {}
-        #: In so many looks in a row nothing had come, although something ran.
+        #: Number of consecutive looks without progress, although requests ran.
         self.num_looks = 0
 
     def look(self) -> None:
         before, self._num_tokens = self._num_tokens, self._engine.tokens_so_far()
-        # One that has come or left is none: clients do that, whatever the engine does.
+        # Requests that appear or disappear are no progress: clients cause that, whatever the engine does.
         has_grown = any(count > before.get(waiting, 0) for waiting, count in self._num_tokens.items())
         has_ended = self._engine.num_ended != self._num_ended
         self._num_ended = self._engine.num_ended
@@ -53,7 +53,7 @@ class Stall:
 
 
 async def until_stalled(engine: Engine, seconds: float) -> str:
-    """What there is to say of it."""
+    """Return, with a description, when the engine has made no progress for `seconds`."""
     stall = Stall(engine)
     while stall.num_looks <= _LOOKS:
         await asyncio.sleep(seconds / _LOOKS)
@@ -63,21 +63,21 @@ async def until_stalled(engine: Engine, seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class HealthTimes:
-    """Seconds."""
+    """Time limits of the health checks, in seconds."""
 
-    #: Between two checks, and two looks at what the engine has noted of itself.
+    #: Between two checks; see `between_looks`, too.
     between: float = 0.5
-    #: A check that takes longer than this is the answer: no.
+    #: A check that takes longer than this means that the engine is dead.
     check: float = 30.0
-    #: For the event loop to hear of it; one that does not is held up by the dead engine.
-    hear: float = 10.0
-    #: For the end of an engine that lives, and of one that does not.
+    #: For the event loop to handle the engine's death; one that takes longer is blocked by the dead engine.
+    handle: float = 10.0
+    #: For the shutdown of an engine that is alive, and of a dead one.
     shutdown: float = 60.0
     shutdown_dead: float = _SHUTDOWN_DEAD
 
     @classmethod
     def of(cls, between: float, check: float, shutdown: float) -> HealthTimes:
-        """Here 0 is no time between two checks, and no limit, as Dynamo's worker has it."""
+        """From the flags, where 0 means no time between two checks, and no limit, as in Dynamo's worker."""
         return cls(
             between=max(between, _LEAST_BETWEEN),
             check=check or math.inf,
@@ -87,7 +87,7 @@ class HealthTimes:
 
     @property
     def between_looks(self) -> float:
-        """However rarely the engine is asked, what it has noted of its own death costs nothing to read."""
+        """Between two looks at `Engine.fatal_error`, which is cheap to read, however rare the checks are."""
         return min(self.between / 2, _MOST_BETWEEN_LOOKS)
 
 
@@ -101,7 +101,7 @@ def end_process(reason: str) -> None:
 
 
 class EngineHealth:
-    """Two threads: one asks the engine, the other looks whether that one comes back."""
+    """Two threads: one calls the engine's health check, the other watches that these calls return."""
 
     def __init__(
         self,
@@ -110,18 +110,18 @@ class EngineHealth:
         times: HealthTimes = TIMES,
         end_process: Callable[[str], None] = end_process,
     ) -> None:
-        """`on_death` hears the reason, once, in the event loop of `start`."""
+        """`on_death` is called once with the reason, in the event loop of `start`."""
         self._engine = engine
         self._on_death = on_death
         self._times = times
         self._end_process = end_process
         self._stopping = threading.Event()
-        self._heard = threading.Event()
+        self._handled = threading.Event()
         self._asked_at: float | None = None
         self._ailment: str | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """`loop`: that hears of a death; by default the one that runs here."""
+        """`loop`: where `on_death` is called; by default the running one."""
         self._loop = loop or asyncio.get_running_loop()
         for work, name in ((self._ask, "engine-health"), (self._watch, "engine-watch")):
             threading.Thread(target=work, name=name, daemon=True).start()
@@ -140,11 +140,11 @@ class EngineHealth:
         while not self._stopping.wait(self._times.between_looks):
             reason = self._reason()
             if reason is not None:
-                self._tell(reason)
+                self._report(reason)
                 return
 
     def _reason(self) -> str | None:
-        # Not what the other thread waits for: that one may be held up by the death that is noted here.
+        # Read here as well, because the other thread may be blocked by the death that is recorded here.
         if (error := self._engine.fatal_error) is not None:
             return f"{type(error).__name__}: {error}"
         asked_at = self._asked_at
@@ -152,31 +152,31 @@ class EngineHealth:
             return f"it has not answered for {self._times.check:g} s"
         return self._ailment
 
-    def _tell(self, reason: str) -> None:
+    def _report(self, reason: str) -> None:
         log.error("the engine is dead: %s", reason)
         try:
-            self._loop.call_soon_threadsafe(self.hear, reason)
+            self._loop.call_soon_threadsafe(self.handle, reason)
         except RuntimeError:
             return  # the worker has ended
-        if not self._heard.wait(self._times.hear) and not self._stopping.is_set():
-            self._end_process("the engine is dead, and holds up the worker")
+        if not self._handled.wait(self._times.handle) and not self._stopping.is_set():
+            self._end_process("the engine is dead, and blocks the worker")
 
-    def hear(self, reason: str) -> None:
-        """In the event loop: the engine counts as dead."""
-        self._heard.set()
+    def handle(self, reason: str) -> None:
+        """Declare the engine dead. Runs in the event loop."""
+        self._handled.set()
         self._engine.die(reason)
         self._on_death(reason)
 
 
 async def close(engine: Engine, times: HealthTimes = TIMES) -> bool:
-    """Whether the engine has ended in time. It does so in a thread, which goes on when it has not."""
+    """Shut the engine down in a thread. Returns False when that takes too long; the thread goes on then."""
     seconds = times.shutdown if engine.death is None else times.shutdown_dead
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[bool] = loop.create_future()
 
-    def end(is_well: bool) -> None:
+    def end() -> None:
         if not ended.done():
-            ended.set_result(is_well)
+            ended.set_result(True)
 
     def work() -> None:
         try:
@@ -184,9 +184,9 @@ async def close(engine: Engine, times: HealthTimes = TIMES) -> bool:
         except Exception:
             log.exception("the engine's shutdown failed")
         try:
-            loop.call_soon_threadsafe(end, True)
+            loop.call_soon_threadsafe(end)
         except RuntimeError:
-            return  # it took longer than the worker waited
+            return  # the event loop has ended: the worker did not wait that long
 
     log.info("the engine shuts down; it has %g s", seconds)
     threading.Thread(target=work, name="engine-shutdown", daemon=True).start()

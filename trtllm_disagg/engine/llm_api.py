@@ -1,5 +1,5 @@
-"""The names that we use of the module that offers the LLM API (`engines.py` says which modules there are), and what its
-errors mean: by their category where they have one, by their words where not.
+"""The names that are used of an engine's module with the LLM API (the modules are listed in `engines.py`), and the
+translation of its errors, by their category if they have one, else by their message.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from trtllm_disagg.errors import (
     PeerUnavailableError,
 )
 
-#: DisaggError.category, as the embedded engine reports it.
+#: `category` of the embedded engine's errors, equal to DisaggError.category.
 _BY_CATEGORY: dict[str, type[DisaggError]] = {
     InvalidRequestError.category: InvalidRequestError,
     PeerUnavailableError.category: KvTransferError,
 }
 
-#: TensorRT-LLM's RequestError says no more than this, in lower case. Where its source has the words:
+#: Parts of the message of TensorRT-LLM's RequestError, in lower case, with the source file that has them:
 _BY_WORDS: tuple[tuple[str, type[DisaggError]], ...] = (
     # _torch/pyexecutor/py_executor.py, and _torch/disaggregation/orchestration/coordinator.py
     ("kv cache transfer", KvTransferError),
     ("kv transfer", KvTransferError),
-    # The same, of kv_transfer_timeout_ms: "Request 12 timed out".
+    # The same files, for kv_transfer_timeout_ms: "Request 12 timed out".
     ("timed out", KvTransferError),
     ("default_max_tokens", InvalidRequestError),  # executor/base_worker.py, _deduce_max_tokens
     ("should not exceed max_num_tokens", InvalidRequestError),  # llmapi/llm.py, _check_arguments
-    ("must be greater than 0", InvalidRequestError),  # executor/base_worker.py, of max_tokens
+    ("must be greater than 0", InvalidRequestError),  # executor/base_worker.py, about max_tokens
 )
-#: Where TensorRT-LLM has what a text worker needs.
+#: The submodules of TensorRT-LLM with the names that are used here.
 _PARTS = (
     "sampling_params",
     "executor.result",
@@ -50,7 +50,7 @@ _PARTS = (
 
 
 def translate(error: Exception, is_request_error: bool = True) -> DisaggError:
-    """`is_request_error`: one of the request, not one that the engine was never meant to raise."""
+    """`is_request_error`: `error` is the engine's RequestError, and not an unexpected exception."""
     message = str(error) if is_request_error else f"{type(error).__name__}: {error}"
     category = getattr(error, "category", None)
     if category is not None:
@@ -61,7 +61,7 @@ def translate(error: Exception, is_request_error: bool = True) -> DisaggError:
 
 
 class CompletionOutput(Protocol):
-    """TensorRT-LLM's, as far as it is read here: one choice of a request, with all that it has so far."""
+    """The part of TensorRT-LLM's CompletionOutput that is read here: what one choice of a request has so far."""
 
     @property
     def index(self) -> int: ...
@@ -89,7 +89,7 @@ class CompletionOutput(Protocol):
 
     @property
     def disaggregated_params(self) -> Any:
-        """Of a finished context_only request: the handle on its KV."""
+        """The handle on the KV, of a finished context_only request."""
         ...
 
     @property
@@ -99,7 +99,7 @@ class CompletionOutput(Protocol):
 
 
 class RequestOutput(Protocol):
-    """TensorRT-LLM's, as far as it is read here: one request. Iterating yields the same object when it has grown."""
+    """The part of TensorRT-LLM's RequestOutput that is read here. Iterating yields the same object at each change."""
 
     @property
     def outputs(self) -> Sequence[CompletionOutput]: ...
@@ -109,7 +109,7 @@ class RequestOutput(Protocol):
 
     @property
     def cached_tokens(self) -> int | None:
-        """Tokens of the prompt that were in the engine's prefix cache; None where the engine does not tell."""
+        """Prompt tokens that were in the engine's prefix cache; None where the engine does not report it."""
         ...
 
     @property
@@ -118,7 +118,7 @@ class RequestOutput(Protocol):
     def abort(self) -> None: ...
 
     def aresult(self) -> Awaitable[Any]:
-        """Waits for the end of the request. Raises what the engine fails it with."""
+        """Wait for the end of the request. Raises the engine's error for it."""
         ...
 
     def __aiter__(self) -> AsyncIterator[Any]: ...
@@ -126,7 +126,7 @@ class RequestOutput(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LlmApi:
-    """Of one engine."""
+    """The LLM API of one engine."""
 
     name: str
     llm: Callable[..., Any]
@@ -138,7 +138,7 @@ class LlmApi:
     new_disagg_request_id: Callable[..., int]
     #: None where the engine has no attention DP.
     scheduling_params: Callable[..., Any] | None = None
-    #: None where it keeps no conversation on one rank of it; TensorRT-LLM does from 1.3.0rc21 on.
+    #: None where the engine cannot keep a conversation on one rank; TensorRT-LLM can from 1.3.0rc21 on.
     conversation_params: Callable[..., Any] | None = None
 
 
@@ -172,15 +172,14 @@ def load_api(name: str) -> LlmApi:
 
 
 def check_model(name: str, args: dict[str, Any]) -> None:
-    """Raises ConfigError for a model that the engine cannot serve with these arguments, where it can tell at once."""
+    """Raises ConfigError, before loading, for a model that the engine cannot serve with these arguments."""
     if (check := ENGINES[name].model_check) is not None:
         _named(check)(args)
 
 
 def serve_as_rank(name: str, args: dict[str, Any]) -> bool:
-    """Under mpiexec, on every rank but rank 0: take part in its engine until that ends, then True. Blocks.
-
-    Raises ConfigError when the job has another number of ranks.
+    """Under mpiexec, on every rank but 0: run this rank of the engine until the engine ends, then return True.
+    Returns False at once on rank 0, and without mpiexec. Raises ConfigError when the job has another number of ranks.
     """
     server = ENGINES[name].rank_server
     if server is None:

@@ -1,4 +1,4 @@
-"""Which rank of attention DP runs a request: what the engine is told of it. Each rank has a cache of its own."""
+"""Chooses the attention-DP rank of a request, as keyword arguments for the engine. Each rank has its own cache."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _AFFINITY = "kv_cache_routing_conversation_affinity"
 
 @dataclass(frozen=True, slots=True)
 class Affinity:
-    """Whether the requests of a conversation stay on one rank, and whether the router chooses it, or the engine."""
+    """Whether the requests of a conversation stay on one rank, and whether the router or the engine chooses it."""
 
     is_on: bool = False
     by_router: bool = False
 
 
 class Placement:
-    """As it is, there is one rank and nothing to choose, or the engine chooses."""
+    """The base class: there is only one rank, or the engine chooses."""
 
     def keywords(self, request: GenerateRequest) -> Keywords:
-        """For `generate_async`. Raises InvalidRequestError for a rank that there is not."""
+        """Keyword arguments for `generate_async`. Raises InvalidRequestError for a rank that does not exist."""
         return {}
 
 
 @dataclass(frozen=True, slots=True)
 class RankOfRouter(Placement):
-    """The rank that the router has chosen for its cache, and no other one."""
+    """Uses exactly the rank that the router has chosen by its cache."""
 
     num_ranks: int
     scheduling_params: Callable[..., Any]
@@ -52,7 +52,7 @@ class RankOfRouter(Placement):
 
 @dataclass(frozen=True, slots=True)
 class RankOfConversation(Placement):
-    """The engine knows on which rank the conversation was; `first_turn` places those that it does not know."""
+    """The engine uses the rank of the conversation; `first_turn` places conversations that are new to it."""
 
     conversation_params: Callable[..., Any]
     first_turn: Placement
@@ -65,19 +65,19 @@ class RankOfConversation(Placement):
 
 
 def num_ranks_of(args: Any) -> int:
-    """Each rank of attention DP has requests and a cache of its own."""
+    """The number of attention-DP ranks, each with its own requests and cache; 1 without attention DP."""
     return int(args.tensor_parallel_size) if getattr(args, "enable_attention_dp", False) else 1
 
 
 def placement_of(api: LlmApi, num_ranks: int, affinity: Affinity, args: Any) -> Placement:
-    """Raises ConfigError for an `affinity` with an engine that knows no conversations."""
+    """Raises ConfigError for an `affinity` with an engine that does not know conversations."""
     given = getattr(args, "attention_dp_config", None)
-    said = given.get(_AFFINITY) if isinstance(given, dict) else getattr(given, _AFFINITY, None)
+    configured = given.get(_AFFINITY) if isinstance(given, dict) else getattr(given, _AFFINITY, None)
     scheduling = api.scheduling_params
     of_router = (
         RankOfRouter(num_ranks, scheduling) if num_ranks > 1 and scheduling is not None else Placement()
     )
-    if not affinity.is_on and said is not True:
+    if not affinity.is_on and configured is not True:
         return of_router
     if api.conversation_params is None:
         key = "--conversation-affinity" if affinity.is_on else f"attention_dp_config.{_AFFINITY}"

@@ -1,4 +1,4 @@
-"""What a request asks for, as TensorRT-LLM's SamplingParams say it."""
+"""Translates the sampling options of a request to TensorRT-LLM's SamplingParams."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def sampling_params_of(
     *,
     measures: bool = False,
 ) -> Any:
-    """`max_tokens` in place of the request's own; `max_seq_len` None: the engine, which knows it, takes what there is.
+    """`max_tokens` replaces the request's own limit. Without `max_seq_len` the engine limits the answer itself.
     Raises InvalidRequestError.
     """
     options = _set_options(request.sampling)
     if options.get("n", 1) > 1:
-        # TensorRT-LLM makes so many answers, and returns `n` of them.
+        # TensorRT-LLM generates `best_of` answers, and returns `n` of them.
         options["best_of"] = options["n"]
     # -1 is OpenAI's way to say "no limit"; TensorRT-LLM's is 0.
     if options.get("top_k") == -1:
@@ -32,7 +32,7 @@ def sampling_params_of(
     guided = options.pop("guided_decoding", None) or {}
     stop = request.stop
     if stop.max_thinking_tokens is not None:
-        # Only newer versions of TensorRT-LLM have it; others refuse it by name.
+        # Older versions of TensorRT-LLM refuse it with an error that names it.
         options["thinking_token_budget"] = stop.max_thinking_tokens
     # TensorRT-LLM never returns the token that it stops at.
     ignore_eos = bool(stop.ignore_eos or stop.stop_token_ids_visible or request.output.no_stop_trim)
@@ -58,7 +58,7 @@ def sampling_params_of(
 
 def _guided(api: LlmApi, guided: dict[str, Any]) -> Any:
     known = ("json", "regex", "grammar", "json_object", "structural_tag")
-    # An empty schema is one: any JSON.
+    # An empty schema is valid, too: it allows any JSON.
     chosen = {name: guided[name] for name in known if guided.get(name) not in (None, False, "")}
     if guided.get("choice"):
         # TensorRT-LLM has no choice of its own.

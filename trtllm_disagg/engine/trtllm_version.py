@@ -13,13 +13,13 @@ from trtllm_disagg.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)(?:\.?rc(\d+))?(?:\.post(\d+))?(?:[.+].*)?")
-#: Of a version that is no release candidate: it comes after all of them.
+#: The candidate number of a release, which sorts after all its release candidates.
 _RELEASED = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class TrtllmVersion:
-    """Compares as pip does: 1.3.0rc9 < 1.3.0rc22 < 1.3.0."""
+    """Sorts as in pip: 1.3.0rc9 < 1.3.0rc22 < 1.3.0."""
 
     major: int
     minor: int
@@ -29,7 +29,7 @@ class TrtllmVersion:
 
     @classmethod
     def parse(cls, text: str, key: str = "--trtllm-version") -> TrtllmVersion:
-        """Raises ConfigError, naming `key`."""
+        """Raises ConfigError, which names `key`, for a text that is no version."""
         match = _VERSION.fullmatch(text.strip())
         if match is None:
             raise ConfigError.bad_value(key, text, "a version of TensorRT-LLM such as 1.3.0rc29")
@@ -43,7 +43,7 @@ class TrtllmVersion:
         return f"{self.major}.{self.minor}.{self.patch}{candidate}{post}"
 
 
-#: What ai-dynamo 1.6.1 is released with, and this project's extra `tensorrt-llm`.
+#: The version that ai-dynamo 1.6.1 and this package's extra `tensorrt-llm` install.
 NEWEST_KNOWN = TrtllmVersion.parse("1.3.0rc29")
 #: From here on `get_global_disagg_request_id` takes a node and a process, and a context server may overlap its steps
 #: (PR 10755).
@@ -58,13 +58,13 @@ PYTHON_TRANSCEIVER_BY_DEFAULT = NEWEST_KNOWN
 
 
 def require_taken(module: Any) -> None:
-    """Raises ConfigError for a `tensorrt_llm` that is too old. One that does not say its version, or says no release's,
-    is a build of the user's own, and taken.
+    """Raises ConfigError for a `tensorrt_llm` that is too old. A module without a release's version is a user's own
+    build, and accepted.
     """
-    said = str(getattr(module, "__version__", ""))
-    if _VERSION.fullmatch(said) is None:
+    text = str(getattr(module, "__version__", ""))
+    if _VERSION.fullmatch(text) is None:
         return
-    version = TrtllmVersion.parse(said)
+    version = TrtllmVersion.parse(text)
     if version < OLDEST_TAKEN:
         raise ConfigError.bad_value(
             "--engine",
@@ -79,7 +79,7 @@ def require_taken(module: Any) -> None:
 
 
 def installed_version() -> str | None:
-    """Of TensorRT-LLM in this environment, without loading it; None where it is not installed."""
+    """The version of TensorRT-LLM in this environment, read without importing it; None where it is not installed."""
     for name in ("tensorrt_llm", "tensorrt-llm"):
         try:
             return metadata.version(name)

@@ -31,7 +31,7 @@ _LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 _OBJECT = _matching(rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*", "the name of an object of the cluster")
 _QUANTITY = _matching(r"[0-9]+(\.[0-9]+)?(m|[kMGTPE]i?)?", "a quantity, as in 64Gi or 0.5")
 _RULES: Mapping[str, Rule] = {
-    # The operator puts the component's name behind it.
+    # The operator appends the component's name.
     "name": _matching(rf"(?=.{{1,36}}$)[a-z]{_LABEL}|[a-z]", "up to 36 of a-z, 0-9 and -, from a letter"),
     "namespace": _matching(rf"(?=.{{1,63}}$){_LABEL}", "up to 63 of a-z, 0-9 and -"),
     "image": _matching(r"[^\s]+", "the reference of an image"),
@@ -105,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Raises ConfigError before anything is written."""
+    """Raises ConfigError before any file is written."""
     from trtllm_disagg.k8s.manifests import manifests, yaml_text
 
     config, cluster = _deployment(args), _cluster(args)
@@ -189,7 +189,7 @@ def _key(path: Path | None, check: Callable[[Path], Any]) -> bytes | None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Secrets are among them, so it is for this user only."""
+    """Write the manifests, which contain secrets, to a file for this user only."""
     path.unlink(missing_ok=True)
     path.touch(0o600)
     path.write_text(text, encoding="utf-8")

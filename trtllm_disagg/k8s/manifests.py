@@ -62,7 +62,7 @@ def yaml_text(made: Manifest) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Mount:
-    """A read-only volume of a pod. `source` is its kind and settings."""
+    """A read-only volume of a pod. `source`: its type and settings."""
 
     name: str
     path: str
@@ -102,7 +102,7 @@ def _object(cluster: Cluster, version: str, kind: str, name: str) -> Manifest:
 
 
 def _name_of(cluster: Cluster, configs: Mapping[str, str]) -> str:
-    """Other files have another name, so that a change of them restarts the workers."""
+    """The name contains a hash of the files, so that changed files restart the workers."""
     content = "\0".join(text for item in configs.items() for text in item)
     return f"{cluster.name}-{ENGINE_CONFIGS}-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
 
@@ -116,12 +116,12 @@ def _worker(pod: WorkerPod, cluster: Cluster, mounts: list[_Mount]) -> Manifest:
         "resources": _present(
             {
                 "requests": _present(bounds),
-                # More processor time than asked for harms no other pod; more memory does.
+                # Only memory is limited: extra processor time takes nothing from other pods.
                 "limits": _present({"memory": resources.memory, "nvidia.com/gpu": gpus}),
                 "claims": [{"name": _CHANNEL}] if cluster.has_compute_domain else None,
             }
         ),
-        # Dynamo answers /live as /health: 503 while the worker loads.
+        # Dynamo answers /live like /health, with 503 while the worker loads.
         "startupProbe": _probe("/live", pod.startup_seconds),
         "readinessProbe": _probe("/health", _UNREADY_SECONDS),
         "livenessProbe": _probe("/live", _HUNG_SECONDS),
@@ -144,7 +144,7 @@ def _component(
     settings: Manifest | None = None,
 ) -> Manifest:
     main = {
-        # The operator adds to the container of this name.
+        # The operator merges its settings into the container of this name.
         "name": "main",
         "image": cluster.image,
         "command": list(pod.command),
@@ -238,5 +238,5 @@ def _pod_monitor(cluster: Cluster) -> Manifest:
 
 
 def _present(values: Manifest) -> Manifest:
-    """Without what is None or empty."""
+    """A mapping without values that are None or empty."""
     return {name: value for name, value in values.items() if value not in (None, {}, [])}

@@ -1,4 +1,4 @@
-"""The pods of a deployment: what runs in each, checked as far as it can be where they do not run."""
+"""The pods of a deployment and what runs in each, checked as far as that is possible on another machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trtllm_disagg.deployment.plan import (
     STARTUP_SECONDS,
     TUNABLE_ENV,
     DeploymentConfig,
-    Role,
+    ProcessRole,
     frontend_flags,
     worker_flags,
 )
@@ -26,14 +26,14 @@ from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.kv_transfer.access import KEY_FILE_VARIABLE
 from trtllm_disagg.strategies import spec_of
 
-#: Where a pod finds what `up` keeps in its run directory.
+#: The directory in a pod with the files that `up` has in its run directory.
 MOUNTED = Path("/etc/trtllm-disagg")
 ENGINE_CONFIGS, ADMIN_KEY, TRANSFER_KEY = "engine-configs", "admin-key", "transfer-key"
-#: The file in each secret.
+#: Name of the file in each secret.
 KEY = "key"
-#: Where the volume with the weights is.
+#: Mount point of the volume with the weights.
 MODELS = PurePosixPath("/models")
-#: As Dynamo's operator has it.
+#: The same value as in Dynamo's operator.
 SYSTEM_PORT = 9090
 
 _OVERRIDE = "--override-engine-args"
@@ -46,7 +46,7 @@ _PROBE_ENV = {"DYN_HEALTH_CHECK_ENABLED": "true", "DYN_HEALTH_CHECK_REQUEST_TIME
 _NVLINK_ENV = {"NCCL_MNNVL_ENABLE": "1", "NCCL_CUMEM_ENABLE": "1"}
 #: Of a worker over several nodes, as in upstream's manifest: its image's user may be root.
 _MPIRUN_ENV = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-#: What a shell divides, or looks for among its files, where it is not quoted.
+#: Characters that a shell interprets unless they are quoted.
 _NO_WORD = re.compile(r"[\s*?[]")
 #: Of the model's files nothing is known here.
 _ANY_MODEL = "model"
@@ -54,7 +54,7 @@ _ANY_MODEL = "model"
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Of each worker's pod, as Kubernetes writes quantities; None: no bound."""
+    """Resources of each worker's pod, as Kubernetes quantities; None for no limit."""
 
     cpu: str | None
     memory: str | None
@@ -64,7 +64,7 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What pods need beside what `up` would start."""
+    """Settings of pods that `up` does not have."""
 
     name: str
     namespace: str | None
@@ -74,7 +74,7 @@ class Cluster:
     resources: Resources
     #: Of a volume with the weights.
     model_claim: str | None
-    #: Has HF_TOKEN in it.
+    #: Name of the secret with HF_TOKEN.
     hf_token_secret: str | None
     admin_key: bytes | None
     transfer_key: bytes | None
@@ -85,9 +85,9 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """Its one container. `env` is what it gets on top of what the operator gives every pod."""
+    """A pod with one container. `env` is added to the variables that the operator sets in every pod."""
 
-    role: Role
+    role: ProcessRole
     replicas: int
     command: tuple[str, ...]
     args: tuple[str, ...]
@@ -96,14 +96,14 @@ class Pod:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPod(Pod):
-    """A worker of several nodes has as many of these for each replica."""
+    """The pod of a worker. A worker of several nodes has one such pod on each, for each replica."""
 
     nodes: int
-    #: In each pod.
+    #: GPUs of each pod.
     gpus: int
-    #: Until it counts as failed.
+    #: Seconds until a start counts as failed.
     startup_seconds: float
-    #: After which it is killed when it was told to stop.
+    #: Seconds after which a stopping pod is killed.
     stop_seconds: float
     #: Its YAML file.
     engine_config: str | None
@@ -116,12 +116,12 @@ def frontend_pod(config: DeploymentConfig, cluster: Cluster) -> Pod:
 
 
 def worker_pods(config: DeploymentConfig, cluster: Cluster) -> tuple[WorkerPod, ...]:
-    """One for each role. Raises ConfigError for what a worker would refuse when it starts, but for its model."""
+    """The pod of each role. Raises ConfigError for settings that a worker would refuse, except its model."""
     return tuple(_worker_pod(config, cluster, role) for role in spec_of(config.strategy).roles)
 
 
-def _worker_pod(config: DeploymentConfig, cluster: Cluster, role: Role) -> WorkerPod:
-    # `--help` needs none of its libraries.
+def _worker_pod(config: DeploymentConfig, cluster: Cluster, role: ProcessRole) -> WorkerPod:
+    # Imported here because `--help` does not need its libraries.
     from trtllm_disagg.config.engine_args import build_engine_args
 
     file = config.engine_configs.get(role)
@@ -151,7 +151,7 @@ def _worker_pod(config: DeploymentConfig, cluster: Cluster, role: Role) -> Worke
 
 def _only_in_pods(config: DeploymentConfig, cluster: Cluster) -> Iterator[str]:
     if config.has_queue:
-        # The operator says where its NATS is (NATS_SERVER).
+        # The operator sets NATS_SERVER to the address of its NATS.
         yield from ("--prefill-dispatch", "queue")
     if cluster.transfer_key is not None:
         if any(argument.startswith((_OVERRIDE, "--trtllm.")) for argument in config.worker_args):
@@ -160,7 +160,7 @@ def _only_in_pods(config: DeploymentConfig, cluster: Cluster) -> Iterator[str]:
                 " ".join(config.worker_args),
                 f"no {_OVERRIDE} with --transfer-key-file, which needs it; write it into the engine config",
             )
-        # Kubernetes puts the pod's address in.
+        # Kubernetes replaces it by the pod's address.
         yield from (_OVERRIDE, json.dumps({"embedded": {"transfer_host": "$(POD_IP)"}}))
 
 
@@ -183,7 +183,7 @@ def _stop_seconds(worker: WorkerConfig) -> float:
     return worker.drain_seconds + BEYOND_DRAIN_SECONDS + engine
 
 
-def _spread(num_gpus: int, gpus_per_node: int, role: Role) -> tuple[int, int]:
+def _spread(num_gpus: int, gpus_per_node: int, role: ProcessRole) -> tuple[int, int]:
     """(nodes, GPUs of each). Raises ConfigError where nodes would have different numbers of them."""
     if num_gpus <= gpus_per_node:
         return 1, num_gpus
@@ -193,8 +193,8 @@ def _spread(num_gpus: int, gpus_per_node: int, role: Role) -> tuple[int, int]:
     return num_gpus // gpus_per_node, gpus_per_node
 
 
-def _require_words(args: tuple[str, ...], launcher: str, role: Role) -> None:
-    """The operator starts such a worker with a program that takes its arguments as one text."""
+def _require_words(args: tuple[str, ...], launcher: str, role: ProcessRole) -> None:
+    """The operator starts such a worker by a program that takes all arguments as one string."""
     for word in args:
         if _NO_WORD.search(word):
             raise ConfigError(

@@ -116,7 +116,7 @@ class Names:
     @classmethod
     def of(cls, config: WorkerConfig, kind: str) -> Names:
         """The names are the same for all workers of a deployment, whichever stage they were when they started."""
-        endpoint_id = config.peer_endpoint_id if config.role is Role.PREFILL else config.partner_endpoint_id
+        endpoint_id = config.worker_endpoint_id if config.role is Role.PREFILL else config.peer_endpoint_id
         assert endpoint_id is not None, "an agg worker does not use the queue"
         return cls(parse_endpoint_id(endpoint_id), kind)
 

@@ -31,14 +31,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Exit code 0, also for a deployment that is dead: the frame says so. Raises ConfigError where there is none."""
+    """Returns 0 also for a dead deployment, which the frame shows. Raises ConfigError without a deployment."""
     if (args.run_dir is None) == (args.url is None):
         raise ConfigError("top needs one of --run-dir DIR and --url URL")
     if args.json and not args.once:
         raise ConfigError("--json is for one frame; add --once")
     if not args.interval > 0:
         raise ConfigError.bad_value("--interval", args.interval, "more than 0 seconds")
-    # `--help` needs none of it.
+    # Imported here because `--help` does not need them.
     from trtllm_disagg.top.eyes import eyes_on
 
     eyes = eyes_on(args.run_dir, args.url)

@@ -56,7 +56,7 @@ Samples = Mapping[str, list[Sample]]
 
 
 def samples_of(page: str) -> Samples:
-    """By name; empty for what is no such page."""
+    """Samples by metric name; empty for text that is no metrics page."""
     found: dict[str, list[Sample]] = {}
     try:
         for family in text_string_to_metric_families(page):
@@ -99,7 +99,7 @@ def _sum(samples: Iterable[Sample]) -> float:
 
 
 def _buckets(samples: Samples, metric: str) -> tuple[tuple[float, float], ...]:
-    """Of all models together."""
+    """The buckets of a histogram, added up over all models."""
     counts: dict[float, float] = {}
     for sample in samples.get(f"{metric}_bucket", ()):
         bound = float(sample.labels["le"])
@@ -112,7 +112,7 @@ class Eyes(Protocol):
 
 
 def eyes_on(run_dir: Path | None, url: str | None) -> Eyes:
-    """Raises ConfigError where there is no deployment."""
+    """Raises ConfigError when there is no deployment."""
     if run_dir is None and url is not None:
         frontend = HttpFrontend(url, ANSWER_SECONDS)
         frontend.models()
@@ -128,7 +128,7 @@ def eyes_on(run_dir: Path | None, url: str | None) -> Eyes:
 
 
 def _run_dir_behind(frontend: HttpFrontend) -> Path | None:
-    """That of an `up` of this user on this machine."""
+    """Observes the deployment of an `up` of this user on this machine."""
     process = listener(*frontend.address)
     store = process.environ.get("DYN_FILE_KV") if process is not None else None
     run_dir = Path(store).parent if store else None
@@ -163,7 +163,7 @@ class OfRunDir:
         )
 
     async def _ask_up(self) -> str:
-        """Why it gave no answer."""
+        """Why `up` gave no answer; empty when it did."""
         try:
             self._described = await asyncio.to_thread(
                 send_to_up, self._run_dir, Describe(), seconds=ANSWER_SECONDS
@@ -175,7 +175,7 @@ class OfRunDir:
         return ""
 
     async def _process(self, record: ProcessRecord) -> tuple[Process, str]:
-        """And its /metrics page."""
+        """A process, and its /metrics page."""
         seen = Process(record.name, record.role, record.state, record.pid or None)
         if record.state in ("planned", "restarting", "exited"):
             return seen, ""
@@ -210,7 +210,7 @@ def _host(described: Mapping[str, Any], record: ProcessRecord) -> str:
 
 
 class OfFrontend:
-    """What a frontend knows: of a deployment on another machine there is nothing else to ask."""
+    """Observes a deployment on another machine, through its frontend only."""
 
     def __init__(self, frontend: HttpFrontend) -> None:
         self._frontend = frontend
@@ -251,7 +251,7 @@ def _role(components: set[str]) -> str:
 
 
 async def _page(host: str, port: int) -> str | None:
-    """None where there is no answer in time."""
+    """The body of the answer; None without an answer in time."""
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
             status, body = await get(host, port, "/metrics")

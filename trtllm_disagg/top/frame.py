@@ -1,4 +1,4 @@
-"""One frame as text or JSON: the same words and columns on the live screen and on paper."""
+"""One frame as text or JSON, with the same words and columns on the live screen and in plain output."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def columns_that_fit(
 
 
 def headline(seen: Snapshot) -> Text:
-    """The deployment and the order in force."""
+    """The first line: the deployment and its current strategy."""
     parts = [part for part in (seen.model, seen.strategy, seen.url) if part]
     line = Text("  ".join(parts) or "not known yet")
     if seen.doubt:
@@ -108,10 +108,10 @@ def headline(seen: Snapshot) -> Text:
 
 
 def latencies(history: History) -> str:
-    """Of the window on the live screen, of all requests in one frame."""
+    """Latencies: of the last seconds on the live screen, of all requests in a single frame."""
     frontend = history.last.frontend
     counts = f"running {_shown(frontend.running)}, waiting {_shown(frontend.waiting)}, done {_shown(frontend.requests)}"
-    # In one line they are wider than 80 columns where times are long.
+    # On one line they would exceed 80 columns with long times.
     return f"TTFT {_latency(history.ttft())}  ITL {_latency(history.itl())}\n{counts}"
 
 
@@ -121,7 +121,7 @@ def print_frame(seen: Snapshot, console: Console | None = None) -> None:
     history = History()
     history.add(seen)
     table = Table(box=None, pad_edge=False)
-    # A single look knows no rates.
+    # A single snapshot has no rates.
     known = (column for column in COLUMNS if not column.heading.endswith("/s"))
     shown = list(columns_that_fit(known, seen.processes, history, console.width))
     for column, _ in shown:
@@ -182,5 +182,5 @@ def _share(value: float | None) -> str:
 
 
 def _or_less(value: float | None) -> float:
-    """What is not known comes last."""
+    """The sort key; unknown values come last."""
     return -1.0 if value is None else float(value)

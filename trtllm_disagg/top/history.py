@@ -1,4 +1,4 @@
-"""What changes between looks: rates, latencies of the last while, and events."""
+"""Computes what changes between snapshots: rates, latencies of the last seconds, and events."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Event:
 
 @dataclass(slots=True)
 class History:
-    """The looks of the last WINDOW_SECONDS, and the last events."""
+    """The snapshots of the last WINDOW_SECONDS, and the last events."""
 
     looks: deque[Snapshot] = field(default_factory=deque)
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=_MOST_EVENTS))
 
     def add(self, seen: Snapshot) -> list[Event]:
-        """The events that it brings."""
+        """Add a snapshot, and return its events."""
         new = list(events_between(self.looks[-1], seen)) if self.looks else []
         self.looks.append(seen)
         while len(self.looks) > 2 and seen.at - self.looks[0].at > WINDOW_SECONDS:
@@ -57,7 +57,7 @@ class History:
         return len(self.looks) > 1 and all(before <= after for before, after in pairs)
 
     def rate(self, process: Process, name: str) -> float | None:
-        """Of a running total of its load, a second; None where two looks have not seen it, or the last one did not."""
+        """The rate per second of a running total; None without two snapshots of it, or if the last one lacks it."""
         if getattr(process.load, name) is None:
             return None
         values = [

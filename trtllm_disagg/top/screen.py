@@ -22,7 +22,7 @@ from trtllm_disagg.top.history import Event, History
 _HELP = f"s sorts by the next column, r turns the order round, p pauses, q quits. {LEGEND}."
 
 
-#: On a terminal Ctrl-C is a key, and these come from elsewhere.
+#: On a terminal Ctrl-C is a key press, so these signals come from other processes.
 _ENDED_BY = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGTERM: ExitCode.TERMINATED}
 
 
@@ -64,14 +64,14 @@ class Top(App[None]):
         yield Footer(compact=True)
 
     def on_mount(self) -> None:
-        # By default they would leave the terminal as the screen has set it.
+        # By default these signals would end the program without restoring the terminal.
         for number, code in _ENDED_BY.items():
             asyncio.get_running_loop().add_signal_handler(number, partial(self.exit, return_code=code))
         self.set_interval(self._interval, self.action_look)
         self.action_look()
 
     def action_look(self) -> None:
-        """One look at a time: a process that is frozen makes a look last, and never two of them."""
+        """Take snapshots one after the other: a frozen process delays one snapshot, and never makes two overlap."""
         if not self._is_looking and not self._is_paused:
             self._is_looking = True
             self.run_worker(self._look(), exclusive=False, exit_on_error=True)

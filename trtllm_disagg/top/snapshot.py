@@ -1,4 +1,4 @@
-"""What one look at a deployment has seen. Numbers are None where they could not be asked for."""
+"""The content of one snapshot of a deployment. Numbers are None where they could not be read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DEAD, SILENT = "dead", "no answer"
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Of one worker, from its own /metrics page."""
+    """The load of one worker, from its /metrics page."""
 
     #: Requests that run or wait in the engine.
     batch: int | None = None
@@ -19,12 +19,12 @@ class Load:
     kv_blocks: int | None = None
     kv_blocks_total: int | None = None
     handoffs_held: int | None = None
-    #: Workers of the other role that the circuit breaker leaves alone.
+    #: Workers of the other role that the circuit breaker skips.
     breakers_open: int | None = None
-    #: Since the start of the worker.
+    #: Counted since the start of the worker.
     prefill_tokens: int | None = None
     decode_tokens: int | None = None
-    #: Requests that took another way than they should have.
+    #: Requests that were served by a fallback step.
     fallbacks: int | None = None
     requests_shed: int | None = None
 
@@ -43,7 +43,7 @@ class Process:
     role: str
     state: str
     pid: int | None = None
-    #: What it says that it is doing.
+    #: What it reports that it does.
     doing: str = ""
     load: Load = field(default_factory=Load)
 
@@ -54,7 +54,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Of `count` measurements, in seconds."""
+    """Mean and quantiles of `count` measurements, in seconds."""
 
     count: int
     mean: float
@@ -64,7 +64,7 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Frontend:
-    """Of its own /metrics page."""
+    """The frontend's metrics, from its /metrics page."""
 
     running: int | None = None
     waiting: int | None = None
@@ -82,9 +82,9 @@ class Snapshot:
     at: float
     url: str
     model: str
-    #: The order in force; empty where it could not be asked for.
+    #: The current strategy; empty where it could not be read.
     strategy: str
-    #: What is wrong with the view as a whole, such as an `up` that is gone.
+    #: What is wrong with the whole snapshot, such as an `up` that is gone.
     doubt: str
     processes: tuple[Process, ...]
     frontend: Frontend
@@ -98,7 +98,7 @@ def latency(
     before: tuple[tuple[float, float], ...] = (),
     total_before: float = 0.0,
 ) -> Latency | None:
-    """Of what was measured since `before`; None when nothing was."""
+    """The latency of the measurements since `before`; None without any."""
     old = dict(before)
     counts = [(bound, count - old.get(bound, 0.0)) for bound, count in buckets]
     count = counts[-1][1] if counts else 0.0

@@ -1,6 +1,6 @@
-"""Spans to a collector, by OpenTelemetry's own exporter (extra `otel`): in batches, from a thread of its own.
+"""Sends spans to a collector through OpenTelemetry's exporter (extra `otel`), in batches, from the exporter's thread.
 
-Endpoint, protocol, headers, compression and batching are that library's variables, which Dynamo's runtime reads too.
+OpenTelemetry's variables, which Dynamo's runtime reads too, set endpoint, protocol, headers, compression and batching.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _PROTOCOLS = {
     "http/protobuf": "opentelemetry.exporter.otlp.proto.http.trace_exporter",
 }
 _PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-#: For what is still on its way to a collector that may be gone; the library would wait for half a minute.
+#: How long a close waits for a collector that may be gone; the library would wait for half a minute.
 _CLOSE_SECONDS = 5.0
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _SCOPE = InstrumentationScope(SCOPE)
 
 
 class OtlpExport:
-    """A receiver of spans."""
+    """A `tracer.Receiver`."""
 
     def __init__(self, environ: Mapping[str, str], resource: Mapping[str, Value]) -> None:
-        """Raises ConfigError for a protocol that is none, ModuleNotFoundError where that of it is not installed."""
+        """Raises ConfigError for an unknown protocol, ModuleNotFoundError when its exporter is not installed."""
         self._resource = Resource.create(
             {"service.name": environ.get("OTEL_SERVICE_NAME") or "dynamo", **resource}
         )

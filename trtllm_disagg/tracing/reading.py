@@ -1,4 +1,4 @@
-"""Traces as they are looked at: the spans of one request over all its processes, as a tree, and what took its time."""
+"""Reads traces: the spans of one request over all its processes, as a tree, and which span took its time."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from trtllm_disagg.tracing.trace_file import (
     read_spans,
 )
 
-#: Of a run directory; a file for each worker, by its name.
+#: Subdirectory of a run directory, with one file for each worker, named after it.
 TRACES_DIR = "traces"
 _FRONTEND, _FRONTEND_LOG = "frontend", "frontend.log"
 _REQUEST_ID = "gen_ai.request.id"
-#: A gap that passes through a worker becomes shorter by no more than this.
+#: A gap that a worker relays is at least this share of the original gap.
 _SAME_GAP = 0.8
-#: What clients see before the id.
+#: Prefixes that the frontend puts before the id in its answers.
 _ID_PREFIXES = ("chatcmpl-", "cmpl-", "resp-")
 
 _TIME = re.compile(rb"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+Z")
-# Of a line's request ids the first one is that which the workers have.
+# The first request id of a line is the one that workers know.
 _ASKED_ID = re.compile(rb'request_id"?[=:]"?([^\s",}]+)')
 _ELAPSED = re.compile(rb'elapsed_ms"?[=:]"?(\d+)')
-#: Spans that last until the client has all; in every order a request has one of them.
+#: Spans that last until the client has the whole answer; a request has one of them in every order.
 _TO_THE_END = ("http-request", "request", "decode_stage")
 _CHOSEN, _COMPLETED = b"Selected worker", b"request completed"
 
 
 class Stay(NamedTuple):
-    """A request at the frontend, in nanoseconds since the epoch. `chosen`: its router had chosen the worker."""
+    """A request at the frontend; nanoseconds since the epoch. `chosen`: when the router had chosen a worker."""
 
     start: int
     chosen: int | None
@@ -51,7 +51,7 @@ class Stay(NamedTuple):
 
 
 def read_stays(log: Path) -> Mapping[str, Stay]:
-    """By request id; of requests that have ended, each to the millisecond. None where there is no such log."""
+    """Request id -> stay of a request that has ended, to the millisecond; empty where there is no such log."""
     chosen: dict[str, int] = {}
     stays: dict[str, Stay] = {}
     for half in halves(log):
@@ -71,7 +71,7 @@ def _note_line(line: bytes, chosen: dict[str, int], stays: dict[str, Stay]) -> N
         chosen.setdefault(request_id, moment)
     elif elapsed is not None:
         start, choice = moment - int(elapsed[1]) * 1_000_000, chosen.get(request_id)
-        # Less than a millisecond is left out of what it says has elapsed.
+        # `elapsed_ms` is rounded down.
         stays[request_id] = Stay(start if choice is None else min(start, choice), choice, moment)
 
 
@@ -96,7 +96,7 @@ class Node:
 
 
 class Gap(NamedTuple):
-    """No token left `worker`, which had sent so many."""
+    """The time in which `worker` sent no token, after it had sent `after_tokens`."""
 
     worker: str
     milliseconds: float
@@ -106,12 +106,12 @@ class Gap(NamedTuple):
 @dataclass(frozen=True)
 class Trace:
     trace_id: str
-    #: As they began. More than one where a process between them has exported nothing.
+    #: In the order of their start. More than one where a process between them has exported no spans.
     roots: Sequence[Node]
 
     @cached_property
     def nodes(self) -> Sequence[Node]:
-        """Parents before their children, those in the order in which they began."""
+        """All spans, parents before their children, siblings in the order of their start."""
 
         def below(nodes: Sequence[Node]) -> Iterator[Node]:
             for node in nodes:
@@ -134,12 +134,12 @@ class Trace:
 
     @property
     def has_ended(self) -> bool:
-        """Spans are written when they end: a request with those of a prefill alone still runs, or was lost."""
+        """Spans are written when they end. A request with only the spans of a prefill still runs, or was lost."""
         return any(node.span.name in _TO_THE_END for node in self.nodes)
 
     @property
     def first_token_ms(self) -> float | None:
-        """Until a worker gave it."""
+        """From the start of the trace until a worker sent the first token."""
         firsts = [
             event.at for node in self.nodes for event in node.span.events if event.name == "first_token"
         ]
@@ -151,7 +151,7 @@ class Trace:
 
     @property
     def order(self) -> str:
-        """What ran, as the worker that answered the client says it."""
+        """The strategy that ran, as reported by the worker that answered the client."""
         return str(next(self._values_of(f"{SCOPE}.strategy"), ""))
 
     def _values_of(self, name: str) -> Iterator[Value]:
@@ -159,8 +159,8 @@ class Trace:
 
     @cached_property
     def blame(self) -> list[tuple[Node, float]]:
-        """Which span the request's time belongs to, in milliseconds, the longest first. Each moment belongs to the
-        deepest span that ran then: what runs inside another one is what that one waits for.
+        """How many milliseconds of the request belong to each span, the most first. Each moment belongs to the deepest
+        span that ran then, because a span waits for the spans inside it.
         """
         moments = sorted({at for node in self.nodes for at in (node.span.start, node.span.end)})
         taken: dict[int, float] = defaultdict(float)
@@ -176,10 +176,10 @@ class Trace:
 
     @cached_property
     def longest_gap(self) -> Gap | None:
-        """Between two tokens. A worker that relays another one's tokens has that one's gaps too: then the other's."""
+        """The longest gap between two tokens. Gaps in relayed tokens count at the worker that generated the tokens."""
         gaps = [gap for node in self.nodes if (gap := _gap(node)) is not None]
         longest = max((gap.milliseconds for gap in gaps), default=0.0)
-        # Parents are before what they call.
+        # Parents come before the spans that they call.
         return next((gap for gap in reversed(gaps) if gap.milliseconds >= _SAME_GAP * longest), None)
 
 
@@ -192,8 +192,8 @@ def _gap(node: Node) -> Gap | None:
 
 
 def read_traces(path: Path) -> list[Trace]:
-    """Of a run directory, or of a file of OTLP/JSON; as they began. Only those with a span of a worker of ours. Raises
-    ConfigError when there are none to read.
+    """The traces in a run directory or a file of OTLP/JSON that have a span of this package, in the order of their
+    start. Raises ConfigError when `path` is neither.
     """
     traces = [trace for trace in _traces(_read(path)) if any(node.is_ours for node in trace.nodes)]
     stays = read_stays(path / _FRONTEND_LOG)
@@ -202,7 +202,7 @@ def read_traces(path: Path) -> list[Trace]:
 
 
 def _below(stay: Stay, trace: Trace) -> Trace:
-    """The same request with what the frontend did for it: until a worker began, and after the last one had ended."""
+    """The trace below spans of the frontend: its time before the first worker began and after the last one ended."""
 
     def of_frontend(name: str, start: int, end: int, children: Sequence[Node] = ()) -> Node:
         span = SpanData(name, trace.trace_id, "", None, start, end)
@@ -229,7 +229,7 @@ def _read(path: Path) -> Iterator[Node]:
         raise ConfigError.bad_value(
             "--run-dir", str(path), f"a run directory of `trtllm-disagg up`, with {TRACES_DIR}/"
         )
-    # The older half first.
+    # The older files first.
     for file in sorted(directory.glob(f"*.jsonl{OLD_SUFFIX}")) + sorted(directory.glob("*.jsonl")):
         for read in read_spans(file):
             yield _node(read, file.name.partition(".")[0])
@@ -272,7 +272,7 @@ def _set_depths(roots: Sequence[Node]) -> None:
 
 
 def find_trace(traces: Sequence[Trace], request_id: str) -> Trace:
-    """By the id of the request, as the client or a log has it, or of the trace. Raises ConfigError when none has it."""
+    """The trace with a request id, as the client or a log shows it, or a trace id. Raises ConfigError without one."""
     wanted = request_id
     for prefix in _ID_PREFIXES:
         wanted = wanted.removeprefix(prefix)

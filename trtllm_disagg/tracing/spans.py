@@ -1,6 +1,6 @@
-"""What was done for a request, and when: one tree of spans a request and worker. Imports nothing of this project.
+"""The spans of a request: one tree for each request on each worker. Imports nothing of this project.
 
-Of a request that is not traced there is only `NO_SPAN`, with methods that do nothing. No span is made for a token.
+A request that is not traced has only `NO_SPAN`, whose methods do nothing. No span is made for a token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{
 
 
 class TraceParent(NamedTuple):
-    """W3C's trace context: ids in hexadecimal."""
+    """The W3C trace context; ids are hexadecimal."""
 
     trace_id: str
     span_id: str
@@ -33,7 +33,7 @@ class TraceParent(NamedTuple):
 
     @classmethod
     def read(cls, text: str | None) -> TraceParent | None:
-        """None for what is none."""
+        """None for a text that is no valid trace context."""
         found = _TRACEPARENT.fullmatch(text or "")
         if found is None or not (int(found[1], 16) and int(found[2], 16)):
             return None
@@ -41,7 +41,7 @@ class TraceParent(NamedTuple):
 
 
 class Event(NamedTuple):
-    """`at` is in nanoseconds since the epoch."""
+    """An event of a span; `at` is in nanoseconds since the epoch."""
 
     name: str
     at: int
@@ -50,7 +50,7 @@ class Event(NamedTuple):
 
 @dataclass(slots=True)
 class SpanData:
-    """Of one span; `start` and `end` are in nanoseconds since the epoch, ids in hexadecimal."""
+    """The content of one span; `start` and `end` are in nanoseconds since the epoch, ids are hexadecimal."""
 
     name: str
     trace_id: str
@@ -60,41 +60,41 @@ class SpanData:
     end: int = 0
     attributes: dict[str, Value] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
-    #: What it failed with.
+    #: The error that ended it; None for success.
     error: str | None = None
-    #: What called it is another process.
+    #: Its parent span is in another process.
     is_remote: bool = False
 
 
 class Span:
-    """Of a request that is not traced; as a context manager it ends with the block."""
+    """The interface of spans. This class records nothing. As a context manager a span ends with the block."""
 
     is_recording = False
 
     def child(self, name: str, attributes: Attributes = _NONE) -> Span:
-        """From now on."""
+        """Begin a child span now."""
         return self
 
     def measured(self, name: str, start: float, end: float, attributes: Attributes = _NONE) -> Span:
-        """A child that has ended; seconds of this machine's monotonic clock. What is outside of this span is cut."""
+        """Add a child that has ended; times in seconds of the monotonic clock. Time outside of this span is cut off."""
         return NO_SPAN
 
     def note(self, attributes: Attributes) -> None:
-        """None: no such attribute."""
+        """Set attributes. Those whose value is None are left out."""
 
     def event(self, name: str, attributes: Attributes = _NONE, at: int | None = None) -> None:
-        """Now, or at a time of the request's clock."""
+        """Add an event, now or at a time of the request's clock."""
 
     def end(self, error: BaseException | None = None, at: int | None = None) -> None:
-        """Once; the next times are none. So are notes and events after it."""
+        """End the span. Further calls of this method, `note` and `event` are ignored."""
 
     @property
     def traceparent(self) -> str | None:
-        """By what another process puts its spans below this one."""
+        """The trace context by which another process puts its spans below this one; None without a trace."""
         return None
 
     def headers(self, given: dict[str, str] | None) -> dict[str, str] | None:
-        """The same for an engine: `given` is what came with the request."""
+        """The trace headers for an engine, made from those that came with the request."""
         return given
 
     def __enter__(self) -> Span:
@@ -108,13 +108,13 @@ NO_SPAN = Span()
 
 
 class RequestClock:
-    """The one source of a request's times on this worker, for its spans and its log line: nanoseconds since the epoch.
-    It looks at the wall clock once: no time of the request moves when that clock is set.
+    """The only source of a request's times on this worker, for its spans and its log line, in nanoseconds since the
+    epoch. It reads the wall clock only once, so setting that clock moves no time of the request.
     """
 
     __slots__ = ("_offset", "start")
 
-    #: Nanoseconds of the monotonic clock, for what happens with every token.
+    #: Nanoseconds of the monotonic clock; the cheapest call, for use with every token.
     tick = staticmethod(time.monotonic_ns)
 
     def __init__(self) -> None:
@@ -125,13 +125,13 @@ class RequestClock:
         return self.tick() + self._offset
 
     def at(self, seconds: float) -> int:
-        """Of the monotonic clock."""
+        """Converts seconds of the monotonic clock."""
         return int(seconds * 1e9) + self._offset
 
 
 class Recording:
-    """The spans of one request on one worker. `take` gets those that have ended when the first one, the root, ends, and
-    each that ends later.
+    """Collects the spans of one request on one worker. `take` receives all ended spans when the root span ends, and
+    then each one that ends later.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class RecordedSpan(Span):
     def measured(self, name: str, start: float, end: float, attributes: Attributes = _NONE) -> Span:
         now, at = self._now(), self._recording.clock.at
         begin, last = (min(max(at(each), self.data.start), now) for each in (start, end))
-        if last <= begin:  # nothing of it, or the clock of another machine
+        if last <= begin:  # entirely outside of this span, or from the clock of another machine
             return NO_SPAN
         child = RecordedSpan(self._recording, name, self.data.span_id, attributes)
         child.data.start = begin
@@ -211,8 +211,8 @@ def _known(attributes: Attributes) -> dict[str, Value]:
 
 
 def trace_id_of(request_id: str | None) -> str:
-    """Of a request that no tracing library knows: the same on all workers that have to do with it, and as evenly spread
-    as a sampler needs it.
+    """The trace id of a request that came without one: the same on all workers of the request, and evenly distributed,
+    as samplers need it.
     """
     if request_id is None:
         return secrets.token_hex(16)

@@ -40,8 +40,8 @@ def _count(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """The exit status. Raises ConfigError when no such request was traced there."""
-    # `--help` needs none of it.
+    """Raises ConfigError when no such request was traced there."""
+    # Imported here because `--help` does not need it.
     from trtllm_disagg.tracing.waterfall import page, picture
 
     source = args.run_dir or args.otlp_file
@@ -68,7 +68,7 @@ def _chosen(traces: list[Trace], args: argparse.Namespace, source: Path) -> list
         return [find_trace(traces, args.request_id)]
     if not traces:
         raise ConfigError(f"{source}: no request was traced there yet")
-    # A prefill is written before its request has ended, and would be taken for all of it.
+    # The spans of a prefill are written before the request ends, and would look like a whole request.
     traces = [trace for trace in traces if trace.has_ended] or traces
     if args.slowest is not None:
         return sorted(traces, key=lambda trace: -trace.milliseconds)[: args.slowest]
@@ -92,7 +92,7 @@ def _print(traces: Sequence[Trace], *, is_comparison: bool) -> None:
 
 
 def as_json(trace: Trace) -> dict[str, Any]:
-    """Milliseconds; `longest` is the part that took most time, as `reading.Trace.blame` divides it."""
+    """Times are in milliseconds; `longest` is `reading.Trace.blame`, the spans by the time that belongs to each."""
     return {
         "trace_id": trace.trace_id,
         "request_ids": trace.request_ids,

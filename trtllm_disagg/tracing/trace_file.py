@@ -1,7 +1,4 @@
-"""Spans as lines of OTLP/JSON, as OpenTelemetry's collector writes them to a file: one line for each batch.
-
-Reads what this worker, or such a collector, has written.
-"""
+"""Writes and reads files of OTLP/JSON, in the format of OpenTelemetry's collector: one line for each batch of spans."""
 
 from __future__ import annotations
 
@@ -24,22 +21,22 @@ from trtllm_disagg.tracing.spans import SpanData, Value
 log = logging.getLogger(__name__)
 
 SCOPE = "trtllm_disagg"
-#: Of a worker's whole part: the longest time between two of its tokens, in seconds, and how many came before it.
+#: Attributes of a worker's root span: the longest time between two of its tokens, in seconds, and the tokens before it.
 LONGEST_GAP = f"{SCOPE}.longest_gap"
 LONGEST_GAP_AFTER = f"{SCOPE}.longest_gap_after_tokens"
-#: When a file is as large, it takes the place of the one before it, and a new one begins: some 10000 requests each.
+#: A file of this size, some 10000 requests, replaces the older one (OLD_SUFFIX), and a new file begins.
 MAX_BYTES = 64 << 20
 OLD_SUFFIX = ".1"
-#: Batches that wait for the disk, of one request each: what a busy worker makes in some seconds.
+#: Batches of one request each that may wait for the disk: as many as a busy worker makes in some seconds.
 MAX_WAITING = 4096
 _CLOSE_SECONDS = 5.0
-#: What comes meanwhile is written at once: to wake the thread for each request takes more CPU than to make its spans.
+#: How long batches are gathered before they are written: waking the thread for each would take more CPU than its spans.
 _GATHER_SECONDS = 0.05
 _SERVER, _INTERNAL, _ERROR = 2, 1, 2
 
 
 class TraceFile:
-    """A receiver of spans. A thread writes them: no request waits for a disk."""
+    """A `tracer.Receiver`. A thread writes the spans, so no request waits for the disk."""
 
     def __init__(
         self,
@@ -52,7 +49,7 @@ class TraceFile:
         self._resource = {"attributes": _attributes(resource)}
         self._max_bytes = max_bytes
         self._max_waiting = max_waiting
-        #: Spans that the disk was too slow for, or too full.
+        #: Spans lost because the disk was too slow or full.
         self.num_dropped = 0
         self._waiting: deque[Sequence[SpanData]] = deque()
         self._has_news = Event()
@@ -69,7 +66,7 @@ class TraceFile:
             self._has_news.set()
 
     def close(self) -> None:
-        """All that was taken is in the file, unless the disk stands still."""
+        """Write all waiting spans, unless the disk takes too long."""
         self._is_closed.set()
         self._has_news.set()
         self._thread.join(_CLOSE_SECONDS)
@@ -89,19 +86,19 @@ class TraceFile:
                     self._drop(self._waiting.popleft(), str(error))
 
     def _drop(self, batch: Sequence[SpanData], why: str) -> None:
-        """It is told once, and at the end how many there were."""
+        """Logged the first time only; `close` logs the number."""
         if not self.num_dropped:
             log.warning("%s: spans are lost: %s", self._path, why)
         self.num_dropped += len(batch)
 
     def _write_waiting(self) -> None:
-        """A line for each batch, until the file is full."""
+        """Write one line for each batch, until the file is full."""
         with self._path.open("ab", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             while self._waiting and size < self._max_bytes:
                 line = self._line(self._waiting[0])
                 if file.write(line) < len(line):
-                    # What comes behind half a line could not be read.
+                    # A partial line would make the lines after it unreadable.
                     file.truncate(size)
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 size += len(line)
@@ -153,7 +150,7 @@ def _any_value(value: Value) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class ReadSpan:
-    """One span of a file, and of which process it is."""
+    """One span of a file, with the attributes of its process."""
 
     data: SpanData
     resource: dict[str, Value] = field(default_factory=dict)
@@ -161,7 +158,7 @@ class ReadSpan:
 
 
 def read_spans(path: Path) -> Iterator[ReadSpan]:
-    """Raises ConfigError for a file that has no OTLP in it. The last line may be half written, and is left out."""
+    """Raises ConfigError for a file that is no OTLP/JSON. A last line that is only partly written is left out."""
     try:
         text = path.read_bytes()
     except OSError as error:
@@ -204,7 +201,7 @@ def _read(span: dict[str, Any]) -> SpanData:
             SpanEvent(str(event["name"]), int(event["timeUnixNano"]), _read_attributes(event))
             for event in span.get("events") or ()
         ],
-        # The collector's files have the number, other writers the name.
+        # The collector writes the number, other programs write the name.
         error=str(status.get("message", "")) if status.get("code") in (_ERROR, "STATUS_CODE_ERROR") else None,
         is_remote=span.get("kind") in (_SERVER, "SPAN_KIND_SERVER"),
     )

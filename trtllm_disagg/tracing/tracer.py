@@ -1,5 +1,5 @@
-"""Begins the trees of spans, and gives what has ended to its receivers. What is on is said by the environment; which
-requests are traced, by OpenTelemetry's own variables and Dynamo's, read as Dynamo's Rust runtime reads them.
+"""Begins the span trees of requests, and passes ended spans to receivers. Environment variables choose the receivers;
+OpenTelemetry's and Dynamo's variables, read as Dynamo's Rust runtime reads them, choose the requests that are traced.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from trtllm_disagg.tracing.trace_file import TraceFile
 
 log = logging.getLogger(__name__)
 
-#: `up` names a worker's file in it.
+#: The variable in which `up` gives a worker the path of its trace file.
 FILE_VARIABLE = "TRTLLM_DISAGG_TRACE_FILE"
-#: Dynamo's own.
+#: Dynamo's variable that enables the export of spans.
 EXPORT_VARIABLE = "OTEL_EXPORT_ENABLED"
 _TRUE = ("1", "true", "yes", "on")
 
 SAMPLER, ARGUMENT, RATIO = "OTEL_TRACES_SAMPLER", "OTEL_TRACES_SAMPLER_ARG", "OTEL_TRACES_SAMPLE_RATIO"
 
-#: Is a request of this trace id, with what its caller has decided, traced?
+#: Decides from the trace id and the caller's decision whether a request is traced.
 Sampler = Callable[[str, TraceParent | None], bool]
 
 _PARENT_BASED = "parentbased_"
@@ -42,8 +42,8 @@ _NAMES = (*_KINDS, *(_PARENT_BASED + kind for kind in _KINDS))
 
 
 def sampler_of(environ: Mapping[str, str]) -> Sampler:
-    """Raises ConfigError for a sampler that is none, or a ratio outside of 0 to 1. As everywhere, a caller that has
-    decided is followed, unless a sampler is named that follows none.
+    """Raises ConfigError for an unknown sampler, or a ratio outside of 0 to 1. As in every SDK, the default sampler
+    follows the decision of a caller that has made one.
     """
     name = environ.get(SAMPLER) or (f"{_PARENT_BASED}traceidratio" if environ.get(RATIO) else _NAMES[3])
     if name not in _NAMES:
@@ -51,12 +51,12 @@ def sampler_of(environ: Mapping[str, str]) -> Sampler:
     ratio = _ratio(environ, ARGUMENT if environ.get(SAMPLER) else RATIO)
     kind = name.removeprefix(_PARENT_BASED)
     limit = {"always_on": 1.0, "always_off": 0.0, "traceidratio": ratio}[kind] * (1 << 64)
-    follows = name.startswith(_PARENT_BASED)
+    follows_caller = name.startswith(_PARENT_BASED)
 
     def is_sampled(trace_id: str, parent: TraceParent | None) -> bool:
-        if follows and parent is not None:
+        if follows_caller and parent is not None:
             return parent.is_sampled
-        # As all SDKs compare it: workers and frontends then choose the same traces.
+        # As in every SDK, so that workers and frontends choose the same traces.
         return int(trace_id[16:], 16) < limit
 
     return is_sampled
@@ -75,14 +75,14 @@ def _ratio(environ: Mapping[str, str], variable: str) -> float:
 
 class Receiver(Protocol):
     def take(self, spans: Sequence[SpanData]) -> None:
-        """Some that have ended, of one request. Never fails, and never waits for a network."""
+        """Accept ended spans of one request. Never fails, and never waits for a network."""
 
     def close(self) -> None:
-        """What was taken is where it belongs, or is given up. May block for some seconds."""
+        """Write or send all spans, or give them up after some seconds. May block for so long."""
 
 
 class Tracer:
-    """Of one worker."""
+    """Begins the traces of one worker."""
 
     def __init__(self, receivers: Sequence[Receiver], sampler: Sampler) -> None:
         self._receivers = receivers
@@ -96,7 +96,7 @@ class Tracer:
         headers: Mapping[str, str] | None,
         clock: RequestClock | None = None,
     ) -> Span:
-        """`traceparent` is that of the worker that sent the request; else the frontend's, in the headers, counts."""
+        """`traceparent`: from the worker that sent the request; without it, the frontend's in `headers` is used."""
         parent = TraceParent.read(traceparent) or TraceParent.read((headers or {}).get(TRACEPARENT))
         trace_id = parent.trace_id if parent is not None else trace_id_of(request_id)
         if not self._sampler(trace_id, parent):
@@ -113,7 +113,7 @@ class Tracer:
 
 
 class NoTracer(Tracer):
-    """No request is traced."""
+    """Traces no request."""
 
     def __init__(self) -> None:
         super().__init__((), lambda trace_id, parent: False)
@@ -130,8 +130,8 @@ class NoTracer(Tracer):
 
 
 def tracer_of(environ: Mapping[str, str], worker: str, instance: str) -> Tracer:
-    """Raises ConfigError when a variable of export or sampling has a value that means nothing. `worker` says what this
-    one does, `instance` which it is.
+    """Raises ConfigError for an invalid value of a variable of export or sampling. `worker` is this worker's role and
+    strategy, `instance` its id.
     """
     resource = {"trtllm_disagg.worker": worker, "service.instance.id": instance}
     receivers: list[Receiver] = []
@@ -144,8 +144,8 @@ def tracer_of(environ: Mapping[str, str], worker: str, instance: str) -> Tracer:
 
 
 def _export(environ: Mapping[str, str], resource: Mapping[str, Value]) -> list[Receiver]:
-    """Empty where the library is not installed: Dynamo's runtime exports its own spans without it, and scripts for
-    Dynamo's worker, which has no others, set the variable for those.
+    """Empty, with a warning, where the library is not installed: the variable may be set only for the spans of Dynamo's
+    runtime, which needs no such library.
     """
     try:
         from trtllm_disagg.tracing.otlp_export import OtlpExport

@@ -1,5 +1,5 @@
-"""Traces drawn, a row for each span, its bar on one scale: in a terminal, where two requests stand beside each other,
-or as a page of SVG.
+"""Draws traces, with one row and one bar for each span: in a terminal, where two requests can be compared, or as a page
+of SVG.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from trtllm_disagg.tracing.spans import Value
 
 _LEAST_BAR, _MOST_BAR = 10, 80
 _MOST_BLAMED = 3
-#: A gap between tokens is worth a line when it is so long, and so much of the request.
+#: A gap between tokens is shown when it is at least this long, and at least this share of the request.
 _LEAST_GAP_MS, _LEAST_GAP_SHARE = 50.0, 0.05
-#: A moment of the request belongs to this span, and more of them than to any other one.
+#: Styles of the span with the most time of its own, of this package's spans, and of the others.
 _LONGEST, _OURS, _OTHERS = "bold yellow", "cyan", "dim"
 
 _ROW, _TOP, _BOTTOM, _BARS, _RIGHT = 18, 52, 34, 560, 90
-#: Of the names: where they begin, how far each level is indented, and how wide a letter is.
+#: Pixels: the left end of the names, the indent of each level, and the width of a letter.
 _NAMES, _INDENT, _LETTER = 112, 9, 7.3
 _STYLE = """
 svg { font: 12px ui-monospace, Menlo, Consolas, monospace; max-width: 100% } .paper { fill: #ffffff }
@@ -40,14 +40,14 @@ _PAGE = """<!doctype html>
 
 
 def page(traces: Sequence[Trace]) -> str:
-    """Beside each other on one scale, as far as the window is wide."""
+    """A page with all traces on one scale, side by side as far as the window allows."""
     longest = max(trace.milliseconds for trace in traces)
     pictures = "\n".join(picture(trace, longest) for trace in traces)
     return _PAGE.format(title=escape(headline(traces[0])), pictures=pictures)
 
 
 def picture(trace: Trace, scale_ms: float | None = None) -> str:
-    """An SVG by itself; its bars are `scale_ms` wide, the request's own time unless said otherwise."""
+    """One SVG; its full width is `scale_ms`, by default the request's own time."""
     return "\n".join(_Picture(trace, scale_ms or trace.milliseconds or 1.0).lines())
 
 
@@ -109,13 +109,12 @@ class _Picture:
             kind = "longest" if node is longest else "ours" if node.is_ours else "others"
             yield (
                 f'<rect class="{kind}" x="{self._x(begin):.1f}" y="{y + 3}" width="{width:.1f}" '
-                f'height="{_ROW - 6}" rx="2"><title>{escape(_told(node))}</title></rect>'
+                f'height="{_ROW - 6}" rx="2"><title>{escape(_tooltip(node))}</title></rect>'
             )
             yield _text(self._width - 8, y + 12, duration(node.milliseconds), "quiet", "end")
 
 
-def _told(node: Node) -> str:
-    """What a pointer on the bar shows."""
+def _tooltip(node: Node) -> str:
     attributes = [f"{name}: {value}" for name, value in node.span.attributes.items()]
     events = [f"{event.name} {dict(event.attributes) or ''}".rstrip() for event in node.span.events]
     failed = [] if node.span.error is None else [f"failed: {node.span.error}"]
@@ -129,7 +128,7 @@ def _text(x: float, y: float, text: str, kind: str, anchor: str = "start") -> st
 
 
 def waterfall(trace: Trace, columns: int) -> Iterator[Text]:
-    """In lines of so many columns, if there are at least 80."""
+    """The lines of a drawing that is `columns` wide, but at least 80."""
     yield Text(headline(trace), "bold")
     workers = max(len(node.worker) for node in trace.nodes)
     labels = max(len(_label(node)) for node in trace.nodes)
@@ -144,10 +143,10 @@ def waterfall(trace: Trace, columns: int) -> Iterator[Text]:
         line.append(f" {duration(node.milliseconds):>10}")
         shown = node.worker
         yield line
-    yield from _said(trace, columns)
+    yield from _text_below(trace, columns)
 
 
-def _said(trace: Trace, columns: int) -> Iterator[Text]:
+def _text_below(trace: Trace, columns: int) -> Iterator[Text]:
     for conclusion in conclusions(trace):
         yield from map(Text, _wrapped(conclusion, columns))
     for remark in remarks(trace):
@@ -167,7 +166,7 @@ def headline(trace: Trace) -> str:
 
 
 def conclusions(trace: Trace) -> Iterator[str]:
-    """The spans that have most of its time; and where its tokens stood still, of which no span tells."""
+    """The spans with most of the time, and the longest gap between tokens, which no span shows."""
     total = trace.milliseconds or 1.0
     most = [
         f"{node.worker} {node.span.name} {duration(ms)} ({ms / total:.0%})"
@@ -180,25 +179,25 @@ def conclusions(trace: Trace) -> Iterator[str]:
 
 
 def _wrapped(text: str, columns: int) -> list[str]:
-    """A terminal would break it within a word."""
+    """Wrapped between words; a terminal would break within a word."""
     return textwrap.wrap(text, max(columns, _LEAST_BAR), break_on_hyphens=False)
 
 
 def remarks(trace: Trace) -> Iterator[str]:
-    """What is worth a line of its own: failures, KV that moved, steps down the ladder, and that its client left."""
+    """Lines for failures, KV transfers, fallback steps, and a client that disconnected."""
     errors: list[str | None] = []
     for node in trace.nodes:
         del errors[node.depth :]
-        # What a span fails with is what each span around it fails with.
-        is_told = node.span.error in errors[-1:]
+        # An error is shown once, though it passes through all spans around the one where it happened.
+        is_shown = node.span.error in errors[-1:]
         errors.append(node.span.error)
-        for note in _notes(node, is_told=is_told):
+        for note in _notes(node, is_error_shown=is_shown):
             yield f"{node.worker} {node.span.name}: {note}"
 
 
-def _notes(node: Node, *, is_told: bool) -> Iterator[str]:
+def _notes(node: Node, *, is_error_shown: bool) -> Iterator[str]:
     attributes: Mapping[str, object] = node.span.attributes
-    if node.span.error is not None and not is_told:
+    if node.span.error is not None and not is_error_shown:
         yield f"failed: {node.span.error}"
     if "kv_transfer.bytes" in attributes:
         num_bytes, rate = (
@@ -236,7 +235,7 @@ def duration(milliseconds: float) -> str:
 
 
 def side_by_side(traces: Sequence[Trace], columns: int) -> Iterator[Text]:
-    """Two requests on one scale: the same span of both in one row, and by how much the second one took longer."""
+    """Two requests on one scale: the same span of both in one row, and how much longer the second request took."""
     first, second = traces
     for trace in traces:
         yield Text(headline(trace), "bold")
@@ -257,20 +256,20 @@ def side_by_side(traces: Sequence[Trace], columns: int) -> Iterator[Text]:
         yield line
     for which, trace in zip(("first", "second"), traces, strict=True):
         yield Text(f"the {which} request", "bold")
-        yield from _said(trace, columns)
+        yield from _text_below(trace, columns)
 
 
 _Pair = tuple[Node | None, Node | None]
 
 
 def matched(first: Trace, second: Trace) -> list[_Pair]:
-    """Spans of the same way from the root, in the order of the first one; then those that only the second one has."""
-    ways = [dict(_ways(trace)) for trace in (first, second)]
-    only_second = [way for way in ways[1] if way not in ways[0]]
-    return [(ways[0].get(way), ways[1].get(way)) for way in (*ways[0], *only_second)]
+    """Pairs of spans with the same path from the root, in the order of the first trace; then the second's others."""
+    paths = [dict(_paths(trace)) for trace in (first, second)]
+    only_second = [path for path in paths[1] if path not in paths[0]]
+    return [(paths[0].get(path), paths[1].get(path)) for path in (*paths[0], *only_second)]
 
 
-def _ways(trace: Trace) -> Iterator[tuple[tuple[str, ...], Node]]:
+def _paths(trace: Trace) -> Iterator[tuple[tuple[str, ...], Node]]:
     path: list[str] = []
     seen: Counter[tuple[str, ...]] = Counter()
     for node in trace.nodes:

@@ -1,4 +1,4 @@
-"""`python -m trtllm_disagg.worker`: `trtllm-disagg worker`, for scripts that have one word for the module."""
+"""`python -m trtllm_disagg.worker`: `trtllm-disagg worker`, for scripts that can name a module only."""
 
 import runpy
 import sys

@@ -1,4 +1,4 @@
-"""What a model directory says about precision and shape, as far as workers that share its KV must agree."""
+"""Precision and shape of a model, read from its directory, as far as workers that share its KV must agree."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-#: Of config.json: what decides how many numbers of which meaning one token's KV has, and which tokens there are.
+#: The keys of config.json that decide the size and meaning of one token's KV, and which tokens there are.
 _SHAPE = (
     "architectures",
     "model_type",
@@ -33,16 +33,15 @@ _AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Of a model that is not a directory, nothing is known."""
+    """The defaults stand for a model that is not a local directory: nothing is known about it."""
 
-    #: Of weights and activations that are not quantised.
+    #: Type of the weights and activations that are not quantised.
     dtype: str = _AUTO
-    #: What `kv_cache_config.dtype: auto` becomes.
+    #: The meaning of `kv_cache_config.dtype: auto`.
     kv_dtype: str = _AUTO
     #: How the weights are quantised: fp8, nvfp4, ...; empty for none.
     precision: str = ""
-    #: Hash of the shape and the tokenizer; empty where nothing is known. Checkpoints of one model in two precisions
-    #: have it in common.
+    #: Hash of the shape and the tokenizer, equal for checkpoints of one model in two precisions; empty where unknown.
     layout: str = ""
     max_positions: int | None = None
 
@@ -51,12 +50,12 @@ UNKNOWN_MODEL = ModelFacts()
 
 
 def read_model_facts(model: str | Path) -> ModelFacts:
-    """Never raises: what is wrong with a model, its engine says."""
+    """Never raises: the engine reports what is wrong with a model."""
     directory = Path(model).expanduser()
     config = _read(directory / "config.json")
     if not config:
         return UNKNOWN_MODEL
-    # A model that also sees or hears has its language model inside.
+    # A multimodal model keeps the configuration of its language model in `text_config`.
     text = {**config, **_mapping(config.get("text_config"))}
     precision, kv_precision = _quantization(config, _read(directory / "hf_quant_config.json"))
     dtype = str(text.get("torch_dtype") or text.get("dtype") or _AUTO)
@@ -64,7 +63,7 @@ def read_model_facts(model: str | Path) -> ModelFacts:
 
 
 def _quantization(config: Mapping[str, Any], modelopt: Mapping[str, Any]) -> tuple[str, str]:
-    """Of the weights and of the KV, lower case; empty for none."""
+    """(algorithm of the weights, of the KV) in lower case; empty for not quantised."""
     of_config = _mapping(config.get("quantization_config"))
     of_modelopt = _mapping(modelopt.get("quantization")) or of_config
     precision = of_modelopt.get("quant_algo") or of_config.get("quant_method") or ""
@@ -81,12 +80,12 @@ def _layout(text: Mapping[str, Any], directory: Path) -> str:
     try:
         hasher.update((directory / "tokenizer.json").read_bytes())
     except OSError:
-        return ""  # without its tokenizer, two models of one shape cannot be told apart
+        return ""  # without the tokenizer, two models of one shape cannot be distinguished
     return hasher.hexdigest()
 
 
 def _max_positions(text: Mapping[str, Any]) -> int | None:
-    """As TensorRT-LLM infers its longest sequence."""
+    """The longest sequence, as TensorRT-LLM infers it."""
     value = text.get("max_position_embeddings")
     scaling = _mapping(text.get("rope_scaling") or text.get("rope_parameters"))
     stretches = scaling.get("type", scaling.get("rope_type")) in ("linear", "dynamic")

@@ -1,4 +1,4 @@
-"""What two workers of one deployment must have in common. Live workers compare it, and so does `doctor`."""
+"""What two workers of one deployment must have in common. Workers compare it at their start, and `doctor` does, too."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from trtllm_disagg.engine.engines import ENGINES, UNRESOLVED
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.worker.model_facts import UNKNOWN_MODEL, ModelFacts
 
-#: What a worker tells others of itself: JSON.
+#: A worker's JSON answer to a `Describe`. One from another version of this package may lack keys.
 Description = Mapping[str, Any]
 
 _AUTO = "auto"
-#: TensorRT-LLM asks these in this order what DEFAULT means; NIXL when none is 1.
+#: TensorRT-LLM takes the first of these variables that is 1 as the meaning of DEFAULT, and NIXL when none is.
 _DEFAULT_BACKEND = {
     "TRTLLM_USE_NIXL_KVCACHE": "NIXL",
     "TRTLLM_USE_UCX_KVCACHE": "UCX",
     "TRTLLM_USE_MOONCAKE_KVCACHE": "MOONCAKE",
     "TRTLLM_USE_MPI_KVCACHE": "MPI",
 }
-#: Of speculative decoding: what decides the shape of KV and how many draft tokens a handoff carries.
+#: The settings of speculative decoding that decide the shape of the KV and how many draft tokens a handoff carries.
 _SPECULATIVE = ("decoding_type", "max_draft_len", "num_nextn_predict_layers", "speculative_model_dir")
-#: In a description: this worker runs another strategy than it was started with.
+#: The key of a description that is true while the worker runs another strategy than it was started with.
 WAS_SWITCHED = "was_switched"
-#: Older and newer names of one key.
+#: Older name of a setting -> the name that replaced it.
 _RENAMED = {"speculative_model": "speculative_model_dir"}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    #: What clients call it.
+    #: The name that clients use.
     model: str
-    #: Where it comes from: `--model`.
+    #: The path or hub name given as `--model`.
     source: str
-    #: Hash of config.json and weights; of a model that the engine downloads itself, its name.
+    #: Hash of config.json and weights, or the name of a model that the engine downloads itself.
     weights: str
-    #: `ModelFacts.layout` and `precision`, on an engine that can read the KV of another precision; else empty.
+    #: `ModelFacts.layout` and `precision` where the engine can read KV of another weight precision; else empty.
     layout: str = ""
     precision: str = ""
     role: str = Role.AGG.value
-    #: Workers of the other role call it, and a frontend only while it is a first stage.
+    #: Workers of the other role call this worker; a frontend does so only while it is a first stage.
     is_worker_side: bool = False
 
     def described(self) -> dict[str, Any]:
@@ -56,10 +56,10 @@ class ModelIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Of an engine: what decides whether another one can read its KV."""
+    """The settings of an engine that decide whether another engine can read its KV."""
 
     engine: str
-    #: Of TensorRT-LLM; None for other engines, or where it does not tell.
+    #: None for other engines, and where the version of TensorRT-LLM is unknown.
     trtllm_version: str | None
     block_size: int
     dtype: str
@@ -80,18 +80,18 @@ class Fingerprint:
         trtllm_version: str | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> Fingerprint:
-        """`args`: those of LLM(...). `auto` and DEFAULT are replaced by what they become, as far as that is known."""
+        """`args`: the arguments of LLM(...). `auto` and DEFAULT are resolved where their meaning is known."""
         transceiver = args.get("cache_transceiver_config") or {}
         is_trtllm = ENGINES.get(engine, UNRESOLVED).is_tensorrt_llm
         dtype = _unless_auto(args.get("dtype"), model.dtype)
-        of_cache = (args.get("kv_cache_config") or {}).get("dtype")
-        own_kv_dtype = model.kv_dtype if model.kv_dtype != model.dtype else dtype
+        given_kv_dtype = (args.get("kv_cache_config") or {}).get("dtype")
+        model_kv_dtype = model.kv_dtype if model.kv_dtype != model.dtype else dtype
         return cls(
             engine=engine,
             trtllm_version=trtllm_version if is_trtllm else None,
             block_size=block_size,
             dtype=dtype,
-            kv_dtype=_unless_auto(of_cache, own_kv_dtype),
+            kv_dtype=_unless_auto(given_kv_dtype, model_kv_dtype),
             transceiver=_backend(transceiver, environ or {}, is_trtllm),
             transceiver_runtime=_runtime(transceiver) if is_trtllm else None,
             speculative=_speculative(args.get("speculative_config")),
@@ -115,16 +115,16 @@ def _runtime(transceiver: Mapping[str, Any]) -> str:
     given = transceiver.get("transceiver_runtime", _AUTO)
     if given is None:
         return "CPP"
-    ends = transceiver.get("kv_transfer_timeout_ms", 0) is not None
-    may_be_python = ends and transceiver.get("backend") in ("DEFAULT", "NIXL", None)
+    has_timeout = transceiver.get("kv_transfer_timeout_ms", 0) is not None
+    may_be_python = has_timeout and transceiver.get("backend") in ("DEFAULT", "NIXL", None)
     return "CPP" if given == _AUTO and not may_be_python else str(given)
 
 
 def _speculative(config: Mapping[str, Any] | None) -> str | None:
     if not config:
         return None
-    named = {_RENAMED.get(key, key): value for key, value in config.items()}
-    settings = [f"{key}={named[key]}" for key in _SPECULATIVE if key in named]
+    current = {_RENAMED.get(key, key): value for key, value in config.items()}
+    settings = [f"{key}={current[key]}" for key in _SPECULATIVE if key in current]
     return " ".join(settings) or "on"
 
 
@@ -132,15 +132,15 @@ def _speculative(config: Mapping[str, Any] | None) -> str | None:
 
 
 class Property(NamedTuple):
-    """One thing that both sides have. `fits(prefill, decode)` says whether their values go together."""
+    """A key of both descriptions. `fits(prefill, decode)` is true when the two workers can serve together."""
 
     key: str
-    #: The setting that decides it.
+    #: The setting that decides its value, for error messages.
     setting: str
     fits: Callable[[Description, Description], bool]
-    #: A running deployment may change it.
+    #: A command to the running deployment can change it.
     may_change: bool = False
-    #: Workers of one prefill queue have it in common.
+    #: All workers of one prefill queue have the same value.
     is_in_kind: bool = True
 
     def values(self, prefill: Description, decode: Description) -> tuple[Any, Any]:
@@ -152,8 +152,8 @@ def _equal(key: str, setting: str, *, may_change: bool = False) -> Property:
 
 
 def may_share_kv(one: Description, other: Description) -> bool:
-    """Of two checkpoints: they are one, or one model in two precisions on prefill and decode, which TensorRT-LLM can
-    serve as long as the KV has one dtype.
+    """True for the same checkpoint, and for one model in two precisions on prefill and decode: TensorRT-LLM can serve
+    that as long as the KV has one dtype.
     """
     if one.get("weights") == other.get("weights"):
         return True
@@ -170,13 +170,13 @@ def _runtimes_fit(prefill: Description, decode: Description) -> bool:
 
 
 def _versions_fit(prefill: Description, decode: Description) -> bool:
-    """A handoff is written by one version and read by the other; its fields have changed with most of them."""
+    """One version writes the handoff and the other reads it, and most versions have changed its fields."""
     versions = {prefill.get("trtllm_version"), decode.get("trtllm_version")}
     return len(versions) == 1 or None in versions
 
 
 def _lengths_fit(prefill: Description, decode: Description) -> bool:
-    """Decode has to have room for whatever prefill takes."""
+    """The decode worker has to accept every sequence length that the prefill worker accepts."""
     longest, room = prefill.get("max_seq_len"), decode.get("max_seq_len")
     return longest is None or room is None or longest <= room
 
@@ -209,7 +209,7 @@ BY_KEY = {each.key: each for each in PROPERTIES}
 def describe_worker(
     config: WorkerConfig, fingerprint: Fingerprint, identity: ModelIdentity
 ) -> dict[str, Any]:
-    """What other workers have to know of this one; JSON."""
+    """This worker's description, as JSON, without what only its running engine knows (`with_engine`)."""
     return (
         identity.described()
         | asdict(fingerprint)
@@ -234,7 +234,7 @@ def _dynamo_version() -> str | None:
 
 
 def fixed_by(config: WorkerConfig) -> list[str]:
-    """The flags that gave this worker another place than a switched one has; it cannot be switched."""
+    """Flags that give this worker an endpoint other than the usual one; with any of them it cannot be switched."""
     if not config.may_switch:
         return []
     role = config.role
@@ -245,54 +245,62 @@ def fixed_by(config: WorkerConfig) -> list[str]:
 
 
 def with_engine(
-    me: dict[str, Any], block_size: int, ctx_info_endpoint: str | None, ctx_dp_rank: int | None = None
+    own: dict[str, Any], block_size: int, ctx_info_endpoint: str | None, ctx_dp_rank: int | None = None
 ) -> dict[str, Any]:
-    """The description `me`, with what only the running engine knows: tokens per block, and where it is met."""
-    return me | {"block_size": block_size, "ctx_info_endpoint": ctx_info_endpoint, "ctx_dp_rank": ctx_dp_rank}
+    """This worker's description with what only the running engine knows: tokens per block, and its KV endpoint."""
+    return own | {
+        "block_size": block_size,
+        "ctx_info_endpoint": ctx_info_endpoint,
+        "ctx_dp_rank": ctx_dp_rank,
+    }
 
 
-def kind_of(me: Description) -> str:
-    """16 hexadecimal digits, the same for all workers that could serve one request together."""
-    same = [me[each.key] for each in PROPERTIES if each.is_in_kind and not each.may_change]
+def kind_of(own: Description) -> str:
+    """A fingerprint of 16 hexadecimal digits, equal for all workers that could serve one request together."""
+    same = [own[each.key] for each in PROPERTIES if each.is_in_kind and not each.may_change]
     return hashlib.blake2b(json.dumps(same).encode(), digest_size=8).hexdigest()
 
 
-def require_pair(mine: Description, theirs: Description, but: Collection[str] = ()) -> None:
-    """Raise ConfigError with one line per difference, in anything `but` what may differ."""
-    prefill, decode = (theirs, mine) if mine["role"] == Role.DECODE else (mine, theirs)
+def require_pair(own: Description, other: Description, ignored: Collection[str] = ()) -> None:
+    """Raise ConfigError with one line per difference. Properties with a key in `ignored` may differ."""
+    prefill, decode = (other, own) if own["role"] == Role.DECODE else (own, other)
     differences = [
-        f"{each.setting}: {mine['role']} {mine[each.key]!r}, {theirs.get('role')} {theirs.get(each.key)!r}"
+        f"{each.setting}: {own['role']} {own[each.key]!r}, {other.get('role')} {other.get(each.key)!r}"
         for each in PROPERTIES
-        if each.key not in but and not each.fits(prefill, decode)
+        if each.key not in ignored and not each.fits(prefill, decode)
     ]
-    if {mine["role"], theirs.get("role")} != {Role.PREFILL, Role.DECODE}:
-        is_same = mine["role"] == theirs.get("role")
-        they = "both workers are" if is_same else f"no stage of {theirs.get('role')} is called by"
-        differences.insert(0, f"--disaggregation-mode: {they} {mine['role']}")
+    if not _have_both_roles(own, other):
+        is_same = own["role"] == other.get("role")
+        they = "both workers are" if is_same else f"no stage of {other.get('role')} is called by"
+        differences.insert(0, f"--disaggregation-mode: {they} {own['role']}")
     if differences:
         raise ConfigError("the two stages do not fit together; " + "; ".join(differences))
 
 
-def require_fit(mine: Description, others: Iterable[Description]) -> None:
+def require_fit(own: Description, others: Iterable[Description]) -> None:
     """Raises as `require_pair` for all of `others` that have the other role, and the same model and strategy."""
-    for theirs in others:
-        is_partner = {mine["role"], theirs.get("role")} == {Role.PREFILL, Role.DECODE}
-        if is_partner and all(theirs.get(key) == mine[key] for key in ("model", "strategy")):
-            require_pair(mine, theirs)
+    for other in others:
+        is_same_deployment = all(other.get(key) == own[key] for key in ("model", "strategy"))
+        if _have_both_roles(own, other) and is_same_deployment:
+            require_pair(own, other)
+
+
+def _have_both_roles(own: Description, other: Description) -> bool:
+    return {own["role"], other.get("role")} == {Role.PREFILL, Role.DECODE}
 
 
 def were_switched(others: Iterable[Description]) -> bool:
-    """Some of them: the deployment runs another strategy than it was started with."""
-    return any(theirs.get(WAS_SWITCHED) for theirs in others)
+    """At least one of them runs another strategy than it was started with."""
+    return any(other.get(WAS_SWITCHED) for other in others)
 
 
-def strategy_among(mine: Description, partners: Sequence[Description]) -> str:
-    """What a worker that starts has to run: its own, or that to which all of `partners` were switched meanwhile."""
-    running = {str(theirs.get("strategy")) for theirs in partners}
-    own: str = mine["strategy"]
-    return running.pop() if len(running) == 1 and were_switched(partners) else own
+def strategy_among(own: Description, peers: Sequence[Description]) -> str:
+    """The strategy that a starting worker has to run: its own, or the one that all `peers` were switched to."""
+    running = {str(peer.get("strategy")) for peer in peers}
+    configured: str = own["strategy"]
+    return running.pop() if len(running) == 1 and were_switched(peers) else configured
 
 
-def require_callable(mine: Description, theirs: Description) -> None:
-    """Raises as `require_pair` for a worker that came later. During a switch the two may be under two strategies."""
-    require_pair(mine, theirs, but=("strategy",))
+def require_callable(own: Description, other: Description) -> None:
+    """Raises as `require_pair`. For calls while both serve: during a switch their strategies may differ."""
+    require_pair(own, other, ignored=("strategy",))

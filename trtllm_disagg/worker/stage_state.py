@@ -1,4 +1,4 @@
-"""What a worker is in its deployment, first stage or second one, and how that changes while it serves."""
+"""Whether a worker is the first or the second stage of its deployment, and how that changes while it serves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Registration(Protocol):
-    """`runtime.Registration`: all are idempotent."""
+    """`dynamo_runtime.worker_endpoint.Registration`. Every method is idempotent."""
 
     @property
     def is_there(self) -> bool: ...
@@ -36,40 +36,40 @@ class Registration(Protocol):
     async def renew(self) -> None: ...
 
 
-class OtherStage(Protocol):
-    """`handlers.remote.StageClient`, as far as it is used here."""
+class PeerInstances(Protocol):
+    """The part of `handlers.remote.StageClient` that is used here."""
 
     def instance_ids(self) -> Collection[int]: ...
 
 
 class StageState:
-    """`live.strategy` is the deployment's, as this worker knows it."""
+    """Answers control commands. `live.strategy` is the deployment's strategy as this worker knows it."""
 
     def __init__(
         self,
         config: WorkerConfig,
-        me: dict[str, Any],
+        own: dict[str, Any],
         live: LiveState,
-        other: OtherStage,
+        peers: PeerInstances,
         registration: Registration,
         verifier: Verifier,
     ) -> None:
-        """`me`: what never changes of this worker's description; `other` is asked on workers that may switch only."""
+        """`own`: the constant part of this worker's description. `peers`: used only on workers that may switch."""
         self._config = config
-        self._me = me
+        self._own = own
         self._live = live
-        self._other = other
+        self._peers = peers
         self._registration = registration
         self._verifier = verifier
         self._whole_requests = 0
-        #: One change at a time.
+        #: Held during a change of strategy or registration: one at a time.
         self._changing = asyncio.Lock()
 
     def describe(self) -> dict[str, Any]:
-        """JSON. What changes is as of now."""
+        """This worker's description as of now, as JSON."""
         occupancy = {KV_OCCUPANCY: self._live.occupancy.share} if self._config.publish_metrics else {}
         return (
-            self._me
+            self._own
             | occupancy
             | {
                 "strategy": self._live.strategy.value,
@@ -81,12 +81,14 @@ class StageState:
         )
 
     async def apply(self, strategy: str) -> None:
-        """Become what a worker of this role is under `strategy`: the configuration's, or that to which the others were
-        switched while this one started. A command that came before has the last word. Raises what registering raises.
+        """Become the stage that this role is under `strategy`: the configuration's strategy, or the one that the others
+        were switched to while this worker started. A switch command that this worker has already executed stays in
+        force. Raises what registering raises.
         """
         async with self._changing:
             live = self._live.strategy
-            if strategy != live.value == self._config.strategy:
+            was_not_switched = live.value == self._config.strategy
+            if was_not_switched and strategy != live.value:
                 live.set(strategy)
                 log.info(
                     "the other workers were switched meanwhile: %s in place of %s",
@@ -99,15 +101,15 @@ class StageState:
                 await self._registration.stand_by()
 
     async def renew(self) -> None:
-        """Discovery may have forgotten this worker."""
+        """Enter this worker into discovery again, which may have dropped it."""
         async with self._changing:
             await self._registration.renew()
 
     async def handle_command(self, raw: Any) -> dict[str, Any]:
-        """Do what a control command says; the answer is JSON. Raises a DisaggError, and then nothing has changed:
+        """Execute a control command and return its JSON answer. Raises a DisaggError, and then nothing has changed:
         CommandRefusedError for a command that is not signed with the deployment's key.
         """
-        # A change that was begun is completed, even if the client that asked is gone.
+        # The shield lets a change that has begun complete when the client that asked disconnects.
         change = asyncio.create_task(self._execute(self._verifier.command_of(raw)))
         return await asyncio.shield(change)
 
@@ -115,11 +117,11 @@ class StageState:
         if isinstance(command, Switch):
             await self._switch(command.to)
         elif isinstance(command, Set):
-            self._require_use_for(command.values)
+            self._require_used(command.values)
             return {"changed": self._live.set_thresholds(command.values, "set")}
         return self.describe()
 
-    def _require_use_for(self, values: Collection[str]) -> None:
+    def _require_used(self, values: Collection[str]) -> None:
         if not self._config.may_switch and not set(values) <= set(ADMISSION):
             for_all = ", ".join(ADMISSION)
             raise InvalidRequestError(
@@ -142,9 +144,9 @@ class StageState:
         async with self._changing:
             strategy = self._live.strategy
             was = strategy.value
-            # A new first stage runs the new strategy before a request can come, an old one until its last request.
+            # A first stage runs its strategy for as long as it is registered, so that no request meets another one.
             if self._is_first(to):
-                self._require_other()
+                self._require_peer()
                 strategy.set(to)
                 try:
                     await self._registration.enter()
@@ -159,14 +161,14 @@ class StageState:
     def _is_first(self, strategy: str) -> bool:
         return spec_of(strategy).entry_role in (self._config.role, None)
 
-    def _require_other(self) -> None:
-        if not self._other.instance_ids():
+    def _require_peer(self) -> None:
+        if not self._peers.instance_ids():
             raise PeerUnavailableError(
-                f"no worker of the other role is there at {self._config.partner_endpoint_id}"
+                f"no worker of the other role is there at {self._config.peer_endpoint_id}"
             )
 
     def counting(self, generate: Generate) -> Generate:
-        """Knows how many requests from frontends run, so that one can see when the last one has ended."""
+        """Count the requests from frontends that run; `switch` waits until an old first stage has none."""
 
         def counted(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
             chunks = generate(request, context)

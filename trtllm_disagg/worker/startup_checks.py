@@ -1,8 +1,8 @@
-"""The checks of a start against the workers that are there already, in their order: `StartupChecks`.
+"""The checks of a starting worker against the workers in discovery, in their order: `StartupChecks`.
 
 Workers that serve one name serve one model, and workers at one endpoint one name (`ModelNameGuard`): requests for a
-name, or at an endpoint, are sent to any of them. Prefill and decode workers of one deployment have to be able to read
-each other's KV (`require_pair`).
+name, or at an endpoint, are sent to any of them. Prefill and decode workers of one deployment must be able to exchange
+KV (`require_pair`).
 """
 
 from __future__ import annotations
@@ -29,30 +29,31 @@ from trtllm_disagg.worker.pairing import (
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.05
-#: Discovery shows a worker to itself within milliseconds. If it does not, it shows the others no better later.
+#: Discovery shows a worker its own instance within milliseconds. After this time the check goes on without it: the
+#: other instances would not appear any later either. A conflict that lasts as long is logged.
 _VISIBLE_SECONDS = 5.0
 
-#: Lists every worker that requests for a model could reach, this one too, with its description.
+#: Lists every worker that requests for a model could reach, including this one, with its description.
 ListInstances = Callable[[], Awaitable[Sequence[DescribedInstance]]]
 
 
 class ModelNameGuard:
-    """Finds workers that serve the name of `mine` from another model, or another name at an endpoint of this worker.
+    """Finds workers that serve the name of `own` from another model, or another name at an endpoint of this worker.
 
-    Two workers that start together list themselves, and only then look: so one of them, at least, sees the other. A
-    worker that has looked and seen no conflict is settled, and stays; of two that are not, the lower id stays.
+    Two workers that start together first enter discovery and then list it, so at least one of them sees the other. A
+    worker that has listed no conflict is settled, and stays; of two that are not settled, the lower id stays.
     """
 
     def __init__(
         self,
-        mine: ModelIdentity,
+        own: ModelIdentity,
         own_id: int,
         own_endpoint_ids: Collection[str],
         list_instances: ListInstances,
         poll_seconds: float = _POLL_SECONDS,
     ) -> None:
         """No other worker may serve another name at `own_endpoint_ids`."""
-        self._mine = mine
+        self._own = own
         self._own_id = own_id
         self._own_endpoint_ids = own_endpoint_ids
         self._list_instances = list_instances
@@ -60,14 +61,14 @@ class ModelNameGuard:
         self._settled = False
 
     def described(self) -> dict[str, Any]:
-        """JSON, a part of this worker's description."""
-        return self._mine.described() | {"settled": self._settled}
+        """The model's part of this worker's description, as JSON."""
+        return self._own.described() | {"settled": self._settled}
 
     async def require_same(self) -> None:
-        """Before others can see this worker. Raises ConfigError for the first one that has another model or name."""
+        """Run before this worker is in discovery. Raises ConfigError for the first worker that conflicts with it."""
         others = await self._list_instances()
         if not others:
-            # A fresh look may come before discovery has told it anything.
+            # A new discovery client may have received no instances yet.
             await asyncio.sleep(self._poll_seconds)
             others = await self._list_instances()
         for other in others:
@@ -75,20 +76,26 @@ class ModelNameGuard:
                 raise self._refusal(other)
 
     async def confirm(self) -> Sequence[DescribedInstance]:
-        """The same when others can see this worker, and before a frontend hears of it. Returns all that are seen with
-        it. Raises ConfigError.
+        """Run when this worker is in discovery, and before it registers with the frontend. Returns all workers listed,
+        this one included. Raises ConfigError for a conflict in which this worker has to give way, and waits for the
+        other worker to give way in any other conflict.
         """
         deadline = time.monotonic() + _VISIBLE_SECONDS
+        has_warned = False
         while True:
             instances = await self._list_instances()
             conflicts = [each for each in instances if self._conflicts(each)]
             for other in conflicts:
                 if other.description.get("settled", True) or other.instance_id < self._own_id:
                     raise self._refusal(other)
-            is_seen = any(each.instance_id == self._own_id for each in instances)
-            # Workers in conflict with a higher id will see this one, and go.
-            if not conflicts and (is_seen or time.monotonic() > deadline):
+            is_listed = any(each.instance_id == self._own_id for each in instances)
+            is_late = time.monotonic() > deadline
+            # Unsettled workers with a higher id find this one in discovery, and end.
+            if not conflicts and (is_listed or is_late):
                 break
+            if conflicts and is_late and not has_warned:
+                has_warned = True
+                log.warning("waiting for a worker to end: %s", self._refusal(conflicts[0]))
             await asyncio.sleep(self._poll_seconds)
         self._settled = True
         return instances
@@ -97,34 +104,34 @@ class ModelNameGuard:
         name, weights = other.description.get("model"), other.description.get("weights")
         if other.instance_id == self._own_id or name is None or weights is None:
             return False
-        if name == self._mine.model and not may_share_kv(self._mine.described(), other.description):
+        if name == self._own.model and not may_share_kv(self._own.described(), other.description):
             return True
         is_beside = other.endpoint_id in self._own_endpoint_ids
-        return is_beside and (name != self._mine.model or self._is_called_otherwise(other))
+        return is_beside and (name != self._own.model or self._has_other_callers(other))
 
-    def _is_called_otherwise(self, other: DescribedInstance) -> bool:
-        """A frontend that goes round an endpoint would send requests to workers that only workers call."""
-        mine = self._mine.is_worker_side
-        return bool(other.description.get("is_worker_side", mine)) is not mine
+    def _has_other_callers(self, other: DescribedInstance) -> bool:
+        """One of the two is called by frontends, the other by workers. A frontend sends requests to both alike."""
+        own = self._own.is_worker_side
+        return bool(other.description.get("is_worker_side", own)) is not own
 
     def _refusal(self, other: DescribedInstance) -> ConfigError:
-        mine, theirs = self._mine, other.description
-        worker = f"{theirs.get('role')} {other.instance_id:x} at {other.endpoint_id}"
-        if theirs["model"] != mine.model:
+        own, found = self._own, other.description
+        worker = f"{found.get('role')} {other.instance_id:x} at {other.endpoint_id}"
+        if found["model"] != own.model:
             return ConfigError.bad_value(
                 "--served-model-name",
-                mine.model,
-                f"{theirs['model']!r}, which {worker} serves there already; give this one another --namespace, or "
+                own.model,
+                f"{found['model']!r}, which {worker} serves there already; give this one another --namespace, or "
                 "stop that one first",
             )
-        if theirs["weights"] == mine.weights:
+        if found["weights"] == own.weights:
             return ConfigError(
-                f"--namespace: {worker} is there under {theirs.get('strategy')}, where other workers call each other "
+                f"--namespace: {worker} is there under {found.get('strategy')}, where other workers call each other "
                 "than here; give this one another --namespace, or stop that one first"
             )
         return ConfigError(
-            f"--model: {_shown(mine.source, mine.weights)} is not allowed; expected what is served as "
-            f"{mine.model!r} already: {_shown(theirs.get('source'), theirs['weights'])}, by {worker}; give this one "
+            f"--model: {_shown(own.source, own.weights)} is not allowed; expected what is served as "
+            f"{own.model!r} already: {_shown(found.get('source'), found['weights'])}, by {worker}; give this one "
             "another --served-model-name and --namespace, or stop that one first"
         )
 
@@ -133,12 +140,12 @@ def _shown(source: Any, weights: Any) -> str:
     return f"{source!r} (hash {weights})"
 
 
-class OtherWorkers(Protocol):
-    """`dynamo_runtime.Runtime`, as far as the checks ask it."""
+class Peers(Protocol):
+    """The part of `dynamo_runtime.worker_endpoint.Runtime` that the checks use."""
 
     async def second_stage(self, endpoint_id: str) -> Describes | None: ...
 
-    async def partners(self, endpoint_id: str) -> list[dict[str, Any]]: ...
+    async def peer_descriptions(self, endpoint_id: str) -> list[dict[str, Any]]: ...
 
 
 class Describes(Protocol):
@@ -146,79 +153,79 @@ class Describes(Protocol):
 
 
 class StartupChecks:
-    """The three checks of a start, each named by what must not happen before it. All raise ConfigError.
+    """The three checks of a start, each named by the step that must not happen before it. All raise ConfigError.
 
-    Each asks discovery anew, because other workers start at any time; its docstring says which race it closes.
+    Each lists discovery anew, because other workers start at any time; its docstring says which race it closes.
     """
 
-    def __init__(self, config: WorkerConfig, names: ModelNameGuard, others: OtherWorkers) -> None:
+    def __init__(self, config: WorkerConfig, names: ModelNameGuard, peers: Peers) -> None:
         self._config = config
         self._names = names
-        self._others = others
+        self._peers = peers
 
     def described(self) -> dict[str, Any]:
-        """JSON: the part of this worker's description that changes during its start."""
+        """The part of this worker's description that changes during its start, as JSON."""
         return self._names.described()
 
     async def before_loading(self) -> None:
-        """A worker that must not serve does not load an engine for minutes."""
+        """Spares a worker that must not serve the minutes that its engine takes to load."""
         await self._names.require_same()
 
-    async def before_listing(self, me: dict[str, Any]) -> bool:
-        """From here on other workers and frontends may send requests to this one. Sees the workers that came while
-        the engine was loading. Under `--on-missing-stage fail` a first stage waits for the second one; False when
-        this worker was told to stop before that came.
+    async def before_listing(self, own: dict[str, Any]) -> bool:
+        """After it, other workers and frontends may send requests to this one. Finds the workers that started while
+        the engine was loading. Under `--on-missing-stage fail` a first stage waits for the second one; returns False
+        when this worker was stopped before one came.
         """
         if self._config.next_endpoint_id is None:
-            await self._require_fit(me)
-        elif not await self._second_stage_fits(self._config.next_endpoint_id, me):
+            await self._require_fit(own)
+        elif not await self._second_stage_fits(self._config.next_endpoint_id, own):
             return False
         await self._names.require_same()
         return True
 
-    async def before_registering(self, me: dict[str, Any]) -> str:
-        """From here on a frontend sends requests. Of two workers that started together and could not see each other
-        before both were listed, one is refused here: it is among those that are seen with this worker itself. Those at
-        the partners' endpoint, which this worker has watched since it was loaded, may be elsewhere.
+    async def before_registering(self, own: dict[str, Any]) -> str:
+        """After it, a frontend sends requests. Refuses one of two workers that started together and could not find each
+        other before both were listed. Peers may be listed at an endpoint of their own (`--next-endpoint`), so they
+        are compared as well.
 
-        Returns the strategy to run: a `switch` that ended before this worker was listed could not tell it, and one that
-        begins later finds it.
+        Returns the strategy to run: a `switch` that ended before this worker was listed did not reach it, and one that
+        begins later does.
         """
         listed = await self._names.confirm()
-        strategy = await self._strategy_of_deployment(me)
-        me = me | {"strategy": strategy}
-        require_fit(me, [each.description for each in listed])
-        await self._require_fit(me)
+        strategy = await self._strategy_of_deployment(own)
+        own = own | {"strategy": strategy}
+        require_fit(own, [each.description for each in listed])
+        await self._require_fit(own)
         return strategy
 
-    async def _second_stage_fits(self, endpoint_id: str, me: dict[str, Any]) -> bool:
+    async def _second_stage_fits(self, endpoint_id: str, own: dict[str, Any]) -> bool:
         if self._config.on_missing_stage == "fail":
-            second = await self._others.second_stage(endpoint_id)
+            second = await self._peers.second_stage(endpoint_id)
             if second is not None:
-                self._require_pairs(me, [await second.describe()])
+                self._require_pairs(own, [await second.describe()])
             return second is not None
-        partners = await self._others.partners(endpoint_id)
-        if not partners:
+        peers = await self._peers.peer_descriptions(endpoint_id)
+        if not peers:
             log.info("no second stage at %s: this worker answers alone until one comes", endpoint_id)
-        self._require_pairs(me, partners)
+        self._require_pairs(own, peers)
         return True
 
-    def _require_pairs(self, me: dict[str, Any], partners: Sequence[dict[str, Any]]) -> None:
-        """Switched while this worker loaded, they are no misfit: it will run what they do."""
-        may_differ = ("strategy",) if self._follows_switches and were_switched(partners) else ()
-        for theirs in partners:
-            require_pair(me, theirs, but=may_differ)
+    def _require_pairs(self, own: dict[str, Any], peers: Sequence[dict[str, Any]]) -> None:
+        """Peers may run another strategy if they were switched to it: this worker will then run it, too."""
+        may_differ = ("strategy",) if self._follows_switches and were_switched(peers) else ()
+        for peer in peers:
+            require_pair(own, peer, ignored=may_differ)
 
     @property
     def _follows_switches(self) -> bool:
         return self._config.may_switch and not fixed_by(self._config)
 
-    async def _strategy_of_deployment(self, me: dict[str, Any]) -> str:
-        endpoint_id = self._config.partner_endpoint_id
+    async def _strategy_of_deployment(self, own: dict[str, Any]) -> str:
+        endpoint_id = self._config.peer_endpoint_id
         if endpoint_id is None or not self._follows_switches:
             return self._config.strategy
-        return strategy_among(me, await self._others.partners(endpoint_id))
+        return strategy_among(own, await self._peers.peer_descriptions(endpoint_id))
 
-    async def _require_fit(self, me: dict[str, Any]) -> None:
-        if self._config.partner_endpoint_id is not None:
-            require_fit(me, await self._others.partners(self._config.partner_endpoint_id))
+    async def _require_fit(self, own: dict[str, Any]) -> None:
+        if self._config.peer_endpoint_id is not None:
+            require_fit(own, await self._peers.peer_descriptions(self._config.peer_endpoint_id))

@@ -1,4 +1,4 @@
-"""One worker, from its configuration to serving: everything is built here, in order, and patched nowhere."""
+"""One worker, from its configuration to serving: every part of it is built here, in order, and wired by constructor."""
 
 from __future__ import annotations
 
@@ -65,20 +65,20 @@ from trtllm_disagg.worker.startup_checks import ModelNameGuard, StartupChecks
 
 log = logging.getLogger(__name__)
 
-#: Objects, young and old collections; Python's are 700, 10, 10.
+#: Thresholds of generations 0, 1 and 2 of the garbage collector; Python's defaults are 700, 10, 10.
 _COLLECTOR_THRESHOLDS = 20_000, 20, 20
 _LOAD_SECONDS = 1.0
 
 
 async def run_worker(config: WorkerConfig, engine_args: dict[str, Any], api: LlmApi) -> None:
-    """Serve until told to stop. Raises ConfigError before anything is built, EngineError when the engine dies.
+    """Serve until told to stop. Raises ConfigError before anything is built, EngineLostError when the engine dies.
 
     The start, in order, after the settings (worker_command.py): this worker's description, the prefill queue, Dynamo's
-    runtime, the engine, the other stage, the request path, serving, registration. The checks against other workers are
-    those of `StartupChecks`, before the engine loads, before this worker is listed, and before it registers.
+    runtime, the engine, the client of the peers, the request path, serving, registration. `StartupChecks` compares it
+    with other workers before the engine loads, before this worker enters discovery, and before it registers.
     """
     reporter = reporter_of(os.environ)
-    # Blocks where it is true; nothing else runs on that rank.
+    # On a rank other than 0 this call serves the engine until its end, and nothing else runs there.
     if serve_as_rank(config.engine, engine_args):
         return
     dump_config(config, engine_args)
@@ -86,11 +86,11 @@ async def run_worker(config: WorkerConfig, engine_args: dict[str, Any], api: Llm
         gc.disable()
     guides = bool(engine_args.get("guided_decoding_backend"))
     advertised = await asyncio.to_thread(Advertised.of, config, guides=guides)
-    identity, me = _describe(config, engine_args)
-    async with aclosing(await open_prefill_queue(config, kind_of(me))) as queue:
+    identity, own = _describe(config, engine_args)
+    async with aclosing(await open_prefill_queue(config, kind_of(own))) as queue:
         require_system_port(os.environ)
         runtime = Runtime(config, advertised)
-        own_endpoint_ids = {config.endpoint_id, config.peer_endpoint_id}
+        own_endpoint_ids = {config.endpoint_id, config.worker_endpoint_id}
         names = ModelNameGuard(identity, runtime.instance_id, own_endpoint_ids, runtime.list_instances)
         worker = _Worker(
             config,
@@ -99,13 +99,13 @@ async def run_worker(config: WorkerConfig, engine_args: dict[str, Any], api: Llm
             StartupChecks(config, names, runtime),
             _verifier(config, runtime.instance_id),
             reporter,
-            tracer_of(os.environ, _part(config), f"{runtime.instance_id:x}"),
+            tracer_of(os.environ, _worker_label(config), f"{runtime.instance_id:x}"),
         )
-        await worker.run(api, engine_args, me)
+        await worker.run(api, engine_args, own)
 
 
 def _describe(config: WorkerConfig, engine_args: dict[str, Any]) -> tuple[ModelIdentity, dict[str, Any]]:
-    """The model of this worker, and what other workers have to know of it."""
+    """The model of this worker, and the description that other workers get."""
     facts = read_model_facts(config.model)
     shares = facts if config.engine_spec.is_tensorrt_llm else UNKNOWN_MODEL
     identity = ModelIdentity(
@@ -125,7 +125,7 @@ def _describe(config: WorkerConfig, engine_args: dict[str, Any]) -> tuple[ModelI
 
 @dataclass(frozen=True, slots=True)
 class _Worker:
-    """All of a worker but its engine, which is loaded when everything else is known to be right."""
+    """All parts of a worker but its engine, which is loaded only after everything else has been checked."""
 
     config: WorkerConfig
     runtime: Runtime
@@ -137,41 +137,41 @@ class _Worker:
     drain: WorkerDrain = field(default_factory=WorkerDrain)
     lines: LinesTogether = field(default_factory=LinesTogether)
 
-    async def run(self, api: LlmApi, engine_args: dict[str, Any], me: dict[str, Any]) -> None:
-        """Load the engine, serve, and close it. `me`: this worker's description, for workers of the other role."""
+    async def run(self, api: LlmApi, engine_args: dict[str, Any], own: dict[str, Any]) -> None:
+        """Load the engine, serve, and close it. `own`: this worker's description."""
         config = self.config
         await self.checks.before_loading()
-        log.info("loading %s on the %s engine as %s", config.model, config.engine, _part(config))
+        log.info("loading %s on the %s engine as %s", config.model, config.engine, _worker_label(config))
         self.reporter.tell("starting the engine")
         began = time.monotonic()
         machine_id = self.runtime.instance_id % 1021
         engine = await asyncio.to_thread(Engine.open, api, engine_args, machine_id, _affinity(config))
         load_seconds = time.monotonic() - began
-        _spare_the_collector()
+        _tune_garbage_collector()
         try:
             for missing in engine.capabilities.missing():
                 log.info("the engine cannot %s", missing)
-            me = with_engine(me, _capacity(config, engine)[0], engine.ctx_info_endpoint, engine.ctx_dp_rank)
-            await self._serve(engine, me, load_seconds)
+            own = with_engine(own, _capacity(config, engine)[0], engine.ctx_info_endpoint, engine.ctx_dp_rank)
+            await self._serve(engine, own, load_seconds)
         finally:
             await asyncio.to_thread(self.tracer.close)
             self.reporter.tell("ending the engine")
             if not await close(engine, _health_times(config)):
-                # Also behind another error: TensorRT-LLM has an exit handler that would wait for it without a limit.
+                # Raised even while another error is: TensorRT-LLM's exit handler would wait without a limit.
                 raise EngineLostError("the engine does not end")
 
-    async def _serve(self, engine: Engine, me: dict[str, Any], load_seconds: float) -> None:
+    async def _serve(self, engine: Engine, own: dict[str, Any], load_seconds: float) -> None:
         config, runtime = self.config, self.runtime
         self.reporter.tell("looking for the other stage")
         leaving = Leaving(runtime, self.drain, engine, self.queue, config.drain_seconds)
         leaving.leave_on_signals()
-        if not await self.checks.before_listing(me):
+        if not await self.checks.before_listing(own):
             return
         model = _served_model(config, engine)
-        stage, occupancies = await self._other_stage(me, model.block_size)
+        stage, occupancies = await self._open_peers(own, model.block_size)
         live = LiveState.of(config, model.block_size, occupancies)
         registration = Registration(runtime, model, tells_peers=config.tells_peers)
-        state = StageState(config, me, live, stage, registration, self.verifier)
+        state = StageState(config, own, live, stage, registration, self.verifier)
         generate = self._request_path(engine, stage, live, state)
         publishers = await create_publishers(config, runtime, engine, model, live, load_seconds)
         for publisher in publishers:
@@ -188,19 +188,19 @@ class _Worker:
                     engine.longest_prompt,
                     engine.probe,
                 )
-                await _serve_and(self._register(me, state, generate, watchers), serving, runtime)
+                await _serve_and(self._register(own, state, generate, watchers), serving, runtime)
         finally:
             self.lines.flush()
             for publisher in publishers:
                 await publisher.stop()
 
-    async def _other_stage(self, me: dict[str, Any], block_size: int) -> tuple[StageClient, Occupancies]:
-        """The way to the workers of the other role that this one fits together with, and how full those are."""
-        config, endpoint_id = self.config, self.config.partner_endpoint_id
+    async def _open_peers(self, own: dict[str, Any], block_size: int) -> tuple[StageClient, Occupancies]:
+        """The client of the workers of the other role that this one can serve with, and how full those are."""
+        config, endpoint_id = self.config, self.config.peer_endpoint_id
         if endpoint_id is None:
             return NoStage(), Occupancies()
         selected = await _selected_stage(config, endpoint_id, self.runtime, block_size)
-        stage = CompatibilityFilter(selected, partial(require_callable, me))
+        stage = CompatibilityFilter(selected, partial(require_callable, own))
         if not config.reads_occupancy:
             return stage, Occupancies()
         return stage, StageOccupancy(await self.runtime.stage(endpoint_id))
@@ -208,10 +208,10 @@ class _Worker:
     def _request_path(
         self, engine: Engine, stage: StageClient, live: LiveState, state: StageState
     ) -> Generate:
-        """How this worker answers; what is applied last, a request meets first."""
+        """How this worker answers a request. A request passes the layers from the last line to the first."""
         answers = build_generate(self.config, engine, stage, live, self.queue, self.runtime.instance_id)
         generate = with_request_log(
-            answers, _part(self.config), live.sinks, self.drain, self.tracer, self.lines.write
+            answers, _worker_label(self.config), live.sinks, self.drain, self.tracer, self.lines.write
         )
         generate = state.counting(generate)
         generate = Admission(live.thresholds, live.queued).admitting(generate)
@@ -219,19 +219,19 @@ class _Worker:
 
     async def _register(
         self,
-        me: dict[str, Any],
+        own: dict[str, Any],
         state: StageState,
         generate: Generate,
         watchers: list[asyncio.Task[None]],
     ) -> None:
         config, runtime = self.config, self.runtime
         self.reporter.tell("registering")
-        await state.apply(await self.checks.before_registering(me))
-        await self.queue.start(generate, runtime.instance_id, runtime.front)
-        watchers.append(asyncio.create_task(_tell_load(self.reporter, self.drain), name="load"))
+        await state.apply(await self.checks.before_registering(own))
+        await self.queue.start(generate, runtime.instance_id, runtime.endpoint_for_frontends)
+        watchers.append(asyncio.create_task(_report_load(self.reporter, self.drain), name="load"))
         log.info(
             "worker ready: %s at %s, instance %x; discovery: %s",
-            _part(config),
+            _worker_label(config),
             config.endpoint_id,
             runtime.instance_id,
             config.discovery_backend,
@@ -276,7 +276,7 @@ async def _selected_stage(
 async def _serve_and(
     register: Coroutine[Any, Any, None], serve: Coroutine[Any, Any, None], runtime: Runtime
 ) -> None:
-    """A failed registration ends the service, and is raised."""
+    """Serve and register at once. A failed registration ends the service, and is raised."""
     serving = asyncio.create_task(serve)
     registering = asyncio.create_task(register, name="registration")
     registering.add_done_callback(lambda task: runtime.shutdown() if _failed(task) else None)
@@ -292,17 +292,17 @@ def _failed(task: asyncio.Task[None]) -> bool:
     return not task.cancelled() and task.exception() is not None
 
 
-def _spare_the_collector() -> None:
-    """What the start has made lasts as long as the worker. Looked at again and again, for cycles that requests rarely
-    make, it takes a twentieth of the worker's CPU.
+def _tune_garbage_collector() -> None:
+    """Exclude the objects that the start has made from garbage collection, and collect less often: requests rarely make
+    cycles, and traversing all these objects takes a twentieth of the worker's CPU.
     """
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_COLLECTOR_THRESHOLDS)
 
 
-def _part(config: WorkerConfig) -> str:
-    """How logs name what this worker does."""
+def _worker_label(config: WorkerConfig) -> str:
+    """This worker's role and strategy, as logs and traces show them."""
     return "agg" if config.role is Role.AGG else f"{config.role}/{config.strategy}"
 
 
@@ -326,21 +326,21 @@ def _verifier(config: WorkerConfig, instance_id: int) -> Verifier:
 
 
 def _weights(config: WorkerConfig) -> str:
-    """What two workers behind one name must have in common; the name of a model that the engine downloads itself."""
+    """The hash of the model's files, or the name of a model that the engine downloads itself."""
     directory = Path(config.model)
     return fingerprint(directory) if (directory / "config.json").is_file() else config.model
 
 
 def _capacity(config: WorkerConfig, engine: Engine) -> tuple[int, int]:
-    """(tokens per block, blocks) of the engine; older TensorRT-LLM does not tell."""
+    """(tokens per block, blocks) of the engine; older versions of TensorRT-LLM cannot report them: then 0 blocks."""
     with contextlib.suppress(AttributeError):
         capacity = engine.llm.get_kv_cache_capacity()
         return capacity["tokensPerBlock"], capacity["maxNumBlocks"]
     return config.kv_block_size, 0
 
 
-async def _tell_load(reporter: Reporter, drain: WorkerDrain) -> None:
-    """How many requests it serves, or still has to before it is gone; every second, when that has changed."""
+async def _report_load(reporter: Reporter, drain: WorkerDrain) -> None:
+    """Report the number of running requests once a second, to the file that `up` reads."""
     while True:
         reporter.tell(DRAINING if drain.has_begun else SERVING, requests=drain.num_running)
         await asyncio.sleep(_LOAD_SECONDS)
@@ -350,7 +350,7 @@ async def _tell_load(reporter: Reporter, drain: WorkerDrain) -> None:
 async def _watching(
     config: WorkerConfig, live: LiveState, state: StageState
 ) -> AsyncIterator[list[asyncio.Task[None]]]:
-    """Inside the block; the tasks in the list end with it, also those that are added."""
+    """Watch the policy file and for freezes inside the block. All tasks in the list, added ones too, end with it."""
     watchers: list[asyncio.Task[None]] = []
     if config.policy_file is not None:
         watching = watch_policy_file(Path(config.policy_file), live)
@@ -367,15 +367,15 @@ async def _watching(
 async def _watch_for_stalls(engine: Engine, health: EngineHealth, seconds: float) -> None:
     if seconds:
         reason = await until_stalled(engine, seconds)
-        log.error("the engine stands still: %s", reason)
-        health.hear(reason)
+        log.error("the engine is stalled: %s", reason)
+        health.handle(reason)
 
 
 @contextlib.asynccontextmanager
 async def _leave_when_dead(
     engine: Engine, leaving: Leaving, times: HealthTimes, stall_seconds: float
 ) -> AsyncIterator[None]:
-    """Ends serving when the engine is gone, and says so; a worker without an engine must not look alive."""
+    """Leave the deployment when the engine has died, and raise EngineLostError at the end of the block."""
     health = EngineHealth(engine, lambda reason: leaving.leave("its engine died"), times)
     health.start()
     stalls = asyncio.create_task(_watch_for_stalls(engine, health, stall_seconds), name="stalls")

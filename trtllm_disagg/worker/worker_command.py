@@ -15,7 +15,7 @@ from trtllm_disagg.config.args import add_worker_arguments, config_from_namespac
 from trtllm_disagg.config.dynamo_flags import RUNTIME_VARIABLES
 from trtllm_disagg.config.thresholds import Thresholds, read_policy_file
 from trtllm_disagg.config.worker_config import WorkerConfig
-from trtllm_disagg.deployment.limits import look_at, needs_of_worker
+from trtllm_disagg.deployment.limits import check_limits, needs_of_worker
 from trtllm_disagg.engine.engines import resolve_engine
 from trtllm_disagg.errors import ERROR_PREFIX, ConfigError, DisaggError, EngineLostError
 from trtllm_disagg.exit_codes import ExitCode
@@ -36,11 +36,13 @@ prepare = with_dotted_flags
 
 def run(namespace: argparse.Namespace) -> ExitCode:
     config, engine_args, api = read_settings(namespace)
-    has_peers = config.partner_endpoint_id is not None
-    for doubt in look_at(needs_of_worker(has_peers=has_peers, discovery_backend=config.discovery_backend)):
-        log.info("%s", doubt)
+    has_peers = config.peer_endpoint_id is not None
+    for shortage in check_limits(
+        needs_of_worker(has_peers=has_peers, discovery_backend=config.discovery_backend)
+    ):
+        log.info("%s", shortage)
     status = ExitStatus()
-    # After the settings are known to be good: these imports take seconds.
+    # Imported only after the settings are checked: these imports take seconds.
     import uvloop
 
     from trtllm_disagg.worker.worker import run_worker
@@ -53,14 +55,14 @@ def run(namespace: argparse.Namespace) -> ExitCode:
         status.value = ExitCode.WRONG_SETTING
         raise
     except EngineLostError as error:
-        # Python would wait for the engine's threads before any exit handler runs.
-        before = error.__context__
-        if isinstance(before, ConfigError):
+        earlier = error.__context__
+        if isinstance(earlier, ConfigError):
             status.value = ExitCode.WRONG_SETTING
-        # What came first is read last: it is the reason.
-        for told in (error, before):
-            if isinstance(told, DisaggError):
-                print(f"{ERROR_PREFIX}{told}", file=sys.stderr)
+        # The earlier error is the reason, so it is printed last, where users look first.
+        for shown in (error, earlier):
+            if isinstance(shown, DisaggError):
+                print(f"{ERROR_PREFIX}{shown}", file=sys.stderr)
+        # Not left to the exit handler: Python waits for the engine's threads before it runs any.
         status.end()
         raise
     except KeyboardInterrupt:
@@ -71,17 +73,17 @@ def run(namespace: argparse.Namespace) -> ExitCode:
 
 
 def read_settings(namespace: argparse.Namespace) -> tuple[WorkerConfig, dict[str, Any], LlmApi]:
-    """The configuration with the engine and the sizes that it really gets, the engine's arguments, and its API.
+    """The configuration with the engine and the sizes as resolved, the engine's arguments, and its API.
 
-    Raises ConfigError for whatever is wrong with them, with the policy file, or with the model for them.
+    Raises ConfigError when the flags, the engine arguments, the policy file or the model are wrong.
     """
-    # `--help` needs none of it.
+    # Imported here because `--help` does not need them.
     from trtllm_disagg.config.engine_args import build_engine_args, with_engine_args
     from trtllm_disagg.engine.llm_api import check_model, load_api
 
     reporter_of(os.environ).tell("checking its settings")
     config = config_from_namespace(namespace, os.environ)
-    # Dynamo's runtime reads them when it is made.
+    # Dynamo's runtime reads these variables when it is created.
     for name, value in getattr(namespace, RUNTIME_VARIABLES, {}).items():
         os.environ.pop(name, None)
         if value:
@@ -95,11 +97,11 @@ def read_settings(namespace: argparse.Namespace) -> tuple[WorkerConfig, dict[str
     )
     engine_args = build_engine_args(config)
     config = with_engine_args(config, engine_args)
-    # Only a check: the file may change while the engine loads, so it is read again then.
+    # Only a check: the file may change while the engine loads, so it is read again afterwards.
     if (policy := config.policy_file) is not None:
         Thresholds.of(config).changed(read_policy_file(Path(policy)), policy)
     if config.engine_spec.is_tensorrt_llm:
-        # As Dynamo's own worker has it: what its ranks hash, they hash alike.
+        # As in Dynamo's own worker: all ranks of the engine must compute the same hashes.
         os.environ.setdefault("PYTHONHASHSEED", "0")
     api = load_api(config.engine)
     check_model(config.engine, engine_args)
@@ -107,10 +109,10 @@ def read_settings(namespace: argparse.Namespace) -> tuple[WorkerConfig, dict[str
 
 
 class ExitStatus:
-    """Ends this process behind all exit handlers that are registered from now on, before Python takes itself apart.
+    """Ends this process after all exit handlers registered later have run, before Python finalises the interpreter.
 
-    Dynamo's threads may ask for the interpreter at any time. Python ends a thread that does so then, which Rust takes
-    for an error: the process aborts (SIGABRT) instead of giving its status.
+    Dynamo's threads may call into Python at any time. During finalisation Python ends such a thread, which Rust treats
+    as an error: the process aborts (SIGABRT) and its exit status is lost.
     """
 
     def __init__(self) -> None:
@@ -120,10 +122,10 @@ class ExitStatus:
     def _end_unless_in_a_job(self) -> None:
         if "mpi4py.MPI" not in sys.modules:
             self.end()
-        # Else the other processes of its job wait for the end of MPI, which comes later.
+        # In an MPI job this process must finalise MPI, which happens later: the other ranks wait for it.
 
     def end(self) -> None:
-        """At once."""
+        """End the process now, with `value` as its status."""
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

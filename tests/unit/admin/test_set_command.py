@@ -30,7 +30,7 @@ class FakeUp:
         self.heard: list[UpCommand] = []
         self.to_come: dict[int, dict[str, Any]] = {}
 
-    def tell(self, command: UpCommand) -> None:
+    def change_new_workers(self, command: UpCommand) -> None:
         self.heard.append(command)
 
     def starting(self) -> set[str]:

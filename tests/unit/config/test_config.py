@@ -52,8 +52,8 @@ def test_the_two_workers_of_a_pair_find_each_other() -> None:
         first, second = sorted(pair, key=lambda worker: not worker.is_first_stage)
         assert first.next_endpoint_id == second.endpoint_id == endpoint_of("ns", second.role)
         # Where they find each other does not depend on the order: a switch moves no worker.
-        assert second.partner_endpoint_id == first.peer_endpoint_id == endpoint_of("ns", first.role)
-        assert first.front_endpoint_id == second.front_endpoint_id == endpoint_of("ns", None)
+        assert second.peer_endpoint_id == first.worker_endpoint_id == endpoint_of("ns", first.role)
+        assert first.frontend_endpoint_id == second.frontend_endpoint_id == endpoint_of("ns", None)
 
 
 def test_given_endpoints_win_over_the_derived_ones() -> None:
@@ -155,7 +155,7 @@ def test_flags_are_named_after_fields_unless_dynamo_has_another_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("role", "strategy", "partner"),
+    ("role", "strategy", "peer"),
     [
         (Role.AGG, "decode_first", None),
         (Role.PREFILL, "decode_first", DECODE),
@@ -166,9 +166,9 @@ def test_flags_are_named_after_fields_unless_dynamo_has_another_name() -> None:
         (Role.DECODE, "router", PREFILL),
     ],
 )
-def test_partners_find_each_other(role: Role, strategy: str, partner: str | None) -> None:
+def test_peers_find_each_other(role: Role, strategy: str, peer: str | None) -> None:
     worker = WorkerConfig(model="m", role=role, strategy=strategy)
-    assert worker.partner_endpoint_id == partner
-    if partner is not None:
+    assert worker.peer_endpoint_id == peer
+    if peer is not None:
         other = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}[role]
-        assert WorkerConfig(model="m", role=other, strategy=strategy).peer_endpoint_id == partner
+        assert WorkerConfig(model="m", role=other, strategy=strategy).worker_endpoint_id == peer

@@ -24,7 +24,7 @@ from trtllm_disagg.commands import Describe, Scale, Set, Switch, UpCommand
 from trtllm_disagg.deployment.command_socket import (
     COMMAND_SOCKET,
     LIMITS,
-    Limits,
+    ConnectionLimits,
     connect,
     listen,
     send_to_up,
@@ -65,7 +65,7 @@ print(connection.makefile().read())
 
 
 @pytest.fixture
-def limits() -> Limits:
+def limits() -> ConnectionLimits:
     return LIMITS
 
 
@@ -82,7 +82,7 @@ def worker_config(run_dir: Path) -> DeploymentConfig:
 
 
 @pytest.fixture
-async def supervisor(tmp_path: Path, limits: Limits) -> AsyncIterator[Supervisor]:
+async def supervisor(tmp_path: Path, limits: ConnectionLimits) -> AsyncIterator[Supervisor]:
     run_dir = RunDir.claim(tmp_path / ("a" * 120))
     supervisor = Supervisor(worker_config(run_dir.path), [], run_dir, Status())
     try:
@@ -271,7 +271,7 @@ def answer_on(connection: socket.socket) -> dict[str, Any]:
     return answer
 
 
-@pytest.mark.parametrize("limits", [Limits(idle_seconds=0.2)])
+@pytest.mark.parametrize("limits", [ConnectionLimits(idle_seconds=0.2)])
 async def test_a_silent_connection_is_told_and_closed(supervisor: Supervisor) -> None:
     for half in (b"", b'{"command":'):
         assert "none came within 0.2 s" in (await asyncio.to_thread(say, supervisor, half))["refused"]

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tests.support.clock import Clock
 from trtllm_disagg.deployment.managed_process import ManagedProcess, State
-from trtllm_disagg.deployment.plan import ProcessSpec, Role
+from trtllm_disagg.deployment.plan import ProcessRole, ProcessSpec
 from trtllm_disagg.deployment.status import SILENCE_SECONDS, PlainStatus, process_table, what_it_does
 from trtllm_disagg.processes.activity import ACTIVITY_VARIABLE, FileReporter
 
@@ -23,7 +23,7 @@ class Told:
 
     def __init__(self, directory: Path, name: str, state: State) -> None:
         file = directory / f"{name}.activity"
-        role: Role = "frontend" if name == "frontend" else "decode"
+        role: ProcessRole = "frontend" if name == "frontend" else "decode"
         self.process = ManagedProcess(
             ProcessSpec(name, role, ("true",), {ACTIVITY_VARIABLE: str(file)}), directory / f"{name}.log"
         )
@@ -45,10 +45,10 @@ def test_without_a_terminal_each_new_activity_is_one_line_and_a_share_that_grows
     for percent in (1, 43):
         clock.now += 1
         decode.reporter.tell("loading weights", percent=percent)
-        status.look([decode.process])
+        status.update([decode.process])
     clock.now += 1
     decode.reporter.tell("warming up")
-    status.look([decode.process])
+    status.update([decode.process])
 
     assert stream.getvalue().splitlines() == [
         "[   1.0s] decode-0 pid=0 starting: loading weights",
@@ -64,12 +64,12 @@ def test_without_a_terminal_a_silence_ends_after_10_s_with_what_is_waited_for(
     frontend, ready = Told(tmp_path, "frontend", "starting"), Told(tmp_path, "decode-1", "ready")
     processes = [frontend.process, decode.process, ready.process]
     decode.reporter.tell("loading weights", percent=43)
-    status.look(processes)
+    status.update(processes)
 
     clock.now += SILENCE_SECONDS - 0.1
-    status.look(processes)
+    status.update(processes)
     clock.now += 0.1
-    status.look(processes)
+    status.update(processes)
 
     assert stream.getvalue().splitlines()[2:] == [
         "[  10.0s] waiting for frontend (waits for a worker that registers the model), "
@@ -85,7 +85,7 @@ def test_while_it_serves_nothing_is_written_without_a_terminal(tmp_path: Path) -
     for requests in range(3):
         clock.now += SILENCE_SECONDS
         ready.reporter.tell("serving", requests=requests)
-        status.look([ready.process])
+        status.update([ready.process])
 
     assert stream.getvalue() == ""
 

@@ -79,7 +79,7 @@ async def test_the_watch_goes_on_when_discovery_cannot_be_told(caplog: pytest.Lo
         for count in (1, 2):
             clock.gap = 20.0
             await until(lambda: len(thaws) == count)  # noqa: B023
-    assert "start it again" in caplog.text
+    assert "restart it" in caplog.text
 
 
 async def test_what_is_told_again_is_what_was_there() -> None:

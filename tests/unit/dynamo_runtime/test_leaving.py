@@ -163,7 +163,7 @@ async def test_an_engine_that_tells_in_steps_only_is_given_one_when_its_worker_l
     """Decode has the KV; without a request TensorRT-LLM says so to no reader, and this would last for the lease."""
     async with stages() as engines:
         place, engine = Place(), engines[Role.PREFILL]
-        await until(lambda: engine.handoffs.is_told)
+        await until(lambda: engine.handoffs.has_statistics)
         assert engine.handoffs.count() == 1
         leaving(place, WorkerDrain(), engine).leave("it was told to stop")
         async with asyncio.timeout(10):

@@ -14,7 +14,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.handling import request
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.dynamo_runtime.request_metrics import EngineRequestMetrics, FrontRequests, RequestMetrics
+from trtllm_disagg.dynamo_runtime.request_metrics import (
+    EngineRequestMetrics,
+    FrontendRequests,
+    RequestMetrics,
+)
 from trtllm_disagg.embedded.api.perf_metrics import FINISHED_REASON, MetricNames
 from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.handlers.trace import KV_TRANSFER_BYTES, KV_TRANSFER_MS, RequestEnd
@@ -179,7 +183,7 @@ class Page:
 @pytest.mark.parametrize(("role", "component"), [(Role.PREFILL, "prefill"), (Role.DECODE, "backend")])
 def test_a_first_stage_shows_frontends_requests_by_its_role(role: Role, component: str) -> None:
     config = WorkerConfig(model="m", role=role, strategy=f"{role}_first")
-    metrics, page = FrontRequests(config, 255), Page()
+    metrics, page = FrontendRequests(config, 255), Page()
     metrics.expose(page)
     metrics.ended(end(whole(), 0.1))
     metrics.ended(end(phase("decode"), 0.1))

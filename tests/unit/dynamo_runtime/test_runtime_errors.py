@@ -21,6 +21,7 @@ from trtllm_disagg.dynamo_runtime import (
     DynamoDirectory,
     Runtime,
     as_dynamo_handler,
+    discovery,
     from_dynamo,
     handler,
     refuse_control,
@@ -43,6 +44,7 @@ from trtllm_disagg.errors import (
 from trtllm_disagg.handlers.remote import NoStage
 from trtllm_disagg.handlers.select import InFlight, RoundRobin, SelectedStage
 from trtllm_disagg.handlers.services import build_generate
+from trtllm_disagg.kv_transfer.listener import RateLimitedLog
 from trtllm_disagg.testing.recording import LLM, Script
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
@@ -96,6 +98,27 @@ def test_a_connection_that_timed_out_is_a_peer_that_is_gone() -> None:
     error = from_dynamo(ValueError("DeadlineExceeded: TCP connect to 127.0.0.1:9 timed out"))
     assert type(error) is PeerUnavailableError
     assert "timed out" in str(error)
+
+
+async def test_overload_errors_are_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    handler = as_dynamo_handler(failing(OverloadedError("the prefill queue is full")), dict)
+    for _ in range(3):
+        with pytest.raises(dynamo_errors.HttpError):
+            await anext(handler(raw_request(), FakeContext()))
+    assert caplog.text.count("OverloadedError: the prefill queue is full") == 1
+
+
+class SilentClient:
+    async def direct(self, request: object, instance_id: int) -> object:
+        raise ConnectionError("reset")
+
+
+async def test_an_instance_that_does_not_describe_itself_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(discovery, "_warn", RateLimitedLog(discovery.log))
+    assert await discovery.described(SilentClient(), 0xAB) is None
+    assert "instance ab did not describe itself: ConnectionError: reset" in caplog.text
 
 
 @crossings

@@ -422,7 +422,7 @@ async def test_a_prefill_that_the_frontend_never_follows_up_is_counted_until_its
 
 # -- a dead engine, and one that is stuck
 
-TIMES = HealthTimes(between=0.02, check=0.2, hear=0.2, shutdown=0.2, shutdown_dead=0.05)
+TIMES = HealthTimes(between=0.02, check=0.2, handle=0.2, shutdown=0.2, shutdown_dead=0.05)
 
 
 async def told(engine: Engine, times: HealthTimes = TIMES) -> str:

@@ -125,7 +125,7 @@ async def test_an_up_that_is_frozen_costs_a_look_its_deadline_also_when_its_sock
     monkeypatch.setattr(eyes_module, "ANSWER_SECONDS", 0.1)
     run_dir = RunDir.claim(tmp_path / "run")
     with socket.socket(socket.AF_UNIX) as up:
-        up.bind(str(run_dir.path / "orders.sock"))
+        up.bind(str(run_dir.path / "commands.sock"))
         up.listen(1)
         eyes = OfRunDir(run_dir.path)
         for _ in range(5):

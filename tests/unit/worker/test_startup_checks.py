@@ -25,18 +25,18 @@ class LateDirectory:
     async def second_stage(self, endpoint_id: str) -> Describes | None:
         raise AssertionError(f"a second stage at {endpoint_id}")
 
-    async def partners(self, endpoint_id: str) -> list[dict[str, Any]]:
+    async def peer_descriptions(self, endpoint_id: str) -> list[dict[str, Any]]:
         return []
 
 
 class Directory(LateDirectory):
     """Workers of the other role."""
 
-    def __init__(self, *partners: dict[str, Any]) -> None:
-        self._partners = list(partners)
+    def __init__(self, *peers: dict[str, Any]) -> None:
+        self._peers = list(peers)
 
-    async def partners(self, endpoint_id: str) -> list[dict[str, Any]]:
-        return self._partners
+    async def peer_descriptions(self, endpoint_id: str) -> list[dict[str, Any]]:
+        return self._peers
 
 
 def checks(*others: dict[str, Any]) -> StartupChecks:
@@ -50,7 +50,7 @@ def checks(*others: dict[str, Any]) -> StartupChecks:
     return StartupChecks(CONFIG, ModelNameGuard(IDENTITY, 5, {PLACE}, look), LateDirectory())
 
 
-async def test_a_partner_that_is_listed_with_this_worker_is_compared_though_its_watch_is_late() -> None:
+async def test_a_peer_that_is_listed_with_this_worker_is_compared_though_its_watch_is_late() -> None:
     with pytest.raises(ConfigError, match="tokens_per_block"):
         await checks(described("prefill", block_size=64)).before_registering(described("decode"))
 
@@ -65,45 +65,45 @@ SWITCHED = described("prefill", strategy="decode_first") | {"strategy": "prefill
 STARTED_SO = described("prefill", strategy="prefill_first")
 
 
-def starting(*partners: dict[str, Any], **settings: Any) -> tuple[StartupChecks, dict[str, Any]]:
+def starting(*peers: dict[str, Any], **settings: Any) -> tuple[StartupChecks, dict[str, Any]]:
     """A decode worker under decode_first, and its description."""
     config = replace(CONFIG, **settings)
-    me = described("decode", **settings)
+    own = described("decode", **settings)
 
     async def look() -> list[DescribedInstance]:
-        return [DescribedInstance(PLACE, 5 + i, each) for i, each in enumerate([me, *partners])]
+        return [DescribedInstance(PLACE, 5 + i, each) for i, each in enumerate([own, *peers])]
 
-    return StartupChecks(config, ModelNameGuard(IDENTITY, 5, {PLACE}, look), Directory(*partners)), me
+    return StartupChecks(config, ModelNameGuard(IDENTITY, 5, {PLACE}, look), Directory(*peers)), own
 
 
-@pytest.mark.parametrize("partners", [[SWITCHED], [STARTED_SO, SWITCHED]])
+@pytest.mark.parametrize("peers", [[SWITCHED], [STARTED_SO, SWITCHED]])
 async def test_a_worker_runs_what_the_others_were_switched_to_while_it_loaded(
-    partners: list[dict[str, Any]],
+    peers: list[dict[str, Any]],
 ) -> None:
-    starts, me = starting(*partners)
-    assert await starts.before_listing(me)
-    assert await starts.before_registering(me) == "prefill_first"
+    starts, own = starting(*peers)
+    assert await starts.before_listing(own)
+    assert await starts.before_registering(own) == "prefill_first"
 
 
 async def test_in_the_middle_of_a_switch_it_keeps_its_own_strategy_until_it_is_told() -> None:
-    starts, me = starting(SWITCHED, described("prefill"))
-    assert await starts.before_listing(me)
-    assert await starts.before_registering(me) == "decode_first"
+    starts, own = starting(SWITCHED, described("prefill"))
+    assert await starts.before_listing(own)
+    assert await starts.before_registering(own) == "decode_first"
 
 
 async def test_another_strategy_without_a_switch_is_refused() -> None:
-    starts, me = starting(STARTED_SO)
+    starts, own = starting(STARTED_SO)
     with pytest.raises(ConfigError, match="--disaggregation-strategy"):
-        await starts.before_listing(me)
+        await starts.before_listing(own)
 
 
 async def test_with_an_endpoint_of_its_own_it_is_refused_as_a_switch_would_be() -> None:
-    starts, me = starting(SWITCHED, next_endpoint="dyn://dynamo.elsewhere.generate")
+    starts, own = starting(SWITCHED, next_endpoint="dyn://dynamo.elsewhere.generate")
     with pytest.raises(ConfigError, match="--disaggregation-strategy"):
-        await starts.before_listing(me)
+        await starts.before_listing(own)
 
 
 async def test_what_else_does_not_fit_is_refused_also_after_a_switch() -> None:
-    starts, me = starting(SWITCHED | {"block_size": 64})
+    starts, own = starting(SWITCHED | {"block_size": 64})
     with pytest.raises(ConfigError, match="tokens_per_block"):
-        await starts.before_listing(me)
+        await starts.before_listing(own)

@@ -128,6 +128,22 @@ async def test_a_settled_worker_stays_and_the_other_one_is_refused() -> None:
     assert mine.described()["settled"] is False
 
 
+async def test_a_conflict_that_lasts_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("trtllm_disagg.worker.startup_checks._VISIBLE_SECONDS", 0.0)
+    other = DescribedInstance(PLACE, 9, said(replace(MINE, weights="bbbb"), settled=False))
+    listed = iter([[other], [other], [other], []])
+
+    async def look() -> list[DescribedInstance]:
+        await asyncio.sleep(0.001)
+        return next(listed)
+
+    await ModelNameGuard(MINE, 5, {PLACE}, look, poll_seconds=0).confirm()
+    assert caplog.text.count("waiting for a worker to end") == 1
+    assert "hash bbbb" in caplog.text
+
+
 class Place:
     """Where workers that start together list themselves, look, and leave when they are refused. Whatever takes time
     takes as many turns of the loop as `chance` says.

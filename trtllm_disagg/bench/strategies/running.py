@@ -37,7 +37,7 @@ from trtllm_disagg.bench.strategies.workloads import Ask, Traffic
 from trtllm_disagg.config.thresholds import ADMISSION
 from trtllm_disagg.config.worker_config import flag_of
 from trtllm_disagg.deployment import DeploymentConfig, running_deployment
-from trtllm_disagg.deployment.plan import Role
+from trtllm_disagg.deployment.plan import ProcessRole
 from trtllm_disagg.deployment.run_dir import scratch_directory
 from trtllm_disagg.deployment.up_command import default_name
 from trtllm_disagg.modelled.factors import Factors
@@ -104,7 +104,7 @@ class Deployments:
         place = self._place(key)
         place.mkdir(parents=True, exist_ok=True)
         Factors(sensitivity.prefill_factor, sensitivity.decode_factor).write(place / _FACTORS)
-        configs: dict[Role, Path] = {}
+        configs: dict[ProcessRole, Path] = {}
         for role in spec_of(arm.strategy).roles:
             file = place / f"{role}.yaml"
             file.write_text(yaml.safe_dump(self.engines.for_point(role, place / _FACTORS, scale)))
