@@ -17,7 +17,7 @@ _BYTES = [token.to_bytes(4, "little") for token in range(FIRST_TOKEN + NUM_TOKEN
 
 
 def checksum(tokens: Sequence[int], index: int = 0) -> int:
-    """The checksum of a prompt, for the choice `index`."""
+    """Checksum of a prompt, for the choice `index`."""
     return zlib.crc32(array("I", tokens), index * 101)
 
 

@@ -1,6 +1,6 @@
-"""Which peers an engine talks to, and how the two ends of a connection make sure of each other.
+"""Which peers an engine connects to, and how the two ends of a connection authenticate each other.
 
-On one host: a Unix socket, and the kernel's word that the other end runs as the same user. Between hosts: TLS with
+On one host: a Unix socket, and the kernel's statement that the other end runs as the same user. Between hosts: TLS with
 one shared key (`shared_key.py`).
 """
 
@@ -24,11 +24,11 @@ KEY_FILE_VARIABLE = "TRTLLM_DISAGG_TRANSFER_KEY_FILE"
 
 
 class PeerGoneError(KvTransferError):
-    """Nothing listens at the endpoint any more: the process that did has ended."""
+    """Nothing listens at the endpoint any more: the peer's process has ended."""
 
 
 class PeerAuthentication(Protocol):
-    """Both ends of the connections between engines. What is not a peer is refused with an OSError."""
+    """Both ends of the connections between engines. A connection that is not a peer's is refused with an OSError."""
 
     scheme: str
 
@@ -37,13 +37,13 @@ class PeerAuthentication(Protocol):
         ...
 
     def screen(self, connection: socket.socket) -> tuple[socket.socket, str]:
-        """Of a connection that was just accepted, at once: what to talk through, and the peer's name in limits and
-        logs, the same for all of its connections where that can be known.
+        """For an accepted connection, without waiting: the socket to use, and the peer's name in limits and logs, which
+        is the same for all of its connections where that can be known.
         """
         ...
 
     def greet(self, connection: socket.socket) -> None:
-        """The rest of the way in; it may take as long as the connection's timeout."""
+        """Finish the authentication, within the connection's timeout."""
         ...
 
     def connect(self, endpoint: str, timeout: float) -> socket.socket:
@@ -67,7 +67,7 @@ class SameUserAuthentication:
         return connection, f"pid {require_same_user(connection).pid}"
 
     def greet(self, connection: socket.socket) -> None:
-        """The kernel has said it all."""
+        """Nothing to do: `screen` has authenticated the peer."""
 
     def connect(self, endpoint: str, timeout: float) -> socket.socket:
         place = split_endpoint(endpoint)
@@ -82,7 +82,7 @@ class SameUserAuthentication:
             connection.connect(_address(*place))
             require_same_user(connection)
         except PermissionError as error:
-            # Names are freed with their process, so the peer has ended, and another user has taken its name since.
+            # The kernel frees a name with its process: the peer has ended, and another user's process has the name now.
             connection.close()
             raise PeerGoneError(f"the peer's control channel {endpoint}: {error}") from error
         except BaseException:
@@ -97,7 +97,7 @@ def _address(name: str, number: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class OneHost:
-    """Nothing listens on a network."""
+    """KV moves on this host only, and nothing listens on a network."""
 
     def authentication(self) -> PeerAuthentication:
         return SameUserAuthentication()
@@ -105,7 +105,7 @@ class OneHost:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    #: Of this machine; only there is listened.
+    #: Address of this machine; the engine listens only there.
     host: str
     key: bytes = field(repr=False)
 
@@ -117,7 +117,7 @@ TransferScope = OneHost | Network
 
 
 def choose_scope(host: str, key_file: Path | None) -> TransferScope:
-    """`host` is a loopback address for one host. Raises ConfigError for another one without a key that is fit."""
+    """`host` is a loopback address for one host. Raises ConfigError for another address without a usable key."""
     if _is_loopback(host):
         return OneHost()
     named = key_file or os.environ.get(KEY_FILE_VARIABLE)

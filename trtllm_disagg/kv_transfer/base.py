@@ -19,25 +19,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvTimeouts:
-    """Seconds."""
+    """Time limits in seconds."""
 
-    #: Of a read or a write, of a lease, and of the wait for the other stage.
+    #: For a read or a write, a lease, and the wait for the peer.
     transfer: float = 60.0
-    #: Of one question on the control channel.
+    #: For one message on the control channel and its answer.
     control: float = 5.0
-    #: Between two questions: has a late transfer ended, is the other engine still at its work?
+    #: Between two checks whether a late transfer has ended, and whether the peer still works on the request.
     ask: float = 0.5
-    #: A peer that has not listened for so long is dead. The control channel closes first: by then an engine that
-    #: closes has ended or been killed, so have its ranks, and what they had sent has arrived.
+    #: A peer whose control channel has been closed for this long is dead. An engine closes the channel first: by then
+    #: it and its ranks have ended or been killed, and the bytes that they had sent have arrived.
     dead: float = 15.0
     #: A withdrawal waits this long for a write that has begun.
     stop: float = 1.0
 
 
 class KvLayout(msgspec.Struct, frozen=True):
-    """What two pools must have in common before one may read the other's blocks: the shape, without the number of
-    blocks.
-    """
+    """The properties that two pools must share before one may read the other's blocks; their number is not one."""
 
     model: str
     num_layers: int
@@ -45,7 +43,7 @@ class KvLayout(msgspec.Struct, frozen=True):
     num_kv_heads: int
     head_dim: int
     dtype: str
-    #: Of the pool's dimensions. In another one every number could be the same.
+    #: Order of the pool's dimensions: with another one all numbers could be the same and the bytes differ.
     order: str = "block, layer, k|v, slot, head, dim"
 
     def fingerprint(self) -> bytes:
@@ -53,11 +51,11 @@ class KvLayout(msgspec.Struct, frozen=True):
 
     def require_same(self, other: KvLayout) -> None:
         """Raise HandoffRefusedError with one line per differing field."""
-        mine, theirs = msgspec.structs.asdict(self), msgspec.structs.asdict(other)
+        own, other_fields = msgspec.structs.asdict(self), msgspec.structs.asdict(other)
         differing = [
-            f"{key}: prefill {theirs[key]!r}, decode {mine[key]!r}"
-            for key in mine
-            if mine[key] != theirs[key]
+            f"{key}: prefill {other_fields[key]!r}, decode {own[key]!r}"
+            for key in own
+            if own[key] != other_fields[key]
         ]
         if differing:
             raise HandoffRefusedError("prefill and decode KV do not fit together: " + "; ".join(differing))
@@ -72,13 +70,13 @@ def prompt_digest(prompt: Sequence[int], cache_salt: str) -> bytes:
 
 
 class PeerMetadata(msgspec.Struct, frozen=True):
-    """What a receiver needs to know of a sender, fetched once over the control channel and then kept."""
+    """Properties of an engine that its peers need; a peer fetches them once over the control channel."""
 
     sender: str
     transport: str
     layout: KvLayout
     num_blocks: int
-    #: Only the transport understands it. Of a sender with several ranks: tensor_parallel/transfers.py.
+    #: The transport's own format; for an engine of several ranks see tensor_parallel/transfers.py.
     address: bytes
 
 
@@ -88,7 +86,7 @@ def _never() -> bool:
 
 class ReadTimeoutError(TimeoutError):
     """A read or write did not end in time. `may_land_later`: it may still fill its destination, which must not be
-    used again before `has_ended` says so. That may be asked as often as one likes, on the peer's transfer thread.
+    used again before `has_ended` returns True. `has_ended` may be called repeatedly, on the peer's transfer thread.
     """
 
     def __init__(self, message: str, *, may_land_later: bool, has_ended: Callable[[], bool] = _never) -> None:
@@ -98,7 +96,8 @@ class ReadTimeoutError(TimeoutError):
 
 
 class KvTransport(Protocol):
-    """`read` and `write` block and run on the peer's transfer thread; all else is called by the engine core's thread.
+    """`read` and `write` block and run on the peer's transfer thread; the engine core's thread calls
+    the rest.
 
     The pool is `kv[block, layer, k|v, slot, head, dim]`, so a block is one range of bytes.
     """
@@ -125,18 +124,18 @@ class KvTransport(Protocol):
         ...
 
     def forget(self, peer: PeerMetadata) -> None:
-        """Drop what is cached of a peer."""
+        """Drop what is cached about a peer."""
         ...
 
     def progress(self) -> None:
-        """Give the sender's side a slice of time while a receiver may be connecting."""
+        """Serve peers that connect, read or write, if the transport has no thread for that."""
         ...
 
     def close(self) -> None: ...
 
 
 class StagingTransport(KvTransport, Protocol):
-    """Has a pool, and reads blocks also when they do not fit into it as they are."""
+    """A transport with a pool, which can also read blocks of another size than the pool's."""
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory for the pool that this transport can serve to peers. Zeroed."""
@@ -145,7 +144,7 @@ class StagingTransport(KvTransport, Protocol):
     def fetched(
         self, peer: PeerMetadata, blocks: np.ndarray, block_bytes: int, timeout: float
     ) -> AbstractContextManager[np.ndarray]:
-        """Remote blocks of that size, (blocks, block_bytes) uint8, until the context ends.
+        """Remote blocks of `block_bytes`, as an array (blocks, block_bytes) of uint8, until the context ends.
 
         Raises what `read` raises, but a read that may land late does not land in the pool.
         """
@@ -153,7 +152,7 @@ class StagingTransport(KvTransport, Protocol):
 
 
 def common_runs(remote: np.ndarray, local: np.ndarray) -> list[tuple[int, int]]:
-    """(start, length) of stretches where both id lists grow by one: one copy each."""
+    """(start, length) of each stretch in which both id lists grow by one, so that one copy moves it."""
     breaks = np.flatnonzero((np.diff(remote) != 1) | (np.diff(local) != 1)) + 1
     starts = np.concatenate(([0], breaks)) if len(remote) else np.empty(0, np.int64)
     ends = np.concatenate((breaks, [len(remote)])) if len(remote) else starts

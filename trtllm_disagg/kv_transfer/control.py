@@ -1,12 +1,12 @@
-"""The control channel and the leases that it asks for: hands out an engine's metadata, and says whether a lease holds
-before and after a read.
+"""The control channel and the leases: an engine sends its metadata, and confirms that a lease holds before and after
+a read.
 
-Begin, read, finish: begin refuses a read that would come too late, and gives the lease time for it; finish says
-"held" when the blocks were left alone meanwhile, so that what was read is exactly the leased prompt's KV. Any other
-answer, and the receiver throws it away. A forged, stale or foreign handle reads nothing, and can never put another
+Begin, read, finish: `Begin` refuses a read that would come too late, and extends the lease for the read; `Finish` is
+answered HELD when the blocks were untouched meanwhile, so that the bytes read are exactly the leased prompt's KV. After
+any other answer the receiver discards them. A forged, stale or foreign handle reads nothing, and can never put another
 prompt's KV into an answer.
 
-A lease holds the blocks of a finished prefill: until "done", an explicit release, or its end.
+A lease holds the blocks of a finished prefill: until `Finish`, an explicit release, or its expiry.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ from trtllm_disagg.kv_transfer.messages import (
     FromPrefill,
     GetMetadata,
     Release,
+    Reply,
     Request,
 )
 from trtllm_disagg.processes.framing import UnreadableError, framed, receive_frame
 
 _REMEMBERED = 1024
-#: A client does not trust a connection that it has not used for so long: the server hangs up at `Limits.idle`.
+#: A client closes a connection that it has not used for this long: the server hangs up after `Limits.idle`.
 _STALE_SECONDS = 60.0
-#: What answers which kind of message; it gets the peer's name too.
+#: The handler of each message type; its second argument is the peer's name.
 MessageHandlers = Mapping[type, Callable[[Any, str], bytes]]
 _requests = msgspec.msgpack.Decoder(Request)
 _peer_metadata = msgspec.msgpack.Decoder(PeerMetadata)
@@ -50,7 +51,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 @dataclass(slots=True)
 class Lease:
-    """Blocks that a sender keeps for a receiver: until "done", an explicit release, or the end of the lease."""
+    """Blocks that a sender keeps for a receiver: until `Finish`, an explicit release, or the expiry of the lease."""
 
     id: bytes
     request_id: int
@@ -171,7 +172,7 @@ class LeaseTable:
 
 
 class ControlServer:
-    """The sender's end: answers one message after the other, each peer's on a thread of its own."""
+    """The sender's end: answers one message after the other; each peer has a thread of its own."""
 
     def __init__(
         self,
@@ -190,7 +191,7 @@ class ControlServer:
         self.endpoint = self._listener.endpoint
 
     def start(self, metadata: PeerMetadata, handlers: MessageHandlers | None = None) -> None:
-        """`handlers` answer what is not about leases."""
+        """`handlers` answer the messages that are not about leases."""
         self._metadata = _encoder.encode(metadata)
         self._handlers = handlers or {}
         self._listener.start()
@@ -218,18 +219,18 @@ class ControlServer:
             case GetMetadata():
                 return self._metadata
             case Begin(lease, digest):
-                return b"held" if self._leases.begin(lease, digest) else self._why_not(lease)
+                return Reply.HELD if self._leases.begin(lease, digest) else self._why_not(lease)
             case Finish(lease, digest):
-                return b"held" if self._leases.finish(lease, digest) else self._why_not(lease)
+                return Reply.HELD if self._leases.finish(lease, digest) else self._why_not(lease)
             case Release(lease):
                 self._leases.release(lease)
-                return b"ok"
+                return Reply.OK
             case _:
                 handler = self._handlers.get(type(request))
-                return b"bad" if handler is None else handler(request, peer)
+                return Reply.BAD if handler is None else handler(request, peer)
 
     def _why_not(self, lease: bytes) -> bytes:
-        return b"late" if self._leases.has_ended_early(lease) else b"gone"
+        return Reply.LATE if self._leases.has_ended_early(lease) else Reply.GONE
 
 
 def _decoded(message: bytes) -> Request:
@@ -247,8 +248,8 @@ class _Connection:
 
 
 class ControlClient:
-    """The receiver's end: one question, one answer, a deadline; one connection per endpoint, made again after any
-    failure.
+    """The receiver's end: one question, one answer, a deadline; one connection per endpoint, opened again
+    after any failure.
     """
 
     def __init__(self, authentication: PeerAuthentication) -> None:
@@ -260,13 +261,13 @@ class ControlClient:
         try:
             return _peer_metadata.decode(answer)
         except UNREADABLE as error:
-            raise KvTransferError(f"{endpoint} answered with an unreadable metadata: {error}") from error
+            raise KvTransferError(f"{endpoint} answered with unreadable metadata: {error}") from error
 
     def begin(self, handle: KvHandle, timeout: float) -> bool:
-        """True when the lease holds, and now holds on for a read. Raises as `confirm` does."""
+        """True when the lease holds and was extended for the read. Raises as `finish` does."""
         return self._holds(handle, Begin(handle.lease, handle.digest()), timeout)
 
-    def confirm(self, handle: KvHandle, timeout: float) -> bool:
+    def finish(self, handle: KvHandle, timeout: float) -> bool:
         """True when the lease held from before the read until now. The sender frees its blocks.
 
         False for a handle that is not the lease's. Raises KvTransferError when the lease ended too early.
@@ -276,7 +277,7 @@ class ControlClient:
     def release(self, handle: KvHandle, timeout: float) -> None:
         self._ask(handle.endpoint, Release(handle.lease), timeout)
 
-    def say(self, endpoint: str, message: FromDecode | FromPrefill, timeout: float) -> bytes:
+    def send(self, endpoint: str, message: FromDecode | FromPrefill, timeout: float) -> bytes:
         return self._ask(endpoint, message, timeout)
 
     def drop(self, endpoint: str) -> None:
@@ -289,9 +290,9 @@ class ControlClient:
 
     def _holds(self, handle: KvHandle, question: Begin | Finish, timeout: float) -> bool:
         answer = self._ask(handle.endpoint, question, timeout)
-        if answer == b"late":
+        if answer == Reply.LATE:
             raise KvTransferError(f"the lease of {handle.sender} ended before the KV was read")
-        return answer == b"held"
+        return answer == Reply.HELD
 
     def _ask(self, endpoint: str, question: msgspec.Struct, timeout: float) -> bytes:
         """Raises KvTransferError when no answer comes, PeerGoneError when nothing listens there any more."""
@@ -304,7 +305,7 @@ class ControlClient:
         except KvTransferError:
             self.drop(endpoint)
             raise
-        # ValueError, OverflowError: what the address parser says of a host or port that cannot be.
+        # ValueError, OverflowError: the address parser raises them for an impossible host or port.
         except (OSError, EOFError, ValueError, OverflowError) as error:
             self.drop(endpoint)
             reason = f"no answer within {timeout:.1f} s" if isinstance(error, TimeoutError) else error

@@ -1,8 +1,8 @@
 """The handle inside `DisaggregatedParams.opaque_state`: which engine holds the KV of which prompt, in which blocks.
 
 It comes from the network, so decoding validates and bounds it. It proves nothing by itself: the sender compares it
-with its own lease before the receiver may use what it read (`control.py`). In it, as text, where the sender's control
-channel listens: unix://@NAME:NUMBER on one host, tcp://HOST:PORT between hosts.
+with its own lease before the receiver may use what it read (`control.py`). Its `endpoint` is the sender's control
+channel: unix://@NAME:NUMBER on one host, tcp://HOST:PORT between hosts.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _MAX_LENGTH = 256
 VERSION = 1
 MAX_BLOCKS = 1 << 20
 MAX_BYTES = 16 << 20
-#: What msgspec raises for bytes that are no message. ValueError: a string in them is not UTF-8.
+#: Errors of msgspec for bytes that are not a message. ValueError: a string in them is not UTF-8.
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 Digest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 _encoder = msgspec.msgpack.Encoder()
 
 
 def is_endpoint(text: object) -> bool:
-    """It comes from the network, and is connected to."""
+    """True for a valid endpoint; `text` may come from the network."""
     return isinstance(text, str) and split_endpoint(text) is not None
 
 
@@ -41,8 +41,8 @@ def scheme_of(endpoint: str) -> str:
 
 
 def split_endpoint(text: str) -> tuple[str, int] | None:
-    """(host, port), an IPv6 address without its brackets, a Unix socket's name with its @; None for what is no
-    endpoint.
+    """(host, port), an IPv6 address without its brackets, a Unix socket's name with its @; None for
+    text that is not an endpoint.
     """
     match = _ENDPOINT.fullmatch(text) if len(text) <= _MAX_LENGTH else None
     if match is None or not 0 < int(match[3]) < 1 << 16:
@@ -51,7 +51,7 @@ def split_endpoint(text: str) -> tuple[str, int] | None:
 
 
 def join_endpoint(host: str, port: int) -> str:
-    """The way back from `split_endpoint`."""
+    """The inverse of `split_endpoint`."""
     if host.startswith("@"):
         return f"{UNIX}://{host}:{port}"
     return f"{TCP}://[{host}]:{port}" if ":" in host else f"{TCP}://{host}:{port}"
@@ -70,7 +70,7 @@ class KvHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     blocks: Annotated[
         list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]], msgspec.Meta(max_length=MAX_BLOCKS)
     ]
-    #: The seed that the first token was drawn with; the rest of the answer goes on with it.
+    #: The seed that the first token was drawn with; the rest of the answer uses it too.
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     #: Prompt tokens that prefill found in its own cache (for the answer's usage).
     cached_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 32)] = 0
@@ -79,7 +79,7 @@ class KvHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return _encoder.encode(self)
 
     def digest(self) -> bytes:
-        """What the sender confirms: every field is as it said."""
+        """A hash of all fields, which the sender compares with that of its lease."""
         return hashlib.blake2b(self.encode(), digest_size=16).digest()
 
 

@@ -27,7 +27,7 @@ def huge_page_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor
 
 
 def new_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeroed; on the host in huge pages."""
+    """Zeroed memory on the device; on the CPU in huge pages."""
     if device.type == "cpu":
         return huge_page_tensor(shape, dtype)
     return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Takes connections of peers in, keeps their number within limits, and gives each a thread of its own."""
+"""Accepts connections of peers, keeps their number within limits, and gives each a thread of its own."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _WARNING_SECONDS = 60.0
 
 
 class RateLimitedLog:
-    """For what a stranger can cause as often as it likes: one warning a minute of each kind, with the number of those
-    that were left out. Thread-safe.
+    """For events that any stranger can cause: one warning a minute for each message, with the number of suppressed
+    ones. Thread-safe.
     """
 
     def __init__(self, log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
         self._log = log
         self._clock = clock
         self._lock = threading.Lock()
-        #: By message: when it may be said again, and how often it was not.
+        #: By message: when it may be logged again, and how often it was suppressed.
         self._kinds: dict[str, tuple[float, int]] = {}
 
     def __call__(self, message: str, *details: object) -> None:
@@ -47,18 +47,18 @@ class RateLimitedLog:
 class Limits:
     """Seconds, and numbers of connections. A peer needs one connection."""
 
-    #: Of connections that have been greeted.
+    #: Most authenticated connections.
     connections: int = 512
-    #: Of those that have not shown yet that they may come in. The oldest one makes room.
+    #: Most connections that are not authenticated yet; beyond that the oldest one is closed.
     newcomers: int = 64
     greeting: float = 5.0
     idle: float = 120.0
-    #: From a frame's first byte to its last one; and for an answer to be taken.
+    #: From a frame's first byte to its last one; and for sending an answer.
     frame: float = 10.0
 
 
 class PeerListener:
-    """Peers are served on threads of its own, so that a long engine step delays none of them."""
+    """Serves peers on its own threads, so that a long engine step delays none of them."""
 
     def __init__(
         self,
@@ -67,8 +67,8 @@ class PeerListener:
         name: str,
         limits: Limits,
     ) -> None:
-        """`converse` gets a connection and the peer's name, and talks until it has ended, or raises OSError, EOFError
-        or UnreadableError. Raises ConfigError for a host that cannot be listened on, or not be connected to.
+        """`converse` gets a connection and the peer's name; it serves the peer until the connection ends, or raises
+        OSError, EOFError or UnreadableError. Raises ConfigError for a host that it cannot listen on.
         """
         self._authentication = authentication
         self._converse = converse
@@ -125,7 +125,7 @@ class PeerListener:
             ).start()
 
     def _make_room(self, newcomer: socket.socket) -> None:
-        """A flood of connections that say nothing must not keep a peer out."""
+        """Close the oldest unauthenticated connection of too many, so that a flood of them keeps no peer out."""
         with self._lock:
             self._newcomers[newcomer] = None
             too_many = len(self._newcomers) > self._limits.newcomers
@@ -142,11 +142,11 @@ class PeerListener:
         try:
             connection.settimeout(self._limits.greeting)
             self._authentication.greet(connection)
-            if self._let_in(connection):
+            if self._admit(connection):
                 self._converse(connection, peer)
         except UnreadableError as error:
             self._warn("%s: hung up on %s: %s", self._name, peer, error)
-        # ValueError: what ssl says of a socket that was closed.
+        # ValueError: ssl raises it for a socket that was closed.
         except (OSError, EOFError, ValueError) as error:
             log.debug("%s: %s: %s", self._name, peer, error)
         finally:
@@ -155,7 +155,7 @@ class PeerListener:
                 self._newcomers.pop(connection, None)
                 self._connections.discard(connection)
 
-    def _let_in(self, connection: socket.socket) -> bool:
+    def _admit(self, connection: socket.socket) -> bool:
         with self._lock:
             self._newcomers.pop(connection, None)
             has_room = len(self._connections) < self._limits.connections
@@ -168,13 +168,13 @@ class PeerListener:
 
 def _hang_up(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        # Also of a connection that is in a TLS handshake; the thread that talks through it closes it.
+        # Works during a TLS handshake too; the connection's own thread closes it.
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 def receive_message(connection: socket.socket, limits: Limits) -> bytes | None:
-    """The next frame, within `idle` and `frame` seconds; None when the peer has hung up. The connection then gives an
-    answer `frame` seconds to be taken.
+    """The next frame, within `idle` and `frame` seconds; None when the peer has hung up. The answer then
+    has `frame` seconds to be sent.
     """
     connection.settimeout(limits.idle)
     first = connection.recv(1)

@@ -1,13 +1,14 @@
-"""What two engines say to each other on the control channel.
+"""The messages that two engines exchange on the control channel.
 
 CONTEXT_FIRST: decode begins, reads and finishes under prefill's lease. GENERATION_FIRST: decode allocates its blocks
-and offers them; prefill writes into them and gives notice. All of it comes from the network, so decoding validates and
-bounds it.
+and offers them; prefill writes into them and sends a notice. All messages come from the network, so decoding validates
+and bounds them.
 """
 
 from __future__ import annotations
 
 import secrets
+from enum import Enum
 from typing import Annotated
 
 import msgspec
@@ -23,19 +24,43 @@ MAX_OFFER_SECONDS = 3600.0
 _Logprobs = Annotated[list[tuple[int, float, int]], msgspec.Meta(max_length=1 << 16)]
 
 
+class Reply(bytes, Enum):
+    """The one-word answers; only GetMetadata and Watch are answered with data."""
+
+    OK = b"ok"
+    #: The lease, or the offer, still holds.
+    HELD = b"held"
+    GONE = b"gone"
+    #: The lease has expired, or was given back.
+    LATE = b"late"
+    #: The engine has no handler for this message.
+    BAD = b"bad"
+    #: Another engine than the one that the offer names.
+    STRANGER = b"stranger"
+    UNFIT = b"unfit"
+    WITHDRAWN = b"withdrawn"
+    #: Of an offer: one with this disagg_request_id is there. Of a notice or a failure: decode has accepted it.
+    TAKEN = b"taken"
+    FULL = b"full"
+    #: Prefill has abandoned the request.
+    ABANDONED = b"left"
+    STOPPED = b"stopped"
+    BUSY = b"busy"
+
+
 class GetMetadata(msgspec.Struct, tag="card"):
-    """Answered with the engine's PeerMetadata."""
+    """Decode or prefill asks for the other engine's PeerMetadata."""
 
 
 class Begin(msgspec.Struct, tag="begin"):
-    """Decode to prefill: I am about to read. "held" when I may; "late" when the lease has expired; else "gone"."""
+    """Decode to prefill: I am about to read. Answered HELD when I may; LATE when the lease has expired; else GONE."""
 
     lease: bytes
     digest: bytes
 
 
 class Finish(msgspec.Struct, tag="finish"):
-    """Decode to prefill: I have read. Answered as Begin; the blocks are prefill's again."""
+    """Decode to prefill: I have read. Answered like Begin; the blocks are prefill's again."""
 
     lease: bytes
     digest: bytes
@@ -52,9 +77,9 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="offer"
 
     #: `disagg_request_id`, the same in both requests.
     request: RequestId
-    #: Only an engine that has seen the offer can answer for it.
+    #: A secret: only an engine that has received the offer can answer for it.
     ticket: Digest
-    #: The prefill engine that is meant; a restarted one has another name.
+    #: Name of the prefill engine; a restarted one has another name.
     prefill: Name
     decode: Name
     #: Decode's control channel.
@@ -64,12 +89,12 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="offer"
     #: The prompt's blocks, in order. The first `num_known` hold their KV already.
     blocks: Annotated[list[_Block], msgspec.Meta(min_length=1, max_length=MAX_BLOCKS)]
     num_known: Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCKS)]
-    #: How long decode waits for notice, and prefill for the request.
+    #: How long decode waits for the notice, and prefill for the request.
     seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_OFFER_SECONDS)]
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
-    """Decode to prefill: I have given up. Answered "stopped" once nothing can be written any more."""
+    """Decode to prefill: I have given up. Answered STOPPED once nothing can be written any more, BUSY before."""
 
     prefill: Name
     request: RequestId
@@ -77,7 +102,7 @@ class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
 
 
 class Watch(msgspec.Struct, frozen=True, tag="watch"):
-    """Decode to prefill: are you still at these? Answered with the tickets that it is not at."""
+    """Decode to prefill: do you still work on these? Answered with the tickets that prefill does not work on."""
 
     prefill: Name
     tickets: Annotated[list[Digest], msgspec.Meta(max_length=1 << 14)]
@@ -106,7 +131,7 @@ class Failure(msgspec.Struct, frozen=True, tag="failure"):
 
 
 class StillOffered(msgspec.Struct, frozen=True, tag="still-offered"):
-    """Prefill to decode: was everything that I have read of your known blocks untouched until now?"""
+    """Prefill to decode: were your known blocks, which I have read, unchanged until now? Answered HELD or GONE."""
 
     ticket: Digest
 

@@ -47,14 +47,14 @@ Operation = Literal["READ", "WRITE"]
 
 
 def ucx_error_mode(scope: TransferScope) -> str:
-    """Without tcp UCX offers none but `none`: a read of a dead peer is an error all the same, and a read by CMA has
-    ended when it returns.
+    """UCX's error handling mode. Without tcp UCX has `none` only; a read of a dead peer fails all the same, and a read
+    by CMA has ended when it returns.
     """
     return "none" if isinstance(scope, OneHost) else "peer"
 
 
 def ucx_settings(scope: TransferScope, device: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """UCX's variables. The user's own go first, except for what would open this host's memory to other users."""
+    """UCX's variables. The user's own values win, unless they would open this host's memory to other users."""
     tuning = {name: environ.get(name, value) for name, value in _TUNING.items()}
     chosen = environ.get("UCX_TLS")
     if isinstance(scope, OneHost):
@@ -69,13 +69,13 @@ def ucx_settings(scope: TransferScope, device: str, environ: Mapping[str, str]) 
     if chosen is not None:
         return tuning
     between = {"UCX_NET_DEVICES": device_name} if (device_name := _device_of(scope.host)) else {}
-    # What a GPU's memory takes, UCX chooses best by itself.
+    # For a GPU's memory UCX itself chooses best.
     return tuning | between | ({"UCX_TLS": "cma,tcp"} if device == "cpu" else {})
 
 
 @contextlib.contextmanager
 def ucx_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """UCX reads its variables when an agent is made."""
+    """Set the variables while an agent is made, which is when UCX reads them."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -89,7 +89,7 @@ def ucx_environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _device_of(host: str) -> str:
-    """The network device that has this address; empty when it cannot be told."""
+    """The network device that has this address; empty when there is none."""
     try:
         wanted = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
     except OSError:
@@ -101,11 +101,11 @@ def _device_of(host: str) -> str:
 
 
 class NixlAddress(msgspec.Struct, frozen=True):
-    """Where a peer's pool is: `PeerMetadata.address` of this transport."""
+    """`PeerMetadata.address` of this transport: where a peer's pool is."""
 
     base: int
     metadata: bytes
-    #: On one host, where UCX knows the peer by its process id, whatever process has that now.
+    #: Set on one host, where UCX finds the peer by its process id, even if another process has that id now.
     process: ProcessMark | None
 
     def require_running(self, peer: PeerMetadata) -> None:
@@ -140,7 +140,7 @@ class NixlTransport:
     name = "NIXL"
 
     def __init__(self, scope: TransferScope, new_agent: Callable[[str, Any], Any] | None = None) -> None:
-        """`new_agent`: makes what is used as NIXL's `nixl_agent`, of a name and a configuration."""
+        """`new_agent` makes a stand-in for NIXL's `nixl_agent` from a name and a configuration."""
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # read when the first agent is made
         # Import errors are the caller's to handle: DEFAULT falls back to shared memory, NIXL does not.
         from nixl_cu12 import _api
@@ -155,9 +155,9 @@ class NixlTransport:
         self._local: Any = None
         self._remotes: dict[str, _Remote] = {}
         self._lock = threading.Lock()
-        #: Memory beside the pool that no read uses now.
+        #: Buffers outside the pool that no read uses now.
         self._free: list[_Buffer] = []
-        #: That of reads that timed out: they may still land there.
+        #: Buffers of reads that timed out and may still fill them.
         self._lost: list[_Buffer] = []
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -370,8 +370,8 @@ class NixlTransport:
 
 
 class _LateTransfer:
-    """One that took too long, and is not let go of: only its handle can tell when it has ended. Released while it is
-    under way, it would land all the same, at a time that nothing tells.
+    """A transfer that timed out. Its handle is kept, because only the handle shows when the transfer has ended; if it
+    were released earlier, the bytes would still land, at an unknown time.
     """
 
     def __init__(self, agent: Any, handle: Any) -> None:
@@ -380,7 +380,7 @@ class _LateTransfer:
         self._has_ended = False
 
     def has_ended(self) -> bool:
-        """True once every byte is there. One that ended badly has not: some of it may still be on its way."""
+        """True once every byte is there. A transfer that failed has not ended: some bytes may still be on their way."""
         # NIXL raises for a peer that is gone.
         with contextlib.suppress(Exception):
             if not self._has_ended and self._agent.check_xfer_state(self._handle) == "DONE":

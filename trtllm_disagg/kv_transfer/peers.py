@@ -1,6 +1,6 @@
-"""What an engine keeps of its peers: their metadata, a thread for each, and transfers with them that are late.
+"""What an engine keeps for each peer: its metadata, a thread, and its late transfers.
 
-Transfers in all directions go by `Peers`: it knows the other end, and says how each has ended.
+Transfers in all directions use `Peers`, which loads the peer's metadata and reports how each transfer has ended.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _BUSY_SECONDS = 0.001
 _IDLE_SECONDS = 0.02
 
 
-def taken(arrivals: queue.SimpleQueue[T]) -> list[T]:
-    """All that is in the queue now."""
+def take_all(arrivals: queue.SimpleQueue[T]) -> list[T]:
+    """Empty the queue without waiting; return its items."""
     found: list[T] = []
     with contextlib.suppress(queue.Empty):
         while True:
@@ -41,10 +41,12 @@ def taken(arrivals: queue.SimpleQueue[T]) -> list[T]:
 
 
 class PeerMetadataCache:
-    """By endpoint; loaded at the first contact, dropped when the peer is lost or restarted. Used on its worker."""
+    """Peers' metadata by endpoint; loaded at the first contact, dropped when the peer is lost or has restarted. Used on
+    the peer's worker thread.
+    """
 
     def __init__(self, client: ControlClient, check: Callable[[PeerMetadata], None], seconds: float) -> None:
-        """`check` raises a DisaggError for a peer with KV that does not fit ours; `seconds`: of one question."""
+        """`check` raises a DisaggError for a peer with KV that does not fit ours; `seconds`: timeout of a load."""
         self._client = client
         self._check = check
         self._seconds = seconds
@@ -53,11 +55,11 @@ class PeerMetadataCache:
         self.loads = 0
 
     def of(self, endpoint: str) -> PeerMetadata:
-        """Of the engine that is, or was last seen, at this endpoint."""
+        """The metadata of the engine that is, or was last seen, at this endpoint."""
         return self.known.get(endpoint) or self._load(endpoint)
 
     def of_sender(self, endpoint: str, name: str) -> PeerMetadata:
-        """Raises KvTransferError when another engine is at the endpoint now."""
+        """The metadata of the engine `name`. Raises KvTransferError when another engine is at the endpoint now."""
         metadata = self.known.get(endpoint)
         if metadata is None or metadata.sender != name:
             metadata = self._load(endpoint)
@@ -77,7 +79,7 @@ class PeerMetadataCache:
 
 
 class PeerWorkers:
-    """One thread a peer, one thing at a time: a peer that stalls delays no other peer's transfers."""
+    """One thread per peer runs its work in order: a peer that stalls delays no other peer's transfers."""
 
     def __init__(self) -> None:
         self._workers: dict[str, ThreadPoolExecutor] = {}
@@ -88,7 +90,7 @@ class PeerWorkers:
         self._closed = False
 
     def submit(self, endpoint: str, work: Callable[..., None], *args: Any) -> None:
-        """From any thread. Nothing happens after `close`."""
+        """Callable from any thread. After `close` the work is dropped."""
         with self._lock:
             if not self._closed:
                 key = self._place_for(endpoint)
@@ -96,7 +98,7 @@ class PeerWorkers:
                 self._workers[key].submit(work, *args).add_done_callback(lambda _: self._done(key))
 
     def close(self) -> None:
-        """What has begun ends; what waits is dropped."""
+        """Wait for running work; drop the work that has not begun."""
         with self._lock:
             self._closed = True
             workers = list(self._workers.values())
@@ -106,8 +108,8 @@ class PeerWorkers:
             worker.shutdown(wait=True)
 
     def _place_for(self, endpoint: str) -> str:
-        """The peer's worker. When there are too many (restarts, forgeries), those with nothing to do end; where all
-        are busy, the last one is shared by all others.
+        """The key of the peer's thread. When there are too many peers (restarts, forgeries), idle threads end; when all
+        are busy, one thread is shared by all further peers.
         """
         if endpoint not in self._workers and len(self._workers) >= _MAX_WORKERS - 1:
             for idle in [key for key in self._workers if not self._pending[key]]:
@@ -130,24 +132,23 @@ class LateTransfer:
     """A transfer that was given up while it may still touch blocks of this engine."""
 
     endpoint: str
-    #: Asked on the peer's worker, again and again until it is true: then no byte of it can land any more.
+    #: Called on the peer's worker, repeatedly until it returns True: then no byte of the transfer can land any more.
     has_ended: Callable[[], bool]
-    #: Ended. False: its peer could not say so when it was first asked.
     ended: bool = False
 
 
 class LateTransfers:
-    """Every late transfer of the engine, in whatever direction. Each is asked after at once, and then from time to
-    time, until it has ended.
+    """Every late transfer of the engine, in either direction. Each is checked at once, and then every `seconds`, until
+    it has ended.
     """
 
     def __init__(self, workers: PeerWorkers, on_news: Callable[[], None], seconds: float) -> None:
-        """`seconds` pass between two questions."""
+        """`seconds` pass between two checks."""
         self._workers = workers
         self._on_news = on_news
         self._seconds = seconds
         self._lock = threading.Lock()
-        #: Those that have not ended: is a question under way?
+        #: Transfers that have not ended; the value: a check is under way.
         self._late: dict[LateTransfer, bool] = {}
         self._doubted: set[LateTransfer] = set()
         self._news: queue.SimpleQueue[LateTransfer] = queue.SimpleQueue()
@@ -166,8 +167,8 @@ class LateTransfers:
             self._thread.start()
 
     def take_news(self) -> list[LateTransfer]:
-        """Those that have ended; and, once each, those of which the first answer was no."""
-        return taken(self._news)
+        """Transfers that have ended since the last call; and, once each, those still running at their first check."""
+        return take_all(self._news)
 
     def close(self) -> None:
         self._closed.set()
@@ -206,13 +207,13 @@ class LateTransfers:
 
 
 class DeathWatch:
-    """Has the process at an endpoint ended, and with it the bytes that it sends? Asked on the peer's worker."""
+    """Decides whether the process at an endpoint has ended, and can send no more bytes. Used on the peer's worker."""
 
     def __init__(self, client: ControlClient, endpoint: str, timeouts: KvTimeouts) -> None:
         self._client = client
         self._endpoint = endpoint
         self._timeouts = timeouts
-        #: When it was first missed, and never reached since.
+        #: When the endpoint first refused a connection, if it has refused all since.
         self._gone_since: float | None = None
 
     def is_dead(self) -> bool:
@@ -230,7 +231,7 @@ class DeathWatch:
 
 
 class Outcome(NamedTuple):
-    """How a transfer has ended. With an error, part of it may still land in blocks that it writes into."""
+    """How a transfer has ended. `late`: the failed transfer may still write into its destination blocks."""
 
     error: DisaggError | None = None
     late: LateTransfer | None = None
@@ -240,7 +241,7 @@ SUCCESS = Outcome()
 
 
 class Peers:
-    """All that transfers share, in whatever direction. `peer_with`, `attempt` and `say` are for the peer's worker."""
+    """What transfers share in either direction. `peer_with`, `attempt` and `send` run on the peer's worker."""
 
     def __init__(
         self,
@@ -251,7 +252,7 @@ class Peers:
         timeouts: KvTimeouts,
         on_news: Callable[[], None],
     ) -> None:
-        """`on_news` is called from other threads when `late.take_news` has something to say."""
+        """`on_news` is called from other threads when `late.take_news` has new entries."""
         self.transport = transport
         self.layout = layout
         self.timeouts = timeouts
@@ -261,8 +262,8 @@ class Peers:
         self.late = LateTransfers(self.workers, on_news, timeouts.ask)
 
     def peer_with(self, endpoint: str, name: str, blocks: list[int]) -> PeerMetadata:
-        """The engine `name`. Raises HandoffRefusedError for KV that does not fit ours, or blocks that the
-        peer has not; KvTransferError when it cannot be asked.
+        """The engine `name`. Raises HandoffRefusedError for KV that does not fit ours, or for blocks
+        that the peer does not have; KvTransferError when the peer cannot be reached.
         """
         metadata = self.metadata.of_sender(endpoint, name)
         if max(blocks, default=-1) >= metadata.num_blocks:
@@ -272,8 +273,8 @@ class Peers:
         return metadata
 
     def attempt(self, endpoint: str, transfer: Callable[[], None]) -> Outcome:
-        """Never raises: the engine waits for the end of this transfer. After a failed one the next with this peer
-        starts afresh.
+        """Never raises, because the engine waits for the end of this transfer. After a failure the next
+        transfer with this peer starts without cached state.
         """
         late = None
         try:
@@ -295,9 +296,9 @@ class Peers:
                 log.exception("cleaning up after a KV transfer with %s failed", endpoint)
         return Outcome(error, late)
 
-    def say(self, endpoint: str, message: FromDecode | FromPrefill) -> bytes:
-        """Its answer. Raises KvTransferError."""
-        return self.client.say(endpoint, message, self.timeouts.control)
+    def send(self, endpoint: str, message: FromDecode | FromPrefill) -> bytes:
+        """Return the peer's answer. Raises KvTransferError."""
+        return self.client.send(endpoint, message, self.timeouts.control)
 
     def close(self) -> None:
         self.late.close()
@@ -314,7 +315,7 @@ class Peers:
 
 
 def as_disagg_error(error: Exception, endpoint: str) -> DisaggError:
-    """An unexpected one is logged, and ends the transfer like any other."""
+    """Log an unexpected error, and turn it into a KvTransferError."""
     if isinstance(error, DisaggError):
         return error
     log.error("a KV transfer with %s failed unexpectedly", endpoint, exc_info=error)
@@ -322,10 +323,10 @@ def as_disagg_error(error: Exception, endpoint: str) -> DisaggError:
 
 
 class ProgressThread:
-    """Peers connect, read and write through our agent, which runs no thread of its own: this one gives it time.
+    """Calls the transport's `progress`, because peers connect, read and write through an agent without a thread.
 
-    Fast while a peer is expected; slowly otherwise, too: a reader learns only afterwards that its lease had ended,
-    and a read that never ends costs the receiver the blocks that it reads into.
+    The thread is fast while a peer is expected, and slow otherwise. It never stops: a reader learns only afterwards
+    that its lease had ended, and a read that never ends costs the receiver the blocks that it reads into.
     """
 
     def __init__(self, transport: KvTransport, is_busy: Callable[[], bool]) -> None:
@@ -337,7 +338,7 @@ class ProgressThread:
         self._thread.start()
 
     def expect_peer(self) -> None:
-        """One may come now."""
+        """A peer may read or write from now on."""
         self._expected.set()
 
     def close(self) -> None:

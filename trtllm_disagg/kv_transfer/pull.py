@@ -17,7 +17,7 @@ from trtllm_disagg.kv_transfer.access import PeerAuthentication
 from trtllm_disagg.kv_transfer.base import KvLayout, KvTimeouts, KvTransport, PeerMetadata
 from trtllm_disagg.kv_transfer.control import ControlServer, LeaseTable, MessageHandlers
 from trtllm_disagg.kv_transfer.handle import VERSION, KvHandle
-from trtllm_disagg.kv_transfer.peers import SUCCESS, Outcome, Peers, ProgressThread, taken
+from trtllm_disagg.kv_transfer.peers import SUCCESS, Outcome, Peers, ProgressThread, take_all
 
 
 class KvSender:
@@ -45,8 +45,8 @@ class KvSender:
         self.progress_thread = ProgressThread(transport, lambda: bool(len(self.leases)) or self._expects())
 
     def start(self, handlers: MessageHandlers | None = None, expects: Callable[[], bool] = bool) -> None:
-        """Answer peers from now on. `handlers` answer what is not about leases; `expects` tells that a peer other
-        than the holder of a lease may read or write here.
+        """Answer peers from now on. `handlers` answer the messages that are not about leases; `expects` returns True
+        when a peer other than the holder of a lease may read or write here.
         """
         self._expects = expects
         self._control.start(self._metadata, handlers)
@@ -86,20 +86,20 @@ class KvSender:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Pull:
-    """One request's blocks on their way here. `remote` and `local` pair up; equal lengths."""
+    """One request's read. Each block of `remote` is read into the block of `local` at the same index."""
 
     handle: KvHandle
     remote: list[int]
     local: list[int]
     bytes_moved: int = 0
-    #: A late read may still write into `local`: those blocks are not to be used before it has ended.
+    #: With `late`, the read may still write into `local`: those blocks must not be used before it has ended.
     outcome: Outcome = SUCCESS
 
 
 class KvReceiver:
-    """Pulls beside the engine's thread, so the engine steps on; finished pulls wait in `take_finished`.
+    """Reads blocks beside the engine's thread, which goes on with its steps; `take_finished` returns the ended reads.
 
-    Each sender has a thread of its own, one pull at a time: one that stalls delays no other sender's pulls.
+    Each sender has a thread of its own for one pull at a time: a sender that stalls delays no other sender's pulls.
     """
 
     def __init__(self, peers: Peers, on_finished: Callable[[], None]) -> None:
@@ -115,14 +115,14 @@ class KvReceiver:
         self._peers.workers.submit(handle.endpoint, self._release, handle)
 
     def take_finished(self) -> list[Pull]:
-        return taken(self._finished)
+        return take_all(self._finished)
 
     # -- on the sender's worker
 
     def _run(self, pull: Pull) -> None:
         pull.outcome = self._peers.attempt(pull.handle.endpoint, lambda: self._pull(pull))
         if isinstance(pull.outcome.error, KvTransferError):
-            self._release(pull.handle)  # should the sender be alive, its blocks are free again
+            self._release(pull.handle)  # frees the blocks if the sender is still alive
         self._finished.put(pull)
         self._on_finished()
 
@@ -135,7 +135,7 @@ class KvReceiver:
             _require_held(handle, client.begin(handle, timeouts.control))
             blocks = np.asarray(pull.remote, np.int32), np.asarray(pull.local, np.int32)
             pull.bytes_moved = self._peers.transport.read(sender, *blocks, timeouts.transfer)
-        _require_held(handle, client.confirm(handle, timeouts.control))
+        _require_held(handle, client.finish(handle, timeouts.control))
 
     def _release(self, handle: KvHandle) -> None:
         with contextlib.suppress(KvTransferError):

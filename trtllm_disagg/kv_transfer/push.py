@@ -1,4 +1,4 @@
-"""GENERATION_FIRST, the prefill engine's end: `OfferBook` has decode's offers, `KvPusher` fills their blocks."""
+"""GENERATION_FIRST, the prefill engine's end: `OfferBook` keeps decode's offers, `KvPusher` fills their blocks."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ import numpy as np
 from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.kv_transfer.base import KvTimeouts, PeerMetadata
 from trtllm_disagg.kv_transfer.handle import is_endpoint
-from trtllm_disagg.kv_transfer.messages import Failure, Notice, Offer, StillOffered, Watch, Withdraw
-from trtllm_disagg.kv_transfer.peers import SUCCESS, Outcome, Peers, taken
+from trtllm_disagg.kv_transfer.messages import Failure, Notice, Offer, Reply, StillOffered, Watch, Withdraw
+from trtllm_disagg.kv_transfer.peers import SUCCESS, Outcome, Peers, take_all
 
 _TIMEOUTS = KvTimeouts()
 _REMEMBERED = 4096
 _MAX_OFFERS = 4096
-#: Of one peer: more than its batch holds, and few enough that it takes several to fill the book.
+#: Offers of one peer: more than its batch holds, but several peers are needed to fill the book.
 _MAX_OFFERS_OF_PEER = 1024
 GIVEN_UP = "the decode worker has given up on this request"
 
 
 class Push:
-    """One accepted offer. Writes happen inside of `operation`, so that `stopped` can be known."""
+    """One accepted offer. Every write runs inside `operation`, so that `stopped` is exact."""
 
     def __init__(self, offer: Offer) -> None:
         self.offer = offer
         self.bytes_moved = 0
         #: Decode has given up.
         self.is_withdrawn = False
-        #: Nothing is written now, and nothing will be.
+        #: Set when nothing is written now and nothing will be.
         self.stopped = threading.Event()
         self._lock = threading.Lock()
         self._operations = 0
@@ -66,8 +66,8 @@ class Push:
     def may_land_later(self) -> bool:
         return self._may_land_later
 
-    def never_stops(self) -> None:
-        """A write timed out, and may still arrive: as long as this process lives, it cannot say that it stopped."""
+    def mark_may_land_later(self) -> None:
+        """A write timed out and may still arrive: `stopped` stays unset as long as this process lives."""
         self._may_land_later = True
 
     def _stop_if_due(self) -> None:
@@ -82,7 +82,7 @@ class _Open(NamedTuple):
 
 
 class OfferBook:
-    """Thread-safe. Offers come by the control channel, before or after the request that they belong to."""
+    """Thread-safe. Offers arrive on the control channel, before or after the request that they belong to."""
 
     def __init__(
         self,
@@ -98,48 +98,48 @@ class OfferBook:
         self._on_news = on_news
         self._clock = clock
         self._lock = threading.Lock()
-        #: By request: the offer, when it is void, and the peer that made it.
+        #: The offers that no request has taken yet, by request.
         self._open: dict[int, _Open] = {}
         self._pushes: dict[bytes, Push] = {}
         self._withdrawn: deque[bytes] = deque(maxlen=_REMEMBERED)
-        #: Requests that decode, or prefill, has given up before they met.
-        self._left_by_decode: deque[int] = deque(maxlen=_REMEMBERED)
-        self._left_by_prefill: deque[int] = deque(maxlen=_REMEMBERED)
+        #: Requests that decode, or prefill, has abandoned before the offer and the request were both here.
+        self._abandoned_by_decode: deque[int] = deque(maxlen=_REMEMBERED)
+        self._abandoned_by_prefill: deque[int] = deque(maxlen=_REMEMBERED)
         self._has_news = threading.Event()
 
     # -- the control channel's threads
 
     def offered(self, offer: Offer, peer: str) -> bytes:
-        """`ok`, or why not. `peer` is the channel's name of it, which it cannot choose."""
+        """OK, or the reason of the refusal. `peer` is the control channel's name for it, which it cannot choose."""
         if offer.prefill != self._name:
-            return b"stranger"
+            return Reply.STRANGER
         if (
             offer.layout != self._layout
             or offer.num_known > len(offer.blocks)
             or not is_endpoint(offer.endpoint)
         ):
-            return b"unfit"
+            return Reply.UNFIT
         with self._lock:
             self._drop_void()
             if offer.ticket in self._withdrawn:
-                return b"withdrawn"
-            if offer.request in self._left_by_prefill:
-                return b"left"
+                return Reply.WITHDRAWN
+            if offer.request in self._abandoned_by_prefill:
+                return Reply.ABANDONED
             if offer.request in self._open or any(
                 push.offer.request == offer.request for push in self._pushes.values()
             ):
-                return b"taken"
-            of_sender = sum(1 for known in self._open.values() if known.peer == peer)
-            if len(self._open) >= _MAX_OFFERS or of_sender >= _MAX_OFFERS_OF_PEER:
-                return b"full"
+                return Reply.TAKEN
+            of_peer = sum(1 for known in self._open.values() if known.peer == peer)
+            if len(self._open) >= _MAX_OFFERS or of_peer >= _MAX_OFFERS_OF_PEER:
+                return Reply.FULL
             self._open[offer.request] = _Open(offer, self._clock() + offer.seconds, peer)
-        self._tell_news()
-        return b"ok"
+        self._wake_engine()
+        return Reply.OK
 
     def withdrawn(self, withdraw: Withdraw) -> bytes:
-        """`stopped`: the blocks are decode's own again. `busy`: not yet, ask again."""
+        """STOPPED: the blocks are decode's own again. BUSY: not yet, ask again."""
         if withdraw.prefill != self._name:
-            return b"stopped"  # the engine that was meant is dead
+            return Reply.STOPPED  # the engine that was meant is dead
         with self._lock:
             self._withdrawn.append(withdraw.ticket)
             known = self._open.get(withdraw.request)
@@ -147,17 +147,17 @@ class OfferBook:
                 del self._open[withdraw.request]
             push = self._pushes.get(withdraw.ticket)
             if push is None:
-                self._left_by_decode.append(withdraw.request)
+                self._abandoned_by_decode.append(withdraw.request)
         if push is None:
-            self._tell_news()
-            return b"stopped"
+            self._wake_engine()
+            return Reply.STOPPED
         push.is_withdrawn = True
         push.close()
-        self._tell_news()
-        return b"stopped" if push.stopped.wait(self._stop_seconds) else b"busy"
+        self._wake_engine()
+        return Reply.STOPPED if push.stopped.wait(self._stop_seconds) else Reply.BUSY
 
     def watched(self, watch: Watch) -> bytes:
-        """Those of the tickets that this engine is not at, as a msgpack list."""
+        """The tickets that this engine does not work on, as a msgpack list."""
         if watch.prefill != self._name:
             return msgspec.msgpack.encode(watch.tickets)
         with self._lock:
@@ -166,7 +166,7 @@ class OfferBook:
 
     @property
     def open_offers(self) -> list[Offer]:
-        """Those that no request has come for yet."""
+        """The offers that no request has taken yet."""
         with self._lock:
             return [entry.offer for entry in self._open.values()]
 
@@ -179,7 +179,7 @@ class OfferBook:
         return has_news
 
     def take(self, request: int) -> Push | None:
-        """The offer for a request, when it is there: from now on a push, until `forget`."""
+        """Turn the request's offer into a push, kept until `forget`; None without an offer."""
         with self._lock:
             known = self._open.pop(request, None)
             if known is None or known.end <= self._clock():
@@ -187,24 +187,24 @@ class OfferBook:
             push = self._pushes[known.offer.ticket] = Push(known.offer)
             return push
 
-    def was_left(self, request: int) -> bool:
-        """Decode has given up on a request that it had not met here yet."""
+    def was_abandoned_by_decode(self, request: int) -> bool:
+        """Decode has withdrawn this request, whose offer was not taken here."""
         with self._lock:
-            return request in self._left_by_decode
+            return request in self._abandoned_by_decode
 
-    def leave(self, request: int) -> None:
-        """Prefill has given up on it: a decode engine that offers, or has just offered, is told."""
+    def abandon(self, request: int) -> None:
+        """Prefill gives up on the request: its offer is dropped, and a later one is refused."""
         with self._lock:
-            self._left_by_prefill.append(request)
+            self._abandoned_by_prefill.append(request)
             self._open.pop(request, None)
 
     def forget(self, push: Push) -> None:
-        """It is over: decode has its notice, or was told. A write that may still land is remembered for good."""
+        """Decode has its notice or its failure message. A push whose write may still land is kept for good."""
         with self._lock:
             if not push.may_land_later:
                 self._pushes.pop(push.offer.ticket, None)
 
-    def _tell_news(self) -> None:
+    def _wake_engine(self) -> None:
         self._has_news.set()
         self._on_news()
 
@@ -216,46 +216,46 @@ class OfferBook:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """What has ended: decode's prefix was read, notice was taken, every write of a push that failed, word of that to
-    decode, or a move in an error.
+    """One step of a push has ended: decode's prefix was read; decode accepted the notice; all writes of a failed push
+    have stopped; decode was sent the failure; or a transfer failed.
     """
 
     push: Push
-    what: Literal["read", "delivered", "stopped", "told", "broken"]
+    kind: Literal["read", "delivered", "stopped", "failure_sent", "failed"]
     outcome: Outcome = SUCCESS
-    #: Own blocks that a late read may still fill.
+    #: This engine's blocks that a late read may still fill.
     filled: tuple[int, ...] = ()
 
 
 class KvPusher:
-    """Each push's moves run in order, on its decode engine's worker, beside the engine's thread."""
+    """Runs each push's moves in order on its decode engine's worker thread, beside the engine's thread."""
 
     def __init__(self, peers: Peers, on_finished: Callable[[], None]) -> None:
         self._peers = peers
         self._on_finished = on_finished
         self._finished: queue.SimpleQueue[Move] = queue.SimpleQueue()
-        #: Writes that have ended. Used by tests and statistics.
+        #: Number of writes that have ended.
         self.writes = 0
 
     def read(self, push: Push, first: int, local: list[int]) -> None:
-        """Fetch decode's blocks from the `first` on into `local`."""
+        """Read decode's blocks, from index `first` on, into the blocks `local`."""
         self._submit(push, lambda: self._read(push, first, local), local)
 
     def write(self, push: Push, first: int, local: list[int]) -> None:
-        """Put `local` into decode's blocks from the `first` on."""
+        """Write the blocks `local` into decode's blocks, from index `first` on."""
         self._submit(push, lambda: self._write(push, first, local))
 
     def deliver(self, push: Push, notice: Notice) -> None:
-        """After all writes. `bytes_moved` of the notice is filled in when they have ended."""
+        """Send the notice after all writes, with `bytes_moved` filled in."""
         self._submit(push, lambda: self._deliver(push, notice))
 
     def fail(self, push: Push, reason: str) -> None:
-        """No further move begins; decode is told, if it can be."""
+        """Begin no further move, and send decode a Failure if it can be reached."""
         push.close()
-        self._peers.workers.submit(push.offer.endpoint, self._tell, push, reason)
+        self._peers.workers.submit(push.offer.endpoint, self._send_failure, push, reason)
 
     def take_finished(self) -> list[Move]:
-        return taken(self._finished)
+        return take_all(self._finished)
 
     def _submit(self, push: Push, move: Callable[[], None], filled: Sequence[int] = ()) -> None:
         """`filled`: blocks of this engine that the move writes into."""
@@ -271,14 +271,14 @@ class KvPusher:
                 if outcome.error is None:
                     return
                 if outcome.late is not None and not filled:
-                    push.never_stops()
+                    push.mark_may_land_later()
                 push.close()
-        self._finish(Move(push, "broken", outcome, filled))
+        self._finish(Move(push, "failed", outcome, filled))
 
     def _read(self, push: Push, first: int, local: list[int]) -> None:
         self._peers.transport.read(*self._blocks(push, first, local), self._peers.timeouts.transfer)
-        # As with a lease: decode, which holds the blocks, says afterwards whether they were touched.
-        if self._say(push, StillOffered(push.offer.ticket)) != b"held":
+        # As with a lease: decode, which holds the blocks, confirms afterwards that they were untouched.
+        if self._send(push, StillOffered(push.offer.ticket)) != Reply.HELD:
             raise KvTransferError(GIVEN_UP)
         self._finish(Move(push, "read"))
 
@@ -290,32 +290,32 @@ class KvPusher:
     def _deliver(self, push: Push, notice: Notice) -> None:
         notice = msgspec.structs.replace(notice, bytes_moved=push.bytes_moved)
         try:
-            answer = self._say(push, notice)
+            answer = self._send(push, notice)
         except KvTransferError:  # the connection may have been an old one
-            answer = self._say(push, notice)
-        if answer != b"taken":
+            answer = self._send(push, notice)
+        if answer != Reply.TAKEN:
             raise KvTransferError(GIVEN_UP)
         push.close()
         self._finish(Move(push, "delivered"))
 
-    def _tell(self, push: Push, reason: str) -> None:
+    def _send_failure(self, push: Push, reason: str) -> None:
         # All moves of a peer run on this one thread, so none of them is under way now.
         self._finish(Move(push, "stopped"))
         with contextlib.suppress(KvTransferError):
-            self._say(push, Failure(push.offer.ticket, reason[:1000], push.stopped.is_set()))
-        self._finish(Move(push, "told"))
+            self._send(push, Failure(push.offer.ticket, reason[:1000], push.stopped.is_set()))
+        self._finish(Move(push, "failure_sent"))
 
     def _blocks(
         self, push: Push, first: int, local: list[int]
     ) -> tuple[PeerMetadata, np.ndarray, np.ndarray]:
-        """Those of decode that pair up with `local`, as a transport takes them."""
+        """Arguments of a transport: decode's metadata, its blocks from index `first` on, and the blocks `local`."""
         offer = push.offer
         remote = offer.blocks[first : first + len(local)]
         decode = self._peers.peer_with(offer.endpoint, offer.decode, remote)
         return decode, np.asarray(remote, np.int32), np.asarray(local, np.int32)
 
-    def _say(self, push: Push, message: Notice | Failure | StillOffered) -> bytes:
-        return self._peers.say(push.offer.endpoint, message)
+    def _send(self, push: Push, message: Notice | Failure | StillOffered) -> bytes:
+        return self._peers.send(push.offer.endpoint, message)
 
     def _finish(self, move: Move) -> None:
         self._finished.put(move)

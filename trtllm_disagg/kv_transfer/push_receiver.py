@@ -1,7 +1,7 @@
 """GENERATION_FIRST, the decode engine's end: blocks are offered, and a prefill engine writes into them.
 
-Decode may give up at any moment. Its blocks are its own again only when the writer has said that it stopped, or is
-known to be dead; a writer that says neither keeps them, and is asked again and again.
+Decode may give up at any moment. It uses its blocks again only when the writer has confirmed that it stopped, or is
+known to be dead; until then the blocks stay with the writer, which is asked repeatedly.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from trtllm_disagg.kv_transfer.messages import (
     Failure,
     Notice,
     Offer,
+    Reply,
     StillOffered,
     Watch,
     Withdraw,
@@ -29,11 +30,18 @@ from trtllm_disagg.kv_transfer.messages import (
 from trtllm_disagg.kv_transfer.peers import LateTransfer, Peers, as_disagg_error
 
 _tickets = msgspec.msgpack.Decoder(list[bytes])
+_REFUSALS = {
+    Reply.UNFIT.value: "their layout, count or endpoint does not fit its engine",
+    Reply.TAKEN.value: "this disagg_request_id was offered before",
+    Reply.STRANGER.value: "another engine is at that endpoint now",
+    Reply.WITHDRAWN.value: "the decode worker has withdrawn them",
+    Reply.BAD.value: "its engine takes no offers",
+}
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Expected:
-    """One request's KV on its way here, from a prefill engine that may not have begun."""
+    """The KV of one request, expected from a prefill engine that may not have begun."""
 
     endpoint: str
     request: int
@@ -42,7 +50,7 @@ class Expected:
     num_known: int
     seconds: float
     ticket: bytes = field(default_factory=new_ticket)
-    #: The prefill engine; empty as long as nothing was offered to it.
+    #: Name of the prefill engine; empty until the blocks are offered to it.
     prefill: str = ""
     notice: Notice | None = None
     error: DisaggError | None = None
@@ -51,7 +59,7 @@ class Expected:
 
 
 class PushReceiver:
-    """An expectation leaves the table exactly once: by notice, by failure, or because it was given up."""
+    """The table of expectations. One leaves it exactly once: by a notice, by a failure, or when decode gives up."""
 
     def __init__(
         self,
@@ -62,7 +70,7 @@ class PushReceiver:
         on_news: Callable[[], None],
         on_busy: Callable[[], None],
     ) -> None:
-        """`on_busy`: a peer may write here from now on."""
+        """`on_busy` is called when a peer may write here from now on."""
         self._name = name
         self._endpoint = endpoint
         self._peers = peers
@@ -84,7 +92,7 @@ class PushReceiver:
         self._peers.workers.submit(expected.endpoint, self._offer, expected)
 
     def give_up(self, expected: Expected) -> LateTransfer | None:
-        """None when its blocks may be used again; else what may still be written into them."""
+        """None when the blocks may be used again; else the transfer that may still write into them."""
         with self._lock:
             self._waiting.pop(expected.ticket, None)
             if expected.stopped:
@@ -94,12 +102,12 @@ class PushReceiver:
         return late
 
     def decline(self, endpoint: str, request: int) -> None:
-        """Nothing will be offered for this request; best effort, prefill's wait ends by itself."""
+        """Tell prefill that it gets no offer for this request; best effort, because prefill's wait has a deadline."""
         self._peers.workers.submit(endpoint, self._decline, endpoint, request)
 
     @property
     def is_busy(self) -> bool:
-        """A peer may write here."""
+        """True while a peer may write here."""
         return bool(self._waiting or self._peers.late)
 
     def close(self) -> None:
@@ -109,25 +117,25 @@ class PushReceiver:
     # -- the control channel's threads
 
     def noticed(self, notice: Notice) -> bytes:
-        return self._leave(notice.ticket, notice=notice, stopped=True)
+        return self._settle(notice.ticket, notice=notice, stopped=True)
 
     def failed(self, failure: Failure) -> bytes:
         error = KvTransferError(f"prefill: {failure.reason}")
-        return self._leave(failure.ticket, error=error, stopped=failure.stopped)
+        return self._settle(failure.ticket, error=error, stopped=failure.stopped)
 
     def still_offered(self, question: StillOffered) -> bytes:
-        return b"held" if question.ticket in self._waiting else b"gone"
+        return Reply.HELD if question.ticket in self._waiting else Reply.GONE
 
-    def _leave(
+    def _settle(
         self, ticket: bytes, *, notice: Notice | None = None, error: DisaggError | None = None, stopped: bool
     ) -> bytes:
         with self._lock:
             expected = self._waiting.pop(ticket, None)
             if expected is None:
-                return b"gone"
+                return Reply.GONE
             expected.notice, expected.error, expected.stopped = notice, error, stopped
         self._on_news()
-        return b"taken"
+        return Reply.TAKEN
 
     # -- on the prefill engine's worker
 
@@ -136,25 +144,25 @@ class PushReceiver:
             return
         endpoint = expected.endpoint
         try:
-            answer = self._say_offer(expected)
-            if answer == b"stranger":  # restarted since its metadata was loaded
+            answer = self._send_offer(expected)
+            if answer == Reply.STRANGER:  # restarted since its metadata was loaded
                 self._peers.metadata.drop(endpoint)
-                answer = self._say_offer(expected)
+                answer = self._send_offer(expected)
         except Exception as raised:
             error = as_disagg_error(raised, endpoint)
             is_lost = isinstance(error, KvTransferError)
             if is_lost:
                 self._peers.metadata.drop(endpoint)
-            # An offer may have been taken although its answer was lost.
+            # Prefill may have accepted an offer although its answer was lost.
             may_be_taken = is_lost and expected.prefill and not isinstance(error, PeerGoneError)
-            self._leave(expected.ticket, error=error, stopped=not may_be_taken)
+            self._settle(expected.ticket, error=error, stopped=not may_be_taken)
         else:
-            if answer != b"ok":
-                self._leave(expected.ticket, error=_refused(answer), stopped=True)
+            if answer != Reply.OK:
+                self._settle(expected.ticket, error=_refused(answer), stopped=True)
 
-    def _say_offer(self, expected: Expected) -> bytes:
+    def _send_offer(self, expected: Expected) -> bytes:
         expected.prefill = self._peers.metadata.of(expected.endpoint).sender
-        return self._peers.say(expected.endpoint, self._offer_of(expected))
+        return self._peers.send(expected.endpoint, self._offer_of(expected))
 
     def _offer_of(self, expected: Expected) -> Offer:
         return Offer(
@@ -173,16 +181,16 @@ class PushReceiver:
     def _decline(self, endpoint: str, request: int) -> None:
         with contextlib.suppress(DisaggError):
             prefill = self._peers.metadata.of(endpoint).sender
-            self._peers.say(endpoint, Withdraw(prefill, request, new_ticket()))
+            self._peers.send(endpoint, Withdraw(prefill, request, new_ticket()))
 
     def _withdraw(self, expected: Expected) -> bool:
-        """True once prefill cannot write any more."""
+        """True once prefill cannot write into the blocks any more."""
         if not expected.prefill:  # given up before it was offered: prefill waits for nothing
             self._decline(expected.endpoint, expected.request)
             return True
         question = Withdraw(expected.prefill, expected.request, expected.ticket)
         try:
-            return self._peers.say(expected.endpoint, question) == b"stopped"
+            return self._peers.send(expected.endpoint, question) == Reply.STOPPED
         except PeerGoneError:
             return True
         except KvTransferError:
@@ -199,7 +207,7 @@ class PushReceiver:
                 self._once(endpoint, self._watch, endpoint, prefill, mine)
 
     def _once(self, endpoint: str, work: Callable[..., None], *args: object) -> None:
-        """On the peer's worker, unless the same work waits there already."""
+        """Run the work on the peer's worker thread, unless the same work already waits there."""
         key = f"{work.__name__} {endpoint}"
 
         def run() -> None:
@@ -212,22 +220,22 @@ class PushReceiver:
 
     def _watch(self, endpoint: str, prefill: str, tickets: list[bytes]) -> None:
         try:
-            lost = _tickets.decode(self._peers.say(endpoint, Watch(prefill, tickets)))
-            reason = f"prefill worker {prefill} ended this request without a word"
+            lost = _tickets.decode(self._peers.send(endpoint, Watch(prefill, tickets)))
+            reason = f"prefill worker {prefill} ended this request without a notice or a failure message"
         except PeerGoneError:
             lost, reason = tickets, f"prefill worker {prefill} is gone"
         except (KvTransferError, *UNREADABLE):
-            return  # it may come back; every expectation has a deadline
-        # Those that have ended while the question was on its way are not lost, and say nothing about their engine.
-        left = [self._leave(ticket, error=KvTransferError(reason), stopped=True) for ticket in lost]
-        if b"taken" in left:
+            return  # the peer may come back; every expectation has a deadline
+        # Requests that ended while the question was on its way do not show that their engine has lost any.
+        replies = [self._settle(ticket, error=KvTransferError(reason), stopped=True) for ticket in lost]
+        if Reply.TAKEN in replies:
             self._peers.metadata.drop(endpoint)
 
 
 def _refused(answer: bytes) -> DisaggError:
-    reason = answer.decode(errors="replace")[:100]
-    if answer == b"full":
+    if answer == Reply.FULL:
         return OverloadedError("the prefill worker has too many offers")
-    if answer == b"left":
+    if answer == Reply.ABANDONED:
         return KvTransferError("the prefill worker has given up on this request")
+    reason = _REFUSALS.get(answer) or answer.decode(errors="replace")[:100]
     return HandoffRefusedError(f"the prefill worker does not take these blocks: {reason}")

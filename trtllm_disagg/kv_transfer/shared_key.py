@@ -35,7 +35,7 @@ def read_key(path: Path) -> bytes:
 
 
 class SharedKeyAuthentication:
-    """Processes with the same key, wherever they are."""
+    """Peers are processes with the same key, on any host."""
 
     scheme = TCP
 
@@ -51,7 +51,7 @@ class SharedKeyAuthentication:
         return listener, join_endpoint(self._host, listener.getsockname()[1])
 
     def screen(self, connection: socket.socket) -> tuple[socket.socket, str]:
-        """The key is not proven yet."""
+        """The peer has not proven yet that it has the key."""
         host, port, *_ = connection.getpeername()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         wrapped = self._server.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
@@ -65,7 +65,7 @@ class SharedKeyAuthentication:
         place = split_endpoint(endpoint)
         if place is None or scheme_of(endpoint) != TCP:
             raise KvTransferError(
-                f"the peer's control channel {endpoint} takes peers on its own host only: "
+                f"the peer's control channel {endpoint} accepts peers on its own host only: "
                 f"set embedded.transfer_host and {KEY} on both"
             )
         raw = socket.create_connection(place, timeout=max(timeout, 0.001))
@@ -84,7 +84,7 @@ class SharedKeyAuthentication:
         return connection
 
     def _prove(self, connection: ssl.SSLSocket) -> None:
-        """OpenSSL verifies it; then, that it is this very certificate."""
+        """Do the TLS handshake, and require this very certificate of the peer."""
         connection.do_handshake()
         if connection.getpeercert(binary_form=True) != self._certificate:
             raise PermissionError("the other end has another certificate")
@@ -102,7 +102,7 @@ def _listen(host: str) -> socket.socket:
 
 
 def _identity(key: bytes) -> tuple[bytes, bytes]:
-    """(private key, certificate), DER. The same for the same key."""
+    """(private key, certificate) as PEM and DER, which depend on `key` only."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
@@ -149,7 +149,7 @@ def _context(protocol: int, private: bytes, certificate: bytes) -> ssl.SSLContex
 
 @contextlib.contextmanager
 def _in_memory(content: bytes) -> Iterator[str]:
-    """A path to it: ssl reads files only, and a private key is not to be on a disk."""
+    """A path to the content in memory: ssl reads files only, and a private key must not be on a disk."""
     fd = os.memfd_create("key", os.MFD_CLOEXEC)
     try:
         os.write(fd, content)

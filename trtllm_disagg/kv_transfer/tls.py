@@ -1,7 +1,7 @@
-"""Between hosts: blocks over TLS, to and from peers that have the key.
+"""The transport between hosts: blocks over TLS, to and from peers that have the key.
 
-UCX over tcp checks nothing, and is slower than a socket. A read has ended when it returns or raises, so nothing lands
-late in blocks that are read into.
+UCX over tcp authenticates no peer, and is slower than a socket. A read has ended when it returns or raises, so no byte
+lands late in the blocks that it fills.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trtllm_disagg.kv_transfer.listener import MAX_MESSAGE_BYTES, Limits, PeerLi
 from trtllm_disagg.processes.framing import UnreadableError, framed, receive_frame
 
 _LIMITS = Limits()
-#: A peer that sends nothing for so long is taken for dead.
+#: A peer that sends nothing for this long is considered dead.
 _SILENCE_SECONDS = 30.0
 _PIECE_BYTES = 1 << 20
 _OK = b"ok"
@@ -95,7 +95,7 @@ class TlsTransport:
         deadline = time.monotonic() + timeout
         with self._connection(peer, timeout, writes=True) as connection:
             ids = remote_blocks.astype(np.int32).tobytes()
-            _say(connection, Store(ids, self._blocks.shape[1]), deadline)
+            _send_request(connection, Store(ids, self._blocks.shape[1]), deadline)
             for run in runs_of(local_blocks):
                 _send(connection, self._blocks[run], deadline)
             _require_ok(peer, connection, deadline)
@@ -133,14 +133,14 @@ class TlsTransport:
     def _fetch(self, peer: PeerMetadata, blocks: np.ndarray, into: list[np.ndarray], timeout: float) -> None:
         deadline = time.monotonic() + timeout
         with self._connection(peer, timeout, writes=False) as connection:
-            _say(connection, Fetch(blocks.astype(np.int32).tobytes(), into[0].shape[1]), deadline)
+            _send_request(connection, Fetch(blocks.astype(np.int32).tobytes(), into[0].shape[1]), deadline)
             _require_ok(peer, connection, deadline)
             for part in into:
                 _receive(connection, part, deadline)
 
     @contextlib.contextmanager
     def _connection(self, peer: PeerMetadata, timeout: float, *, writes: bool) -> Iterator[socket.socket]:
-        """One that nothing else uses; after a failure it is not used again."""
+        """A connection for this caller alone; after a failure it is closed."""
         endpoint = _endpoint_of(peer)
         connection = None
         try:
@@ -151,7 +151,7 @@ class TlsTransport:
                 connection.close()
             if isinstance(error, TimeoutError):
                 doing = "writing KV to" if writes else "reading KV from"
-                # What was sent may still be on its way into the peer's blocks.
+                # Bytes that were sent may still be on their way into the peer's blocks.
                 raise ReadTimeoutError(
                     f"{doing} {peer.sender} took longer than {timeout:.1f} s", may_land_later=writes
                 ) from error
@@ -166,7 +166,7 @@ class TlsTransport:
             self._idle.setdefault(endpoint, []).append((connection, time.monotonic()))
 
     def _take_idle(self, endpoint: str) -> socket.socket | None:
-        """The one used last, unless the peer has hung up on it by now."""
+        """The idle connection that was used last, unless the peer may have closed it by now."""
         with self._lock:
             idle = self._idle.get(endpoint, [])
             connection, used = idle.pop() if idle else (None, 0.0)
@@ -175,7 +175,7 @@ class TlsTransport:
             return None
         return connection
 
-    # -- the end of the pool's owner
+    # -- the pool owner's end
 
     def _converse(self, connection: socket.socket, peer: str) -> None:
         while (message := receive_message(connection, _LIMITS)) is not None:
@@ -211,21 +211,21 @@ def _endpoint_of(peer: PeerMetadata) -> str:
     return peer.address.decode(errors="replace")
 
 
-def _left(deadline: float) -> float:
-    """Raises TimeoutError when there is nothing left."""
+def _seconds_left(deadline: float) -> float:
+    """Seconds until the deadline. Raises TimeoutError after it."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError
     return left
 
 
-def _say(connection: socket.socket, request: Fetch | Store, deadline: float) -> None:
-    connection.settimeout(_left(deadline))
+def _send_request(connection: socket.socket, request: Fetch | Store, deadline: float) -> None:
+    connection.settimeout(_seconds_left(deadline))
     connection.sendall(framed(msgspec.msgpack.encode(request)))
 
 
 def _require_ok(peer: PeerMetadata, connection: socket.socket, deadline: float) -> None:
-    answer = receive_frame(connection, seconds=_left(deadline), max_bytes=MAX_MESSAGE_BYTES)
+    answer = receive_frame(connection, seconds=_seconds_left(deadline), max_bytes=MAX_MESSAGE_BYTES)
     if answer != _OK:
         raise KvTransferError(f"{peer.sender} refused: {answer.decode(errors='replace')[:200]}")
 
@@ -235,7 +235,7 @@ def _bytes_of(blocks: np.ndarray) -> memoryview:
 
 
 def _send(connection: socket.socket, blocks: np.ndarray, deadline: float) -> None:
-    connection.settimeout(_left(deadline))
+    connection.settimeout(_seconds_left(deadline))
     connection.sendall(_bytes_of(blocks))
 
 
@@ -243,7 +243,7 @@ def _receive(connection: socket.socket, blocks: np.ndarray, deadline: float) -> 
     view = _bytes_of(blocks)
     for start in range(0, len(view), _PIECE_BYTES):
         piece = view[start : start + _PIECE_BYTES]
-        connection.settimeout(min(_left(deadline), _SILENCE_SECONDS))  # a system call: not for every record
+        connection.settimeout(min(_seconds_left(deadline), _SILENCE_SECONDS))  # a system call: once per piece
         while piece:
             count = connection.recv_into(piece)
             if not count:

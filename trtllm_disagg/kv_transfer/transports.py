@@ -1,6 +1,6 @@
-"""Which transports there are, and which one `cache_transceiver_config.backend` means.
+"""The list of transports, and which of them `cache_transceiver_config.backend` means.
 
-`TRANSPORTS` is the only list of them: a line there, and a transport can be configured.
+A transport can be configured once it has an entry in `_SPECS`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,11 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class TransportSpec:
     name: str
-    #: `module:class`, imported when it is chosen; made with the scope.
+    #: `module:class`, imported when the transport is chosen; its argument is the scope.
     path: str
-    #: Which peers it is for.
+    #: The scopes that it supports.
     scopes: tuple[type[TransferScope], ...]
-    #: When DEFAULT means this one.
-    default_for: str
-    #: TensorRT-LLM has one of this name, too.
+    #: TensorRT-LLM has a backend of this name, too.
     is_tensorrt_llms: bool = False
 
 
@@ -43,27 +41,25 @@ _SPECS = (
         "NIXL",
         "trtllm_disagg.kv_transfer.nixl:NixlTransport",
         (OneHost, Network),
-        "one host where processes may read each other's memory; a GPU's memory; hosts with RDMA",
         is_tensorrt_llms=True,
     ),
     TransportSpec(
         "SHARED_MEMORY",
         "trtllm_disagg.kv_transfer.shared_memory:SharedMemoryTransport",
         (OneHost,),
-        "one host without NIXL, or where processes may not read each other's memory",
     ),
-    TransportSpec("TLS", "trtllm_disagg.kv_transfer.tls:TlsTransport", (Network,), "hosts without RDMA"),
+    TransportSpec("TLS", "trtllm_disagg.kv_transfer.tls:TlsTransport", (Network,)),
 )
 TRANSPORTS = {spec.name: spec for spec in _SPECS}
 
 
 def backends() -> tuple[str, ...]:
-    """What the embedded engine takes."""
+    """The values of cache_transceiver_config.backend that the embedded engine accepts."""
     return ("DEFAULT", *TRANSPORTS)
 
 
 def embedded_only_backends() -> tuple[str, ...]:
-    """Those of `backends` that TensorRT-LLM does not know."""
+    """The `backends` that TensorRT-LLM does not have."""
     return tuple(name for name, spec in TRANSPORTS.items() if not spec.is_tensorrt_llms)
 
 
@@ -150,7 +146,7 @@ def _create(name: str, scope: TransferScope) -> StagingTransport:
 
 
 def why_no_cma() -> str:
-    """Empty when another process could read this one's memory just now; else what the kernel said."""
+    """Empty when another process could read this process's memory in a test; else the kernel's error."""
     mark = ctypes.create_string_buffer(_MARK, len(_MARK))
     command = python("-S", "-E", "-c", _READ_PARENT, str(os.getpid()), str(ctypes.addressof(mark)))
     try:
@@ -167,6 +163,6 @@ def why_no_cma() -> str:
     return done.stdout.strip()
 
 
-def is_needed(scope: TransferScope, device: str) -> bool:
-    """Workers on one host move KV by CMA; a GPU's memory goes other ways."""
+def needs_cma(scope: TransferScope, device: str) -> bool:
+    """Workers on one host move KV by CMA (process_vm_readv), except for a GPU's memory."""
     return device == "cpu" and isinstance(scope, OneHost)

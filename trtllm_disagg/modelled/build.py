@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Where neither a table nor `modelled` says it: 400 Gb/s.
+#: Default where neither a table nor `modelled` has them: 400 Gb/s.
 _LINK_BYTES_PER_SECOND, _LINK_LATENCY = 50e9, 10e-6
 
 
@@ -55,11 +55,11 @@ class NoMemory:
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """All of one engine, and what a step of it takes."""
+    """The GPUs of one engine, and their step times."""
 
     times: StepTimes
     facts: GpuFacts
-    #: GPUs that one sequence's KV is divided among, and groups of such, which have requests of their own.
+    #: Number of GPUs that share one sequence's KV, and number of such groups, which have requests of their own.
     kv_gpus: int
     num_ranks: int
 
@@ -90,7 +90,7 @@ def build_core(args: ModelledArgs, wake: Callable[[], None], clock: Clock) -> Mo
     ready = Ready(
         num_blocks=num_blocks,
         tokens_per_block=size,
-        # Of the tokenizer, which need not be the modelled model's.
+        # The tokenizer's vocabulary; the tokenizer need not be the modelled model's.
         vocab_size=_tokenizers_vocabulary(args),
         max_seq_len=longest,
         transport=connector.transport,
@@ -156,7 +156,7 @@ def open_gpus(args: ModelledArgs) -> Gpus:
 
 
 def num_kv_blocks(args: ModelledArgs, gpus: Gpus) -> int:
-    """What is smaller: the pool of the tables, or kv_cache_config.max_tokens."""
+    """The smaller of the tables' pool and kv_cache_config.max_tokens, in blocks."""
     there, size = gpus.facts.kv_blocks * gpus.num_ranks, args.kv_cache_config.tokens_per_block
     wanted = args.kv_cache_config.max_tokens
     blocks = there if wanted is None else min(there, wanted // size)

@@ -1,4 +1,4 @@
-"""What the modelled engine is told beside TensorRT-LLM's arguments: the key `modelled`."""
+"""The key `modelled`: arguments of the modelled engine beside TensorRT-LLM's."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class MeasuredSteps(_Frozen):
     prefill_context_us: NonNegativeFloat = 0.0
     decode_token_us: NonNegativeFloat = 0.0
     decode_context_us: NonNegativeFloat = 0.0
-    #: Of KV, of the whole engine.
+    #: KV capacity of the whole engine.
     kv_pool_tokens: PositiveInt
     kv_bytes_per_token: PositiveInt
 
@@ -60,22 +60,22 @@ class ModelledConfig(_Frozen):
     model: str | None = Field(default=None, min_length=1)
     #: A GPU, by the tables' name.
     system: str = Field(default="h100_sxm", min_length=1)
-    #: Of TensorRT-LLM, when the tables were measured.
+    #: The version of TensorRT-LLM that the tables were measured with.
     backend_version: str = Field(default="1.3.0rc20", min_length=1)
-    #: Of prefill attention. auto: as the tables infer it from the model.
+    #: Number format of prefill attention. auto: as the tables infer it from the model.
     attention_dtype: Literal["auto", "bfloat16", "fp8"] = "auto"
-    #: Instead of the tables.
+    #: Used instead of the tables.
     measured: MeasuredSteps | None = None
-    #: For KV between engines, of each GPU, in each direction, in 1e9 bytes a second. None: the tables' between nodes.
+    #: Speed of each GPU's link for KV in each direction, 1e9 bytes a second. None: the tables' value between nodes.
     link_gb_per_second: PositiveFloat | None = None
-    #: None: the tables'.
+    #: None: the tables' value.
     link_latency_us: NonNegativeFloat | None = None
     #: The modelled clock runs so many times slower than the wall's; below 1 it is faster.
     time_scale: float = Field(default=1.0, ge=0.1, le=1000.0)
     #: All step times of prefill, and of decode, are multiplied by it.
     prefill_factor: PositiveFloat = 1.0
     decode_factor: PositiveFloat = 1.0
-    #: Instead of these two: {"prefill_factor", "decode_factor"}, read again when the engine has rested.
+    #: Instead of these two: {"prefill_factor", "decode_factor"}, read again when work begins after a rest.
     factors_file: Path | None = None
 
 
@@ -96,7 +96,7 @@ def checked(given: Any) -> ModelledConfig:
 
 
 class ModelledArgs(LlmArgs):
-    """The arguments of LLM(...). How the model is divided among GPUs is here more than a CPU would do."""
+    """The arguments of LLM(...). More ways to divide the model among GPUs than on a CPU are allowed."""
 
     moe_tensor_parallel_size: int | None = Field(default=None, ge=-1)
     moe_expert_parallel_size: int | None = Field(default=None, ge=-1)

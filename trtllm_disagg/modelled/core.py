@@ -1,8 +1,8 @@
-"""A modelled engine's core: a clock where the model would be, and tokens that any order makes alike.
+"""A modelled engine's core: a clock replaces the model, and tokens do not depend on the order of the steps.
 
-Where no client hears of the next tokens (`stream_interval`), the process rests while the GPU would compute them, and
-then computes these steps together. Each still begins and ends when it would have: what comes meanwhile, a request or
-KV, waits for the step that runs at that moment, as it would for a GPU's.
+Where the next tokens are held back (`stream_interval`), the process rests while the GPU would compute them, and then
+computes these steps together. Each still begins and ends when it would have: a request or KV that arrives meanwhile
+waits for the step that runs at that moment, as it would for a GPU's.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from trtllm_disagg.modelled.factors import FactorsNow
 from trtllm_disagg.modelled.step_times import StepPricer
 from trtllm_disagg.scripted_tokens import checksum, extended, token_after
 
-#: Wall seconds. Statistics and KV events are never older.
+#: In wall seconds; statistics and KV events are never older than this.
 _LONGEST_REST = 0.05
-#: To sleep and wake up is not worth less.
+#: A shorter rest is not worth going to sleep for.
 _SHORTEST_REST = 0.002
-#: So much too early the process wakes up, for the engine's process waits in whole milliseconds.
+#: The process wakes up this much early, because it waits in whole milliseconds.
 _EARLY = 0.002
 
 
@@ -31,18 +31,18 @@ class Texts:
     """The next token of each sequence: a function of its tokens, so that every order gives the same text."""
 
     def __init__(self) -> None:
-        #: Of those that were in the last step: of how many tokens the checksum is, and the checksum.
+        #: For each sequence of the last step: the number of tokens in its checksum, and the checksum.
         self._sums: dict[Sequence, tuple[int, int]] = {}
 
     def next_tokens(self, sequences: list[Sequence], num_steps: int = 1) -> list[list[int]]:
-        """Of each, so many."""
+        """The next `num_steps` tokens of each sequence."""
         before, self._sums = self._sums, {}
         return [self._next(sequence, num_steps, *before.get(sequence, (0, 0))) for sequence in sequences]
 
     def _next(self, sequence: Sequence, num_steps: int, length: int, known: int) -> list[int]:
         tokens = sequence.tokens
         if length != len(tokens):
-            # All that follows the prompt are such tokens, but not what a client sends to be continued.
+            # An answer consists of tokens for which `extended` works; a prompt need not.
             known = checksum(tokens, sequence.index)
         made = []
         for _ in range(num_steps):
@@ -54,8 +54,8 @@ class Texts:
 
 
 class ClockedModel:
-    """A step ends when it would on the GPU. Work that is there when it ends begins at that very moment, whatever this
-    process does in between: what a GPU's host does there, it does beside the GPU.
+    """A step ends when it would on the GPU. If work is there when it ends, the next step begins at that very moment, no
+    matter how long this process takes in between: a GPU's host works beside the GPU.
     """
 
     def __init__(self, pricer: StepPricer, factors: FactorsNow, clock: Clock) -> None:
@@ -64,19 +64,19 @@ class ClockedModel:
         self._in_force = factors()
         self._clock = clock
         self._texts = Texts()
-        #: The next step waits for something.
+        #: No work is left: the next step begins when work arrives.
         self.is_idle = True
         #: When the last step ended, and how long it took.
         self.end = 0.0
         self.seconds = 0.0
-        #: How late the clock was then, or when the process was to look: this process was slower than the GPU.
+        #: How long after the last step's end this process finished computing it: it was slower than the GPU.
         self.late = 0.0
-        #: While steps that began earlier are computed: when the process was to do so.
-        self.looks_at: float | None = None
+        #: While steps that began earlier are computed: when the process was due to compute them.
+        self.due_at: float | None = None
 
     def now(self) -> float:
-        """As far as steps are computed."""
-        return self._clock.now() if self.looks_at is None else self.end
+        """The present; while steps are caught up on, the end of the last computed one."""
+        return self._clock.now() if self.due_at is None else self.end
 
     def run(self, rows: list[Row]) -> list[Sampled]:
         begin = self.end
@@ -91,8 +91,8 @@ class ClockedModel:
         return made
 
     def run_on(self, rows: list[Row], most: int, now: float) -> tuple[list[float], list[list[int]]]:
-        """Up to `most` steps in which all of these decode, of those that have begun by `now`: how long each takes, and
-        the tokens of each row.
+        """Run up to `most` steps in which all rows decode, if they have begun by `now`. Returns the seconds of each
+        step, and the tokens of each row.
         """
         seconds: list[float] = []
         steps = self._pricer.decode_steps(rows, self._in_force)
@@ -105,19 +105,19 @@ class ClockedModel:
         return seconds, tokens
 
     def seconds_of_next(self, sequences: list[Sequence]) -> float:
-        """Of a step in which all of these decode."""
+        """Duration of the next step, in which all sequences decode."""
         return next(self._pricer.decode_steps([Row.of(each, 1) for each in sequences], self._in_force))
 
     def _wait(self) -> None:
-        self.late = max(0.0, self._clock.now() - max(self.end, self.looks_at or 0.0))
+        self.late = max(0.0, self._clock.now() - max(self.end, self.due_at or 0.0))
         self._clock.wait_until(self.end)
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Nothing to close."""
 
 
 def _certain(row: Row, token: int | None) -> Sampled:
-    """There is no other token that could have been."""
+    """A sample whose token has probability 1."""
     wants = token is not None and row.sequence.sampling.logprobs is not None
     of_prompt = [_entry(each) for each in row.scored(token)] if row.num_scored else ()
     return Sampled(token, _entry(token) if token is not None and wants else None, of_prompt)
@@ -129,13 +129,13 @@ def _entry(token: int) -> LogprobEntry:
 
 @dataclass(kw_only=True, eq=False)
 class ModelledCore(EngineCore):
-    """The engine core, which tells its model when it has nothing to do, and rests."""
+    """An engine core that tells its model when it is idle, and rests."""
 
     model: ClockedModel
-    #: Of the model's GPUs, which is never behind.
+    #: The present of the modelled GPUs; unlike `model.now` it is never behind.
     wall: Clock
     time_scale: float
-    #: By `wall`.
+    #: A time of `wall`.
     _rests_until: float | None = field(default=None, init=False)
     _caught_up: list[StepReport] = field(default_factory=list, init=False)
 
@@ -148,13 +148,13 @@ class ModelledCore(EngineCore):
         super().abort(request_id)
 
     def step(self) -> StepReport:
-        """Or all steps that have begun while the process rested."""
+        """Run one step, or all steps that have begun while the process rested."""
         self._catch_up()
         reports, self._caught_up = self._caught_up, []
         return _joined(reports) if reports else super().step()
 
     def rest(self) -> float:
-        """Until the step begins of which a client hears next."""
+        """Seconds until the next step with an output for a client begins."""
         silent = self.scheduler.num_silent_steps
         if not silent or self.connector.has_news or self._outbox:
             return 0.0
@@ -167,21 +167,21 @@ class ModelledCore(EngineCore):
         return seconds
 
     def _catch_up(self) -> None:
-        """The last step may still run on the GPU: it is waited for."""
+        """Compute the steps that have begun during the rest, and wait for the end of the last one."""
         if self._rests_until is None:
             return
         now = self.wall.now()
-        self.model.looks_at, self._rests_until = min(now, self._rests_until), None
+        self.model.due_at, self._rests_until = min(now, self._rests_until), None
         while self.model.end <= now and self.scheduler.running:
             self._caught_up.append(self._steps(self.model.end, now))
-        self.model.looks_at = None
+        self.model.due_at = None
 
-    def _step_of_what_is_here(self, started: float) -> StepReport:
-        """Or several, where this process is late by more than one."""
+    def _run_step(self, started: float) -> StepReport:
+        """Run one step, or several when this process is late by more than one."""
         return self._steps(started, self.wall.now() - self.model.seconds)
 
     def _steps(self, started: float, now: float) -> StepReport:
-        """Of which no client hears and that have begun by `now`; or else the next one."""
+        """Run the steps without output that have begun by `now`; without any, the next step."""
         is_late = self.model.end <= now and not self.model.is_idle
         if is_late and self.scheduler.reserves_all and not self.stats.tells_each_step:
             silent = self.scheduler.num_silent_steps
@@ -190,7 +190,7 @@ class ModelledCore(EngineCore):
         return self._single_step(started)
 
     def _silent_steps(self, most: int, now: float) -> StepReport:
-        """As that many single ones, for sequences that only decode, have all their blocks and end no answer."""
+        """Like up to `most` single steps, for sequences that only decode, have all their blocks and do not end."""
         rows = [Row.of(sequence, 1) for sequence in self.scheduler.running]
         for row in rows:
             row.sequence.timer.scheduled(self._num_steps + 1)
@@ -200,9 +200,9 @@ class ModelledCore(EngineCore):
             sequence = row.sequence
             sequence.tokens += tokens
             sequence.num_computed += len(tokens)
-            sequence.num_untold += len(tokens)
+            sequence.num_unsent += len(tokens)
             if sequence.sampling.logprobs is not None:
-                sequence.untold_logprobs += map(_entry, tokens)
+                sequence.unsent_logprobs += map(_entry, tokens)
             sequence.timer.has_token(self._num_steps)
             self._commit(sequence)
         stats = self.stats.of_decode_steps(rows, self.scheduler, self.blocks, self._handoffs, seconds)
@@ -211,7 +211,7 @@ class ModelledCore(EngineCore):
         return StepReport(self._outbox.take(), self.num_active, self.events.take(), stats)
 
     def _single_step(self, started: float) -> StepReport:
-        report = super()._step_of_what_is_here(started)
+        report = super()._run_step(started)
         self.model.is_idle = not self.scheduler.has_runnable
         for statistics in report.stats:
             statistics["modelled"] = self._modelled(self.model.seconds)

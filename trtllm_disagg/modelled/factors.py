@@ -1,4 +1,4 @@
-"""By what all step times of prefill, and of decode, are multiplied; a file may change it while the engine runs."""
+"""The factors of all prefill and decode step times; a file may change them while the engine runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Factors(NamedTuple):
 
     @classmethod
     def read(cls, file: Path) -> Factors:
-        """Raises ConfigError for what is no such file."""
+        """Raises ConfigError for a file without valid factors."""
         try:
             said = json.loads(file.read_bytes())
             found = cls(float(said["prefill_factor"]), float(said["decode_factor"]))
@@ -31,7 +31,7 @@ class Factors(NamedTuple):
         return found
 
     def write(self, file: Path) -> None:
-        """Whole or not at all."""
+        """Replace the file atomically."""
         partial = file.with_name(f".{file.name}.partial")
         partial.write_text(json.dumps({"prefill_factor": self.prefill, "decode_factor": self.decode}))
         os.replace(partial, file)
@@ -42,12 +42,12 @@ def _bad(file: Path, said: object) -> ConfigError:
     return ConfigError.bad_value("modelled.factors_file", f"{file}: {said}", allowed)
 
 
-#: Asked when work begins after a rest: never in the middle of a request.
+#: Called when work begins after a rest, never in the middle of a request.
 FactorsNow = Callable[[], Factors]
 
 
 class FactorsFile:
-    """Raises ConfigError for a file that says no factors. One that becomes bad later changes nothing."""
+    """Factors from a file. Raises ConfigError for an invalid file at first; a later invalid one changes nothing."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -65,7 +65,7 @@ class FactorsFile:
 
 
 def _version(file: Path) -> tuple[int, int] | None:
-    """Of its content, without reading it: a file that is replaced is another one."""
+    """Changes whenever the file is replaced, without reading it; None without the file."""
     try:
         status = file.stat()
     except OSError:

@@ -1,7 +1,7 @@
 """The links that KV moves over, and a transport that moves no byte but takes the time.
 
-Each engine has one link in and one link out, which its GPUs share evenly. When a link is free again is one number in
-shared memory, so that all engines of this host queue for it, first come, first served.
+Each engine has one link in and one link out, which its GPUs share evenly. The time at which a link is free
+again is in shared memory, so that all engines of this host queue for it, first come, first served.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _MOMENT = struct.Struct("<d")
 
 
 class LinkCost(msgspec.Struct, frozen=True):
-    """Of one engine's end."""
+    """The properties of one engine's end of a link."""
 
     seconds_per_block: float
-    #: Of a transfer, once.
+    #: Seconds, once per transfer.
     latency: float
     #: Two engines with clocks of different speeds cannot share a link.
     time_scale: float
@@ -36,14 +36,14 @@ class LinkCost(msgspec.Struct, frozen=True):
 
 class _Address(msgspec.Struct, frozen=True):
     process: ProcessMark
-    #: Descriptors there: when the link in, and the link out, is free.
+    #: That process's descriptors with the times at which its link in, and its link out, is free.
     fd_in: int
     fd_out: int
     cost: LinkCost
 
 
 class _Link:
-    """When it is free, in modelled seconds."""
+    """Holds the time at which the link is free, in modelled seconds."""
 
     def __init__(self) -> None:
         # memfd: nothing is left behind by `kill -9`.
@@ -56,7 +56,7 @@ class _Link:
 
 @contextlib.contextmanager
 def _held(pid: int, link: int) -> Iterator[int]:
-    """The link with this descriptor in that process, for this caller alone: the kernel locks each opening."""
+    """The link with this descriptor in that process, locked for this caller."""
     opened = os.open(f"/proc/{pid}/fd/{link}", os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.flock(opened, fcntl.LOCK_EX)
@@ -100,10 +100,10 @@ class LinkTransport:
         return self._move(peer, theirs, source, target, local_blocks, timeout)
 
     def forget(self, peer: PeerMetadata) -> None:
-        """Nothing is kept of it."""
+        """Nothing is cached about a peer."""
 
     def progress(self) -> None:
-        """A peer needs no help."""
+        """Peers need no help of this process."""
 
     def close(self) -> None:
         self._in.close()

@@ -30,7 +30,7 @@ class StepParts(NamedTuple):
     decode_attention: float = 0.0
 
     def seconds(self, prompt_tokens: int, num_decode: int, factors: Factors) -> float:
-        """What is shared is slowed by what most of it is for."""
+        """Duration of the step. The shared part is scaled by the mean of both factors, weighted by tokens."""
         tokens = prompt_tokens + num_decode
         weight = (prompt_tokens * factors.prefill + num_decode * factors.decode) / tokens
         milliseconds = (
@@ -43,14 +43,14 @@ class StepParts(NamedTuple):
 
 class StepTimes(Protocol):
     def parts(self, chunks: Sequence[Chunk], num_decode: int, context: int) -> StepParts:
-        """Of a step with these parts of prompts and so many sequences that decode, with a mean of `context` tokens
-        before the new one.
+        """The parts of a step with these prompt chunks and `num_decode` decoding sequences, which have a mean of
+        `context` tokens before the new one.
         """
         ...
 
 
 class StraightLines:
-    """`MeasuredSteps`."""
+    """`StepTimes` by the straight lines of `MeasuredSteps`."""
 
     def __init__(self, measured: MeasuredSteps) -> None:
         self._measured = measured
@@ -69,10 +69,10 @@ class StraightLines:
 
 @dataclass(frozen=True, slots=True)
 class StepPricer:
-    """Seconds of the rows of a step."""
+    """Computes the duration of a step from its rows."""
 
     times: StepTimes
-    #: Of attention DP: the ranks take requests by turns, and the slowest one ends the step.
+    #: Ranks of attention DP: they take requests by turns, and the slowest one ends the step.
     num_ranks: int = 1
 
     def seconds(self, rows: Sequence[Row], factors: Factors) -> float:
@@ -87,7 +87,7 @@ class StepPricer:
         return ranks.values()
 
     def decode_steps(self, rows: Sequence[Row], factors: Factors) -> Iterator[float]:
-        """Of one step after the other in which all of these decode."""
+        """The durations of successive steps in which all rows decode."""
         ranks = [(len(own), sum(row.num_computed for row in own)) for own in self._by_rank(rows)]
         for later in itertools.count():
             yield max(self._of_decodes(count, contexts + later * count, factors) for count, contexts in ranks)

@@ -27,14 +27,14 @@ PACKAGE = "aiconfigurator_core"
 BACKEND = "trtllm"
 #: Beyond these nothing was measured (products, attention); what is asked for there has an answer, but of no table.
 MOST_STEP_TOKENS, MOST_BATCH, MOST_CONTEXT = 32_768, 2048, 131_072
-#: Of attention in prefill.
+#: The longest prompt with measured prefill attention.
 LONGEST_MEASURED_PROMPT = 16_384
 _CACHED = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """Of one GPU."""
+    """Properties of one GPU."""
 
     kv_blocks: int
     kv_bytes_per_token: int
@@ -86,7 +86,7 @@ def open_tables(args: ModelledArgs) -> tuple[Tables, GpuFacts]:
     _require_measured(args)
     model = model_of(args)
     division = _division(args)
-    # What it reads is no news; which of its rows are poor is.
+    # Its warnings name poor rows of the tables; its messages below that only list the files.
     logging.getLogger(PACKAGE).setLevel(logging.WARNING)
     # It says this of every backend but SGLang.
     logging.getLogger(f"{PACKAGE}.sdk.attention_lanes").setLevel(logging.ERROR)
@@ -204,7 +204,7 @@ def systems() -> list[str]:
 
 
 def _covered(system: str) -> str:
-    """What the tables of a system have."""
+    """Describes the tables of a system for an error message."""
     root = _root() / "systems" / "data" / system
     versions = sorted({path.name for path in root.glob(f"gemm/{BACKEND}/*") if path.is_dir()})
     return (

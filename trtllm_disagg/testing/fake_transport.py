@@ -79,7 +79,7 @@ Outcome = Fails | TakesTooLong | MovesPart | WaitsFor | Interrupted | PeerIsDead
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One that was asked for."""
+    """A transfer that was requested."""
 
     kind: Kind
     peer: str
@@ -106,7 +106,7 @@ class FakeTransport:
         self._plans[kind].once.extend(outcomes)
 
     def always(self, kind: Kind, outcome: Outcome | None) -> None:
-        """None: as the real one does."""
+        """Returns None like the real one."""
         self._plans[kind].always = outcome
 
     def forget_script(self) -> None:

@@ -100,7 +100,7 @@ class News:
         self._queue: deque[dict[str, Any]] = deque()
 
     def take(self, made: list[dict[str, Any]], timeout: float | None) -> AsyncIterator[dict[str, Any]]:
-        """What was made so far; the iterator waits for more only when there is nothing."""
+        """The records so far; the iterator waits only when there are none."""
         self._fetch(made)
         return self._items(0 if self._queue else timeout)
 
@@ -141,7 +141,7 @@ class Meeting:
 
 
 class KvHolder:
-    """Where KV waits for a decode. As it is, of worker processes: a decode needs nothing but the handoff's words."""
+    """Where KV waits for a decode. This one is for worker processes: a decode needs only the handoff's fields."""
 
     def meeting(self, request_id: int | None) -> Meeting:
         raise NotImplementedError("the recording engine has no GENERATION_FIRST")
@@ -167,7 +167,7 @@ class _Held:
 
 
 class KvStore(KvHolder):
-    """In one process, for both workers of a test: the prompt, by opaque state."""
+    """Prompts by opaque state, for two workers of a test in one process."""
 
     def __init__(self) -> None:
         self._held: dict[bytes, _Held] = {}
@@ -230,7 +230,7 @@ def _id_of_machine(machine_id: int) -> int:
 
 
 def global_id_function(version: str) -> Callable[..., int] | None:
-    """What llmapi/disagg_utils.py offers as `get_global_disagg_request_id`; None where it has no such name."""
+    """`get_global_disagg_request_id` of llmapi/disagg_utils.py; None in a release without it."""
     wanted = TrtllmVersion.parse(version, "version")
     if wanted < FIRST_WITH_GLOBAL_IDS:
         return None

@@ -110,7 +110,7 @@ class LLM:
     instances: ClassVar[list[LLM]] = []
     #: One process holds both workers of a pair in a test, so KV that is waiting for a decode lives here.
     kv_store: ClassVar[KvStore] = KvStore()
-    #: Of those that are built from now on.
+    #: The edges of engines that are built from now on.
     edges: ClassVar[HardEdges] = FORGIVING
 
     calls: list[Call]
@@ -150,13 +150,13 @@ class LLM:
         self.num_running = 0
         self.scripts: deque[Script] = deque()
         self.results: list[RequestOutput] = []
-        #: What has happened since the last reader.
+        #: KV events since the last reader.
         self.kv_cache_events: list[dict[str, Any]] = []
         self.stats: list[dict[str, Any]] = []
         self._event_news, self._stat_news = News("KV cache events"), News("iteration statistics")
         self._event_ids: Counter[int] = Counter()
         self.is_shut_down = False
-        #: What `_check_health` says of an engine that lives.
+        #: What `_check_health` returns for an engine that is alive.
         self.is_healthy = True
         self.fatal_error: BaseException | None = None
         self._executor = _Executor()

@@ -73,18 +73,18 @@ class Script:
     ends_with: str | None = None
     """The finish reason at the end, instead of `stop` or `length`."""
     prompt_logprobs: Sequence[Any] = ()
-    """For a request that asks for them."""
+    """Present for a request that asks for them."""
     cached_tokens: int = 0
-    """Of the prompt, where no KV was fetched."""
+    """Cached prompt tokens, where no KV was fetched."""
     perf_metrics: Any = None
-    """What the engine has measured, for a request that asks for it."""
+    """The engine's measurements, for a request that asks for them."""
     time_breakdown_metrics: Mapping[str, Any] | None = None
     """The same, of its steps."""
     gate: asyncio.Semaphore | None = None
     """One permit lets one token through, so a test can look at a request that is half done."""
 
 
-#: Of a request that no test has a script for.
+#: The script of a request for which no test has one.
 AS_IT_IS = Script()
 
 
@@ -98,7 +98,7 @@ class _Engine(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """What all requests of one engine have in common."""
+    """Settings that all requests of one engine share."""
 
     edges: HardEdges
     kv: KvHolder
@@ -110,7 +110,7 @@ class Place:
     #: The rank that all requests run on under attention DP, else None.
     dp_rank: int | None
     max_seq_len: int | None
-    #: Of a request's options only its length has an effect.
+    #: True: only the length options of a request have an effect.
     ignores_eos: bool
 
 
@@ -315,7 +315,7 @@ class RequestOutput:
         return None if is_found_by_id and given.disagg_request_id is None else _sender_of(given)
 
     def _check(self) -> None:
-        """What only the engine's process notices."""
+        """Errors that only the engine's process notices."""
         place, length = self._place, len(self.prompt_token_ids)
         longest = place.max_seq_len
         if place.edges.has_request_errors_for_length and longest is not None and length >= longest:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from trtllm_disagg.kv_transfer.access import Network, OneHost, TransferScope
-from trtllm_disagg.kv_transfer.transports import create_transport, is_needed, why_no_cma
+from trtllm_disagg.kv_transfer.transports import create_transport, needs_cma, why_no_cma
 
 # As in a container without SYS_PTRACE: no process may read this one, and its children cannot be privileged.
 _LOCKED_DOWN = """
@@ -54,4 +54,4 @@ def test_with_the_right_it_is_nixl() -> None:
     ids=repr,
 )
 def test_it_is_needed_between_workers_on_one_host(scope: TransferScope, device: str, needed: bool) -> None:
-    assert is_needed(scope, device) is needed
+    assert needs_cma(scope, device) is needed

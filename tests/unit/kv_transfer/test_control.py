@@ -122,17 +122,17 @@ def test_a_card_comes_as_it_was_given(server: Server, client: ControlClient) -> 
 
 def test_confirming_ends_the_lease_and_wakes_the_engine(server: Server, client: ControlClient) -> None:
     handle = server.lease()
-    assert client.confirm(handle, SECONDS)
+    assert client.finish(handle, SECONDS)
     assert server.ended.wait(SECONDS)
     assert len(server.leases) == 0
-    assert not client.confirm(handle, SECONDS)
+    assert not client.finish(handle, SECONDS)
 
 
 def test_a_receiver_has_its_answer_before_the_senders_engine_is_told(
     server: Server, client: ControlClient
 ) -> None:
     server.listens.clear()
-    assert client.confirm(server.lease(), SECONDS)
+    assert client.finish(server.lease(), SECONDS)
     assert not server.ended.is_set()
     server.listens.set()
     assert server.ended.wait(SECONDS)
@@ -167,9 +167,9 @@ def test_a_receiver_that_hangs_up_before_its_answer_wakes_the_senders_engine_all
 
 def test_a_changed_handle_is_not_confirmed_and_ends_nothing(server: Server, client: ControlClient) -> None:
     handle = server.lease()
-    assert not client.confirm(msgspec.structs.replace(handle, blocks=[1, 3]), SECONDS)
+    assert not client.finish(msgspec.structs.replace(handle, blocks=[1, 3]), SECONDS)
     assert len(server.leases) == 1
-    assert client.confirm(handle, SECONDS)
+    assert client.finish(handle, SECONDS)
 
 
 def test_beginning_tells_whether_there_is_something_to_read(server: Server, client: ControlClient) -> None:
@@ -177,7 +177,7 @@ def test_beginning_tells_whether_there_is_something_to_read(server: Server, clie
     assert client.begin(handle, SECONDS)
     assert len(server.leases) == 1
     assert not client.begin(msgspec.structs.replace(handle, blocks=[1, 3]), SECONDS)
-    assert client.confirm(handle, SECONDS)
+    assert client.finish(handle, SECONDS)
     assert not client.begin(handle, SECONDS)
 
 
@@ -199,9 +199,9 @@ def test_no_peer_is_answered_after_close(server: Server, client: ControlClient) 
     server.control.close()
     for _ in range(2):  # on the connection that was there, and on a new one
         with pytest.raises(KvTransferError, match="control channel"):
-            client.confirm(handle, SECONDS)
+            client.finish(handle, SECONDS)
     with pytest.raises(PeerGoneError):
-        client.confirm(handle, SECONDS)
+        client.finish(handle, SECONDS)
     assert len(server.leases) == 1
 
 
@@ -219,7 +219,7 @@ def test_silence_is_an_error_after_the_deadline(
 ) -> None:
     listener, endpoint = authentication.listen()
     with listener, pytest.raises(KvTransferError, match=r"no answer within 0\.1 s"):
-        client.confirm(msgspec.structs.replace(HANDLE, endpoint=endpoint), 0.1)
+        client.finish(msgspec.structs.replace(HANDLE, endpoint=endpoint), 0.1)
 
 
 HANDLE = KvHandle(VERSION, "s", "tcp://127.0.0.1:1", b"l" * 16, b"y" * 16, b"p" * 16, 1, [0], 0)
@@ -427,5 +427,5 @@ def test_an_engine_of_one_host_talks_to_no_network_and_the_other_way_round() -> 
     local, network = ControlClient(SameUserAuthentication()), ControlClient(NETWORK.authentication())
     with pytest.raises(KvTransferError, match="is on another host"):
         local.metadata("tcp://127.0.0.1:9", SECONDS)
-    with pytest.raises(KvTransferError, match="takes peers on its own host only"):
+    with pytest.raises(KvTransferError, match="accepts peers on its own host only"):
         network.metadata("unix://@name:1", SECONDS)

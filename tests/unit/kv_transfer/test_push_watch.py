@@ -38,7 +38,7 @@ class ScriptedPeers(Peers):
         self.answered = Event()
         self._is_done = is_done
 
-    def say(self, endpoint: str, message: FromDecode | FromPrefill) -> bytes:
+    def send(self, endpoint: str, message: FromDecode | FromPrefill) -> bytes:
         if not isinstance(message, Watch):
             return b"ok"
         if self._is_done:
@@ -82,5 +82,5 @@ def test_an_answer_about_a_prefill_that_has_ended_meanwhile_drops_no_metadata(pe
 def test_a_prefill_that_ended_without_a_word_fails_and_its_engine_is_asked_anew(peers: ScriptedPeers) -> None:
     expected = expect_one(peers)
     assert expected.error is not None
-    assert "ended this request without a word" in str(expected.error)
+    assert "ended this request without a notice or a failure message" in str(expected.error)
     assert peers.metadata.known == {}

@@ -13,7 +13,7 @@ from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.kv_transfer.access import OneHost
 from trtllm_disagg.kv_transfer.transports import TRANSPORTS, TransportSpec, backends, create_transport
 
-TOY = TransportSpec("TOY", "trtllm_disagg.testing.fake_transport:FakeTransport", (OneHost,), "never")
+TOY = TransportSpec("TOY", "trtllm_disagg.testing.fake_transport:FakeTransport", (OneHost,))
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_a_name_that_is_not_in_the_table_is_refused(checkpoints: Checkpoints, ba
 def test_a_transport_with_a_library_that_is_not_here_is_refused_without_advice_for_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    absent = TransportSpec("ABSENT", "no_such_library.transport:Transport", (OneHost,), "never")
+    absent = TransportSpec("ABSENT", "no_such_library.transport:Transport", (OneHost,))
     monkeypatch.setitem(TRANSPORTS, "ABSENT", absent)
     with pytest.raises(ConfigError, match="a machine on which ABSENT is installed") as refused:
         create_transport("ABSENT", OneHost())

@@ -292,7 +292,7 @@ class LLM:
 
     @property
     def engine_pids(self) -> list[int]:
-        """Of all ranks, rank 0 (the engine core) first (embedded engine only)."""
+        """Process ids of all ranks, rank 0 (the engine core) first (embedded engine only)."""
         return self._core.ready.pids
 
     @property

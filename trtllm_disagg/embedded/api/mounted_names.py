@@ -134,7 +134,7 @@ _GAUGES = {
     "total_context_tokens": "inflightBatchingStats.numCtxTokens",
 }
 
-#: Of each measured request, in seconds.
+#: Histograms of measured requests, in seconds.
 _HISTOGRAMS = {
     MetricNames.E2E: "e2e_request_latency_seconds",
     MetricNames.TTFT: "time_to_first_token_seconds",
@@ -189,7 +189,7 @@ class MetricsCollector:
             self._gauges["kv_cache_utilization"].set(blocks["usedNumBlocks"] / blocks["maxNumBlocks"])
 
     def log_request_metrics_dict(self, metrics_dict: Mapping[Any, Any]) -> None:
-        """Of a result; empty when it was not measured."""
+        """Record the metrics of one result; they are empty when it was not measured."""
         for metric, histogram in self._histograms.items():
             if metric in metrics_dict:
                 histogram.observe(metrics_dict[metric])

@@ -39,7 +39,7 @@ class TimingMetrics:
     first_scheduled_time: timedelta = timedelta()
     first_token_time: timedelta = timedelta()
     last_token_time: timedelta = timedelta()
-    #: Of KV that came here, from when it was asked for. With schedule_style GENERATION_FIRST that is before prefill.
+    #: Transfer of KV to this engine, from its request on. With schedule_style GENERATION_FIRST that is before prefill.
     kv_cache_transfer_start: timedelta = timedelta()
     kv_cache_transfer_end: timedelta = timedelta()
     #: Bytes that came.

@@ -1,4 +1,4 @@
-"""What generate_async returns: RequestOutput, CompletionOutput, Logprob. And the requests that an LLM waits for, with
+"""The results of generate_async: RequestOutput, CompletionOutput, Logprob. And the requests that an LLM waits for, with
 the streams that their outputs go to.
 """
 
@@ -27,7 +27,7 @@ Decode = Callable[[list[int]], str]
 #: Tokens that stay open. A token has at least one byte and a UTF-8 character at most four, so what comes later does
 #: not change the text before them.
 _OPEN = 4
-#: By then even what may be half a character is settled: a model can say nothing but broken bytes for ever.
+#: After this many tokens even a possible half character is settled: a model may emit broken bytes for ever.
 _TOO_MANY_OPEN = 64
 _BROKEN = "\ufffd"
 
@@ -78,7 +78,7 @@ class GrowingText:
         self._settled = 0
 
     def _settle(self, token_ids: list[int], window: str, *, is_late: bool) -> None:
-        """Not when they end within a character. Some decoders take a whole run of bytes for broken till it ends."""
+        """False when they end within a character. Some decoders show a run of bytes as broken until it ends."""
         text = self._decode(token_ids[self._context :])
         if is_late or (window.startswith(text) and not text.endswith(_BROKEN)):
             self._text += text[self._known :]
@@ -87,7 +87,7 @@ class GrowingText:
 
 
 class RequestError(RuntimeError):
-    """This request failed; the engine goes on. `category` is errors.DisaggError.category."""
+    """This request failed; the engine continues. `category` is errors.DisaggError.category."""
 
     def __init__(self, message: str, category: str = "Internal") -> None:
         super().__init__(message)
@@ -142,7 +142,7 @@ class CompletionOutput:
         self._seen_text = len(self.text)
 
 
-#: What the engine's receiver thread hands over: token outputs of one step, or the reason the engine died.
+#: A delivery of the engine's receiver thread: token outputs of one step, or the reason the engine died.
 Delivery = TokenOutput | RequestError
 
 
@@ -168,7 +168,7 @@ class GenerationResult:
         self.context_logits: Any | None = None
         self.cached_tokens = 0
         self.decoding_iter = 0
-        #: Always: there is no speculative decoding.
+        #: Always this value, because there is no speculative decoding.
         self.avg_decoded_tokens_per_iter = 1.0
         #: Seconds by MetricNames, when the request is measured (return_perf_metrics).
         self.metrics_dict: dict[Any, Any] = {}
@@ -180,7 +180,7 @@ class GenerationResult:
         self._texts = [GrowingText(detokenize) for _ in range(num_choices)] if detokenize else []
         self._disagg_request_id = disagg_request_id
         self._unfinished = num_choices
-        #: The receiver thread counts down how many choices it still owes.
+        #: Number of unfinished choices; the receiver thread counts it down.
         self.choices_left = num_choices
         #: The event loop that this request was made in, to be woken after a delivery.
         self.loop = _running_loop()
@@ -191,11 +191,11 @@ class GenerationResult:
     # -- the receiver thread's side
 
     def deliver(self, delivery: Delivery) -> None:
-        """From any thread; blocked readers get it at once."""
+        """Deliver outputs. Callable from any thread; blocked readers get them at once."""
         self.queue.put(delivery)
 
     def wake(self) -> None:
-        """In `loop`: something was delivered."""
+        """Runs in `loop` after a delivery."""
         if self._arrival is not None:
             if not self._arrival.done():
                 self._arrival.set_result(None)
@@ -204,7 +204,7 @@ class GenerationResult:
     # -- the caller's side
 
     def abort(self) -> None:
-        """Stop the request. KV of a context_only request that is still held for a decode is let go."""
+        """Stop the request. KV of a context_only request that is still held for a decode is released."""
         self._abort(self.request_id)
 
     def __aiter__(self) -> AsyncIterator[GenerationResult]:
@@ -220,7 +220,7 @@ class GenerationResult:
         while True:
             # This task alone takes from it. Asking first is cheaper than the exception of an empty queue, once a token.
             while waiting.empty():
-                # What comes between these lines wakes us: `wake` can only run once we wait.
+                # A delivery between these lines is not missed: `wake` can only run once we wait.
                 self._arrival = self._arrival or self.loop.create_future()
                 await self._arrival
             self._apply(waiting.get_nowait())
@@ -316,7 +316,7 @@ class GenerationResult:
         )
 
     def _ctx_request_id(self, handoff: MadeHandoff) -> int:
-        """Both phases go by the caller's id, when there is one."""
+        """Both phases use the caller's id, if there is one."""
         return handoff.ctx_request_id if self._disagg_request_id is None else self._disagg_request_id
 
 
@@ -342,7 +342,7 @@ class RequestOutput(GenerationResult):
 
 
 def wake(results: Sequence[RequestOutput]) -> None:
-    """One call into each event loop, however many requests of its got tokens in a step."""
+    """Wake each event loop with one call, however many of its requests got tokens in a step."""
     for loop in {result.loop for result in results}:
         if loop is not None:
             with contextlib.suppress(RuntimeError):  # closed: no task waits there any more
@@ -356,7 +356,7 @@ def _wake_all(results: Sequence[RequestOutput], loop: asyncio.AbstractEventLoop)
 
 
 class RunningRequests:
-    """`add` and `fail_all` from any thread, `deliver` from the one thread that has to tell of a request."""
+    """`add` and `fail_all` from any thread, `deliver` from the receiver thread only."""
 
     def __init__(self) -> None:
         self._results: dict[int, RequestOutput] = {}
@@ -370,7 +370,7 @@ class RunningRequests:
             self._results[result.request_id] = result
 
     def deliver(self, outputs: Sequence[TokenOutput]) -> None:
-        """To those that still run; a stream that has all its outputs is dropped."""
+        """Deliver the outputs to the running requests; drop a stream that has all its outputs."""
         delivered: list[RequestOutput] = []
         for output in outputs:
             if (result := self._results.get(output.request_id)) is None:
@@ -382,7 +382,7 @@ class RunningRequests:
         wake(delivered)
 
     def fail_all(self, reason: str) -> None:
-        """There is no engine any more."""
+        """Fail all requests, because the engine has ended."""
         with self._lock:
             results, self._results = list(self._results.values()), {}
         for result in results:
@@ -405,7 +405,7 @@ class Feed:
         self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
     def extend(self, records: Iterable[dict[str, Any]]) -> None:
-        """From any thread."""
+        """Callable from any thread."""
         before = len(self._records)
         self._records.extend(records)
         waiter = self._waiter
@@ -418,12 +418,12 @@ class Feed:
         return [self._records.popleft() for _ in range(len(self._records))]
 
     async def wait(self, timeout: float | None) -> AsyncIterator[dict[str, Any]]:
-        """What is there; when nothing is, what comes within `timeout` seconds. What the reader leaves stays."""
+        """The records so far; without any, those that come within `timeout` seconds. Unread records stay."""
         if not self._records and timeout:
             event = asyncio.Event()
             self._waiter = (asyncio.get_running_loop(), event)
             with contextlib.suppress(TimeoutError):
-                if not self._records:  # it may have come before the waiter stood
+                if not self._records:  # a record may have come before the waiter was set
                     await asyncio.wait_for(event.wait(), timeout)
             self._waiter = None
         while self._records:

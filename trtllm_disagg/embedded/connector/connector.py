@@ -1,8 +1,8 @@
-"""KV transfer as the engine core sees it: calls go down to a `KvConnector`, events come up from `poll`.
+"""KV transfer as the engine core sees it: the core calls a `KvConnector`, and gets its events from `poll`.
 
 Decode reads a finished prefill's blocks (CONTEXT_FIRST), or offers its own for prefill to write into
-(GENERATION_FIRST, docs/decisions/0006). In the latter no side waits for the other while holding what the other may
-need: prefill waits for decode's offer without blocks and without a place in the batch; decode, which holds both,
+(GENERATION_FIRST, docs/decisions/0006). In the latter neither engine waits for the other while it holds what the other
+may need: prefill waits for decode's offer without blocks and without a place in the batch; decode, which holds both,
 waits for prefill's work alone.
 """
 
@@ -16,6 +16,8 @@ from trtllm_disagg.embedded.scheduler.sequence import Sequence
 from trtllm_disagg.errors import ConfigError, DisaggError, InvalidRequestError
 from trtllm_disagg.kv_transfer.handle import KvHandle
 
+_DISABLED = "KV transfer is disabled on this engine; set cache_transceiver_config.backend"
+
 
 @dataclass(frozen=True, slots=True)
 class Offered:
@@ -26,14 +28,14 @@ class Offered:
 
 @dataclass(frozen=True, slots=True)
 class PrefixArrived:
-    """What decode had of the prompt, `num_fetchable` blocks of it, is in this prefill's blocks."""
+    """The first `num_fetchable` blocks of the prompt, which decode had, are in this prefill's blocks."""
 
     sequence: Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class KvArrived:
-    """All KV of the prompt is here, and the first token with it."""
+    """All KV of the prompt is here, and the first token."""
 
     sequence: Sequence
     token: int
@@ -41,7 +43,7 @@ class KvArrived:
     #: Prompt tokens that prefill did not have to compute.
     num_cached: int
     bytes_moved: int
-    #: Blocks that were here already.
+    #: Prompt blocks that were in this engine's cache already.
     num_known: int
 
 
@@ -70,14 +72,14 @@ class KvFailed:
 
 @dataclass(frozen=True, slots=True)
 class BlocksReleased:
-    """Their sequence has left them behind, and now no transfer uses them either."""
+    """The blocks of an ended sequence, which no transfer uses any more."""
 
     blocks: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksQuarantined:
-    """A late transfer with this peer may still write into these blocks: they are out of use."""
+    """A late transfer with this peer may still write into these blocks: they must not be used."""
 
     blocks: list[int]
     peer: str
@@ -95,10 +97,9 @@ KvEvent = Offered | PrefixArrived | KvArrived | ReadEnded | HandedOff | KvFailed
 
 
 class BlocksInTransfer:
-    """The one account of blocks that their sequence has left behind while a transfer may still use them.
+    """The blocks of ended sequences that a transfer may still use, by transfer.
 
-    Its keys are the transfers, in whatever direction. A block is held, or quarantined once it is not known when its
-    transfer ends, and comes free exactly once.
+    A block is held, or quarantined when it is not known when its transfer ends, and is freed exactly once.
     """
 
     def __init__(self) -> None:
@@ -121,14 +122,14 @@ class BlocksInTransfer:
     def quarantine(
         self, transfer: Hashable, peer: str, blocks: list[int] | None = None
     ) -> Iterator[BlockEvent]:
-        """`blocks`, or those that the transfer holds."""
+        """Quarantine `blocks`; without them, the blocks that the transfer holds."""
         lost = self._held.pop(transfer, []) if blocks is None else blocks
         if lost:
             self._quarantined[transfer] = lost
             yield BlocksQuarantined(lost, peer)
 
     def free(self, transfer: Hashable) -> Iterator[BlockEvent]:
-        """It has ended. Nothing happens for one that has no blocks here."""
+        """The transfer has ended: free its blocks, if it has any here."""
         if held := self._held.pop(transfer, None):
             yield BlocksReleased(held)
         if quarantined := self._quarantined.pop(transfer, None):
@@ -136,17 +137,17 @@ class BlocksInTransfer:
 
 
 class KvConnector:
-    """Used by the engine core's thread. Every sequence passes here on its way in and out; most have no other half.
+    """Used by the engine core's thread, for every sequence when it begins and ends.
 
-    As it is, disaggregation is off: no cache_transceiver_config, no handoffs.
+    This base class is for an engine without cache_transceiver_config: it makes and takes no handoffs.
     """
 
-    #: Its name; "off" without one.
+    #: The transport's name; "off" without one.
     transport = "off"
 
     @property
     def endpoint(self) -> str:
-        """Of the control channel; empty without one."""
+        """The endpoint of the control channel; empty without one."""
         return ""
 
     @property
@@ -155,7 +156,7 @@ class KvConnector:
 
     @property
     def oldest_lease(self) -> float | None:
-        """When it was granted, by the monotonic clock; None when there is none."""
+        """When the oldest lease was granted, by the monotonic clock; None without a lease."""
         return None
 
     @property
@@ -165,56 +166,54 @@ class KvConnector:
 
     @property
     def has_news(self) -> bool:
-        """`poll` has something to say although no transfer has ended."""
+        """True when `poll` has events although no transfer has ended."""
         return False
 
     def accept(self, request: AddRequest) -> KvHandle | None:
-        """The handoff that the request continues, if it does. Raises a DisaggError for a request with another half
-        that this engine cannot work with.
+        """The handle of the handoff that the request continues, if any. Raises a DisaggError for a context_only or
+        generation_only request that this engine cannot run.
         """
-        if request.rendezvous is not None:
-            raise InvalidRequestError("this engine has no cache_transceiver_config, so it meets no other")
-        if request.request_type == "generation_only":
-            raise InvalidRequestError("this engine has no cache_transceiver_config, so it takes no handoffs")
+        if request.rendezvous is not None or request.request_type == "generation_only":
+            raise InvalidRequestError(_DISABLED)
         return None
 
     def awaits_offer(self, sequence: Sequence) -> bool:
-        """True for a prefill that is not to be scheduled before `Offered`."""
+        """True for a prefill that must not be scheduled before `Offered`."""
         return False
 
     def start(self, sequence: Sequence) -> None:
-        """It has its blocks, and wants KV from the other engine: `KvArrived`, or `PrefixArrived`, will come."""
-        raise AssertionError("this engine has no other to get KV from")
+        """Get KV into the sequence's blocks from the other engine; `KvArrived` or `PrefixArrived` follows."""
+        raise AssertionError("an engine without KV transfer has no peer to fetch KV from")
 
     def computed(self, sequence: Sequence) -> None:
-        """More of its prompt's KV is there."""
+        """More of the sequence's prompt has been computed."""
 
     def hand_off(self, sequence: Sequence, output: TokenOutput) -> bool:
-        """A prefill has ended with its first token: take its blocks. True when the client hears of it now, with a
-        handoff in `output`; False when that is for `HandedOff` to say.
+        """A prefill has ended with its first token: take over its blocks. True when `output`, now with the handoff, is
+        to be sent at once; False when `HandedOff` brings it later.
         """
-        raise ConfigError("this engine has no cache_transceiver_config, so it makes no handoffs")
+        raise ConfigError(_DISABLED)
 
     def release(self, sequence: Sequence) -> list[int]:
-        """It has ended otherwise: the blocks that are free now. The others follow, as `BlocksReleased`, when no
-        transfer uses them any more.
+        """A sequence has ended without a handoff: return its blocks that are free now. The others follow as
+        `BlocksReleased` when no transfer uses them any more.
         """
         return sequence.blocks
 
     def decline(self, handle: KvHandle) -> None:
-        """This handoff will not be read."""
+        """Tell the prefill engine that this handoff will not be read."""
 
     def abort(self, request_id: int) -> Sequence | None:
-        """End what the scheduler does not know of: a lease, or a prefill that waits for its decode (returned)."""
+        """End what the scheduler does not have: a lease, or a prefill that waits for an offer (which is returned)."""
         return None
 
     def poll(self) -> Iterator[KvEvent]:
-        """What has happened since. Each event is to be applied before the next one is asked for."""
+        """The events since the last call. The caller must apply each event before it takes the next one."""
         return iter(())
 
     def seconds_to_deadline(self) -> float | None:
-        """Until a lease or a wait ends by itself; None when there is none."""
+        """Seconds until the next lease or wait expires; None when there is none."""
         return None
 
     def close(self) -> None:
-        """Nothing moves any more."""
+        """Stop all transfers."""

@@ -1,4 +1,4 @@
-"""What moves between two engines, by side and style: decode reads, decode's blocks are written, prefill writes."""
+"""The three kinds of KV transfer between two engines: decode reads, decode's blocks are written, prefill writes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trtllm_disagg.kv_transfer.push_receiver import Expected, PushReceiver
 
 
 class IncomingReads:
-    """CONTEXT_FIRST: a finished prefill's blocks are read."""
+    """CONTEXT_FIRST, decode's end: reads a finished prefill's blocks."""
 
     def __init__(self, receiver: KvReceiver, late: LateTransfers, blocks: BlocksInTransfer) -> None:
         self._receiver = receiver
@@ -77,7 +77,7 @@ class IncomingReads:
 
 
 class IncomingWrites:
-    """GENERATION_FIRST: blocks are offered, and prefill's notice is awaited."""
+    """GENERATION_FIRST, decode's end: offers blocks, and waits for prefill's notice."""
 
     def __init__(
         self, receiver: PushReceiver, blocks: BlocksInTransfer, tokens_per_block: int, seconds: float
@@ -87,7 +87,7 @@ class IncomingWrites:
         self._blocks = blocks
         self._size = tokens_per_block
         self._seconds = seconds
-        #: What was offered, and when decode gives up.
+        #: Each sequence's offer, and the time at which decode gives up.
         self._expected: dict[Sequence, tuple[Expected, float]] = {}
 
     @property
@@ -95,7 +95,7 @@ class IncomingWrites:
         return [end for _, end in self._expected.values()]
 
     def start(self, sequence: Sequence) -> None:
-        """It has its blocks: offer those of the prompt."""
+        """Offer the prompt's blocks, which the sequence now has."""
         assert sequence.rendezvous is not None
         expected = Expected(
             endpoint=sequence.rendezvous.endpoint,
@@ -127,7 +127,7 @@ class IncomingWrites:
     def poll(self) -> Iterator[KvEvent]:
         now = time.monotonic()
         for sequence, (expected, end) in list(self._expected.items()):
-            if sequence not in self._expected:  # released by what an earlier event has ended
+            if sequence not in self._expected:  # released while an earlier event was applied
                 continue
             if expected.notice is not None:
                 del self._expected[sequence]
@@ -157,12 +157,12 @@ class IncomingWrites:
 @dataclass(slots=True)
 class _Pushed:
     push: Push
-    #: Prompt blocks that decode has, or that are on their way.
+    #: Prompt blocks that decode has, or whose write was submitted.
     num_sent: int
 
 
 class OutgoingWrites:
-    """GENERATION_FIRST: prompts are written into decode's blocks while they are computed."""
+    """GENERATION_FIRST, prefill's end: writes a prompt's KV into decode's blocks while it is computed."""
 
     def __init__(
         self,
@@ -180,12 +180,12 @@ class OutgoingWrites:
         self._blocks = blocks
         self._size = tokens_per_block
         self._seconds = seconds
-        #: Without blocks and without a place in the batch: by disagg_request_id, and when each gives up.
+        #: Prefills without an offer, blocks or a place in the batch, by disagg_request_id, with their deadline.
         self._awaited: dict[int, tuple[Sequence, float]] = {}
         self._pushed: dict[Sequence, _Pushed] = {}
-        #: All is computed: what the client hears when decode has taken notice.
+        #: Finished prefills: the output for the client once decode has accepted the notice.
         self._delivering: dict[Push, TokenOutput] = {}
-        #: A prefill has come since the last look at the offers.
+        #: A prefill was added since the offers were last checked.
         self.has_news = False
 
     @property
@@ -205,13 +205,13 @@ class OutgoingWrites:
         self.has_news = True
 
     def start(self, sequence: Sequence) -> None:
-        """Decode has more of the prompt than this engine: read it instead of computing it."""
+        """Read the part of the prompt that only decode has in its cache, instead of computing it."""
         first = len(sequence.keys)
         local = sequence.blocks[first : sequence.num_fetchable]
         self._pusher.read(self._pushed[sequence].push, first, local)
 
     def computed(self, sequence: Sequence) -> None:
-        """Send what is finished, while the rest is computed."""
+        """Write the finished blocks while the rest of the prompt is computed."""
         if pushed := self._pushed.get(sequence):
             num_blocks = len(pushed.push.offer.blocks)
             is_whole = sequence.num_computed >= sequence.num_prompt
@@ -222,7 +222,7 @@ class OutgoingWrites:
                 pushed.num_sent = end
 
     def hand_off(self, sequence: Sequence, output: TokenOutput) -> None:
-        """The first token is there: give decode notice once all is written."""
+        """The first token is there: send decode the notice once all blocks are written."""
         push = self._pushed.pop(sequence).push
         output.handoff = MadeHandoff(b"", sequence.output, sequence.request_id, "")
         self._delivering[push] = output
@@ -248,11 +248,11 @@ class OutgoingWrites:
         return []
 
     def abort(self, request_id: int) -> Sequence | None:
-        """End a request that waits for its decode."""
+        """End a request that waits for decode's offer; None when it does not."""
         for request, (sequence, _) in self._awaited.items():
             if sequence.request_id == request_id:
                 del self._awaited[request]
-                self._offers.leave(request)
+                self._offers.abandon(request)
                 return sequence
         return None
 
@@ -265,7 +265,7 @@ class OutgoingWrites:
                 yield KvFailed(sequence.request_id, KvTransferError(GIVEN_UP))
         now = time.monotonic()
         for request in [request for request, (_, end) in self._awaited.items() if end <= now]:
-            yield self._leave(request, f"no decode worker offered its blocks within {self._seconds:g} s")
+            yield self._give_up(request, f"no decode worker offered its blocks within {self._seconds:g} s")
         for move in self._pusher.take_finished():
             yield from self._moved(move)
 
@@ -273,12 +273,12 @@ class OutgoingWrites:
         if push := self._offers.take(request):
             sequence, _ = self._awaited.pop(request)
             yield from self._take_offer(sequence, push)
-        elif self._offers.was_left(request):
-            yield self._leave(request, GIVEN_UP)
+        elif self._offers.was_abandoned_by_decode(request):
+            yield self._give_up(request, GIVEN_UP)
 
-    def _leave(self, request: int, reason: str) -> KvFailed:
+    def _give_up(self, request: int, reason: str) -> KvFailed:
         sequence, _ = self._awaited.pop(request)
-        self._offers.leave(request)
+        self._offers.abandon(request)
         return KvFailed(sequence.request_id, KvTransferError(reason))
 
     def _take_offer(self, sequence: Sequence, push: Push) -> Iterator[KvEvent]:
@@ -293,7 +293,7 @@ class OutgoingWrites:
         yield Offered(sequence)
 
     def _moved(self, move: Move) -> Iterator[KvEvent]:
-        match move.what:
+        match move.kind:
             case "read":
                 yield from map(PrefixArrived, self._sequences_of(move.push))
             case "delivered":
@@ -301,14 +301,14 @@ class OutgoingWrites:
                 yield from self._blocks.free(move.push)
                 yield HandedOff(self._delivering.pop(move.push), move.push.bytes_moved)
             case "stopped":
-                # A write that may still land lands in blocks that decode keeps apart, whatever it brings.
+                # A write that may still land does so in blocks that decode keeps in quarantine.
                 yield from self._blocks.free(move.push)
-            case "told":
+            case "failure_sent":
                 self._offers.forget(move.push)
-            case "broken":
-                yield from self._broken(move)
+            case "failed":
+                yield from self._failed(move)
 
-    def _broken(self, move: Move) -> Iterator[KvEvent]:
+    def _failed(self, move: Move) -> Iterator[KvEvent]:
         error, late = move.outcome
         assert error is not None
         sequences = self._sequences_of(move.push)

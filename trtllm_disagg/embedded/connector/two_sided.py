@@ -1,4 +1,4 @@
-"""One engine's KV connector over one transport: it may prefill for one engine and decode for another."""
+"""The KV connector of an engine with a transport."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class TwoSidedConnector(KvConnector):
-    """An engine may prefill for one and decode for another."""
+    """The engine may prefill for one engine and decode for another."""
 
     def __init__(
         self,
@@ -39,8 +39,8 @@ class TwoSidedConnector(KvConnector):
         takes_offers: bool,
         wake: Callable[[], None],
     ) -> None:
-        """`wake` is called from other threads when `poll` has something to say. Not `takes_offers`: what prefill
-        writes would have to be divided among several ranks.
+        """`wake` is called from other threads when `poll` has events. `takes_offers` is False for an engine of several
+        ranks, among which the blocks that prefill writes would have to be divided.
         """
         seconds, size = timeouts.transfer, layout.tokens_per_block
         self._transport = transport
@@ -89,7 +89,7 @@ class TwoSidedConnector(KvConnector):
 
     @property
     def num_active(self) -> int:
-        """Requests that decode expects are counted by the scheduler."""
+        """Without the requests that expect KV, which the scheduler counts."""
         return self.num_leases + self._outgoing.num_awaited + self._blocks.num_held
 
     @property
@@ -97,13 +97,13 @@ class TwoSidedConnector(KvConnector):
         return self._outgoing.has_news
 
     def accept(self, request: AddRequest) -> KvHandle | None:
-        meeting = request.rendezvous
-        if meeting is not None and not self._takes_offers:
+        rendezvous = request.rendezvous
+        if rendezvous is not None and not self._takes_offers:
             raise InvalidRequestError("schedule_style GENERATION_FIRST needs tensor_parallel_size 1")
-        if meeting is None:
+        if rendezvous is None:
             return self._fitting_handle(request) if request.request_type == "generation_only" else None
-        if request.request_type == "context_only" and self._outgoing.is_awaited(meeting.request):
-            raise InvalidRequestError(f"disagg_request_id {meeting.request} is in use")
+        if request.request_type == "context_only" and self._outgoing.is_awaited(rendezvous.request):
+            raise InvalidRequestError(f"disagg_request_id {rendezvous.request} is in use")
         return None
 
     def awaits_offer(self, sequence: Sequence) -> bool:
@@ -176,7 +176,7 @@ class TwoSidedConnector(KvConnector):
         }
 
     def _lease(self, sequence: Sequence) -> MadeHandoff:
-        """The prompt's blocks go to a lease."""
+        """Move the prompt's blocks to a lease."""
         blocks, sequence.blocks = sequence.blocks, []
         opaque_state = self.sender.lease(
             sequence.request_id,
@@ -194,7 +194,7 @@ class TwoSidedConnector(KvConnector):
         )
 
     def _fitting_handle(self, request: AddRequest) -> KvHandle:
-        """Raise HandoffRefusedError unless the handoff is of this prompt and fits this engine."""
+        """Raise HandoffRefusedError unless the handoff belongs to this prompt and fits this engine."""
         if request.handoff is None:
             raise HandoffRefusedError("a generation_only request needs opaque_state and first_gen_tokens")
         handle = decode_handle(request.handoff.opaque_state)

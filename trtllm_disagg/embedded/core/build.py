@@ -35,7 +35,7 @@ from trtllm_disagg.embedded.tensor_parallel.team import Runner, SingleRank, Team
 from trtllm_disagg.embedded.tensor_parallel.transfers import TeamTransport
 from trtllm_disagg.kv_transfer.base import KvLayout, KvTimeouts, StagingTransport
 from trtllm_disagg.kv_transfer.host import new_memory
-from trtllm_disagg.kv_transfer.transports import create_transport, is_needed
+from trtllm_disagg.kv_transfer.transports import create_transport, needs_cma
 from trtllm_disagg.processes.activity import LOADING, Reporter
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def _create_connector(
         return KvConnector(), new_memory(pool.shape, pool.dtype, pool.device)
     scope = scope_of(args)
     chosen = transport or create_transport(
-        config.backend, scope, needs_cma=is_needed(scope, pool.device.type), on_gpu=pool.device.type == "cuda"
+        config.backend, scope, needs_cma=needs_cma(scope, pool.device.type), on_gpu=pool.device.type == "cuda"
     )
     team = TeamTransport(chosen, peers)
     kv = team.allocate(pool.shape, pool.dtype, pool.device)

@@ -1,4 +1,4 @@
-"""The worker's end of the engine core process: start it, talk to it, notice its death."""
+"""The worker's end of the engine core process: start it, exchange messages with it, notice its death."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class CoreClient:
         return not self._closing and self._process.poll() is None
 
     def send(self, command: Command) -> None:
-        """To a core that has died, nothing is sent; `on_death` tells of that."""
+        """Send the command; after the core's death it is dropped, and `on_death` reports the death."""
         if not self._closing:
             self._link.send(command)
 
@@ -120,7 +120,7 @@ class CoreClient:
             for report in reports:
                 if isinstance(report, Ready):
                     for later in reports:
-                        self._tell(later)
+                        self._handle(later)
                     return report
                 if isinstance(report, Failed):
                     raise _start_error(report)
@@ -129,7 +129,7 @@ class CoreClient:
         try:
             while not self._closing:
                 if not self._deliver(wait=True) and not self._closing:
-                    self._look_after()
+                    self._check_silent_core()
                 if self._failure is not None:
                     self._on_death(self._failure)
                     self._end()
@@ -140,31 +140,31 @@ class CoreClient:
             if not self._closing:
                 self._on_death(f"receiving from the engine process failed: {error}")
 
-    def _look_after(self) -> None:
-        """It is silent: because there is nothing to say?"""
+    def _check_silent_core(self) -> None:
+        """Nothing came in time: find out whether the core has died or a rank was stopped."""
         if self._process.poll() is not None:
-            self._deliver(wait=False)  # what it said last
+            self._deliver(wait=False)  # its last messages
             self._failure = self._failure or self._ranks.first_to_end() or self._exit_code()
-        elif reason := self._ranks.who_stopped():
+        elif reason := self._ranks.stopped_rank():
             self._failure = reason
             self._ranks.kill()
 
     def _deliver(self, *, wait: bool) -> bool:
-        """What it says, when it says something in time."""
+        """Handle the messages that came in time; True when there were any."""
         try:
             reports = self._link.receive(wait=wait)
         except EOFError:
-            # It is ending. A process that has nothing to say any more, and stays, hangs: it is not waited for.
+            # The core has closed its socket, so it is ending; if it does not end soon, it hangs.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(self._end_seconds)
             if self._process.poll() is None and not self._closing:
                 self._failure = self._failure or "the engine process has closed its socket"
             return False
         for report in reports:
-            self._tell(report)
+            self._handle(report)
         return bool(reports)
 
-    def _tell(self, report: Report) -> None:
+    def _handle(self, report: Report) -> None:
         if isinstance(report, StepReport):
             self._on_report(report)
         elif isinstance(report, Failed):
@@ -174,7 +174,7 @@ class CoreClient:
         return f"the engine process ended with exit code {self._process.returncode}"
 
     def _end(self) -> None:
-        """Now, if it does not soon by itself."""
+        """Wait for the process to end, and kill it if it does not."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=self._end_seconds)
         self._ranks.kill()

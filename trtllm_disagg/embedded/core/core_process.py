@@ -1,7 +1,7 @@
-"""The engine core as a process of its own: commands in, one report a step out, over a Unix socket.
+"""The engine core as a process of its own: it receives commands and sends one report per step over a Unix socket.
 
-Started by core_client.py. Standard input carries the start message and then stays open: when it closes, the
-worker is gone, and so is this process.
+Started by core_client.py. Standard input carries the start message and then stays open: when it closes, the worker has
+ended, and this process ends too.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from trtllm_disagg.embedded.ipc.messages import (
 )
 from trtllm_disagg.embedded.ipc.sockets import Link, connect
 from trtllm_disagg.embedded.tensor_parallel.launch import IN_JOB, own_rank
+from trtllm_disagg.errors import DisaggError
 from trtllm_disagg.processes.activity import reporter_of
 
 log = logging.getLogger("trtllm_disagg.embedded")
@@ -43,18 +44,18 @@ _LAST_WORDS_SECONDS = 2.0
 
 _commands = msgspec.msgpack.Decoder(Command)
 
-#: Objects, young and old collections; Python's are 700, 10, 10. Steps make few cycles.
+#: `gc.set_threshold` (Python's default: 700, 10, 10). Steps make few reference cycles.
 _COLLECTOR_THRESHOLDS = 20_000, 20, 20
-#: After so long without work, memory that steps needed goes back to the system.
+#: After this time without work, memory that steps needed is returned to the system.
 _IDLE_SECONDS = 1.0
-#: So often a step is looked at before its time is over.
-_LOOKS_A_STEP = 10
+#: How often StepWatch checks a step within its time limit.
+_CHECKS_A_STEP = 10
 
 
 class StepWatch:
-    """Around each step. When one does not return in time, `fail` is called, from a thread: whatever waits for that step
-    would wait for ever. Time in which this process was stopped does not count. A step that holds the interpreter's lock
-    is not seen.
+    """A context around each step. When a step does not return in time, `fail` is called from a thread, because its
+    requests would wait for ever. Time in which this process was stopped does not count. A step that holds the
+    interpreter's lock is not noticed.
     """
 
     def __init__(self, most_seconds: float, fail: Callable[[str], None]) -> None:
@@ -77,12 +78,12 @@ class StepWatch:
         self._thread.join()
 
     def _watch(self) -> None:
-        seen, looks = 0, 0
-        while not self._over.wait(self._most_seconds / _LOOKS_A_STEP):
+        seen, checks = 0, 0
+        while not self._over.wait(self._most_seconds / _CHECKS_A_STEP):
             now = self._begun_and_ended
-            looks = looks + 1 if now == seen and now % 2 else 0
+            checks = checks + 1 if now == seen and now % 2 else 0
             seen = now
-            if looks == _LOOKS_A_STEP:
+            if checks == _CHECKS_A_STEP:
                 self._fail(
                     f"a step has not ended after {self._most_seconds:g} s (embedded.step_timeout_seconds)"
                 )
@@ -94,28 +95,28 @@ class CoreProcess:
         self._link = Link(connect(start.address), _commands)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._num_active = 0
-        #: Process ids of the other ranks. They end with this one, if they are not stopped.
+        #: Process ids of the other ranks. This process kills them when the worker has ended.
         self.others: list[int] = []
         self._poll = select.poll()
         self._poll.register(self._link, select.POLLIN)
         self._poll.register(self._wake_fd, select.POLLIN)
 
     def wake(self) -> None:
-        """From any thread: there is something to do."""
+        """Make the core run a step. Callable from any thread."""
         os.eventfd_write(self._wake_fd, 1)
 
     def report(self, message: Report) -> None:
-        """From any thread."""
+        """Callable from any thread."""
         self._link.send(message)
 
     def fail(self, reason: str) -> None:
-        """From any thread, and for good: say why the engine cannot go on, and end the process."""
+        """Report why the engine cannot continue, and end the process. Callable from any thread."""
         self.report(Failed("EngineError", reason))
         self._link.flush(_LAST_WORDS_SECONDS)
         os._exit(1)
 
     def serve(self, core: Any, step_timeout_seconds: float | None) -> None:
-        """Until Shutdown. Sleeps whenever the core has nothing to do."""
+        """Run the core until Shutdown. Sleeps while the core has no work."""
         if step_timeout_seconds is None:
             self._serve(core, contextlib.nullcontext())
             return
@@ -129,27 +130,21 @@ class CoreProcess:
         ready: Ready = core.ready
         self.others = ready.pids[1:]
         self.report(ready)
-        is_tidy = False
+        memory_is_returned = False
         while True:
             timeout = 0.0 if core.has_work else core.seconds_to_deadline()
-            if not is_tidy:
+            if not memory_is_returned:
                 timeout = _IDLE_SECONDS if timeout is None else min(timeout, _IDLE_SECONDS)
-            there = self._wait(timeout)
-            if not there and core.has_work and (rest := core.rest()):
-                there = self._wait(rest)
-            commands = self._take(there)
+            ready_fds = self._wait(timeout)
+            if not ready_fds and core.has_work and (rest := core.rest()):
+                ready_fds = self._wait(rest)
+            commands = self._take(ready_fds)
             is_idle = not (commands or core.has_work)
-            if is_idle and not is_tidy:
+            if is_idle and not memory_is_returned:
                 _return_free_memory()
-            is_tidy = is_idle
-            for command in commands:
-                match command:
-                    case Shutdown():
-                        return
-                    case AddRequest():
-                        core.add(command)
-                    case AbortRequest(request_id):
-                        core.abort(request_id)
+            memory_is_returned = is_idle
+            if not _apply(commands, core):
+                return
             with watch:
                 report: StepReport = core.step()
             if report.outputs or report.events or report.stats or report.num_active != self._num_active:
@@ -161,14 +156,14 @@ class CoreProcess:
         self._link.close()
 
     def _wait(self, timeout: float | None) -> list[int]:
-        """For so many seconds, or for ever: descriptors that have something."""
+        """Wait up to `timeout` seconds (None: for ever); return the readable descriptors."""
         return [
             fd for fd, _ in self._poll.poll(None if timeout is None else int(timeout * 1000) + (timeout > 0))
         ]
 
-    def _take(self, ready: list[int]) -> list[Command]:
+    def _take(self, ready_fds: list[int]) -> list[Command]:
         commands: list[Command] = []
-        for fd in ready:
+        for fd in ready_fds:
             if fd == self._wake_fd:
                 os.eventfd_read(fd)
             else:
@@ -183,8 +178,21 @@ class CoreProcess:
             return []
 
 
+def _apply(commands: list[Command], core: Any) -> bool:
+    """Give the commands to the core. False after Shutdown."""
+    for command in commands:
+        match command:
+            case Shutdown():
+                return False
+            case AddRequest():
+                core.add(command)
+            case AbortRequest(request_id):
+                core.abort(request_id)
+    return True
+
+
 def _exit_with_parent(process: CoreProcess) -> None:
-    """Ends this process when the worker is gone, however it went."""
+    """End this process when the worker has ended for any reason."""
 
     def watch() -> None:
         # Not sys.stdin: its lock would block the interpreter's shutdown.
@@ -199,7 +207,7 @@ def _exit_with_parent(process: CoreProcess) -> None:
 
 
 def main() -> int:
-    # What an engine makes, UCX's shared memory for one, is its user's alone.
+    # Files that an engine makes, such as UCX's shared memory, are readable by its user only.
     os.umask(0o077)
     # Ctrl-C reaches the whole process group; the worker decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -209,13 +217,14 @@ def main() -> int:
 
         return serve_as_follower()
     start = msgspec.json.decode(_read_line(), type=Start)
-    logging.basicConfig(level=start.log_level, format="%(levelname)s engine: %(message)s", stream=sys.stderr)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s", stream=sys.stderr)
     process = CoreProcess(start)
     _exit_with_parent(process)
     try:
         core = _build(start, process)
-    except Exception as error:  # whatever it is, the worker must hear of it
-        log.debug("engine start failed", exc_info=True)
+    except Exception as error:
+        if not isinstance(error, DisaggError):
+            log.exception("engine start failed")
         process.report(Failed(type(error).__name__, str(error)))
         process.close()
         return 1
@@ -235,7 +244,7 @@ def _read_line() -> bytes:
     line = bytearray()
     while not line.endswith(b"\n"):
         if not (part := os.read(0, 65536)):
-            raise SystemExit("the worker went away before it said what to run")
+            raise SystemExit("the worker ended before it sent the start message")
         line += part
     return bytes(line)
 
@@ -244,7 +253,7 @@ def _build(start: Start, process: CoreProcess) -> Any:
     reporter = reporter_of(os.environ)
     reporter.tell("loading libraries")
     module, _, function = start.builder.partition(":")
-    with _lasting():
+    with _collector_off():
         build = getattr(importlib.import_module(module), function)
     core = build(start.args, process, reporter)
     gc.collect()
@@ -252,9 +261,9 @@ def _build(start: Start, process: CoreProcess) -> Any:
 
 
 @contextlib.contextmanager
-def _lasting() -> Iterator[None]:
-    """What is made inside stays to the end. The collector does not look for garbage in it, again and again as it grows:
-    that is a seventh of what an engine's start computes.
+def _collector_off() -> Iterator[None]:
+    """Objects made inside live until the process ends, so the garbage collector is off meanwhile and skips them later.
+    Collecting takes a seventh of the computing of an engine's start.
     """
     gc.disable()
     try:
@@ -266,7 +275,7 @@ def _lasting() -> Iterator[None]:
 
 
 def _return_free_memory() -> None:
-    """What loading, packing and long prompts took and freed; glibc keeps it otherwise."""
+    """Return memory that loading, packing and long prompts have freed, and that glibc would keep."""
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -274,7 +283,7 @@ def _return_free_memory() -> None:
 if __name__ == "__main__":
     status = main()
     logging.shutdown()
-    if IN_JOB in sys.argv:  # its launcher waits for the end of MPI, which is in the C library's exit
+    if IN_JOB in sys.argv:  # the launcher waits for the end of MPI, which happens in the C library's exit
         sys.exit(status)
-    # All is closed; to take torch and UCX apart as well would take the worker's shutdown seconds.
+    # All is closed; unloading torch and UCX as well would delay the worker's shutdown by seconds.
     os._exit(status)

@@ -64,17 +64,17 @@ class Outbox:
 
 
 def of_sequence(sequence: Sequence, verdict: Verdict) -> TokenOutput:
-    """All that the client has not heard of: the last tokens, and what follows from them."""
-    num_untold, logprobs = sequence.num_untold, sequence.untold_logprobs
-    sequence.num_untold, sequence.untold_logprobs = 0, []
+    """The sequence's tokens that were not sent yet, and their verdict."""
+    num_unsent, logprobs = sequence.num_unsent, sequence.unsent_logprobs
+    sequence.num_unsent, sequence.unsent_logprobs = 0, []
     end = len(sequence.tokens)
     return TokenOutput(
         sequence.request_id,
         sequence.index,
-        token_ids=sequence.tokens[end - num_untold : end if verdict.emit else end - 1],
+        token_ids=sequence.tokens[end - num_unsent : end if verdict.emit else end - 1],
         logprobs=(logprobs if verdict.emit else logprobs[:-1]) or None,
-        prompt_logprobs=sequence.prompt_logprobs if 0 < num_untold == sequence.num_output else [],
-        num_steps=max(1, num_untold),
+        prompt_logprobs=sequence.prompt_logprobs if 0 < num_unsent == sequence.num_output else [],
+        num_steps=max(1, num_unsent),
         trim=verdict.trim,
         finish_reason=verdict.finish_reason,
         stop_reason=verdict.stop_reason,
@@ -84,10 +84,10 @@ def of_sequence(sequence: Sequence, verdict: Verdict) -> TokenOutput:
 
 
 class StepModel(Protocol):
-    """Whatever makes tokens."""
+    """The model, or a stand-in that makes tokens."""
 
     def run(self, rows: list[Row]) -> list[Sampled]:
-        """For each of `rows` with `num_logits`, in their order."""
+        """One `Sampled` for each of `rows` with `num_logits`, in their order."""
 
     def close(self) -> None: ...
 
@@ -106,11 +106,11 @@ class EngineCore:
     model: StepModel
     guides: Guides | NoGuides
     stats: IterationStats
-    #: Tokens of the longest prompt that steps can take.
+    #: Number of tokens of the longest prompt that steps can process.
     max_prompt: int
-    #: Of KV, in one block.
+    #: Bytes of KV in one block.
     block_bytes: int
-    #: Of all that is measured.
+    #: The clock of all measured times.
     clock: Clock = time.monotonic
     #: Called after the model and the connector are closed.
     close_last: Callable[[], None] = lambda: None
@@ -121,7 +121,7 @@ class EngineCore:
     # -- commands
 
     def add(self, request: AddRequest) -> None:
-        """A request that cannot run is answered with an error output; it never raises."""
+        """Enqueue the request, or answer it with an error output. Never raises."""
         try:
             handle = self.connector.accept(request)
             sequences = [
@@ -155,7 +155,7 @@ class EngineCore:
 
     @property
     def num_active(self) -> int:
-        """Requests that wait or run, and what the connector holds on to."""
+        """Number of waiting and running requests, and of the connector's leases, waits and transfers."""
         return len(self.scheduler.waiting) + self.scheduler.num_active + self.connector.num_active
 
     @property
@@ -169,21 +169,21 @@ class EngineCore:
         for event in self.connector.poll():
             self._apply(event)
         if self._has_shrunk:
-            self._refuse_what_never_fits()
-        return self._step_of_what_is_here(started)
+            self._fail_sequences_that_no_longer_fit()
+        return self._run_step(started)
 
     def rest(self) -> float:
-        """When nothing waits to be received: for so many seconds the process may wait for it, although there is work.
-        None, but for a model that is a clock.
+        """Seconds for which the process may wait for a command although there is work. 0 unless the model only imitates
+        the time of its steps.
         """
         return 0.0
 
     def seconds_to_deadline(self) -> float | None:
-        """Until a lease or a wait ends by itself; None when there is none."""
+        """Seconds until the next lease or wait expires; None when there is none."""
         return self.connector.seconds_to_deadline()
 
     def check(self) -> None:
-        """Invariants; when idle, no block is used but by leases."""
+        """Raise EngineError when KV block accounting is inconsistent."""
         self.blocks.check()
 
     def close(self) -> None:
@@ -193,7 +193,7 @@ class EngineCore:
 
     # -- internals
 
-    def _step_of_what_is_here(self, started: float) -> StepReport:
+    def _run_step(self, started: float) -> StepReport:
         for sequence in self.scheduler.admit():
             self.connector.start(sequence)
         rows = self.scheduler.schedule()
@@ -251,7 +251,7 @@ class EngineCore:
         try:
             sampled = self.model.run(rows)
         except Exception as error:
-            # Out of memory, a bad kernel: these requests fail, the engine goes on.
+            # Out of memory, or a bad kernel: these requests fail, the engine continues.
             log.exception("a step of %d rows failed", len(rows))
             failure = EngineError(f"the forward pass failed: {error}")
             for request_id in dict.fromkeys(row.sequence.request_id for row in rows):
@@ -263,12 +263,12 @@ class EngineCore:
             self.connector.computed(row.sequence)
         for sequence, made in zip(yielding, sampled, strict=True):
             sequence.prompt_logprobs.extend(made.of_prompt)
-            # It does not run any more when another choice of its request has just failed.
+            # The sequence is no longer running when another choice of its request has just failed.
             if made.token is not None and sequence.status is Status.RUNNING:
                 self._accept(sequence, made.token, made.logprobs)
 
     def _accept(self, sequence: Sequence, token: int, logprobs: LogprobEntry | None) -> None:
-        """Append one token, tell the client, and finish the sequence if that token ends it."""
+        """Append one token, send it unless it is held back, and finish the sequence if the token ends it."""
         sequence.tokens.append(token)
         sequence.timer.has_token(self._num_steps)
         verdict = judge(sequence)
@@ -278,17 +278,17 @@ class EngineCore:
             except DisaggError as error:
                 self._retire_request(sequence.request_id, error)
                 return
-        sequence.num_untold += 1
+        sequence.num_unsent += 1
         if logprobs is not None:
-            sequence.untold_logprobs.append(logprobs)
-        if verdict.finish_reason is None and sequence.keeps_its_tokens:
+            sequence.unsent_logprobs.append(logprobs)
+        if verdict.finish_reason is None and sequence.holds_back_tokens:
             return
         output = of_sequence(sequence, verdict)
-        if verdict.finish_reason is None or self._is_told_its_end(sequence, output):
+        if verdict.finish_reason is None or self._finish_sends_output(sequence, output):
             self._outbox.put(output)
 
-    def _is_told_its_end(self, sequence: Sequence, output: TokenOutput) -> bool:
-        """End the sequence. False when the client hears of it once decode has its KV."""
+    def _finish_sends_output(self, sequence: Sequence, output: TokenOutput) -> bool:
+        """End the sequence. False when the output is sent later, once decode has its KV."""
         if sequence.is_context_only and (sequence.is_pinned or output.finish_reason == "length"):
             self.scheduler.finish(sequence)
             return self.connector.hand_off(sequence, output)
@@ -301,7 +301,7 @@ class EngineCore:
         sequence.blocks = []
 
     def _retire_request(self, request_id: int, error: DisaggError) -> None:
-        """Once; what a read is still filling is freed when the read has ended."""
+        """Fail the request once. Blocks that a read is still filling are freed when the read has ended."""
         found = self.scheduler.find(request_id)
         living = [s for s in found if not s.aborted]
         for sequence in living:
@@ -313,13 +313,13 @@ class EngineCore:
             self._fail(request_id, error)
 
     def _commit(self, sequence: Sequence) -> None:
-        """Make every block that is full now known to the prefix cache."""
+        """Add every block that is full now to the prefix cache."""
         if sequence.num_computed // self.blocks.tokens_per_block > len(sequence.keys):
             tokens = sequence.tokens[: sequence.num_computed]
             self.blocks.commit(tokens, sequence.blocks, sequence.keys, sequence.salt, sequence.cache_salt)
 
-    def _refuse_what_never_fits(self) -> None:
-        """The pool is smaller now; a sequence that does not fit any more would wait, and let wait, for ever."""
+    def _fail_sequences_that_no_longer_fit(self) -> None:
+        """After the pool has shrunk: a sequence that no longer fits would block itself and the queue for ever."""
         self._has_shrunk = False
         for sequence in self.scheduler.unfinished():
             try:
@@ -345,7 +345,7 @@ class EngineCore:
 
 
 class NoGuides:
-    """guided_decoding_backend is not set."""
+    """Used when guided_decoding_backend is not set."""
 
     def start(self, sampling: SamplingSpec) -> None:
         if sampling.grammar is not None:

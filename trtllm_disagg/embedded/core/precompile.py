@@ -1,4 +1,4 @@
-"""What comes before the first request: steps that warm an engine up, and kernels that are compiled on their own.
+"""Work before the first request: steps that warm an engine up, and kernels that are compiled on their own.
 
 `python -m trtllm_disagg.embedded.core.precompile [DTYPE ...]` compiles them before the first engine starts, by a model
 of one layer with no sense in it: what is compiled depends on the types of numbers only.

@@ -22,14 +22,14 @@ from trtllm_disagg.processes.interpreter import python
 
 _PROCESS = "trtllm_disagg.embedded.guided_decoding.trial_process"
 _REMEMBERED = 256
-#: To read a large tokenizer on a busy machine.
+#: Time to read a large tokenizer on a busy machine.
 _START_SECONDS = 120.0
 #: From its last sign to its end.
 _END_SECONDS = 1.0
 
 
 class TrialStart(msgspec.Struct, frozen=True):
-    """What the process has to know, and what one grammar may take of it."""
+    """Arguments of the trial process, and the limits for one grammar."""
 
     #: The directory of the tokenizer.
     tokenizer: str
@@ -38,12 +38,12 @@ class TrialStart(msgspec.Struct, frozen=True):
     #: Processor time, so that a busy machine refuses nothing.
     cpu_seconds: float = 2.0
     memory_bytes: int = 1 << 30
-    #: For a process that does not get on at all.
+    #: Wall time, for a process that makes no progress.
     wall_seconds: float = 30.0
 
 
 class TrialProcess:
-    """Used by one thread, but for `kill`."""
+    """The trial process. Used by one thread, except `kill`."""
 
     def __init__(self, start: TrialStart) -> None:
         self._start = start
@@ -53,8 +53,8 @@ class TrialProcess:
         )
 
     def passes(self, grammar: str) -> bool:
-        """False when the process died of it; then it is of no more use. Raises EngineError when it cannot start, and
-        when its end says nothing about the grammar.
+        """False when the grammar killed the process, which is then of no use. Raises EngineError if it cannot start, or
+        ends for another reason.
         """
         if not self._is_started:
             self._is_started = self._answers(msgspec.json.encode(self._start), _START_SECONDS)
@@ -71,7 +71,7 @@ class TrialProcess:
         return False
 
     def kill(self) -> None:
-        """From any thread: `passes` raises EngineError."""
+        """Make `passes` raise EngineError. Callable from any thread."""
         self._process.kill()
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ class TrialProcess:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
-            # A pipe may take less than all.
+            # A pipe may accept only a part.
             rest = memoryview(line + b"\n")
             while rest:
                 rest = rest[self._process.stdin.write(rest) :]
@@ -95,7 +95,7 @@ class TrialProcess:
 
 
 class GrammarTrials:
-    """A request waits here while its grammar is tried; all others go straight on. From any thread."""
+    """Holds a request while its grammar is tried; requests without an untried grammar pass at once. Thread-safe."""
 
     def __init__(
         self,
@@ -103,12 +103,12 @@ class GrammarTrials:
         send: Callable[[AddRequest], None],
         refuse: Callable[[AddRequest, DisaggError], None],
     ) -> None:
-        """`send` passes a request on to the engine core, and never waits. `refuse` is called on a thread of its own."""
+        """`send` passes a request to the engine core without waiting. `refuse` is called on this object's thread."""
         self._start = start
         self._send = send
         self._refuse = refuse
         self._lock = threading.Lock()
-        #: By grammar; None: it is fine.
+        #: The result of each tried grammar; None: it passed.
         self._verdicts: OrderedDict[str, InvalidRequestError | None] = OrderedDict()
         self._waiting: dict[int, AddRequest] = {}
         self._queue: queue.SimpleQueue[AddRequest | None] = queue.SimpleQueue()
@@ -132,12 +132,12 @@ class GrammarTrials:
                 self._thread.start()
 
     def cancel(self, request_id: int) -> AddRequest | None:
-        """The request if it waits here; it does not any more."""
+        """Remove the request if it waits here, and return it."""
         with self._lock:
             return self._waiting.pop(request_id, None)
 
     def close(self) -> None:
-        """What waits here is neither sent nor refused."""
+        """Drop the waiting requests, which are neither sent nor refused."""
         with self._lock:
             self._closing = True
             self._waiting.clear()

@@ -9,26 +9,24 @@ import msgspec
 #: One generated token's logprobs: (token id, logprob, rank), the chosen token first.
 LogprobEntry = list[tuple[int, float, int]]
 
-
-#: Of the embedded engine.
+#: Makes the embedded engine's core.
 BUILDER = "trtllm_disagg.embedded.core.build:for_process"
 
 
 class Start(msgspec.Struct):
-    """The first line of standard input, JSON."""
+    """The first line of the core process's standard input, as JSON."""
 
     args: dict[str, Any]
-    #: Of the worker's socket.
+    #: Address of the worker's socket.
     address: str
-    #: `module:function` that makes the core, from the arguments, this process and a `Reporter`.
+    #: `module:function` that makes the core from the arguments, the CoreProcess and a `Reporter`.
     builder: str = BUILDER
-    #: None: a step may take for ever.
+    #: A longer step ends the engine; None: no limit.
     step_timeout_seconds: float | None = None
-    log_level: str = "INFO"
 
 
 class SamplingSpec(msgspec.Struct, frozen=True):
-    """SamplingParams after validation: no None, nothing left to decide in the hot loop."""
+    """SamplingParams after validation: every default is resolved, so that the hot loop decides nothing."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -43,7 +41,7 @@ class SamplingSpec(msgspec.Struct, frozen=True):
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    #: Ends the output silently: never returned, never counted.
+    #: End the output; they are never returned and never counted.
     end_ids: tuple[int, ...] = ()
     #: End the output and name themselves in stop_reason.
     stop_words: tuple[tuple[int, ...], ...] = ()
@@ -51,7 +49,7 @@ class SamplingSpec(msgspec.Struct, frozen=True):
     stop_reasons: tuple[int | str, ...] = ()
     include_stop: bool = False
     bad_token_ids: tuple[int, ...] = ()
-    #: What the output must match, as llguidance writes it.
+    #: The grammar that the output must match, in llguidance's syntax.
     grammar: str | None = None
 
     @property
@@ -60,7 +58,7 @@ class SamplingSpec(msgspec.Struct, frozen=True):
 
 
 class ReceivedHandoff(msgspec.Struct, frozen=True):
-    """What a generation_only request brings along."""
+    """The handoff in a generation_only request."""
 
     opaque_state: bytes
     first_gen_tokens: list[int]
@@ -68,9 +66,9 @@ class ReceivedHandoff(msgspec.Struct, frozen=True):
 
 
 class Rendezvous(msgspec.Struct, frozen=True):
-    """GENERATION_FIRST: by what the two halves of a request find each other."""
+    """GENERATION_FIRST: how the two phases of a request find each other."""
 
-    #: `disagg_request_id`, the same for both.
+    #: `disagg_request_id`, the same in both phases.
     request: int
     #: generation_only: the prefill engine's control channel.
     endpoint: str = ""
@@ -86,9 +84,9 @@ class AddRequest(msgspec.Struct, tag="add"):
     cache_salt: str = ""
     handoff: ReceivedHandoff | None = None
     rendezvous: Rendezvous | None = None
-    #: When the client asked, by this machine's monotonic clock; None: the request is not measured.
+    #: Arrival of the request, by this machine's monotonic clock; None: the request is not measured.
     arrived: float | None = None
-    #: The client hears of the first token, of every so manieth, and of the end.
+    #: The client gets the first token, then one output every `stream_interval` tokens, and the end.
     stream_interval: int = 1
 
 
@@ -104,7 +102,7 @@ Command = AddRequest | AbortRequest | Shutdown
 
 
 class MadeHandoff(msgspec.Struct):
-    """What a context_only request leaves behind."""
+    """The handoff that a finished context_only request leaves."""
 
     opaque_state: bytes
     first_gen_tokens: list[int]
@@ -113,7 +111,7 @@ class MadeHandoff(msgspec.Struct):
 
 
 class Admission(msgspec.Struct, frozen=True):
-    """Blocks of one choice when it was admitted: taken from the pool, and of its prompt found in the cache or not."""
+    """Blocks of one choice at its admission: newly allocated; prompt blocks found in the prefix cache; and missed."""
 
     allocated: int = 0
     reused: int = 0
@@ -124,7 +122,7 @@ NOT_ADMITTED = Admission()
 
 
 class Measured(msgspec.Struct, omit_defaults=True):
-    """What one choice took. Times are seconds of this machine's monotonic clock; 0 is for what did not happen."""
+    """Times of one choice in seconds of this machine's monotonic clock (0: did not happen), and its KV blocks."""
 
     arrival: float
     first_scheduled: float = 0.0
@@ -134,23 +132,23 @@ class Measured(msgspec.Struct, omit_defaults=True):
     transfer_end: float = 0.0
     transfer_bytes: int = 0
     admission: Admission = NOT_ADMITTED
-    #: When each step with a part of its prompt began.
+    #: Start of each step that computed a part of the prompt.
     chunks: list[float] = []
-    #: Steps of the engine.
+    #: Numbers of the engine's steps.
     first_step: int | None = None
     last_step: int | None = None
 
 
 class TokenOutput(msgspec.Struct, omit_defaults=True, gc=False):
-    """New tokens of one choice of one request. There is one for every token, so most of it is not even sent."""
+    """New tokens of one choice of one request. There may be one for every token, so defaults are not sent."""
 
     request_id: int
     index: int = 0
     token_ids: list[int] = []
     logprobs: list[LogprobEntry] | None = None
-    #: With the first token, for requests that ask: of each position of the prompt, about the token behind it.
+    #: Sent with the first token if requested: for each prompt position, logprobs of the token that follows it.
     prompt_logprobs: list[LogprobEntry] = []
-    #: In so many steps of the engine.
+    #: Number of engine steps that made these tokens.
     num_steps: int = 1
     #: Tokens to cut from the end of what was already returned (a multi-token stop word).
     trim: int = 0
@@ -161,15 +159,15 @@ class TokenOutput(msgspec.Struct, omit_defaults=True, gc=False):
     error_category: str = "Internal"
     cached_tokens: int = 0
     handoff: MadeHandoff | None = None
-    #: With the end of a choice that is measured.
+    #: Sent with the end of a measured choice.
     measured: Measured | None = None
 
 
 class StepReport(msgspec.Struct, tag="step"):
-    """All that one step of the engine has to say; one message a step, however many requests ran."""
+    """All results of one step of the engine; one message per step, however many requests ran."""
 
     outputs: list[TokenOutput]
-    #: Requests that wait or run, and prompts with KV held for another engine.
+    #: Number of waiting and running requests, and of prompts with KV held for another engine.
     num_active: int = 0
     events: list[dict[str, Any]] = []
     stats: list[dict[str, Any]] = []
@@ -184,14 +182,14 @@ class Ready(msgspec.Struct, tag="ready"):
     end_ids: list[int]
     #: Process ids of the engine, rank 0 (which is the engine core) first.
     pids: list[int]
-    #: Where the KV control channel listens; empty without one.
+    #: Endpoint of the KV control channel; empty without one.
     endpoint: str = ""
-    #: A token's bits depend on its request only.
+    #: True: the answer to a request depends on that request only, bit for bit.
     is_exact: bool = False
 
 
 class Failed(msgspec.Struct, tag="failed"):
-    """The core cannot start, or cannot go on."""
+    """The core cannot start, or cannot continue."""
 
     kind: str
     message: str

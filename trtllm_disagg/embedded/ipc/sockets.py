@@ -24,24 +24,24 @@ _TIMEVAL = struct.Struct("ll")
 _CHUNK_BYTES = 1 << 16
 #: As much as the system lets us have: what fits is sent without a thread.
 _BUFFER_BYTES = 4 << 20
-#: A reader that far behind reads no more. All answers of thousands of requests have room in it.
+#: A reader this far behind is considered dead. The answers of thousands of requests fit in it.
 MOST_BACKLOG_BYTES = 1 << 28
 
 _encoder = msgspec.msgpack.Encoder()
 
 
 class Link(Generic[T]):
-    """Messages in order, each with its length in front. `send` from any thread, `receive` from one."""
+    """Messages in order, each after its length. `send` is for any thread, `receive` for one."""
 
     def __init__(self, connection: socket.socket, decoder: msgspec.msgpack.Decoder[T]) -> None:
-        """`decoder`: of what the other side sends."""
+        """`decoder` decodes the other side's messages."""
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
         self._connection = connection
         self._decoder = decoder
         self._chunk = memoryview(bytearray(_CHUNK_BYTES))
         self._received = bytearray()
         self._lock = threading.Lock()
-        #: What the socket had no room for, and the thread that sends it when there is some.
+        #: Frames that the socket had no room for; `_sender` sends them.
         self._backlog: deque[bytes] = deque()
         self._backlog_bytes = 0
         self._sender: threading.Thread | None = None
@@ -50,15 +50,15 @@ class Link(Generic[T]):
         return self._connection.fileno()
 
     def wait_at_most(self, seconds: float) -> None:
-        """From now on, `receive` does not wait longer."""
+        """Set how long `receive` waits."""
         whole = int(seconds)
         timeout = _TIMEVAL.pack(whole, int((seconds - whole) * 1e6))
-        # Not settimeout: with that, Python asks whether there is something before it takes it, and `send` would wait.
+        # Not settimeout: it adds a poll before each receive, and `send` would wait.
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
 
     def send(self, message: Any) -> None:
-        """Never waits, however slow the other side is. When it is gone, nothing is sent; one that has left
-        MOST_BACKLOG_BYTES unread is taken for gone, and finds the connection closed.
+        """Never waits, however slow the other side is. When it is gone, the message is dropped; if it leaves
+        MOST_BACKLOG_BYTES unread, the connection is closed.
         """
         frame = framed(_encoder.encode(message))
         with self._lock, contextlib.suppress(OSError):
@@ -76,14 +76,14 @@ class Link(Generic[T]):
                     self._sender.start()
 
     def flush(self, seconds: float) -> None:
-        """Wait until all is sent."""
+        """Wait up to `seconds` until all messages are sent."""
         if (sender := self._sender) is not None:
             sender.join(seconds)
 
     def receive(self, *, wait: bool) -> list[T]:
-        """All that has come. With `wait`, when nothing has, what comes within the time of `wait_at_most`.
+        """All messages that have arrived. With `wait`, and without any, wait as long as `wait_at_most` allows.
 
-        Raises EOFError when the other side is gone, and all it said has been received.
+        Raises EOFError when the other side is gone and all its messages have been received.
         """
         messages: list[T] = []
         while (count := self._read(0 if wait else socket.MSG_DONTWAIT)) is not None:
@@ -98,21 +98,21 @@ class Link(Generic[T]):
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            # Also ends a send or receive that waits.
+            # Ends a waiting send or receive too.
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
     def _read(self, flags: int) -> int | None:
-        """How many bytes there were: 0 at the end, None when nothing came in time."""
+        """Number of bytes read: 0 at the end of the stream, None when nothing came in time."""
         try:
             return self._connection.recv_into(self._chunk, 0, flags)
         except BlockingIOError:
             return None
-        except ConnectionResetError:  # it closed without having read all; no error is left for the next call
+        except ConnectionResetError:  # the other side closed with data unread
             return 0
 
     def _take_whole(self, messages: list[T]) -> None:
-        """Those of which all bytes have come."""
+        """Append the messages that have arrived completely."""
         start, end = 0, len(self._received)
         with memoryview(self._received) as view:
             while end - start >= LENGTH.size:
@@ -125,7 +125,7 @@ class Link(Generic[T]):
         del self._received[:start]
 
     def _send_now(self, frame: bytes) -> int:
-        """How many bytes there was room for."""
+        """Number of bytes that the socket accepted without waiting."""
         try:
             return self._connection.send(frame, socket.MSG_DONTWAIT)
         except BlockingIOError:

@@ -71,7 +71,7 @@ class PartialIndex:
 
 
 def _shared(a: Seq[int], b: Seq[int]) -> int:
-    """How many tokens both start with."""
+    """Length of the common prefix, in tokens."""
     for count, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return count

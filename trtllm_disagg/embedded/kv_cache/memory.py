@@ -32,7 +32,7 @@ class Save(msgspec.Struct, tag="save"):
 
 
 class Restore(msgspec.Struct, tag="restore"):
-    """What was saved, from its block number `first` on, into as many of these blocks as there are saved."""
+    """Copy the saved blocks, from index `first` on, into the first of `blocks`."""
 
     slot: int
     first: int
@@ -40,7 +40,7 @@ class Restore(msgspec.Struct, tag="restore"):
 
 
 class Drop(msgspec.Struct, tag="drop"):
-    """What was saved is not needed any more."""
+    """Free the saved copy."""
 
     slot: int
 

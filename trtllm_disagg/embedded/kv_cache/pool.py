@@ -40,7 +40,7 @@ class KvPool:
 
 
 class LocalKvMemory:
-    """Of this process: `kv[block, layer, k|v, slot, head, dim]`. Copies are kept in main memory."""
+    """KV memory of this process: `kv[block, layer, k|v, slot, head, dim]`. Copies are kept in main memory."""
 
     def __init__(self, kv: torch.Tensor) -> None:
         self._kv = kv

@@ -40,7 +40,7 @@ class LayerAttention:
 
     layer: int
     scale: float
-    #: Of positions, the query's own included. None: all before it.
+    #: Number of positions that a query attends to, its own included. None: all before it.
     window: int | None = None
     #: Scores are bounded by it. None: they are not.
     softcap: float | None = None
@@ -64,7 +64,7 @@ class _Span:
 
     @property
     def last_tiles(self) -> _Span:
-        """Of its queries only those from the tile on in which the first one with logits is."""
+        """Only its queries from the tile on that contains the first query with logits."""
         first = self.context - self.num_logits
         count = min(self.num_queries, self.context - first // TILE * TILE)
         return replace(self, start=self.start + self.num_queries - count, num_queries=count)

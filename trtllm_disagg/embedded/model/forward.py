@@ -30,7 +30,7 @@ from trtllm_disagg.embedded.params.model_shape import ModelShape, available_byte
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes.activity import Reporter
 
-#: Of the memory that is available, for float32 copies of bfloat16 weights.
+#: Largest share of the available memory for float32 copies of bfloat16 weights.
 _MOST_OF_MEMORY = 0.8
 _KEY = "embedded.weights"
 
@@ -40,7 +40,7 @@ class ForwardPlan:
     config: ModelConfig
     #: The lean forward, or transformers' modules.
     kind: ForwardKind
-    #: Of all numbers between the weights, the KV pool and the logits.
+    #: dtype of all numbers between the weights, the KV pool and the logits.
     dtype: torch.dtype
     #: How products are computed; None: as transformers does.
     pack: Pack | None = None
@@ -192,7 +192,7 @@ class HfForward:
 
 
 class PlainForward:
-    """Of a plain decoder family on the CPU: four matrix products a layer, one operation between each.
+    """The forward of a plain decoder family on the CPU: four matrix products a layer, one operation between each.
 
     Same numbers as transformers' own modules (test_families.py), at a fraction of their operations. Where `LayerOps`
     has one, a step in which every row decodes is one compiled call (compiled_ops.py).

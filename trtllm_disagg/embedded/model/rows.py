@@ -1,4 +1,4 @@
-"""What a step is asked for and what comes out of it: plain numbers, whatever computes them."""
+"""The input and output of a step, as plain numbers, independent of what computes them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ForwardRow(msgspec.Struct, array_like=True):
     #: The tokens to compute, at the positions from `num_computed` on; the KV of those before is in `blocks`.
     tokens: list[int]
     num_computed: int
-    #: Of the pool, in the order of the positions; at least as many as this step reads and writes.
+    #: Ids of its blocks in the pool, in the order of the positions; at least as many as this step reads and writes.
     blocks: list[int]
     #: Whether these are tokens of the prompt: attention then runs in tiles.
     in_prefill: bool
@@ -33,10 +33,10 @@ class ForwardRow(msgspec.Struct, array_like=True):
 
 @dataclass(slots=True)
 class Sampled:
-    """What a row yields of which logits are wanted."""
+    """The result of a row with `num_logits`."""
 
     #: None: the row ends within the prompt.
     token: int | None
     logprobs: LogprobEntry | None
-    #: Of the prompt, for each position that was asked for (`SamplingSpec.prompt_logprobs`).
+    #: Logprobs of each requested prompt position (`SamplingSpec.prompt_logprobs`).
     of_prompt: Sequence[LogprobEntry] = ()

@@ -139,7 +139,7 @@ class _Limit:
 
 
 def _limits_by_rank(scores: torch.Tensor, probs: torch.Tensor, specs: Seq[SamplingSpec]) -> list[_Limit]:
-    """Of each row, among the best: as many as the largest top-k, or all where a row has none."""
+    """The limit of each row, found among the best scores: as many as the largest top-k, or all where a row has none."""
     vocabulary = scores.shape[1]
     ranks = [s.top_k if 0 < s.top_k < vocabulary else vocabulary for s in specs]
     best = max(ranks)
@@ -251,7 +251,7 @@ def _penalise(scores: torch.Tensor, sequence: SampledSequence) -> None:
 def _logprobs(
     raw: torch.Tensor, tokens: Seq[int], sequences: Seq[SampledSequence]
 ) -> list[LogprobEntry | None]:
-    """Of the model's own distribution (before temperature and penalties): the chosen token, then the top ones."""
+    """Logprobs before temperature and penalties: the chosen token, then the top ones."""
     wanted = [i for i, s in enumerate(sequences) if s.sampling.logprobs is not None]
     entries: list[LogprobEntry | None] = [None] * len(sequences)
     if not wanted:
@@ -263,7 +263,7 @@ def _logprobs(
 
 
 def prompt_logprobs(logits: torch.Tensor, following: Seq[int], count: int) -> list[LogprobEntry]:
-    """Of each row of `logits` (positions, vocabulary): the token that comes next in the prompt, then the top ones."""
+    """Logprobs of each row of `logits` (positions, vocabulary): the prompt's next token, then the top ones."""
     at_a_time = max(1, _AT_A_TIME // logits.shape[1])
     tables = (torch.log_softmax(part.float(), -1) for part in torch.split(logits, at_a_time))
     rows = (row for table in tables for row in table)

@@ -24,7 +24,7 @@ def choose_device(wanted: str, num_ranks: int = 1) -> torch.device:
     return torch.device(wanted)
 
 
-#: Of the longest kind; how many a pool of unstated size holds at most. A small model needs no gigabytes.
+#: A pool of unstated size holds at most this many sequences of max_seq_len: a small model needs no gigabytes.
 _DEFAULT_SEQUENCES = 32
 
 

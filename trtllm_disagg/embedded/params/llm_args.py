@@ -230,9 +230,9 @@ class AttentionDpConfig(StrictModel):
 
 
 class EmbeddedConfig(StrictModel):
-    """What only the embedded engine has."""
+    """Arguments that only the embedded engine has."""
 
-    #: Of each rank.
+    #: Threads of each rank.
     num_threads: int = Field(default=1, ge=1, le=1024)
     #: Shared out among the ranks when there are as many.
     cpu_affinity: list[int] | None = Field(default=None, min_length=1)

@@ -97,7 +97,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     sliding_window: Size | None = None
     layer_types: list[str] = []
     rope_parameters: dict[str, Any] = {}
-    #: Of mixtures: Qwen's names, then Mixtral's.
+    #: Mixture of experts: Qwen's names, then Mixtral's.
     num_experts: int = 0
     moe_intermediate_size: int = 0
     mlp_only_layers: list[int] = []

@@ -1,4 +1,4 @@
-"""What the engine knows of a model before torch is there: from config.json, the weights' headers and the arguments."""
+"""A model's properties without loading torch: from config.json, the weights' headers and the arguments."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What the engine needs to know about a model."""
+    """The properties of a model that the engine needs."""
 
     config: ModelConfig
     end_ids: list[int]
-    #: Of the weights as they are read, and of the KV pool, whatever is computed in: float32 or bfloat16.
+    #: float32 or bfloat16: the weights' dtype in the checkpoint and the KV pool's, whatever dtype computes.
     dtype: str
     #: Hash of configuration and weights: two workers of one deployment must agree on it.
     fingerprint: str
@@ -50,7 +50,7 @@ class ModelShape:
 
     @property
     def token_bytes(self) -> int:
-        """Of the KV of one token."""
+        """Bytes of one token's KV."""
         config = self.config
         numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         return numbers * _ITEM_BYTES[self.dtype]

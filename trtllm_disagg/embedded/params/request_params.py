@@ -195,7 +195,7 @@ class RequestType(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ContextPhaseParams:
-    """What TensorRT-LLM's runtime gets of a handoff."""
+    """The part of a handoff that TensorRT-LLM's runtime gets."""
 
     first_gen_tokens: list[int]
     req_id: int | None
@@ -207,7 +207,7 @@ class ContextPhaseParams:
 
 @dataclass(slots=True, kw_only=True)
 class DisaggregatedParams:
-    """What one phase tells the other.
+    """The handoff from one phase to the other.
 
     `opaque_state` belongs to the engine: which engine holds the KV, in which blocks. `first_gen_log_probs` has one dict
     (token id -> Logprob) for the first token.

@@ -70,7 +70,7 @@ def check_marks(args: LlmArgs, engine: str = "embedded") -> list[str]:
 
 
 def scope_of(args: LlmArgs) -> TransferScope:
-    """How far KV travels. Raises ConfigError."""
+    """The scope of KV transfer: one host, or a network. Raises ConfigError."""
     return choose_scope(args.embedded.transfer_host, args.embedded.transfer_key_file)
 
 

@@ -161,13 +161,13 @@ class Reservations:
         self._restore(sequence, len(plan.known))
 
     def give_up(self, sequence: Sequence) -> None:
-        """Its blocks are free; its KV is put aside, or else computed again."""
+        """Free its blocks; its KV is saved if there is room, and else computed again."""
         sequence.saved = self.swap.save(sequence.blocks, sequence.num_computed)
         self._blocks.release(sequence.blocks)
         sequence.blocks, sequence.keys, sequence.num_computed = [], [], 0
 
     def forget(self, sequence: Sequence) -> None:
-        """What was put aside is not needed any more."""
+        """Free the sequence's saved copy."""
         if sequence.saved is not None:
             self.swap.drop(sequence.saved)
             sequence.saved = None

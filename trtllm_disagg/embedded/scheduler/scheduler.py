@@ -24,14 +24,14 @@ from trtllm_disagg.embedded.scheduler.capacity import Capacity, Plan, Reservatio
 from trtllm_disagg.embedded.scheduler.sequence import Clock, Sequence, Status
 from trtllm_disagg.errors import ConfigError
 
-#: Logits of so many tiles of prompts, in a step.
+#: The most prompt tiles per step of which all logits are computed.
 _MOST_TILES_OF_LOGITS = 8
-#: Of the pool, what may be put aside when `embedded.swap_tokens` does not say.
+#: The swap space as a share of the pool when `embedded.swap_tokens` is not set.
 _DEFAULT_SWAP = 1 / 4
 
 
 class Chunking:
-    """Each prompt takes of the budget what the earlier ones left over, up to the first that gets nothing."""
+    """Each prompt gets its share of the remaining budget, up to the first prompt that gets nothing."""
 
     def share(self, prompts: Seq[Sequence], budget: int) -> list[int]:
         """Tokens of this step for each of `prompts`, in order; together at most `budget`."""
@@ -152,21 +152,21 @@ def _aligned(sequence: Sequence, tokens: int, alignment: int) -> int:
 
 
 def _unit(sequence: Sequence, taken: int, unit: int) -> int:
-    """From `taken` tokens on to the next multiple, or to the prompt's end."""
+    """The number of tokens from `taken` on to the next multiple of `unit`, or to the prompt's end."""
     start = sequence.num_computed + taken
     return min(sequence.num_prompt, start - start % unit + unit) - start
 
 
 class Row(ForwardRow):
-    """Some tokens of this sequence go through the model in this step.
+    """The tokens of one sequence that go through the model in one step.
 
-    What it says is as it was when the step was scheduled, also after the step.
+    The fields keep their values from when the step was scheduled.
     """
 
     sequence: Sequence
-    #: Whether it yields a token.
+    #: Whether the row yields a token.
     samples: bool
-    #: Of so many of its tokens, the last ones, logprobs of the prompt are wanted.
+    #: How many of its last tokens need prompt logprobs.
     num_scored: int
 
     @classmethod
@@ -188,7 +188,7 @@ class Row(ForwardRow):
         )
 
     def scored(self, token: int | None) -> list[int]:
-        """The tokens that come behind the `num_scored` ones, the last of which may be `token`, which it yields."""
+        """The tokens that follow the `num_scored` ones; the last may be `token`, which the row yields."""
         end = self.num_computed + self.num_tokens
         behind = self.sequence.tokens[end - self.num_scored + 1 : end + 1]
         return behind if token is None else [*behind, token]
@@ -196,13 +196,13 @@ class Row(ForwardRow):
 
 @dataclass(slots=True)
 class Counts:
-    """Since the start."""
+    """Numbers of sequences since the engine's start."""
 
     admitted: int = 0
     finished: int = 0
-    #: One request may be paused several times.
+    #: Pauses; one sequence may be paused several times.
     paused: int = 0
-    #: How long the admitted ones had waited, all together.
+    #: Sum of the admitted sequences' waiting times.
     queued_seconds: float = 0.0
 
 
@@ -230,17 +230,17 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.receiving: set[Sequence] = set()
-        #: Preempted; the one admitted first is the first to go on.
+        #: Preempted sequences, in the order of their admission; they resume in this order.
         self.paused: list[Sequence] = []
 
     @property
     def has_runnable(self) -> bool:
-        """False when nothing can run before blocks are freed elsewhere: by a lease that ends, a pull that finishes."""
+        """False when no sequence can run before blocks are freed by the end of a lease or of a pull."""
         return bool(self.running) or (self._admits() and self._plan_next() is not None)
 
     @property
     def num_silent_steps(self) -> int:
-        """Of the next steps, so many are of the sequences that run, and no client hears of their tokens."""
+        """How many of the next steps run the running sequences only, and send no token to a client."""
         if any(s.in_prefill for s in self.running) or (self._admits() and self._plan_next() is not None):
             return 0
         return min((s.num_silent for s in self.running), default=0)
@@ -251,7 +251,7 @@ class Scheduler:
 
     @property
     def num_active(self) -> int:
-        """Admitted and not done yet, paused ones included."""
+        """Admitted and unfinished sequences, paused ones included."""
         return self._num_in_batch + len(self.paused)
 
     @property
@@ -259,7 +259,7 @@ class Scheduler:
         return len(self.running) + len(self.receiving)
 
     def add(self, sequence: Sequence) -> None:
-        """First come first served; by priority when told so, and then among equals."""
+        """First come, first served; with `by_priority` only among equal priorities."""
         place = len(self.waiting)
         while self._by_priority and place and self.waiting[place - 1].priority < sequence.priority:
             place -= 1
@@ -268,7 +268,7 @@ class Scheduler:
     def admit(self) -> Iterator[Sequence]:
         """Move paused and waiting sequences in, first ones first, while there is room.
 
-        Yields those that want their KV pulled.
+        Yields the sequences that need KV from another engine.
         """
         if not self._admits():
             return
@@ -302,7 +302,7 @@ class Scheduler:
         return rows + [Row.of(s, tokens) for s, tokens in zip(prompts, shares, strict=True) if tokens]
 
     def finish(self, sequence: Sequence) -> None:
-        """It is done, whatever it was doing; its blocks stay with the caller."""
+        """Remove the sequence in any status; the caller frees its blocks."""
         self.counts.finished += 1
         match sequence.status:
             case Status.WAITING:
@@ -326,7 +326,7 @@ class Scheduler:
         return self._capacity.admits(self._num_in_batch)
 
     def _plan_next(self) -> Plan | None:
-        """For the first in line; None when the line is empty, or there is no room for it."""
+        """The plan for the first paused or waiting sequence; None without one, or without room for it."""
         if self._num_in_batch >= self._max_active or not (self.paused or self.waiting):
             return None
         first = self.paused[0] if self.paused else self.waiting[0]
@@ -356,7 +356,7 @@ def create_blocks(config: KvCacheConfig, num_blocks: int, events: KvEventLog) ->
 def create_scheduler(
     args: LlmArgs, blocks: BlockManager, memory: KvMemory, alignment: int, clock: Clock = time.monotonic
 ) -> Scheduler:
-    """Every policy that the arguments of LLM(...) ask for is chosen here, once.
+    """Make the scheduler with the policies that the arguments of LLM(...) name.
 
     `alignment`: where a prefill chunk may end, in tokens from the prompt's start. Raises ConfigError when a step
     is shorter than that.

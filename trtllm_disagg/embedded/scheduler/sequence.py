@@ -1,4 +1,4 @@
-"""One choice of one request while the engine works on it."""
+"""A sequence: one choice of one request while the engine works on it."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ Clock = Callable[[], float]
 
 
 class NullRequestTimer:
-    """For requests that are not measured."""
+    """Measures nothing; for requests without `return_perf_metrics`."""
 
     def scheduled(self, step: int) -> None:
-        """It is in this step of the engine."""
+        """The choice is part of this engine step."""
 
     def has_token(self, step: int) -> None:
-        """One more."""
+        """The choice has one more token."""
 
     def transfer_began(self) -> None:
-        """Its KV is asked for."""
+        """The transfer of the choice's KV has been requested."""
 
     def transfer_ended(self, num_bytes: int) -> None:
-        """Its KV is here; so many bytes came."""
+        """The choice's KV has arrived, in `num_bytes`."""
 
     def snapshot(self, admission: Admission) -> Measured | None:
-        """What is known by now."""
+        """The measurements so far."""
         return None
 
 
 class RequestTimer(NullRequestTimer):
-    """How long the stages of one choice take and what its KV costs, for requests with `return_perf_metrics`."""
+    """Measures the phases and the KV of one choice, for requests with `return_perf_metrics`."""
 
     def __init__(self, arrived: float, clock: Clock = time.monotonic) -> None:
-        """`arrived`: by `clock`."""
+        """`arrived` is a time of `clock`."""
         self._clock = clock
         self._measured = Measured(arrived)
 
@@ -76,7 +76,7 @@ class RequestTimer(NullRequestTimer):
         self._measured.transfer_start = self._clock()
 
     def transfer_ended(self, num_bytes: int) -> None:
-        # Until now it has waited: its first token may be there before its first step.
+        # The choice has waited until now; its first token may precede its first step.
         measured = self._measured
         measured.transfer_end = measured.first_scheduled = self._clock()
         measured.transfer_bytes = num_bytes
@@ -89,7 +89,7 @@ class RequestTimer(NullRequestTimer):
 NO_TIMER = NullRequestTimer()
 
 
-#: For requests that have none of their own. Not the system's generator: that is a system call for each.
+#: Seeds for requests without one. The system's generator would cost a system call for each.
 _seeds = random.Random()
 
 
@@ -117,33 +117,33 @@ class Sequence:
     handoff: ReceivedHandoff | None = None
     handle: KvHandle | None = None
     rendezvous: Rendezvous | None = None
-    #: Which tokens may come next, when a grammar says so.
+    #: Restricts the next token to those that the grammar allows.
     guide: Guide | None = None
     timer: NullRequestTimer = NO_TIMER
     admission: Admission = NOT_ADMITTED
     stream_interval: int = 1
-    #: Of its last tokens, which the client has not heard of yet.
-    num_untold: int = 0
-    untold_logprobs: list[LogprobEntry] = field(default_factory=list)
+    #: The number of last tokens that were not sent to the client yet, and their logprobs.
+    num_unsent: int = 0
+    unsent_logprobs: list[LogprobEntry] = field(default_factory=list)
 
     arrived: float = field(default_factory=time.monotonic)
     status: Status = Status.WAITING
     aborted: bool = False
-    #: When it was admitted first, counted from 0.
+    #: The position of its first admission among all sequences, from 0.
     admission_number: int = -1
-    #: Its KV, while it is paused and there was room to put it aside.
+    #: Its saved KV while it is paused, if the swap space had room.
     saved: Saved | None = None
     blocks: list[int] = field(default_factory=list)
-    #: Keys of the prompt's full blocks, once asked for.
+    #: Keys of the prompt's full blocks, once computed.
     prompt_keys: list[bytes] | None = None
     #: Keys of the full blocks with committed content; a prefix of `blocks`.
     keys: list[bytes] = field(default_factory=list)
     num_computed: int = 0
     #: Prompt tokens with KV found in the cache (of the prefill side, when there was one).
     num_cached: int = 0
-    #: context_only: the first blocks of the prompt that decode has, and that need not be computed here.
+    #: context_only: the number of the prompt's first blocks that can be fetched from decode instead of computed.
     num_fetchable: int = 0
-    #: Of the prompt's first positions, where they are asked for (`SamplingSpec.prompt_logprobs`).
+    #: Logprobs of the prompt's first positions, if requested (`SamplingSpec.prompt_logprobs`).
     prompt_logprobs: list[LogprobEntry] = field(default_factory=list)
 
     @classmethod
@@ -173,12 +173,12 @@ class Sequence:
 
     @property
     def measured(self) -> Measured | None:
-        """What it took until now; None for a request that is not measured."""
+        """The measurements so far; None for a request that is not measured."""
         return self.timer.snapshot(self.admission)
 
     @property
     def salt(self) -> bytes:
-        """What its first block's key starts with: longer than a key, so never mistaken for a parent's."""
+        """The parent of its first block's key: longer than a key, so that it is never equal to one."""
         return hashlib.blake2b(self.cache_salt.encode(), digest_size=32).digest() if self.cache_salt else b""
 
     @property
@@ -186,13 +186,13 @@ class Sequence:
         return len(self.tokens) - self.num_prompt
 
     @property
-    def keeps_its_tokens(self) -> bool:
-        """Until there are more of them, or it ends; the client hears of the first one at once."""
+    def holds_back_tokens(self) -> bool:
+        """True while the last tokens wait for more of them (`stream_interval`); the first one is sent at once."""
         return self.num_output > 1 and self.num_output % self.stream_interval != 0
 
     @property
     def num_silent(self) -> int:
-        """Of its next tokens, so many the client hears of only with later ones, and none of them ends the answer."""
+        """How many of its next tokens will be held back for later ones, and cannot end the answer."""
         spec, count = self.sampling, self.num_output
         if self.guide is not None or spec.end_ids or spec.stop_words or not count:
             return 0
@@ -208,12 +208,12 @@ class Sequence:
 
     @property
     def num_scored(self) -> int:
-        """Of the prompt's positions, the first so many need no logits (any more) for their logprobs."""
+        """The number of first prompt positions whose logprobs are not requested, or are there already."""
         return self.num_prompt if self.sampling.prompt_logprobs is None else len(self.prompt_logprobs)
 
     @property
     def num_reusable(self) -> int:
-        """Of the prompt's tokens, so many need no computing: the last one's logits make the first token."""
+        """How many first prompt tokens may come from a cache: the last one's logits make the first token."""
         return min(self.num_prompt - 1, self.num_scored)
 
     @property
@@ -231,22 +231,22 @@ class Sequence:
 
     @property
     def wants_kv(self) -> bool:
-        """Before it can run, another engine's KV has to come here."""
+        """True when another engine's KV has to arrive before this sequence can run."""
         return self.num_output == 0 and (self.is_generation_only or self.num_fetchable > len(self.keys))
 
     @property
     def is_filled(self) -> bool:
-        """A read of a finished prefill is under way; its blocks are free only when that has ended."""
+        """True while a read fills its blocks, which are free only when that read has ended."""
         return self.status is Status.RECEIVING and self.rendezvous is None
 
     @property
     def is_pinned(self) -> bool:
-        """Another engine is sent its blocks while they are filled: it cannot be paused."""
+        """True when its blocks are written to another engine while they are computed: it cannot be paused."""
         return self.rendezvous is not None and self.is_context_only
 
     @property
     def max_kv_tokens(self) -> int:
-        """Tokens of KV that this sequence can ever need: the last output token's is never computed."""
+        """The most tokens with KV that it can need: the last output token's KV is never computed."""
         if self.is_context_only:
             return self.num_prompt
         return self.num_prompt + self.sampling.max_tokens - 1
@@ -254,7 +254,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Does the token that was just appended end the answer, and does the client get to see it?"""
+    """Whether the token that was just appended ends the answer, and whether it is sent to the client."""
 
     emit: bool = True
     #: Earlier tokens to take back: the start of a stop word that is complete only now.
@@ -266,13 +266,13 @@ class Verdict:
 GO_ON = Verdict()
 LENGTH = Verdict(finish_reason="length")
 END = Verdict(emit=False, finish_reason="stop")
-#: With ignore_eos; but a grammar goes no further.
+#: The end token of a grammar, which `ignore_eos` does not extend.
 SHOWN_END = Verdict(finish_reason="stop")
 
 
 def judge(sequence: Sequence) -> Verdict:
     """End tokens first, then stop words, then max_tokens; none of the first two before min_tokens, unless
-    a grammar has nothing else to offer.
+    the grammar allows no other token.
     """
     spec, guide = sequence.sampling, sequence.guide
     if sequence.num_output > spec.min_tokens or (guide is not None and guide.exhausted):

@@ -29,8 +29,8 @@ _NOTHING_NEW = {
 
 
 def request_stats(rows: Seq[Row], scheduler: Scheduler) -> list[dict[str, Any]]:
-    """Of each request (`requestStats`), after a step of these rows: of those first, which may have ended in it, then of
-    all others. One a choice.
+    """`requestStats` after a step of these rows, one per choice: first those of the rows, which may have ended in it,
+    then all others.
     """
     ran = [row.sequence for row in rows]
     others = [sequence for sequence in scheduler.unfinished() if sequence not in set(ran)]
@@ -66,7 +66,7 @@ def _stage(sequence: Sequence) -> str:
 
 
 def _transfer(sequence: Sequence) -> dict[str, Any] | None:
-    """Of KV that came here, for a request that is measured (`return_perf_metrics`)."""
+    """The KV transfer to this engine, for a request that is measured (`return_perf_metrics`)."""
     measured = sequence.measured
     if measured is None or not measured.transfer_end:
         return None
@@ -204,8 +204,8 @@ class IterationStats:
         handoffs: tuple[int, float | None],
         seconds: Seq[float],
     ) -> list[dict[str, Any]]:
-        """Of steps that had these rows and nothing else to do, after the last of them: a dict each, with what is held
-        by then. `seconds` of each; not where this `tells_each_step`.
+        """One dict for each of several steps that ran only these rows, made after the last of them. `seconds` of each
+        step. Not for use where `tells_each_step`.
         """
         records = self.of_step(rows, scheduler, blocks, handoffs, seconds[0])
         for first, each in itertools.product(records[:1], seconds[1:]):

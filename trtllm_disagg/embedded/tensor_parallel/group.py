@@ -48,7 +48,7 @@ _MPI_TRANSPORTS = "self,sm"
 
 
 class Channel:
-    """Messages in order, each with its length in front. The sockets are this user's only (sockets.py)."""
+    """Messages in order, each after its length. The sockets are this user's only (sockets.py)."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -57,12 +57,12 @@ class Channel:
         self.connection.sendall(framed(_encoder.encode(message)))
 
     def receive(self, decoder: msgspec.msgpack.Decoder[T]) -> T:
-        """Sleeps until there is one. Raises EOFError when the other side is gone."""
+        """Wait for the next message. Raises EOFError when the other side is gone."""
         return decoder.decode(receive_frame(self.connection))
 
 
 class Peer:
-    """Another rank, as this one sees it."""
+    """The connections to another rank."""
 
     def __init__(self, rank: int, pid: int, commands: Channel, transfers: Channel, lifeline: Channel) -> None:
         self.rank, self.pid = rank, pid
@@ -82,7 +82,7 @@ def accept(listener: socket.socket, size: int) -> list[Peer]:
 
 
 def connect(address: str, rank: int) -> Peer:
-    """Rank 0, from another rank."""
+    """Connect another rank to rank 0."""
     channels = []
     for kind in _KINDS:
         connection = sockets.connect(address)
@@ -92,7 +92,7 @@ def connect(address: str, rank: int) -> Peer:
 
 
 def watch(peer: Peer, decoder: msgspec.msgpack.Decoder[T], on_end: Callable[[T | None], None]) -> None:
-    """Call `on_end` from a thread when the peer is gone, with its last word when it left one."""
+    """Call `on_end` from a thread when the peer is gone, with its last message if it sent one."""
 
     def wait() -> None:
         last: T | None = None
@@ -104,7 +104,7 @@ def watch(peer: Peer, decoder: msgspec.msgpack.Decoder[T], on_end: Callable[[T |
 
 
 class RankLostError(EngineError):
-    """A rank died, or cannot go on; without it no rank can."""
+    """A rank has died or cannot continue, and without it no other rank can."""
 
 
 class Build(msgspec.Struct, tag="build"):
@@ -130,7 +130,7 @@ class Built(msgspec.Struct, tag="built"):
 
 
 class Broken(msgspec.Struct, tag="broken"):
-    """This rank cannot go on."""
+    """This rank cannot continue."""
 
     kind: str
     message: str
@@ -140,7 +140,7 @@ Reply = Built | Broken
 
 
 def step_of(rows: Seq[ForwardRow], tokens_per_block: int) -> Step:
-    """With as many blocks of each row as the step reads and writes."""
+    """The rows of a step, each with only the blocks that the step reads and writes."""
     return Step(
         [
             ForwardRow(
@@ -210,7 +210,7 @@ def _byte_type() -> Any:
 
 
 def join_as_leader(size: int, on_lost: Callable[[str], None]) -> tuple[RankGroup, list[Peer]]:
-    """Waits for the others. `on_lost` is called, from a thread, when they do not come: no call of MPI returns then.
+    """Waits for the other ranks. `on_lost` is called from a thread when they do not come: then no call of MPI returns.
 
     Raises ConfigError when the ranks are not `size`, or not all on this host.
     """
@@ -233,7 +233,7 @@ def join_as_leader(size: int, on_lost: Callable[[str], None]) -> tuple[RankGroup
 
 
 def join_as_follower() -> tuple[RankGroup, Peer]:
-    """Ends the process when rank 0 does not come."""
+    """Join the ranks, and end the process when rank 0 does not come."""
     with _deadline(lambda: os._exit(1)):
         group, communicator = _start_mpi()
         buffer = np.zeros(_ADDRESS_BYTES, np.uint8)
@@ -243,7 +243,7 @@ def join_as_follower() -> tuple[RankGroup, Peer]:
 
 
 def leave() -> None:
-    """The end of MPI in this process; waits for the other ranks."""
+    """End MPI in this process; waits for the other ranks."""
     from mpi4py import MPI
 
     MPI.Finalize()
@@ -253,7 +253,7 @@ def _start_mpi() -> tuple[RankGroup, Any]:
     with ucx_environment({"UCX_TLS": _MPI_TRANSPORTS}):
         from mpi4py import MPI  # its import starts MPI
 
-    # Of its own: what one engine says is never taken for what another one says.
+    # A communicator of its own keeps messages of several engines apart.
     return RankGroup(MPI.COMM_WORLD.Dup()), MPI.COMM_WORLD
 
 
@@ -264,7 +264,7 @@ def _is_one_host(communicator: Any) -> bool:
 
 
 def _forget_shared_memory() -> None:
-    """Every rank has mpich's memory mapped by now; without its name, nothing is left behind by `kill -9`."""
+    """Unlink mpich's memory, which every rank has mapped by now, so that `kill -9` leaves nothing behind."""
     with open("/proc/self/maps") as maps:
         names = set(re.findall(r"/dev/shm/mpich_shm_\w+", maps.read()))
     for name in names:

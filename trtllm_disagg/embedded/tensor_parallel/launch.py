@@ -40,17 +40,17 @@ _CORE = ("-m", "trtllm_disagg.embedded.core.core_process")
 #: An argument of the core: the ranks were started by an MPI launcher, and each has its own LLM object.
 IN_JOB = "--in-job"
 _EXTRA = "mpi4py and mpich (pip install 'trtllm-disagg[mpi]')"
-#: What oneDNN and torch keep of a product, some 0.2 MB, is for one number of rows, and a step has any. A step needs a
-#: handful of them, and to make one takes no time that can be measured; by default each keeps 1024.
+#: oneDNN and torch cache some 0.2 MB per product and number of rows, which varies from step to step. A step needs a
+#: handful of entries, and making one takes no measurable time; by default each cache keeps 1024.
 _PRODUCT_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 _KEPT_PRODUCTS = "64"
-#: Of mpich's process manager: the ranks themselves notice and report a death, on this host, whatever batch system it
-#: belongs to.
+#: For mpich's process manager: it starts the ranks on this host in any batch system, and leaves it to the ranks to
+#: notice and report a death.
 _MPIEXEC_OPTIONS = (
     *("-disable-auto-cleanup", "-launcher", "fork", "-rmk", "user"),
     *("-localhost", "127.0.0.1", "-iface", "lo"),
 )
-#: A process that goes on within this time has done no harm.
+#: A process that was stopped for a shorter time does no harm.
 _PATIENCE_SECONDS = 5.0
 _LOOK_SECONDS = 1.0
 
@@ -194,18 +194,18 @@ def serve_other_ranks(size: int, num_threads: int) -> None:
 
 
 def _mpiexec() -> Path:
-    """Of the mpich that is installed beside mpi4py; one found in PATH may be of another MPI."""
+    """mpiexec of the mpich that is installed beside mpi4py; one found in PATH may belong to another MPI."""
     return Path(sysconfig.get_path("scripts")) / "mpiexec"
 
 
 class RankWatch:
-    """Ranks that were stopped (SIGSTOP, a frozen container): not dead, but the others would wait for them for ever.
-    Asked from time to time by the worker, which outlives all ranks. And which rank ended first: mpiexec ends the others
-    when one has, and its exit code does not say which.
+    """Finds ranks that were stopped (SIGSTOP, a frozen container): they are alive, but the others would wait for them
+    for ever. Also finds which rank ended first: mpiexec then ends the others, and its exit code does not name it. The
+    worker calls this from time to time.
     """
 
     def __init__(self, pids: Sequence[int], clock: Callable[[], float] = time.monotonic) -> None:
-        """Of all ranks, rank 0 first. An engine of one rank keeps only its own requests waiting."""
+        """`pids` of all ranks, rank 0 first. A single rank is not watched: only its own requests wait for it."""
         self._clock = clock
         self._ranks: dict[int, psutil.Process] = {}
         self._open = contextlib.ExitStack()
@@ -219,8 +219,8 @@ class RankWatch:
         self._stopped_since: dict[int, float] = {}
         self._next_look = clock()
 
-    def who_stopped(self) -> str | None:
-        """Which rank does not go on any more."""
+    def stopped_rank(self) -> str | None:
+        """Names a rank that has been stopped for too long; None without one."""
         now = self._clock()
         if now < self._next_look:
             return None
@@ -236,8 +236,8 @@ class RankWatch:
         return None
 
     def first_to_end(self) -> str | None:
-        """Which rank died before any other. To be asked once."""
-        # The kernel keeps the order in which they died, whenever it is asked.
+        """Names the rank that died first; None when none has. Must be called only once."""
+        # The kernel reports the deaths in their order.
         for fd, _ in self._ends.poll(0, 1):
             rank = self._by_fd[fd]
             return death_of(rank, self._ranks[rank].pid)

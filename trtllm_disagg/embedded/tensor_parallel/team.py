@@ -58,7 +58,7 @@ from trtllm_disagg.embedded.tensor_parallel.launch import IN_JOB, death_of
 from trtllm_disagg.embedded.tensor_parallel.sharding import shard_model
 from trtllm_disagg.embedded.tensor_parallel.transfers import TransferService
 from trtllm_disagg.kv_transfer.host import new_memory
-from trtllm_disagg.kv_transfer.transports import create_transport, is_needed
+from trtllm_disagg.kv_transfer.transports import create_transport, needs_cma
 
 _commands = msgspec.msgpack.Decoder(RankCommand)
 
@@ -78,7 +78,7 @@ def serve_as_follower() -> int:
 
 
 def follow(group: RankGroup, leader: Peer) -> int:
-    """One engine, from Build to Stop. The exit status."""
+    """Serve as a rank of one engine, from Build to Stop. Returns the exit status."""
     transfers = TransferService(leader.transfers)
     try:
         build = leader.commands.receive(_commands)
@@ -158,7 +158,7 @@ def _allocate(args: LlmArgs, wanted: PoolShape, group: RankGroup, transfers: Tra
     if config is None or config.backend is None:
         return new_memory(wanted.shape, wanted.dtype, wanted.device)
     scope = scope_of(args)
-    transport = create_transport(config.backend, scope, needs_cma=is_needed(scope, wanted.device.type))
+    transport = create_transport(config.backend, scope, needs_cma=needs_cma(scope, wanted.device.type))
     pool = transport.allocate(wanted.shape, wanted.dtype, wanted.device)
     transfers.start(transport, pool, group.rank, group.size)
     return pool
@@ -178,14 +178,14 @@ class Runner(Protocol):
 
 
 class SingleRank:
-    """One process is the whole engine."""
+    """The team of an engine that is a single process."""
 
     size = 1
     peers: tuple[Peer, ...] = ()
 
     @property
     def pids(self) -> list[int]:
-        """Of all ranks, this one first."""
+        """Process ids of all ranks, this one first."""
         return [os.getpid()]
 
     def start(self, args: LlmArgs, num_blocks: int) -> None:

@@ -223,4 +223,4 @@ def test_the_same_id_twice_is_refused(duo: Duo) -> None:
 
 def test_an_engine_without_a_transport_meets_no_other(agg: Core) -> None:
     answer = agg.run(agg.add(prompt(9), 1, request_type="context_only", rendezvous=Rendezvous(1)))
-    assert "no cache_transceiver_config" in str(answer.error)
+    assert "set cache_transceiver_config.backend" in str(answer.error)

@@ -75,7 +75,7 @@ def test_a_decode_without_a_prefill_ends_at_its_deadline(make_duo: MakeDuo) -> N
     assert answer.category == "Unavailable"
     assert answer.error in (
         "prefill gave no notice within 0.2 s",
-        f"prefill worker {duo.prefill.connector.sender.name} ended this request without a word",
+        f"prefill worker {duo.prefill.connector.sender.name} ended this request without a notice or a failure message",
     )
     duo.assert_idle()
 
@@ -293,16 +293,16 @@ def test_blocks_of_a_late_read_stay_quarantined_when_the_request_is_aborted(
 def test_a_notice_that_is_lost_once_is_sent_again(make_duo: MakeDuo, monkeypatch: pytest.MonkeyPatch) -> None:
     duo = make_duo()
     lost: list[Any] = []
-    say = ControlClient.say
+    send = ControlClient.send
 
     def lose_first_notice(client: ControlClient, endpoint: str, message: Any, timeout: float) -> bytes:
         if isinstance(message, Notice) and not lost:
             lost.append(message)
             client.drop(endpoint)
             raise KvTransferError("the connection broke")
-        return say(client, endpoint, message, timeout)
+        return send(client, endpoint, message, timeout)
 
-    monkeypatch.setattr(ControlClient, "say", lose_first_notice)
+    monkeypatch.setattr(ControlClient, "send", lose_first_notice)
     met = duo.both(prompt(40))
     duo.run()
     assert lost

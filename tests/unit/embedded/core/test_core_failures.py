@@ -224,7 +224,7 @@ def test_pools_may_differ_in_size(make_core: MakeCore) -> None:
 def test_an_engine_without_a_transport_takes_no_handoffs(make_core: MakeCore) -> None:
     answer = pull(make_core(None), make_core().prefill(PROMPT))
     assert (answer.category, answer.tokens) == ("InvalidRequest", [])
-    assert "has no cache_transceiver_config" in (answer.error or "")
+    assert "set cache_transceiver_config.backend" in (answer.error or "")
 
 
 # -- requests that cannot run

@@ -204,7 +204,7 @@ def test_a_decode_can_be_aborted_at_any_point(pair: Pair, status: Status) -> Non
     answer = pair.decode.run(request_id)
     assert answer.finish_reason == "cancelled"
     pair.decode.settle()
-    pair.prefill.settle()  # by the decode side's "done" or release: long before the lease ends
+    pair.prefill.settle()  # by the decode side's Finish or release: long before the lease ends
     assert pair.prefill.engine.connector.num_leases == 0
 
 
