@@ -97,7 +97,7 @@ def test_nothing_is_read_once_the_lease_is_over(make_core: MakeCore, end: str) -
         prefill.engine.abort(handoff.ctx_request_id)
     answer = pull(decode, handoff)
     assert fake.count("read") == 0
-    assert answer.category == {"expired": "Unavailable", "released": "InvalidRequest"}[end]
+    assert answer.category == "Unavailable", "another prefill may succeed"
     for core in (prefill, decode):
         core.assert_idle()
 
