@@ -147,7 +147,7 @@ _FAULTS = (PeerUnavailableError, StageTimeoutError, EngineError)
 
 
 class CircuitBreakerClient:
-    """A StageClient that skips failing instances, and whose calls have idle timeouts."""
+    """A StageClient that skips failing instances and sets idle timeouts for its calls."""
 
     def __init__(
         self, stage: StageClient, breaker: CircuitBreaker, timeouts: Mapping[str, StreamTimeouts]

@@ -50,7 +50,7 @@ class Everything:
 class Appended:
     """Appends the delivered tokens to the prompt, as Dynamo's migration does it.
 
-    For answers whose next token depends on text, position and seed only (`depends_on_text_only`). Not exact: prefill
+    For answers in which a token depends on text, position and seed only (`depends_on_text_only`). Not exact: prefill
     sums a token's KV in another order than decode, so of two almost equally likely tokens the other one may come.
     """
 

@@ -135,7 +135,7 @@ class LocalPrefill:
         if self._drain is None:
             result.abort()
         elif not (handoff.was_sent_to_decode and context.is_stopped()):
-            # A decode worker whose client has left fetches before it stops; a second fetch would fail on its engine.
+            # A decode worker fetches before it stops for a client that left; a second fetch would fail there.
             self._drain(request.with_handoff(handoff))
 
     def _release_unanswered(self, request: GenerateRequest, result: RequestOutput, guard: AbortGuard) -> None:

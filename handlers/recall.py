@@ -125,7 +125,7 @@ class Notices:
 
 
 class NoNotices:
-    """For the prefill queue, whose messages confirm that an answer has arrived."""
+    """For the prefill queue: its own messages confirm that an answer has arrived."""
 
     def prefill(self, instance: Notifiable) -> PhaseRequest:
         return PhaseRequest("prefill")

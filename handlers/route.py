@@ -111,7 +111,7 @@ def relayed(stage: StageClient, strategy: str) -> Generate:
 
     async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         if request.phase_request is not None:
-            # Two workers whose engines are lost would relay it back and forth.
+            # Two workers with lost engines would relay it back and forth.
             raise NoInstanceError("this request was relayed already")
         has_ended = False
         with request.span.child("other_stage") as span:

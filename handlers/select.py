@@ -211,7 +211,7 @@ class SelectedStage:
 
 
 class CountedInstance:
-    """A StageInstance whose calls count as load of the instance while they run."""
+    """A StageInstance with calls that count as load of the instance while they run."""
 
     def __init__(self, instance: StageInstance, in_flight: InFlight, tokens: int) -> None:
         self._instance = instance

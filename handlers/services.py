@@ -146,7 +146,7 @@ class StrategyParts:
     prefill_queue: StageClient | None = None
     #: This worker's id in discovery.
     instance_id: int | None = None
-    #: Requests whose second phase is, or will be, this worker's, whichever worker has them from the frontend.
+    #: Requests with a second phase that runs, or will run, here, whichever worker the frontend has chosen.
     decoding: RunningRequests = field(default_factory=RunningRequests)
 
     @property

@@ -275,7 +275,7 @@ def _with_values(arguments: list[str]) -> list[str]:
     return joined
 
 
-#: Flags whose value is the flags of another program, of all commands.
+#: Flags that take the flags of another program as value, of all commands.
 TAKE_FLAGS = ("--worker-args", "--frontend-args", "--prefill-flags", "--decode-flags")
 
 

@@ -52,7 +52,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A bound for figures whose name matches `pattern`. `on`: the hardware it is for, a key of _HARDWARE."""
+    """A bound for figures with a name that matches `pattern`. `on`: the hardware it is for, a key of _HARDWARE."""
 
     pattern: str
     comparison: str

@@ -59,7 +59,7 @@ class Facts(NamedTuple):
 
 
 class Rule(Protocol):
-    """A frozen dataclass whose fields all have defaults. Rules with a common field share its value."""
+    """A frozen dataclass with a default for each field. Rules with a common field share its value."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 

@@ -78,7 +78,7 @@ def require_room(workers: Mapping[str, Sequence[str]], environ: Mapping[str, str
 
 
 def _workers_of(arguments: Sequence[str]) -> dict[str, list[str]]:
-    """Role -> arguments, without workers whose arguments are wrong: those report their own errors."""
+    """Role -> arguments, without workers that have wrong arguments: those report their own errors."""
     found: dict[str, list[str]] = {}
     for is_end, words in groupby(arguments, lambda word: word == "--"):
         with suppress(ConfigError):

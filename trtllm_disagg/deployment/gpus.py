@@ -26,7 +26,7 @@ ROLE_VARIABLES: Mapping[str, str] = {
     "prefill": "PREFILL_CUDA_VISIBLE_DEVICES",
     "decode": "DECODE_CUDA_VISIBLE_DEVICES",
 }
-#: Engine arguments whose product is the number of a worker's GPUs.
+#: Engine arguments that multiply to the number of a worker's GPUs.
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
 #: TensorRT-LLM's default of kv_cache_config.free_gpu_memory_fraction.
 _FRACTION = 0.9

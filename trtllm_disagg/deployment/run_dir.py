@@ -171,7 +171,7 @@ class Scratch:
 
 @contextmanager
 def scratch_directory(prefix: str) -> Iterator[Scratch]:
-    """A temporary directory for this user only. It is kept after a failed deployment, whose report names its logs."""
+    """A temporary directory for this user only. It is kept after a failed deployment, for its logs."""
     scratch = Scratch(Path(tempfile.mkdtemp(prefix=prefix)))
     try:
         yield scratch

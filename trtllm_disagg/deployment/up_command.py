@@ -121,7 +121,7 @@ def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_flags_for(parser: argparse.ArgumentParser, flag: str, program: str) -> None:
-    """Add a flag whose value is flags of another program (`cli.TAKE_FLAGS`)."""
+    """Add a flag that takes flags of another program (`cli.TAKE_FLAGS`)."""
     parser.add_argument(
         flag,
         type=shlex.split,

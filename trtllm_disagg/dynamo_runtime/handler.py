@@ -138,7 +138,7 @@ def as_dynamo_handler(
 
 @contextmanager
 def _errors_for_dynamo(context: Any, warn_overloaded: RateLimitedLog) -> Iterator[None]:
-    """Around one request: logs its error and raises Dynamo's error for it. A request whose client has disconnected ends
+    """Around one request: logs its error and raises Dynamo's error for it. A request without its client ends
     without an error.
     """
     try:

@@ -71,7 +71,7 @@ class EventsOfRank:
         self._on_gap = on_gap
         self._sinks = sinks
         self._block_size = block_size
-        #: Blocks whose storing was not published, so their removal is not published either.
+        #: Blocks stored without an event, so that their removal has none either.
         self._unknown: set[int | str] = set()
         self._next_event_id: int | None = None
         self._window = 0

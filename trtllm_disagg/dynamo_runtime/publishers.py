@@ -34,7 +34,7 @@ from trtllm_disagg.handlers.services import LiveState
 
 log = logging.getLogger(__name__)
 
-#: Dynamo's argument -> the statistics whose sum it is, as in Dynamo's own worker. TensorRT-LLM has all of them since
+#: Dynamo's argument -> the statistics that add up to it, as in Dynamo's own worker. TensorRT-LLM has all of them since
 #: its PR 13199. Paused requests count as queued ones.
 _SOURCES: Mapping[str, tuple[str, ...]] = {
     "scheduled_num_prefill_requests": ("numContextRequests",),

@@ -1,5 +1,5 @@
 """What only some engines can do beyond TensorRT-LLM's LLM API, and what happens with an engine that cannot. For an
-engine that does not count the handoffs whose KV may still be read, `HandoffsHeld` counts what this worker can know.
+engine that does not count the handoffs with KV that may still be read, `HandoffsHeld` counts what this worker can know.
 
 An engine is asked once, after it has started. A test keeps the table of `docs/explanation/tensorrt-llm.md` equal.
 """
@@ -81,7 +81,7 @@ class HandoffsHeld:
 
 
 def _holds_none(stat: Mapping[str, Any]) -> bool:
-    """TensorRT-LLM does not count requests whose KV is still to be read as active, so no block may be in use either. A
+    """In TensorRT-LLM requests with KV that is still to be read are not active, so no block may be in use either. A
     block that the engine keeps for itself can only make handoffs appear to last longer, never shorter.
     """
     active = stat.get("numActiveRequests", 1) + stat.get("numQueuedRequests", 0)

@@ -69,7 +69,7 @@ class Engine:
         `measures`: the engine returns performance metrics with each request. `lease_seconds`: how long it keeps KV that
         is not fetched.
 
-        Raises ConfigError for attention DP with an engine whose requests cannot name a rank, and for an `affinity` with
+        Raises ConfigError for attention DP with an engine that takes no rank of a request, and for an `affinity` with
         an engine that does not know conversations.
         """
         self.api = api

@@ -27,7 +27,7 @@ class KvTimeouts:
     control: float = 5.0
     #: Between two checks whether a late transfer has ended, and whether the peer still works on the request.
     ask: float = 0.5
-    #: A peer whose control channel has been closed for this long is dead. An engine closes the channel first: by then
+    #: A peer is dead after its control channel was closed for this long. An engine closes the channel first: by then
     #: it and its ranks have ended or been killed, and the bytes that they had sent have arrived.
     dead: float = 15.0
     #: A withdrawal waits this long for a write that has begun.

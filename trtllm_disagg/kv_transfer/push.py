@@ -188,7 +188,7 @@ class OfferBook:
             return push
 
     def was_abandoned_by_decode(self, request: int) -> bool:
-        """Decode has withdrawn this request, whose offer was not taken here."""
+        """Decode has withdrawn this request before its offer was taken here."""
         with self._lock:
             return request in self._abandoned_by_decode
 
@@ -199,7 +199,7 @@ class OfferBook:
             self._open.pop(request, None)
 
     def forget(self, push: Push) -> None:
-        """Decode has its notice or its failure message. A push whose write may still land is kept for good."""
+        """Decode has its notice or its failure message. A push with a write that may still land is kept for good."""
         with self._lock:
             if not push.may_land_later:
                 self._pushes.pop(push.offer.ticket, None)

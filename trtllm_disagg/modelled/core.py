@@ -117,7 +117,7 @@ class ClockedModel:
 
 
 def _certain(row: Row, token: int | None) -> Sampled:
-    """A sample whose token has probability 1."""
+    """A sample with a token of probability 1."""
     wants = token is not None and row.sequence.sampling.logprobs is not None
     of_prompt = [_entry(each) for each in row.scored(token)] if row.num_scored else ()
     return Sampled(token, _entry(token) if token is not None and wants else None, of_prompt)

@@ -1,6 +1,6 @@
 """The spans of a request: one tree for each request on each worker. Imports nothing of this project.
 
-A request that is not traced has only `NO_SPAN`, whose methods do nothing. No span is made for a token.
+A request that is not traced has only `NO_SPAN`, with methods that do nothing. No span is made for a token.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Span:
         return NO_SPAN
 
     def note(self, attributes: Attributes) -> None:
-        """Set attributes. Those whose value is None are left out."""
+        """Set attributes. Those with the value None are left out."""
 
     def event(self, name: str, attributes: Attributes = _NONE, at: int | None = None) -> None:
         """Add an event, now or at a time of the request's clock."""

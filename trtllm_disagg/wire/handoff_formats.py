@@ -115,7 +115,7 @@ _KEYS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 
 
 def bootstrap_keys(rendezvous: Rendezvous) -> dict[str, Any]:
-    """Raise ConfigError for a prefill engine whose endpoint is not a host and a port."""
+    """Raise ConfigError for a prefill engine with an endpoint that is not a host and a port."""
     place = split_endpoint(str(rendezvous.ctx_info_endpoint))
     if place is None:
         raise ConfigError(

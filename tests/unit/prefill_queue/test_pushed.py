@@ -145,7 +145,7 @@ async def test_a_cancel_that_comes_with_the_result_is_not_lost() -> None:
 
 
 class BrokenOnce:
-    """A broker whose first answer is an error that no layer foresees."""
+    """A broker that answers first with an error that no layer foresees."""
 
     def __init__(self) -> None:
         self.asked = 0

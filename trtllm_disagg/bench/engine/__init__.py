@@ -90,7 +90,7 @@ def measure(
 ) -> list[Section]:
     """`is_judged`: False for a run that is too short to be held to a target.
 
-    The part `scaling` uses the smallest model, whose own step hides the other costs least.
+    The part `scaling` uses the smallest model: its own step hides the other costs least.
     """
     # The command's --help needs no torch.
     from trtllm_disagg.bench.engine import costs, speed

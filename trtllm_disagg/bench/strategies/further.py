@@ -1,4 +1,4 @@
-"""Adds rates to the plan of a run whose planned rates do not show how much an arm sustains.
+"""Adds rates to the plan of a run if its planned rates do not show how much an arm sustains.
 
 The planned rates come from a simulation. If an arm does better or worse than simulated, the comparison ends in a doubt
 that names the missing rate, and the run goes on with that rate.

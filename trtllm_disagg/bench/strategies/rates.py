@@ -12,7 +12,7 @@ _CALM, _BELOW, _ABOVE = 0.5, 0.85, 1.3
 #: On a side of the band, around the knees of arms that are near each other. A rate above the knees alone would compare
 #: small numbers: next to nothing is in time there.
 _JUST_BELOW, _JUST_ABOVE = 0.9, 1.1
-#: Arms whose knees differ by a smaller factor are near each other: one rate is below all knees.
+#: Arms with knees that differ by a smaller factor are near each other: one rate is below all knees.
 _NEAR = 1.3
 #: A real knee may be so many times the simulated one: where prompts share prefixes and lengths vary, an arm had all
 #: answers in time above it.

@@ -207,7 +207,7 @@ class Runner:
         return list(batches(missing, self.is_quick))
 
     def progress(self) -> Progress:
-        """A progress whose `remaining_seconds` is the expected duration of the run."""
+        """A progress with the expected duration of the run as `remaining_seconds`."""
         groups = self.groups()
         count = len(self.plan.every_point)
         progress = Progress(count, done=count - sum(len(points) for _, points in groups))

@@ -118,7 +118,7 @@ class Lateness:
 
 
 def lateness_of(port: int) -> Lateness:
-    """The lateness of the worker whose system server listens on `port`."""
+    """The lateness of the worker with its system server on `port`."""
     with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         text = answer.read().decode()
     totals: dict[str, float] = {}

@@ -61,7 +61,7 @@ async def calibrate(
     traffics: Mapping[str, Traffic],
     vocabulary: int,
 ) -> dict[str, Software]:
-    """What our own software adds, by workload, measured on a deployment whose clock runs as fast as the wall's."""
+    """What our own software adds, by workload, measured on a deployment with a clock as fast as the wall's."""
     prefill = workers["agg" if arm.agg_workers else "prefill"]
     decode = workers["agg" if arm.agg_workers else "decode"]
     found = {}

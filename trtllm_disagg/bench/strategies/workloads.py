@@ -97,7 +97,7 @@ class Traffic:
 
 
 def _single(input_tokens: int, output_tokens: int, burst: int = 1) -> Source:
-    """Independent prompts whose lengths vary by a quarter. Poisson arrivals of `burst` requests at once."""
+    """Independent prompts with lengths that vary by a quarter. Poisson arrivals of `burst` requests at once."""
 
     def source(rate: float, tokens: Tokens, numbers: random.Random) -> Iterator[Ask]:
         now, number = 0.0, 0

@@ -157,7 +157,7 @@ class IncomingWrites:
 @dataclass(slots=True)
 class _Pushed:
     push: Push
-    #: Prompt blocks that decode has, or whose write was submitted.
+    #: Prompt blocks that decode has, or that are being written.
     num_sent: int
 
 
