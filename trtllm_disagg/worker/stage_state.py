@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Callable, Collection
+from functools import partial
 from typing import Any, Protocol
 
 from trtllm_disagg.commands import Command, Set, Switch, Verifier
@@ -13,7 +14,7 @@ from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.handlers.occupancy import KV_OCCUPANCY
 from trtllm_disagg.handlers.services import LiveState
-from trtllm_disagg.handlers.streams import PerRequestStream
+from trtllm_disagg.handlers.streams import CountedStream
 from trtllm_disagg.strategies import spec_of, worker_side
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 from trtllm_disagg.worker.pairing import WAS_SWITCHED, fixed_by
@@ -171,28 +172,15 @@ class StageState:
         """Count the requests from frontends that run; `switch` waits until an old first stage has none."""
 
         def counted(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-            chunks = generate(request, context)
-            return _Counted(self, chunks) if request.phase_request is None else chunks
+            if request.phase_request is not None:
+                return generate(request, context)
+            return CountedStream(self._whole_request_begins, partial(generate, request, context))
 
         return counted
 
-    def whole_request_begins(self) -> None:
+    def _whole_request_begins(self) -> Callable[[], None]:
         self._whole_requests += 1
+        return self._whole_request_ends
 
-    def whole_request_ends(self) -> None:
+    def _whole_request_ends(self) -> None:
         self._whole_requests -= 1
-
-
-class _Counted(PerRequestStream[TokenChunk]):
-    def __init__(self, state: StageState, chunks: AsyncGenerator[TokenChunk, None]) -> None:
-        self._state = state
-        self._rest = chunks
-
-    async def _first(self) -> TokenChunk:
-        assert self._rest is not None
-        self._state.whole_request_begins()
-        return await anext(self._rest)
-
-    async def _finish(self) -> None:
-        if self._has_begun:
-            self._state.whole_request_ends()
