@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.handling import until
 from trtllm_disagg.cli import run
 from trtllm_disagg.commands import Describe, Scale, Set, Switch, UpCommand
 from trtllm_disagg.deployment.command_socket import (
@@ -30,10 +31,11 @@ from trtllm_disagg.deployment.command_socket import (
     send_to_up,
     serving_commands,
 )
+from trtllm_disagg.deployment.managed_process import ManagedProcess
 from trtllm_disagg.deployment.plan import Backoff, DeploymentConfig
 from trtllm_disagg.deployment.run_dir import ProcessRecord, RunDir, is_alive, read_processes
 from trtllm_disagg.deployment.status import Status
-from trtllm_disagg.deployment.supervisor import Supervisor
+from trtllm_disagg.deployment.supervisor import Restarts, Supervisor
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.exit_codes import ExitCode
 
@@ -153,6 +155,33 @@ async def test_workers_come_and_go_and_processes_json_is_true(supervisor: Superv
     # A name is used once: the log of the one before stays.
     await tell(supervisor, Scale({"prefill": 2}))
     assert alive(supervisor) == ["prefill-0", "decode-0", "prefill-2"]
+
+
+async def test_a_worker_that_was_removed_after_its_death_gets_no_other_start(tmp_path: Path) -> None:
+    told: list[str] = []
+
+    class Told(Status):
+        def note(self, text: str) -> None:
+            told.append(text)
+
+    run_dir = RunDir.claim(tmp_path / "run")
+    supervisor = Supervisor(worker_config(run_dir.path), [], run_dir, Told())
+    deaths: asyncio.Queue[ManagedProcess] = asyncio.Queue()
+    try:
+        async with serving_commands(supervisor):
+            await tell(supervisor, Scale({"prefill": 2}))
+            removed = supervisor.processes[1]
+            await tell(supervisor, Scale({"prefill": 1}))
+            told.clear()
+            deaths.put_nowait(removed)
+            restarting = asyncio.create_task(Restarts(supervisor).after(deaths))
+            await until(deaths.empty)
+            for _ in range(20):
+                await asyncio.sleep(0)
+            restarting.cancel()
+    finally:
+        await supervisor.kill()
+    assert told == []
 
 
 async def test_on_a_full_disk_workers_come_are_started_again_and_leave(tmp_path: Path) -> None:
