@@ -8,6 +8,7 @@ import asyncio
 import re
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -194,13 +195,17 @@ class OfRunDir:
     def _new_warnings(self) -> list[str]:
         found = []
         for path in sorted(self._run_dir.glob("*.log")):
-            begin, size = self._logs.get(path, 0), path.stat().st_size
-            self._logs[path] = size
-            with path.open("rb") as log:
-                log.seek(max(begin if begin <= size else 0, size - _MOST_LOG_BYTES))
-                lines = log.read(_MOST_LOG_BYTES).decode(errors="replace").splitlines()
-            found += [f"{path.stem}: {match[1]}" for line in lines if (match := _WARNING.match(line))]
+            with suppress(FileNotFoundError):  # a log moves when it is full
+                lines = self._new_lines(path)
+                found += [f"{path.stem}: {match[1]}" for line in lines if (match := _WARNING.match(line))]
         return found
+
+    def _new_lines(self, path: Path) -> list[str]:
+        begin, size = self._logs.get(path, 0), path.stat().st_size
+        self._logs[path] = size
+        with path.open("rb") as log:
+            log.seek(max(begin if begin <= size else 0, size - _MOST_LOG_BYTES))
+            return log.read(_MOST_LOG_BYTES).decode(errors="replace").splitlines()
 
 
 def _host(described: Mapping[str, Any], record: ProcessRecord) -> str:

@@ -81,8 +81,8 @@ class TraceFile:
             while self._waiting:
                 try:
                     self._write_waiting()
-                except OSError as error:
-                    # A full disk is no reason to fail a request.
+                except Exception as error:
+                    # Neither a full disk nor a span that cannot be written ends this thread.
                     self._drop(self._waiting.popleft(), str(error))
 
     def _drop(self, batch: Sequence[SpanData], why: str) -> None:

@@ -143,6 +143,9 @@ async def test_warnings_that_workers_log_are_told_once(tmp_path: Path) -> None:
         more.write(
             "13:00:01.000 INFO trtllm_disagg.x: not this\n13:00:01.100 WARNING trtllm_disagg.x: skipped\n"
         )
+    (run_dir.path / "gone.log").symlink_to(
+        tmp_path / "nowhere"
+    )  # as a log that moves between two looks at it
     assert (await eyes.look()).warnings == ("decode-0: skipped",)
     assert (await eyes.look()).warnings == ()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,16 @@ def test_all_that_was_taken_is_in_the_file_when_it_is_closed(tmp_path: Path) -> 
     file = tmp_path / "a.jsonl"
     write(file, *([ROOT] for _ in range(1000)))
     assert len(list(read_spans(file))) == 1000
+
+
+def test_a_span_that_cannot_be_written_is_lost_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "a.jsonl"
+    broken = replace(ROOT, attributes={"what": object()})  # type: ignore[dict-item]
+    write(file, [broken], [CHILD])
+    assert [each.data for each in read_spans(file)] == [CHILD]
+    assert "spans are lost" in caplog.text
 
 
 def test_what_a_disk_that_stands_still_has_no_room_for_is_counted_and_told_once(
