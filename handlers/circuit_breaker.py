@@ -22,7 +22,7 @@ from trtllm_disagg.errors import (
 from trtllm_disagg.handlers.cancellation import Wait
 from trtllm_disagg.handlers.remote import StageClient, StageInstance
 from trtllm_disagg.tracing.spans import NO_SPAN, Span
-from trtllm_disagg.types import GenerateRequest, RequestContext
+from trtllm_disagg.types import GenerateRequest, InProgress, RequestContext
 from trtllm_disagg.wire.bodies import kind_of
 
 log = logging.getLogger(__name__)
@@ -156,7 +156,8 @@ class CircuitBreakerClient:
         self._stage = stage
         self._breaker = breaker
         self._timeouts = timeouts
-        self._unanswered = Unanswered()
+        #: Calls that wait for their first answer.
+        self._unanswered = InProgress()
 
     def instance_ids(self) -> Collection[int]:
         return self._stage.instance_ids()
@@ -190,26 +191,13 @@ class CircuitBreakerClient:
         )
 
 
-class Unanswered:
-    """Counts the calls that wait for their first answer."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __enter__(self) -> None:
-        self.count += 1
-
-    def __exit__(self, *_: object) -> None:
-        self.count -= 1
-
-
 class CircuitBreakerInstance:
     def __init__(
         self,
         instance: StageInstance,
         breaker: CircuitBreaker,
         timeouts: Mapping[str, StreamTimeouts],
-        unanswered: Unanswered,
+        unanswered: InProgress,
         span: Span = NO_SPAN,
     ) -> None:
         """`span` gets an event for each failure that counts."""

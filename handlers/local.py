@@ -243,7 +243,7 @@ async def _stream(
 ) -> AsyncGenerator[TokenChunk, None]:
     """The chunks of an engine request. `start` is called at the first read, `finished` before the last chunk."""
     result = start()
-    with AbortGuard(result, context, deferred=deferred_abort) as guard:
+    with engine.answering, AbortGuard(result, context, deferred=deferred_abort) as guard:
         async with (
             engine_errors(engine, guard),
             aclosing(newest_states(result, guard.may_abort, engine.awaited_by)) as states,

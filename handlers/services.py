@@ -43,7 +43,6 @@ from trtllm_disagg.handlers.migration import finish_if_budget_exhausted, resume_
 from trtllm_disagg.handlers.occupancy import (
     Occupancies,
     OwnOccupancy,
-    RunningRequests,
     within_fallback_budget,
 )
 from trtllm_disagg.handlers.recall import Recalls, recallable
@@ -146,8 +145,6 @@ class StrategyParts:
     prefill_queue: StageClient | None = None
     #: This worker's id in discovery.
     instance_id: int | None = None
-    #: Requests with a second phase that runs, or will run, here, whichever worker the frontend has chosen.
-    decoding: RunningRequests = field(default_factory=RunningRequests)
 
     @property
     def pushes(self) -> bool:
@@ -265,7 +262,6 @@ def _strategy_router(
     order has the decider before it, which may keep a request on this worker.
     """
     ways = _orders_with_fallback_steps(config, parts, stage, live, replays)
-    ways |= {name: parts.decoding.counting(ways[name]) for name in _own_orders(parts.role)}
     kept = sources.kept.counting(LocalAgg(parts.engine))
     decider = create_decider(config.prefill_decider, sources, live.thresholds)
     deployed = {name: conditional(decider, kept, way) for name, way in ways.items()}
@@ -275,7 +271,7 @@ def _strategy_router(
         ways,
         (_own_orders(parts.role)[0], _relayed_orders(parts.role)[0]),
         stage.num_healthy,
-        lambda: parts.decoding.requests + sources.kept.requests < config.max_batch_size,
+        lambda: config.max_batch_size - parts.engine.answering.count,
     )
     return StrategyRouter(ways | {"auto": auto}, deployed | {"auto": auto}, live.strategy, stage.check)
 
@@ -346,8 +342,7 @@ def _prefill(parts: StrategyParts) -> Generate:
 
 
 def _decode(parts: StrategyParts) -> Generate:
-    decode = decode_service(LocalDecode(parts.engine, repeats_first_token=parts.pushes))
-    return parts.decoding.counting(decode)
+    return decode_service(LocalDecode(parts.engine, repeats_first_token=parts.pushes))
 
 
 _PHASES = {Role.PREFILL: _prefill, Role.DECODE: _decode}

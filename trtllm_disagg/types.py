@@ -155,6 +155,23 @@ class WireRequest(msgspec.Struct, frozen=True):
     traceparent: Annotated[str, msgspec.Meta(max_length=128)] | None = None
 
 
+class InProgress:
+    """Counts what has begun and not ended: `with` blocks, or `enter` until its result is called."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> None:
+        self.count += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.count -= 1
+
+    def enter(self) -> Callable[[], None]:
+        self.count += 1
+        return self.__exit__
+
+
 class Fallback(StrEnum):
     """The fallback steps: how a request is continued after a failure, as logs, metrics and answers name it."""
 

@@ -33,7 +33,7 @@ from trtllm_disagg.errors import (
     InvalidRequestError,
     WorkerLeavingError,
 )
-from trtllm_disagg.types import GenerateRequest, Rendezvous
+from trtllm_disagg.types import GenerateRequest, InProgress, Rendezvous
 from trtllm_disagg.wire.bodies import decode_disaggregated_params
 
 log = logging.getLogger(__name__)
@@ -95,6 +95,8 @@ class Engine:
         self._waiting: dict[asyncio.Future[Any], RequestOutput] = {}
         #: Requests that the engine has ended, successfully or not.
         self.num_ended = 0
+        #: Answers that this engine generates now; prefills for other workers are not counted.
+        self.answering = InProgress()
 
     @classmethod
     def open(

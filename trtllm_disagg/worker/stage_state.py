@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Collection
+from collections.abc import AsyncGenerator, Collection
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from trtllm_disagg.handlers.occupancy import KV_OCCUPANCY
 from trtllm_disagg.handlers.services import LiveState
 from trtllm_disagg.handlers.streams import CountedStream
 from trtllm_disagg.strategies import spec_of, worker_side
-from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
+from trtllm_disagg.types import Generate, GenerateRequest, InProgress, RequestContext, TokenChunk
 from trtllm_disagg.worker.pairing import WAS_SWITCHED, fixed_by
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class StageState:
         self._peers = peers
         self._registration = registration
         self._verifier = verifier
-        self._whole_requests = 0
+        self._whole_requests = InProgress()
         #: Held during a change of strategy or registration: one at a time.
         self._changing = asyncio.Lock()
 
@@ -76,7 +76,7 @@ class StageState:
                 "strategy": self._live.strategy.value,
                 WAS_SWITCHED: self._live.strategy.value != self._config.strategy,
                 "registered": self._registration.is_there,
-                "whole_requests": self._whole_requests,
+                "whole_requests": self._whole_requests.count,
                 "fixed_by": fixed_by(self._config),
             }
         )
@@ -174,13 +174,6 @@ class StageState:
         def counted(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
             if request.phase_request is not None:
                 return generate(request, context)
-            return CountedStream(self._whole_request_begins, partial(generate, request, context))
+            return CountedStream(self._whole_requests.enter, partial(generate, request, context))
 
         return counted
-
-    def _whole_request_begins(self) -> Callable[[], None]:
-        self._whole_requests += 1
-        return self._whole_request_ends
-
-    def _whole_request_ends(self) -> None:
-        self._whole_requests -= 1
