@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -53,11 +54,11 @@ class AbortGuard:
         self._contexts = _contexts()
 
     def __enter__(self) -> AbortGuard:
-        self._contexts.add(self, self._context)
+        self._contexts.add(self.abort, self._context)
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        self._contexts.discard(self)
+        self._contexts.discard(self.abort)
         if self._has_failed or self._result.finished:
             return
         self.abort()
@@ -90,19 +91,19 @@ class _Contexts:
     """
 
     def __init__(self) -> None:
-        self._watched: dict[AbortGuard, RequestContext] = {}
+        self._watched: dict[Callable[[], None], RequestContext] = {}
         self._is_polling = False
 
-    def add(self, guard: AbortGuard, context: RequestContext) -> None:
+    def add(self, act: Callable[[], None], context: RequestContext) -> None:
         if context.is_stopped():
-            guard.abort()
+            act()
             return
-        self._watched[guard] = context
+        self._watched[act] = context
         if not self._is_polling:
             self._poll_later()
 
-    def discard(self, guard: AbortGuard) -> None:
-        self._watched.pop(guard, None)
+    def discard(self, act: Callable[[], None]) -> None:
+        self._watched.pop(act, None)
 
     def _poll_later(self) -> None:
         self._is_polling = bool(self._watched)
@@ -111,10 +112,10 @@ class _Contexts:
 
     def _poll(self) -> None:
         try:
-            stopped = [guard for guard, context in self._watched.items() if context.is_stopped()]
-            for guard in stopped:
-                self.discard(guard)
-                guard.abort()
+            stopped = [act for act, context in self._watched.items() if context.is_stopped()]
+            for act in stopped:
+                self.discard(act)
+                act()
         finally:
             self._poll_later()
 
@@ -129,6 +130,17 @@ def _contexts() -> _Contexts:
     if (known := _by_loop.get(loop)) is None:
         known = _by_loop[loop] = _Contexts()
     return known
+
+
+@contextmanager
+def when_stopped(context: RequestContext, act: Callable[[], None]) -> Iterator[None]:
+    """Calls `act` once when `context` is stopped before the block is left."""
+    contexts = _contexts()
+    contexts.add(act, context)
+    try:
+        yield
+    finally:
+        contexts.discard(act)
 
 
 async def _read_on(result: RequestOutput, guard: AbortGuard) -> None:

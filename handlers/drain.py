@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, aclosing, contextmanager, suppress
 
 from trtllm_disagg.errors import WorkerLeavingError
 from trtllm_disagg.handlers.cancellation import Wait
@@ -20,10 +20,6 @@ _END_SECONDS = 5.0
 OnChunk = Callable[[TokenChunk], TokenChunk]
 #: Makes the context manager around one request.
 ChunkObserver = Callable[[GenerateRequest, RequestContext], AbstractContextManager[OnChunk]]
-
-
-def no_observer(request: GenerateRequest, context: RequestContext) -> AbstractContextManager[OnChunk]:
-    return nullcontext(lambda chunk: chunk)
 
 
 class WorkerDrain:
@@ -61,7 +57,7 @@ class WorkerDrain:
             async with asyncio.timeout(_END_SECONDS):
                 await self.none_runs()
 
-    def tracking(self, generate: Generate, observer: ChunkObserver = no_observer) -> Generate:
+    def tracking(self, generate: Generate, observer: ChunkObserver) -> Generate:
         """`generate`, counted, ended by `cut` and observed: all in one stream, since each layer costs time a chunk."""
 
         async def tracked(

@@ -6,8 +6,7 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -24,27 +23,6 @@ from trtllm_disagg.tracing.spans import NO_SPAN, Span
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk, Usage
 
 log = logging.getLogger(__name__)
-
-
-class Remainder(Protocol):
-    """Continues an answer after its worker has failed: `request` asks for the rest, `new` drops what the client has."""
-
-    @property
-    def request(self) -> GenerateRequest: ...
-
-    def new(self, chunk: TokenChunk) -> TokenChunk | None:
-        """The part of `chunk` that the client does not have, or None. Raises EngineError when it has other tokens."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Everything:
-    """The client has no token: the whole answer is the rest."""
-
-    request: GenerateRequest
-
-    def new(self, chunk: TokenChunk) -> TokenChunk | None:
-        return chunk
 
 
 class Appended:
@@ -94,6 +72,9 @@ class Replayed:
         self._repeats = list(reversed(delivered))
 
     def new(self, chunk: TokenChunk) -> TokenChunk | None:
+        """The part of `chunk` that the client does not have, or None. Raises EngineError when it has other tokens."""
+        if not self._repeats:
+            return chunk
         count = min(len(self._repeats), len(chunk.token_ids))
         for token in chunk.token_ids[:count]:
             if token != self._repeats.pop():
@@ -105,6 +86,8 @@ class Replayed:
         return _without_first(chunk, count)
 
 
+#: Continues an answer after its worker has failed: `request` asks for the rest, `new` drops what the client has.
+Remainder = Appended | Replayed
 #: Whether the answer to this request is continued by `Replayed`, and not by `Appended`.
 Replays = Callable[[GenerateRequest], bool]
 
@@ -122,9 +105,7 @@ def replay_if_needed(request: GenerateRequest) -> bool:
 def remainder_of(
     request: GenerateRequest, delivered: list[int], replays: Replays = replay_if_needed
 ) -> Remainder:
-    if not delivered:
-        return Everything(request)
-    return (Replayed if replays(request) else Appended)(request, delivered)
+    return (Replayed if not delivered or replays(request) else Appended)(request, delivered)
 
 
 def depends_on_text_only(request: GenerateRequest) -> bool:

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from trtllm_disagg.config.thresholds import Live, Thresholds, read_policy_file
-from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
+from trtllm_disagg.config.thresholds import Live, Thresholds
+from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig, flag_of
+from trtllm_disagg.config.yaml_file import read_mapping
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.errors import ConfigError, PeerUnavailableError
 from trtllm_disagg.handlers.admission import Queued
@@ -89,7 +90,9 @@ class LiveState:
             other_occupancy=other_occupancy or Occupancies(),
         )
         if config.policy_file is not None:
-            live.set_thresholds(read_policy_file(Path(config.policy_file)), config.policy_file)
+            live.set_thresholds(
+                read_mapping(Path(config.policy_file), flag_of("policy_file")), config.policy_file
+            )
         return live
 
     def set_thresholds(self, values: Mapping[str, Any], source: str) -> list[str]:
@@ -115,7 +118,7 @@ async def watch_policy_file(path: Path, live: LiveState) -> None:
             continue
         seen = stamp
         try:
-            live.set_thresholds(read_policy_file(path), str(path))
+            live.set_thresholds(read_mapping(path, flag_of("policy_file")), str(path))
         except ConfigError as error:
             log.error("the old thresholds stay: %s", error)
 

@@ -70,17 +70,11 @@ def servable_model(model: str, key: str = FLAG, revision: str | None = None) -> 
 
 
 def _snapshot(name: str, revision: str | None) -> Path | None:
-    """The model's directory in the local cache, complete or not. Does not use the network."""
-    from huggingface_hub import constants
+    """The model's directory in the local cache, if that has its configuration. Does not use the network."""
+    from huggingface_hub import try_to_load_from_cache
 
-    repository = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
-    wanted = revision or constants.DEFAULT_REVISION
-    try:
-        commit = (repository / "refs" / wanted).read_text().strip()
-    except OSError:
-        commit = wanted
-    directory = repository / "snapshots" / commit
-    return directory if directory.is_dir() else None
+    found = try_to_load_from_cache(name, "config.json", revision=revision)
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def _is_complete(directory: Path) -> bool:
@@ -92,12 +86,9 @@ def _is_complete(directory: Path) -> bool:
         shards = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else set()
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return True  # the engine reports what is wrong with the index
-    weights = (
-        all((directory / shard).exists() for shard in shards)
-        if shards
-        else any(directory.glob("*.safetensors"))
-    )
-    return weights and (directory / "config.json").exists()
+    if shards:
+        return all((directory / shard).exists() for shard in shards)
+    return any(directory.glob("*.safetensors"))
 
 
 def _download(name: str, key: str, cached: Path | None, revision: str | None) -> Path:

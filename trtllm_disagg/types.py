@@ -125,7 +125,7 @@ class PhaseRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     attempts: Attempts = ()
     #: For "prefill": the instance that asks.
     sender: int | None = None
-    #: For "prefill": earlier attempts, not reported before, whose KV the sender's engine has begun to fetch.
+    #: For "prefill": earlier attempts, not reported before, with KV that the sender's engine has begun to fetch.
     taken: Attempts = ()
 
     @property
@@ -349,7 +349,7 @@ class Handoff:
 
     @classmethod
     def not_ours(cls) -> Handoff:
-        """For a decode whose KV another worker, or the engines themselves, have the duty to release."""
+        """For a decode with KV that another worker, or the engines themselves, have the duty to release."""
         return cls(TokenChunk([]), None)
 
     @property
@@ -405,8 +405,6 @@ class RequestContext(Protocol):
     def id(self) -> str | None: ...
 
     def is_stopped(self) -> bool: ...
-
-    async def async_killed_or_stopped(self) -> Any: ...
 
 
 class PrefillPhase(Protocol):

@@ -32,7 +32,7 @@ class FakeContext:
 
     def __init__(self, request_id: str = "request-1") -> None:
         self._id = request_id
-        self._stopped = asyncio.Event()
+        self._is_stopped = False
         self._on_stop: list[Callable[[], object]] = []
 
     def id(self) -> str:
@@ -43,21 +43,17 @@ class FakeContext:
         return None
 
     def is_stopped(self) -> bool:
-        return self._stopped.is_set()
-
-    async def async_killed_or_stopped(self) -> bool:
-        await self._stopped.wait()
-        return True
+        return self._is_stopped
 
     def stop(self) -> None:
-        if not self._stopped.is_set():
-            self._stopped.set()
+        if not self._is_stopped:
+            self._is_stopped = True
             for callback in self._on_stop:
                 callback()
 
     def on_stop(self, callback: Callable[[], object]) -> None:
         """Called at once when the client has left already."""
-        if self._stopped.is_set():
+        if self._is_stopped:
             callback()
         else:
             self._on_stop.append(callback)

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 
 from trtllm_disagg import __version__
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig, flag_of
-from trtllm_disagg.config.yaml_file import read_yaml
+from trtllm_disagg.config.yaml_file import read_mapping
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.kv_transfer.transports import embedded_only_backends
@@ -122,19 +122,11 @@ def _read_yaml(config: WorkerConfig) -> Args:
     if not source:
         return {}
     path = Path(source).expanduser()
-    # os.path returns False where Path raises, for example for names that are too long.
-    if not os.path.isfile(path):
+    # A pipe can be read only once, but launch scripts and the worker both read the file.
+    if os.path.exists(path) and not os.path.isfile(path):
         raise ConfigError.bad_value(flag_of("extra_engine_args"), source, "a YAML file that exists")
-    try:
-        content = read_yaml(path)
-    except OSError as error:
-        allowed = f"a YAML file that can be read ({error.strerror})"
-        raise ConfigError.bad_value(flag_of("extra_engine_args"), source, allowed) from error
-    except ValueError as error:
-        raise ConfigError(f"{source} is not YAML: {error}") from error
-    return check_engine_keys(
-        content if content is not None else {}, source, config.engine_spec.has_known_arguments
-    )
+    content = read_mapping(path, flag_of("extra_engine_args"))
+    return check_engine_keys(content, source, config.engine_spec.has_known_arguments)
 
 
 def override_of(text: str, is_strict: bool, flag: str = "--override-engine-args") -> Args:

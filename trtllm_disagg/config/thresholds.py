@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from trtllm_disagg.config.deciders import Rule
 from trtllm_disagg.config.worker_config import DECIDER_THRESHOLDS, WorkerConfig, check_value
-from trtllm_disagg.config.yaml_file import read_yaml
 from trtllm_disagg.errors import ConfigError
-
-log = logging.getLogger(__name__)
-
 
 #: Thresholds that every worker uses.
 ADMISSION = ("max_queued_requests", "max_queued_tokens")
@@ -73,26 +67,6 @@ def check_thresholds(values: Mapping[str, Any], source: str) -> None:
             check_value(name, value, f"{source}: {name}")
         except TypeError:
             raise ConfigError.bad_value(f"{source}: {name}", value, "a number") from None
-
-
-def _reason(error: OSError | ValueError) -> str:
-    """Without the path, which is in the message already."""
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
-
-
-def read_policy_file(path: Path) -> dict[str, Any]:
-    """Raise ConfigError for a file that cannot be read, or is no mapping."""
-    try:
-        content = read_yaml(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError.bad_value(
-            "--policy-file", str(path), f"a readable YAML file ({_reason(error)})"
-        ) from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError.bad_value("--policy-file", str(path), f"a mapping with {', '.join(NAMES)}")
-    return content
 
 
 T = TypeVar("T")

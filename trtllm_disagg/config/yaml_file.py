@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from trtllm_disagg.errors import ConfigError
 
 if TYPE_CHECKING:
     import yaml
@@ -14,7 +17,29 @@ DEEPEST = 50
 MOST_BYTES = 1_000_000
 
 
-def read_yaml(path: Path) -> Any:
+def read_mapping(path: Path, key: str) -> dict[str, Any]:
+    """The keys and values of the file; none for an empty one. Raises ConfigError, naming the file, and `key`, which is
+    where its path was given, if it cannot be read.
+    """
+    # os.path returns False where Path raises, for example for names that are too long.
+    if not os.path.exists(path):
+        raise ConfigError.bad_value(key, str(path), "a YAML file that exists")
+    try:
+        content = _read_yaml(path)
+    except OSError as error:
+        raise ConfigError.bad_value(
+            key, str(path), f"a YAML file that can be read ({error.strerror})"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: expected keys with values, got {type(content).__name__}")
+    return content
+
+
+def _read_yaml(path: Path) -> Any:
     """Raises OSError when the file cannot be read, and ValueError for wrong content."""
     import yaml
 
@@ -29,7 +54,7 @@ def read_yaml(path: Path) -> Any:
             root = loader.get_single_node()
             if root is None:
                 return None
-            _require_plain(root)
+            _require_plain(root, (), set())
             return loader.construct_document(root)
         finally:
             loader.dispose()
@@ -42,43 +67,28 @@ def read_yaml(path: Path) -> Any:
         raise ValueError(str(error)) from error
 
 
-def _require_plain(root: yaml.Node) -> None:
+def _require_plain(node: yaml.Node, above: tuple[int, ...], checked: set[tuple[int, int]]) -> None:
     """Raises ValueError for duplicate keys, of which YAML would use the last; for a node that contains itself; and for
-    too many levels.
+    too many levels. `above`: the ids of the nodes around this one, where an alias is the same object as its anchor.
+    `checked`: (id, level).
     """
-    _Walk().down(root, 1)
+    import yaml
 
-
-class _Walk:
-    def __init__(self) -> None:
-        # Keyed by id: an alias is the same object as its anchor.
-        self._depth_below: dict[int, int] = {}
-        self._above: set[int] = set()
-
-    def down(self, node: yaml.Node, depth: int) -> int:
-        """The number of levels of `node`, itself included."""
-        import yaml
-
-        if isinstance(node, yaml.ScalarNode):
-            return 1
-        here = id(node)
-        if here in self._above:
-            raise ValueError(f"{_line(node)} contains itself, by an alias")
-        if here not in self._depth_below:
-            if depth > DEEPEST:
-                raise ValueError(f"{_line(node)} is nested more than {DEEPEST} levels deep")
-            self._above.add(here)
-            if isinstance(node, yaml.MappingNode):
-                _require_each_key_once(node)
-                parts = [part for pair in node.value for part in pair]
-            else:
-                parts = node.value
-            self._depth_below[here] = 1 + max((self.down(part, depth + 1) for part in parts), default=0)
-            self._above.discard(here)
-        levels = self._depth_below[here]
-        if depth + levels - 1 > DEEPEST:
-            raise ValueError(f"{_line(node)} is nested more than {DEEPEST} levels deep")
-        return levels
+    here = (id(node), len(above))
+    if isinstance(node, yaml.ScalarNode) or here in checked:
+        return
+    what = f"what begins in line {node.start_mark.line + 1}"
+    if id(node) in above:
+        raise ValueError(f"{what} contains itself, by an alias")
+    if len(above) == DEEPEST:
+        raise ValueError(f"{what} is nested more than {DEEPEST} levels deep")
+    checked.add(here)
+    parts = node.value
+    if isinstance(node, yaml.MappingNode):
+        _require_each_key_once(node)
+        parts = [part for pair in node.value for part in pair]
+    for part in parts:
+        _require_plain(part, (*above, id(node)), checked)
 
 
 def _require_each_key_once(mapping: yaml.MappingNode) -> None:
@@ -93,7 +103,3 @@ def _require_each_key_once(mapping: yaml.MappingNode) -> None:
             raise ValueError(
                 f"{key.value} is there twice, in lines {first.start_mark.line + 1} and {key.start_mark.line + 1}"
             )
-
-
-def _line(node: yaml.Node) -> str:
-    return f"what begins in line {node.start_mark.line + 1}"

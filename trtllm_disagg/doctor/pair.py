@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from trtllm_disagg.config.args import parse_worker_flags
 from trtllm_disagg.config.engine_args import nearest_key, with_flags
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.config.yaml_file import read_yaml
+from trtllm_disagg.config.yaml_file import read_mapping
 from trtllm_disagg.embedded.params.llm_args import TENSORRT_LLM_BACKENDS, LlmArgs
 from trtllm_disagg.engine.engines import ENGINES
 from trtllm_disagg.engine.trtllm_version import NEWEST_KNOWN, TrtllmVersion
@@ -162,18 +162,7 @@ def read_side(
     """
     if path is None:
         return side_of(role, "flags", {}, model, deployment, gpus, config)
-    try:
-        content = read_yaml(path)
-    except OSError as error:
-        raise ConfigError.bad_value(
-            role.value, str(path), f"a YAML file that can be read ({error.strerror})"
-        ) from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from error
-    given = content if content is not None else {}
-    if not isinstance(given, dict):
-        raise ConfigError(f"{path}: expected keys with values, got {type(given).__name__}")
-    return side_of(role, str(path), given, model, deployment, gpus, config)
+    return side_of(role, str(path), read_mapping(path, role.value), model, deployment, gpus, config)
 
 
 def side_of(

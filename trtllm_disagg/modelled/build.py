@@ -110,7 +110,6 @@ def build_core(args: ModelledArgs, wake: Callable[[], None], clock: Clock) -> Mo
         model=model,
         guides=NoGuides(),
         stats=IterationStats(args),
-        max_prompt=longest if args.enable_chunked_prefill else args.max_num_tokens,
         block_bytes=block_bytes,
         clock=model.now,
         wall=clock,

@@ -79,19 +79,16 @@ class PulledContext:
 
     def __init__(self, request_id: str | None) -> None:
         self._id = request_id
-        self._stopped = asyncio.Event()
+        self._is_stopped = False
 
     def id(self) -> str | None:
         return self._id
 
     def is_stopped(self) -> bool:
-        return self._stopped.is_set()
-
-    async def async_killed_or_stopped(self) -> bool:
-        return await self._stopped.wait()
+        return self._is_stopped
 
     def stop(self) -> None:
-        self._stopped.set()
+        self._is_stopped = True
 
     async def on_cancel(self, message: Msg) -> None:
         self.stop()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, Callable, Collection
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,7 @@ from trtllm_disagg.errors import (
     QueueUnusableError,
     StageTimeoutError,
 )
-from trtllm_disagg.handlers.cancellation import in_background
+from trtllm_disagg.handlers.cancellation import in_background, when_stopped
 from trtllm_disagg.handlers.remote import QUEUE_ID
 from trtllm_disagg.prefill_queue.broker import Broker
 from trtllm_disagg.prefill_queue.messages import (
@@ -173,11 +172,6 @@ class QueueClient:
         """The subject of prefill workers' messages about this client's items."""
         return self._broker.names.pusher(self._id)
 
-    @property
-    def items(self) -> list[Item]:
-        """The items that this client has pushed and waits for."""
-        return [pushed.item for pushed in self._pushed.values()]
-
     def listening(self) -> AbstractAsyncContextManager[None]:
         return self._broker.listening(self.subject, self._receive)
 
@@ -210,7 +204,7 @@ class QueueClient:
         pushed = Pushed(item, self._timeout, on_claim, self._broker.limits.claims)
         self._pushed[item.id] = pushed
         try:
-            with _given_up_when_stopped(pushed, context):
+            with nullcontext() if context is None else when_stopped(context, pushed.give_up):
                 pushed.sequence = await self._broker.push(encode(item))
                 answer = await pushed.outcome
             if answer is not None:
@@ -281,20 +275,3 @@ def note_claim(request: GenerateRequest, pushed_at: float, claim: Claim) -> None
     request.trace.facts["prefill_instance"] = instance
     request.trace.facts["prefill_queue_ms"] = round((now - pushed_at) * 1000, 1)
     request.span.measured("queue_wait", pushed_at, now, {"instance": instance})
-
-
-@contextlib.contextmanager
-def _given_up_when_stopped(pushed: Pushed, context: RequestContext | None) -> Iterator[None]:
-    if context is None:
-        yield
-        return
-
-    async def watch() -> None:
-        await context.async_killed_or_stopped()
-        pushed.give_up()
-
-    watcher = asyncio.create_task(watch())
-    try:
-        yield
-    finally:
-        watcher.cancel()

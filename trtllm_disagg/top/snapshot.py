@@ -47,10 +47,6 @@ class Process:
     doing: str = ""
     load: Load = field(default_factory=Load)
 
-    @property
-    def is_worker(self) -> bool:
-        return self.role in ("prefill", "decode", "agg", "worker")
-
 
 @dataclass(frozen=True, slots=True)
 class Latency:

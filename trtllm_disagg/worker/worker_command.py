@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from trtllm_disagg.config.args import add_worker_arguments, config_from_namespace, with_dotted_flags
 from trtllm_disagg.config.dynamo_flags import RUNTIME_VARIABLES
-from trtllm_disagg.config.thresholds import Thresholds, read_policy_file
-from trtllm_disagg.config.worker_config import WorkerConfig
+from trtllm_disagg.config.thresholds import Thresholds
+from trtllm_disagg.config.worker_config import WorkerConfig, flag_of
+from trtllm_disagg.config.yaml_file import read_mapping
 from trtllm_disagg.deployment.limits import check_limits, needs_of_worker
 from trtllm_disagg.engine.engines import resolve_engine
 from trtllm_disagg.errors import ERROR_PREFIX, ConfigError, DisaggError, EngineLostError
@@ -99,7 +100,7 @@ def read_settings(namespace: argparse.Namespace) -> tuple[WorkerConfig, dict[str
     config = with_engine_args(config, engine_args)
     # Only a check: the file may change while the engine loads, so it is read again afterwards.
     if (policy := config.policy_file) is not None:
-        Thresholds.of(config).changed(read_policy_file(Path(policy)), policy)
+        Thresholds.of(config).changed(read_mapping(Path(policy), flag_of("policy_file")), policy)
     if config.engine_spec.is_tensorrt_llm:
         # As in Dynamo's own worker: all ranks of the engine must compute the same hashes.
         os.environ.setdefault("PYTHONHASHSEED", "0")

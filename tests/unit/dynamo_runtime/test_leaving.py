@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 
 from tests.support.day_one import Both
+from tests.support.drain import no_observer
 from tests.support.handling import collect, request, until
 from tests.support.recording_pair import recording_engine
 from tests.support.sinks import RecordingLoadSink
@@ -70,7 +71,7 @@ async def test_relayed_requests_are_waited_for_however_idle_the_engine_is() -> N
         await gate.wait()
         yield TokenChunk([1], finish_reason="stop")
 
-    answering = asyncio.create_task(collect(drain.tracking(one_more), request()))
+    answering = asyncio.create_task(collect(drain.tracking(one_more, no_observer), request()))
     await until(lambda: drain.num_running)
     leaving(place, drain, recording_engine()).leave("it was told to stop")
     await until(lambda: "queue drained" in place.done)
@@ -84,7 +85,7 @@ async def test_what_runs_for_too_long_is_handed_back_before_the_runtime_ends(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     place, drain = Place(), WorkerDrain()
-    answering = asyncio.create_task(collect(drain.tracking(relayed), request()))
+    answering = asyncio.create_task(collect(drain.tracking(relayed, no_observer), request()))
     await until(lambda: drain.num_running)
     leaving(place, drain, recording_engine(), seconds=0.0).leave("it was told to stop")
     with pytest.raises(WorkerLeavingError):
@@ -118,7 +119,7 @@ async def test_a_worker_leaves_once() -> None:
     await place.ended.wait()
     assert place.done.count("shutdown") == 1
     with pytest.raises(WorkerLeavingError, match="its engine died"):
-        await collect(drain.tracking(LocalAgg(recording_engine())), request())
+        await collect(drain.tracking(LocalAgg(recording_engine()), no_observer), request())
 
 
 async def test_a_worker_that_cannot_leave_discovery_ends_all_the_same(

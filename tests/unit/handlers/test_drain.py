@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import pytest
 
+from tests.support.drain import no_observer
 from tests.support.handling import collect, request, tokens_of, until
 from tests.support.stage_client import FakeContext
 from trtllm_disagg.errors import EngineError, WorkerLeavingError
@@ -55,7 +56,7 @@ class Client:
 
 async def test_requests_are_counted_until_their_end() -> None:
     drain, stream = WorkerDrain(), Stream()
-    reading = asyncio.create_task(Client(drain.tracking(stream)).read())
+    reading = asyncio.create_task(Client(drain.tracking(stream, no_observer)).read())
     await until(lambda: drain.num_running == 1)
     quiet = asyncio.create_task(drain.none_runs())
     stream.go_on.set()
@@ -66,7 +67,7 @@ async def test_requests_are_counted_until_their_end() -> None:
 
 async def test_a_leaving_worker_finishes_what_runs_and_what_still_comes() -> None:
     drain, stream = WorkerDrain(), Stream()
-    generate = drain.tracking(stream)
+    generate = drain.tracking(stream, no_observer)
     first = Client(generate)
     reading = asyncio.create_task(first.read())
     await until(lambda: first.tokens)
@@ -79,7 +80,7 @@ async def test_a_leaving_worker_finishes_what_runs_and_what_still_comes() -> Non
 
 async def test_a_request_that_still_runs_at_the_end_is_handed_back() -> None:
     drain, stream = WorkerDrain(), Stream()
-    client = Client(drain.tracking(stream))
+    client = Client(drain.tracking(stream, no_observer))
     reading = asyncio.create_task(client.read())
     await until(lambda: client.tokens)
     drain.begin("it was told to stop")
@@ -93,7 +94,7 @@ async def test_a_request_that_still_runs_at_the_end_is_handed_back() -> None:
 
 async def test_a_request_with_a_slow_client_is_handed_back_with_its_next_token() -> None:
     drain, stream = WorkerDrain(), Stream()
-    chunks = drain.tracking(stream)(request(), FakeContext())
+    chunks = drain.tracking(stream, no_observer)(request(), FakeContext())
     assert (await anext(chunks)).token_ids == [1]
     drain.begin("its engine died")
     cutting = asyncio.create_task(drain.cut())
@@ -106,7 +107,7 @@ async def test_a_request_with_a_slow_client_is_handed_back_with_its_next_token()
 async def test_an_answer_that_has_ended_stays_whole_at_the_end() -> None:
     drain, stream = WorkerDrain(), Stream()
     stream.go_on.set()
-    chunks = drain.tracking(stream)(request(), FakeContext())
+    chunks = drain.tracking(stream, no_observer)(request(), FakeContext())
     seen = [await anext(chunks), await anext(chunks)]
     drain.begin("its engine died")
     cutting = asyncio.create_task(drain.cut())
@@ -121,7 +122,7 @@ async def test_a_request_that_comes_after_the_end_goes_elsewhere() -> None:
     drain.begin("it was told to stop")
     await drain.cut()
     with pytest.raises(WorkerLeavingError):
-        await collect(drain.tracking(Stream()), request())
+        await collect(drain.tracking(Stream(), no_observer), request())
 
 
 async def test_an_answer_without_an_end_is_never_a_silent_one_while_the_worker_leaves() -> None:
@@ -131,18 +132,18 @@ async def test_an_answer_without_an_end_is_never_a_silent_one_while_the_worker_l
     drain.begin("its engine died")
     context.stop()
     with pytest.raises(WorkerLeavingError):
-        await collect(drain.tracking(stream), request(), context)
+        await collect(drain.tracking(stream, no_observer), request(), context)
 
 
 async def test_a_client_that_left_ends_its_request_without_an_error() -> None:
     stream = Stream(last=None)
     stream.go_on.set()
-    assert tokens_of(await collect(WorkerDrain().tracking(stream), request())) == [1]
+    assert tokens_of(await collect(WorkerDrain().tracking(stream, no_observer), request())) == [1]
 
 
 async def test_a_cancelled_request_is_cancelled_and_not_handed_back() -> None:
     drain, stream = WorkerDrain(), Stream()
-    client = Client(drain.tracking(stream))
+    client = Client(drain.tracking(stream, no_observer))
     reading = asyncio.create_task(client.read())
     await until(lambda: client.tokens)
     reading.cancel()
@@ -158,7 +159,7 @@ async def test_the_first_reason_counts() -> None:
     drain.begin("it was told to stop")
     await drain.cut()
     with pytest.raises(WorkerLeavingError, match="its engine died"):
-        await collect(drain.tracking(Stream()), request())
+        await collect(drain.tracking(Stream(), no_observer), request())
 
 
 async def test_other_errors_stay_what_they_are() -> None:
@@ -168,5 +169,5 @@ async def test_other_errors_stay_what_they_are() -> None:
 
     drain = WorkerDrain()
     with pytest.raises(EngineError, match="boom"):
-        await collect(drain.tracking(fails), request())
+        await collect(drain.tracking(fails, no_observer), request())
     assert drain.num_running == 0

@@ -16,6 +16,7 @@ from trtllm_disagg.errors import (
     PeerUnavailableError,
     RequestCancelledError,
 )
+from trtllm_disagg.handlers.cancellation import when_stopped
 from trtllm_disagg.handlers.chain import chain
 from trtllm_disagg.handlers.remote import RemoteDecode, RemotePrefill
 from trtllm_disagg.types import (
@@ -201,7 +202,9 @@ async def test_leaving_a_remote_decode_stops_the_peer() -> None:
     async def serve(request: GenerateRequest, context: RequestContext) -> Any:
         yield TokenChunk([8])
         running.set()
-        await context.async_killed_or_stopped()
+        stop = asyncio.Event()
+        with when_stopped(context, stop.set):
+            await stop.wait()
         stopped.append(context.is_stopped())
         yield TokenChunk([9])
 

@@ -11,15 +11,17 @@ from hypothesis import strategies as st
 
 from tests.support.handling import PROMPT, expected_tokens, request
 from trtllm_disagg.errors import EngineError
-from trtllm_disagg.handlers.fallback import Appended, Everything, Replayed, end_chunk, has_ended, remainder_of
+from trtllm_disagg.handlers.fallback import Appended, Replayed, end_chunk, has_ended, remainder_of
 from trtllm_disagg.types import TokenChunk, Usage
 
 DELIVERED = expected_tokens(3)
 
 
 def test_nothing_delivered_is_the_request_itself() -> None:
-    asked = request()
-    assert remainder_of(asked, []) == Everything(asked)
+    asked, chunk = request(), TokenChunk([1])
+    rest = remainder_of(asked, [])
+    assert rest.request is asked
+    assert rest.new(chunk) is chunk
 
 
 def test_what_is_delivered_becomes_prompt() -> None:

@@ -256,13 +256,23 @@ async def test_forged_words_to_a_pusher_harm_no_request(queue: Queueing, forged:
     assert tokens_of(await answer) == expected_tokens(5)
 
 
-async def test_an_answer_of_another_attempt_is_not_taken(queue: Queueing) -> None:
+async def test_an_answer_of_another_attempt_is_not_taken(
+    queue: Queueing, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pushing, pulling = await queue.pusher(), await queue.puller()
+    pushed: list[bytes] = []
+    push = pushing.broker.push
+
+    async def recorded(item: bytes) -> int:
+        pushed.append(item)
+        return await push(item)
+
+    monkeypatch.setattr(pushing.broker, "push", recorded)
     script, gate = blocked()
     pulling.llm.scripts.append(script)
     answer = asyncio.create_task(collect(pushing.generate, request(5)))
     await until(lambda: pulling.llm.results)
-    item_id = pushing.client.items[0].id
+    item_id = decode(pushed[0], Item).id
 
     async def say(said: FromPuller) -> Reply:
         return await pulling.broker.ask(pushing.client.subject, encode(said))

@@ -144,7 +144,6 @@ def build_core(
         model=SamplingModel(runner),
         guides=create_guides(args, shape),
         stats=IterationStats(args, torch.cuda.memory_allocated),
-        max_prompt=longest if args.enable_chunked_prefill else args.max_num_tokens,
         block_bytes=kv.nbytes // num_blocks,
         close_last=team.close,
     )

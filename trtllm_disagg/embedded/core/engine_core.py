@@ -106,8 +106,6 @@ class EngineCore:
     model: StepModel
     guides: Guides | NoGuides
     stats: IterationStats
-    #: Number of tokens of the longest prompt that steps can process.
-    max_prompt: int
     #: Bytes of KV in one block.
     block_bytes: int
     #: The clock of all measured times.
@@ -341,7 +339,7 @@ class EngineCore:
 
     def _require_fits(self, sequence: Sequence) -> None:
         usable = self.blocks.num_blocks - self.blocks.num_quarantined
-        require_room(sequence, self.max_prompt, usable, self.blocks.tokens_per_block)
+        require_room(sequence, usable, self.blocks.tokens_per_block)
 
 
 class NoGuides:

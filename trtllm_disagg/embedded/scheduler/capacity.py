@@ -98,15 +98,8 @@ def create_capacity(args: LlmArgs, blocks: BlockManager) -> Capacity:
             return MaxUtilization(blocks, args.kv_cache_config.max_util_for_resume)
 
 
-def require_room(sequence: Sequence, max_prompt: int, num_blocks: int, tokens_per_block: int) -> None:
-    """Raise InvalidRequestError when no step can take the prompt, or the longest possible answer needs more blocks
-    than there are.
-    """
-    if not sequence.is_generation_only and sequence.num_prompt > max_prompt:
-        raise InvalidRequestError(
-            f"the prompt has {sequence.num_prompt} tokens; without enable_chunked_prefill, "
-            f"max_num_tokens {max_prompt} is the most"
-        )
+def require_room(sequence: Sequence, num_blocks: int, tokens_per_block: int) -> None:
+    """Raise InvalidRequestError when the longest possible answer needs more blocks than there are."""
     wanted = -(-sequence.max_kv_tokens // tokens_per_block)
     if wanted > num_blocks:
         raise InvalidRequestError(

@@ -230,16 +230,6 @@ def test_an_engine_without_a_transport_takes_no_handoffs(make_core: MakeCore) ->
 # -- requests that cannot run
 
 
-def test_a_prompt_longer_than_a_step_is_refused_without_chunked_prefill(make_core: MakeCore) -> None:
-    whole = make_core(None, max_num_tokens=64)
-    answer = whole.run(whole.add([3] * 65))
-    assert answer.category == "InvalidRequest"
-    assert "without enable_chunked_prefill, max_num_tokens 64 is the most" in (answer.error or "")
-    assert len(whole.generate([3] * 64)) == 8
-    chunked = make_core(None, max_num_tokens=64, enable_chunked_prefill=True)
-    assert len(chunked.generate([3] * 65)) == 8
-
-
 def test_an_answer_that_can_never_fit_is_refused_at_once(make_core: MakeCore) -> None:
     core = make_core(None, kv_cache_config={"max_tokens": 64})
     answer = core.run(core.add([3] * 60, max_tokens=6))
