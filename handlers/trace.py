@@ -18,7 +18,7 @@ from trtllm_disagg.engine.llm_api import RequestOutput
 from trtllm_disagg.handlers.drain import OnChunk, WorkerDrain
 from trtllm_disagg.tracing.spans import Attributes, RequestClock
 from trtllm_disagg.tracing.trace_file import LONGEST_GAP, LONGEST_GAP_AFTER, SCOPE
-from trtllm_disagg.tracing.tracer import NoTracer, Tracer
+from trtllm_disagg.tracing.tracer import Tracer
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, RequestTrace, TokenChunk
 
 log = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ def with_request_log(
     for the log line. `sinks` may be extended later.
     """
     shared_sinks: list[RequestSink] = [] if sinks is None else sinks
-    tracer = tracer or NoTracer()
+    tracer = tracer or Tracer()
 
     def record(request: GenerateRequest, context: RequestContext) -> _Record:
         asked = request.phase_request

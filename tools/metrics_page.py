@@ -39,14 +39,6 @@ bound are shown as `other`. Made by `tools/metrics_page.py`. [Dashboards and ale
 """
 
 
-class OneWaits:
-    def depth(self) -> int:
-        return 1
-
-    def age(self) -> float:
-        return 1.0
-
-
 def registries() -> Iterator[tuple[str, str, CollectorRegistry]]:
     """(heading, text, registry), each registry with a sample of every metric."""
     config = WorkerConfig(model="m", role=Role.DECODE)
@@ -73,7 +65,11 @@ def registries() -> Iterator[tuple[str, str, CollectorRegistry]]:
         "From the engine's statistics; totals of KV only on the embedded engine.",
         registry_of(engine, load),
     )
-    yield "Prefill queue", "With `--prefill-dispatch queue`.", registry_of(QueueMetrics(OneWaits()))
+    yield (
+        "Prefill queue",
+        "With `--prefill-dispatch queue`.",
+        registry_of(QueueMetrics(lambda: 1, lambda: 1.0)),
+    )
     yield (
         "As TensorRT-LLM's server shows them",
         "What the engine measured of requests that it finished, from its `metrics_dict`, under the names of "

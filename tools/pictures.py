@@ -29,7 +29,8 @@ from rich.text import Text
 from trtllm_disagg.demo import QUESTION
 from trtllm_disagg.demo.both_orders import stream_chat
 from trtllm_disagg.demo_model.recipe import DEFAULT_DIRECTORY
-from trtllm_disagg.deployment import DeploymentConfig, deployment_in_background
+from trtllm_disagg.deployment.lifecycle import deployment_in_background
+from trtllm_disagg.deployment.plan import DeploymentConfig
 from trtllm_disagg.deployment.up_command import engine_configs_in
 
 ROOT = Path(__file__).parents[1]

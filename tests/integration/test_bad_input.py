@@ -22,7 +22,7 @@ from tests.support.deployments import (
     demo_model,
     served,
 )
-from trtllm_disagg.deployment import DeploymentFailedError
+from trtllm_disagg.deployment.plan import DeploymentFailedError
 from trtllm_disagg.deployment.run_dir import read_processes
 
 # -- the command line and the YAML file

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from tests.conftest import Checkpoints
-from trtllm_disagg.deployment import Deployment, DeploymentConfig, running_deployment
-from trtllm_disagg.deployment.plan import ProcessRole
+from trtllm_disagg.deployment.lifecycle import Deployment, running_deployment
+from trtllm_disagg.deployment.plan import DeploymentConfig, ProcessRole
 
 ROOT = Path(__file__).parents[2]
 

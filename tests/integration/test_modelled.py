@@ -16,9 +16,9 @@ from tests.integration.test_changes_under_load import switch
 from tests.support.deployments import wait_until
 from tests.support.modelled_cores import MEASURED, TOKENS_PER_BLOCK
 from tests.support.models import VOCAB, write_tokenizer
-from trtllm_disagg.deployment import Deployment, DeploymentConfig, running_deployment
+from trtllm_disagg.deployment.lifecycle import Deployment, running_deployment
 from trtllm_disagg.deployment.managed_process import ManagedProcess
-from trtllm_disagg.deployment.plan import shared_env, worker_spec
+from trtllm_disagg.deployment.plan import DeploymentConfig, shared_env, worker_spec
 from trtllm_disagg.deployment.ports import free_system_ports
 from trtllm_disagg.deployment.up_command import engine_configs_in
 from trtllm_disagg.testing.recording_result import scripted_token

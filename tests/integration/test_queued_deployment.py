@@ -17,7 +17,7 @@ from tests.conftest import Checkpoints
 from tests.integration.test_changes_under_load import scale, switch
 from tests.integration.test_faults import PROMPTS, Said, ask, ask_all, config, texts, told
 from tests.support.load import Load, bodies
-from trtllm_disagg.deployment import Deployment, running_deployment
+from trtllm_disagg.deployment.lifecycle import Deployment, running_deployment
 from trtllm_disagg.deployment.managed_process import ManagedProcess
 from trtllm_disagg.deployment.plan import LOOPBACK
 from trtllm_disagg.tracing.reading import read_traces

@@ -14,18 +14,21 @@ from typing import Any
 import pytest
 
 from tests.support.stand_ins import Exits, StartUp, nothing_runs
-from trtllm_disagg.deployment import (
+from trtllm_disagg.deployment.command_socket import COMMAND_SOCKET
+from trtllm_disagg.deployment.lifecycle import (
+    ONE_INTERRUPT_SECONDS,
+    deployment_in_background,
+    running_deployment,
+    serve,
+)
+from trtllm_disagg.deployment.managed_process import ManagedProcess, lists_model
+from trtllm_disagg.deployment.plan import (
+    LOOPBACK,
     DeploymentConfig,
     DeploymentFailedError,
     PortInUseError,
     RunDirInUseError,
-    deployment_in_background,
-    running_deployment,
 )
-from trtllm_disagg.deployment.command_socket import COMMAND_SOCKET
-from trtllm_disagg.deployment.lifecycle import ONE_INTERRUPT_SECONDS, serve
-from trtllm_disagg.deployment.managed_process import ManagedProcess, lists_model
-from trtllm_disagg.deployment.plan import LOOPBACK
 from trtllm_disagg.deployment.run_dir import is_alive, read_processes
 from trtllm_disagg.deployment.status import Status
 from trtllm_disagg.deployment.up_command import add_arguments, run

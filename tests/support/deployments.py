@@ -18,9 +18,9 @@ from typing import Any
 import httpx
 from openai import OpenAI
 
-from trtllm_disagg.deployment import Deployment, DeploymentConfig, deployment_in_background
+from trtllm_disagg.deployment.lifecycle import Deployment, deployment_in_background
 from trtllm_disagg.deployment.managed_process import ManagedProcess
-from trtllm_disagg.deployment.plan import LOOPBACK, NO_WORKERS
+from trtllm_disagg.deployment.plan import LOOPBACK, NO_WORKERS, DeploymentConfig
 from trtllm_disagg.deployment.up_command import engine_configs_in
 from trtllm_disagg.strategies import STRATEGIES, orders, spec_of
 

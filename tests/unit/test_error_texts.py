@@ -7,7 +7,7 @@ import logging
 import pytest
 from dynamo.llm import exceptions as dynamo_errors
 
-from trtllm_disagg.dynamo_runtime import from_dynamo, to_dynamo
+from trtllm_disagg.dynamo_runtime.error_mapping import from_dynamo, to_dynamo
 from trtllm_disagg.errors import ConfigError, DisaggError, InvalidRequestError
 
 FORGED = "bad\n12:00:00.000 ERROR root: all is lost\r\x1b[2J\x9b31m\u2028end"

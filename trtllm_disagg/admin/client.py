@@ -35,7 +35,7 @@ from trtllm_disagg.keys import KEY_FILE, AdminKey, user_key
 from trtllm_disagg.processes.steadily import without_silence
 
 if TYPE_CHECKING:
-    from trtllm_disagg.dynamo_runtime import Controller
+    from trtllm_disagg.dynamo_runtime.discovery import Controller
 
 
 KEY_FLAG = "--key-file"
@@ -113,36 +113,24 @@ def _worker(instance: DescribedInstance) -> Worker:
     return Worker(instance.endpoint_id, instance.instance_id, description)
 
 
-class Up(Protocol):
-    """The `up` of a deployment."""
+class Up:
+    """The `up` of a deployment; this one stands for the `up` of workers that no `up` has started."""
 
     @property
     def url(self) -> str | None:
         """The URL of its frontend; None where unknown."""
-        ...
+        return None
 
     def change_new_workers(self, command: UpCommand) -> None:
         """Start further workers with the strategy or the thresholds of `command`. Raises a DisaggError."""
-        ...
 
     def starting(self) -> set[str]:
         """The names of its workers that are not ready yet."""
-        ...
-
-
-class NoUp:
-    """Stands for the `up` of workers that no `up` has started."""
-
-    url = None
-
-    def change_new_workers(self, command: UpCommand) -> None: ...
-
-    def starting(self) -> set[str]:
         return set()
 
 
 @dataclass(frozen=True, slots=True)
-class UpOfRunDir:
+class UpOfRunDir(Up):
     run_dir: Path
     #: Its answer to Describe.
     described: Mapping[str, Any]
@@ -189,7 +177,7 @@ def _change(args: argparse.Namespace, change: Change) -> ExitCode:
 
     described = send_to_up(args.run_dir, Describe()) if args.run_dir is not None else None
     with_key = signer(args.run_dir, args.key_file, os.environ)
-    up = NoUp() if described is None else UpOfRunDir(args.run_dir, described)
+    up = Up() if described is None else UpOfRunDir(args.run_dir, described)
 
     async def run() -> ExitCode:
         async with _connected(described, args.namespace, with_key) as workers:
@@ -216,7 +204,7 @@ async def _connected(
         ("file", "tcp", "zmq") if up else tuple(os.environ.get(name) or default for name, default in _PLANES)
     )
     with quiet_runtime(os.environ):
-        from trtllm_disagg.dynamo_runtime import controller
+        from trtllm_disagg.dynamo_runtime.discovery import controller
 
         async with controller(
             backend=backend,

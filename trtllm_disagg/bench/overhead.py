@@ -30,14 +30,14 @@ from trtllm_disagg.bench.models import weightless_model
 from trtllm_disagg.bench.report import Say, add_choice, add_number, add_output_arguments, run_benchmark
 from trtllm_disagg.bench.upstream_worker import require_upstream
 from trtllm_disagg.config.settings import not_negative
-from trtllm_disagg.deployment import DeploymentConfig
 from trtllm_disagg.deployment.limits import check_deployment_limits
+from trtllm_disagg.deployment.plan import DeploymentConfig
 from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.processes.interpreter import python
 from trtllm_disagg.strategies import STRATEGIES, orders, spec_of
 
 if TYPE_CHECKING:
-    from trtllm_disagg.deployment import Deployment
+    from trtllm_disagg.deployment.lifecycle import Deployment
 
 T = TypeVar("T")
 BASELINE = "router"
@@ -236,7 +236,7 @@ def _config(arm: _Arm, scratch: Path, args: argparse.Namespace) -> DeploymentCon
 
 @asynccontextmanager
 async def _subject(name: str, config: DeploymentConfig, args: argparse.Namespace) -> AsyncIterator[Subject]:
-    from trtllm_disagg.deployment import running_deployment
+    from trtllm_disagg.deployment.lifecycle import running_deployment
 
     async with running_deployment(config) as deployment:
         address = config.client_host, deployment.config.http_port

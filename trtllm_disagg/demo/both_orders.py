@@ -17,7 +17,8 @@ from typing import Any, TextIO
 from trtllm_disagg.console import Console
 from trtllm_disagg.demo_model.building import build_demo_model
 from trtllm_disagg.demo_model.recipe import DEFAULT_DIRECTORY
-from trtllm_disagg.deployment import Deployment, DeploymentConfig, deployment_in_background
+from trtllm_disagg.deployment.lifecycle import Deployment, deployment_in_background
+from trtllm_disagg.deployment.plan import DeploymentConfig
 from trtllm_disagg.deployment.run_dir import scratch_directory
 from trtllm_disagg.deployment.status import status_for
 from trtllm_disagg.deployment.up_command import default_name, engine_configs_in

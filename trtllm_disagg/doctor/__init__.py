@@ -103,13 +103,12 @@ def run(args: argparse.Namespace) -> ExitCode:
 def _of_deployment(args: argparse.Namespace) -> ExitCode:
     from trtllm_disagg.doctor.diagnosis import has_errors, live_to_json, show_live
     from trtllm_disagg.doctor.frontend import HttpFrontend
-    from trtllm_disagg.doctor.live import Discovery, Eyes, look
+    from trtllm_disagg.doctor.live import Eyes, look
     from trtllm_disagg.doctor.live_rules import findings
-    from trtllm_disagg.doctor.this_machine import ThisMachine
     from trtllm_disagg.processes.steadily import without_silence
 
     frontend = HttpFrontend(args.url, args.timeout)
-    eyes = Eyes(frontend.url, frontend.address, frontend, ThisMachine(), Discovery(), dict(os.environ))
+    eyes = Eyes(frontend.url, frontend.address, frontend, dict(os.environ))
     with without_silence(_say, f"asking {frontend.url}") as say:
         seen = look(eyes, args.model, _EVENT_SECONDS, say)
     found = findings(seen)

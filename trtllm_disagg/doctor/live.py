@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from trtllm_disagg.admin.client import quiet_runtime
 from trtllm_disagg.commands import NoKeySigner
@@ -27,8 +27,8 @@ from trtllm_disagg.doctor.frontend import (
     ProbeFailedError,
     fresh_prompt,
 )
-from trtllm_disagg.doctor.this_machine import LocalProcess
-from trtllm_disagg.errors import ConfigError, DisaggError, PeerUnavailableError
+from trtllm_disagg.doctor.this_machine import LocalProcess, listener
+from trtllm_disagg.errors import ConfigError, DisaggError, PeerUnavailableError, StageTimeoutError
 from trtllm_disagg.strategies import orders
 
 _ANSWER_SECONDS = 5.0
@@ -41,22 +41,24 @@ Say = Callable[[str], None]
 Description = Mapping[str, Any]
 
 
-class Discovery:
-    def describe(self, namespace: str, variables: Mapping[str, str]) -> dict[int, dict[str, Any]]:
-        if not variables.get(_BACKEND) and not variables.get(_ETCD):
-            raise PeerUnavailableError("the deployment's discovery is not known here")
-        os.environ.update(variables)
-        with quiet_runtime(os.environ):
-            try:
-                return asyncio.run(_described(namespace, variables))
-            except DisaggError:
-                raise
-            except Exception as error:
-                raise PeerUnavailableError(f"discovery does not answer: {error}") from error
+def describe(namespace: str, variables: Mapping[str, str]) -> dict[int, dict[str, Any]]:
+    """The descriptions of the workers that answer, by instance, from Dynamo's discovery; `variables` say where it is.
+    Raises a DisaggError when it cannot be asked.
+    """
+    if not variables.get(_BACKEND) and not variables.get(_ETCD):
+        raise PeerUnavailableError("the deployment's discovery is not known here")
+    os.environ.update(variables)
+    with quiet_runtime(os.environ):
+        try:
+            return asyncio.run(_described(namespace, variables))
+        except DisaggError:
+            raise
+        except Exception as error:
+            raise PeerUnavailableError(f"discovery does not answer: {error}") from error
 
 
 async def _described(namespace: str, variables: Mapping[str, str]) -> dict[int, dict[str, Any]]:
-    from trtllm_disagg.dynamo_runtime import controller
+    from trtllm_disagg.dynamo_runtime.discovery import controller
 
     async with controller(
         backend=variables.get(_BACKEND) or "etcd",
@@ -66,25 +68,8 @@ async def _described(namespace: str, variables: Mapping[str, str]) -> dict[int, 
         signer=NoKeySigner(),
         timeout=_ANSWER_SECONDS,
     ) as workers:
-        return {each.instance_id: each.description for each in await workers.workers()}
-
-
-class Machine(Protocol):
-    """This one."""
-
-    def listener(self, host: str, port: int) -> LocalProcess | None:
-        """None when it is another user's, or on another machine."""
-        ...
-
-    def limits(self, needs: Needs) -> Limits: ...
-
-
-class Directory(Protocol):
-    """Dynamo's discovery."""
-
-    def describe(self, namespace: str, variables: Mapping[str, str]) -> Mapping[int, Description]:
-        """By instance; `variables` say where it is. Raises a DisaggError when it cannot be asked."""
-        ...
+        answered = await workers.workers(without=(PeerUnavailableError, StageTimeoutError))
+        return {each.instance_id: each.description for each in answered}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +126,11 @@ class Eyes:
     url: str
     address: tuple[str, int]
     frontend: Frontend
-    machine: Machine
-    directory: Directory
     #: Of this process: it may say where discovery is.
-    environ: Mapping[str, str] = field(default_factory=dict)
+    environ: Mapping[str, str]
+    listener: Callable[[str, int], LocalProcess | None] = listener
+    limits: Callable[[Needs], Limits] = Limits.read
+    describe: Callable[[str, Mapping[str, str]], Mapping[int, Description]] = describe
 
 
 def look(eyes: Eyes, model: str | None, event_seconds: float, say: Say) -> Observed:
@@ -163,12 +149,12 @@ def look(eyes: Eyes, model: str | None, event_seconds: float, say: Say) -> Obser
         say("sending it again, until the router knows it")
         repeats = _repeated(eyes.frontend, name, prompt, event_seconds)
     say("asking the workers what they are")
-    process = eyes.machine.listener(*eyes.address)
+    process = eyes.listener(*eyes.address)
     process = process if process is not None and process.is_frontend else None
     workers, undescribed = _workers(eyes, instances, plain, process)
     watches_files = _variables(process, eyes.environ).get("DYN_DISCOVERY_BACKEND") == "file"
     needs = Needs(INOTIFY_PER_FRONTEND if watches_files else 0, peers=len(workers or ()))
-    limits = eyes.machine.limits(needs) if process else None
+    limits = eyes.limits(needs) if process else None
     return Observed(eyes.url, name, plain, ordered, repeats, workers, undescribed, process, needs, limits)
 
 
@@ -229,7 +215,7 @@ def _workers(
     undescribed = ""
     try:
         for namespace in sorted(namespaces):
-            descriptions |= eyes.directory.describe(namespace, _variables(frontend, eyes.environ))
+            descriptions |= eyes.describe(namespace, _variables(frontend, eyes.environ))
     except DisaggError as error:
         undescribed = str(error)
 
@@ -237,7 +223,7 @@ def _workers(
         description = descriptions.get(instance_id)
         role = description.get("role") if description else _role(instance_id, mine)
         places = [each.address for each in mine if each.instance_id == instance_id and each.address]
-        process = eyes.machine.listener(*places[0]) if frontend and places else None
+        process = eyes.listener(*places[0]) if frontend and places else None
         return Worker(instance_id, role, description, process)
 
     return tuple(seen(each) for each in sorted({each.instance_id for each in mine})), undescribed

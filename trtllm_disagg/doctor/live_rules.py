@@ -82,8 +82,9 @@ def _described(seen: Observed) -> list[Worker]:
 
 
 def _silent(seen: Observed) -> list[Worker]:
-    """Workers that are listed but do not answer, while others do: dead, frozen, or out of reach."""
-    return [worker for worker in seen.workers or () if worker.description is None] if _described(seen) else []
+    """Workers that are listed but do not answer, where discovery could be asked: dead, frozen, or out of reach."""
+    could_ask = not seen.undescribed or _described(seen)
+    return [worker for worker in seen.workers or () if could_ask and worker.description is None]
 
 
 def _undescribed(rule: str, why: str, seen: Observed) -> Finding:

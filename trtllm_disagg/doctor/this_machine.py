@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from trtllm_disagg.deployment.limits import Limits, Needs
-
 _FRONTEND = "dynamo.frontend"
 _ANY = ("0.0.0.0", "::")
 
@@ -32,14 +30,6 @@ class LocalProcess:
     def is_frontend(self) -> bool:
         """And not something that passes a port on."""
         return _FRONTEND in self.argv
-
-
-class ThisMachine:
-    def listener(self, host: str, port: int) -> LocalProcess | None:
-        return listener(host, port)
-
-    def limits(self, needs: Needs) -> Limits:
-        return Limits.read(needs)
 
 
 def listener(host: str, port: int) -> LocalProcess | None:

@@ -10,6 +10,7 @@ from itertools import takewhile
 from typing import Any, Protocol
 
 from trtllm_disagg.dynamo_runtime.polling import EVENTS_TIMEOUT, PollingPublisher
+from trtllm_disagg.kv_transfer.listener import RateLimitedLog
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class KvEventForwarder(PollingPublisher):
         self._llm = llm
         self._ranks = ranks
         self._polled = polled
+        self._warn = RateLimitedLog(log)
 
     def records(self) -> AsyncIterator[dict[str, Any]]:
         events: AsyncIterator[dict[str, Any]] = self._llm.get_kv_cache_events_async(timeout=EVENTS_TIMEOUT)
@@ -53,9 +55,14 @@ class KvEventForwarder(PollingPublisher):
         for event in records:
             try:
                 self._ranks[event.get("attention_dp_rank") or 0].forward(event)
-            except Exception:
+            except Exception as error:
                 # Losing this event makes the router's index wrong; losing those after it would make it worse.
-                log.exception("%s: an event of the engine cannot be published: %s", self._name, event)
+                self._warn(
+                    "kv-events: an event of the engine cannot be published: %s: %.200s: %.200s",
+                    type(error).__name__,
+                    error,
+                    event,
+                )
 
 
 class EventsOfRank:
@@ -75,6 +82,7 @@ class EventsOfRank:
         self._unknown: set[int | str] = set()
         self._next_event_id: int | None = None
         self._window = 0
+        self._warn = RateLimitedLog(log)
 
     def forward(self, event: dict[str, Any]) -> None:
         """Publish one event in TensorRT-LLM's format."""
@@ -123,7 +131,7 @@ class EventsOfRank:
             return
         due = event_id if self._next_event_id is None else self._next_event_id
         if event_id != due:
-            log.warning(
+            self._warn(
                 "KV event %d came where %d was due: the router's view of this cache is stale; raise "
                 "kv_cache_config.event_buffer_max_size",
                 event_id,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from dynamo.common.utils.prometheus import LLMBackendMetrics, register_engine_metrics_callback
 from dynamo.prometheus_names import kvstats, labels, name_prefix
@@ -15,7 +15,9 @@ from prometheus_client.registry import Collector
 
 from trtllm_disagg.config.settings import COMPONENTS, parse_endpoint_id
 from trtllm_disagg.config.worker_config import WorkerConfig
+from trtllm_disagg.engine.capabilities import HandoffsHeld
 from trtllm_disagg.handlers.admission import Queued
+from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker
 from trtllm_disagg.handlers.trace import RequestEnd
 
 PREFIX = "trtllm_disagg_"
@@ -159,31 +161,11 @@ class LabelValues:
         return value
 
 
-class Breaker(Protocol):
-    """The part of `handlers.circuit_breaker.CircuitBreaker` that is shown."""
-
-    times_opened: int
-
-    def num_open(self) -> int: ...
-
-
-class Handoffs(Protocol):
-    """`engine.capabilities.HandoffsHeld`, for engines that do not count their handoffs."""
-
-    def count(self) -> int: ...
-
-    def oldest_seconds(self) -> float: ...
-
-
 class EngineMetrics(Collector):
     """Adds up the engine's per-iteration statistics, which each attention-DP rank sends for itself."""
 
-    def __init__(
-        self,
-        handoffs: Handoffs,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`clock`: the clock of the engine's statistics."""
+    def __init__(self, handoffs: HandoffsHeld, clock: Callable[[], float] = time.monotonic) -> None:
+        """`handoffs`: for engines that do not count them. `clock`: the clock of the engine's statistics."""
         self._handoffs = handoffs
         self._clock = clock
         self._counted: dict[str, float] = {}
@@ -240,7 +222,7 @@ class EngineMetrics(Collector):
 class LoadMetrics(Collector):
     """What waits on this worker, what it refused, and which peers it skips."""
 
-    def __init__(self, queued: Queued, breaker: Breaker) -> None:
+    def __init__(self, queued: Queued, breaker: CircuitBreaker) -> None:
         self._queued = queued
         self._breaker = breaker
 
@@ -297,20 +279,14 @@ def expose(registry: CollectorRegistry, endpoint: Any, config: WorkerConfig) -> 
     )
 
 
-class QueueState(Protocol):
-    def depth(self) -> int: ...
-
-    def age(self) -> float: ...
-
-
 class QueueMetrics(Collector):
     """Length and age of the prefill queue; every worker of the queue shows the same numbers."""
 
-    def __init__(self, queue: QueueState) -> None:
-        self._queue = queue
+    def __init__(self, depth: Callable[[], int], age: Callable[[], float]) -> None:
+        self._depth, self._age = depth, age
 
     def collect(self) -> Iterator[Metric]:
         waiting = "Prefills in the queue that no worker has begun"
-        yield _gauge("prefill_queue_depth", waiting, self._queue.depth())
+        yield _gauge("prefill_queue_depth", waiting, self._depth())
         age = "For how long the oldest of them has waited"
-        yield _gauge("prefill_queue_age_seconds", age, self._queue.age())
+        yield _gauge("prefill_queue_age_seconds", age, self._age())

@@ -8,7 +8,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
-from typing import Any, Protocol
+from typing import Any
 
 log = logging.getLogger(__name__)
 
@@ -21,20 +21,6 @@ _PAUSE_AFTER_ERROR = 1.0
 _MOST_RECORDS = 256
 #: How long a stop waits for the thread. One that hangs in the engine ends with the process.
 STOP_SECONDS = 2.0
-
-
-class Publisher(Protocol):
-    async def start(self) -> None: ...
-
-    async def stop(self) -> None: ...
-
-
-class NullPublisher:
-    """Publishes nothing."""
-
-    async def start(self) -> None: ...
-
-    async def stop(self) -> None: ...
 
 
 class PollingPublisher(ABC):

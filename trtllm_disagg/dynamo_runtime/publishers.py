@@ -21,7 +21,7 @@ from trtllm_disagg.dynamo_runtime.metrics import (
     expose,
     registry_of,
 )
-from trtllm_disagg.dynamo_runtime.polling import STATS_TIMEOUT, NullPublisher, PollingPublisher, Publisher
+from trtllm_disagg.dynamo_runtime.polling import STATS_TIMEOUT, PollingPublisher
 from trtllm_disagg.dynamo_runtime.request_metrics import (
     EngineRequestMetrics,
     FrontendRequests,
@@ -50,25 +50,14 @@ _SOURCES: Mapping[str, tuple[str, ...]] = {
 NEEDED = frozenset(name for names in _SOURCES.values() for name in names)
 
 
-class StepPublisher(Protocol):
-    """The part of Dynamo's FpmDirectPublisher that is used here. It reports an idle worker by itself, each second."""
-
-    def publish(self, **values: float) -> None: ...
-
-    def shutdown(self) -> None: ...
-
-
-class NullStepPublisher:
-    def publish(self, **values: float) -> None: ...
-
-    def shutdown(self) -> None: ...
-
-
 class ForwardPassMetrics:
-    """Publishes each engine step for Dynamo's Planner; `StatsForwarder` calls `update`."""
+    """Publishes each engine step for Dynamo's Planner; `StatsForwarder` calls `update`. Dynamo's publisher reports an
+    idle worker by itself, each second.
+    """
 
-    def __init__(self, steps: StepPublisher) -> None:
-        self._steps = steps
+    def __init__(self, steps: FpmDirectPublisher) -> None:
+        #: None once publishing has ended.
+        self._steps: FpmDirectPublisher | None = steps
 
     async def start(self) -> None:
         """Nothing to start."""
@@ -80,28 +69,22 @@ class ForwardPassMetrics:
         """Publish one record of `get_stats_async`. A record without all numbers ends publishing: with zeros in their
         place, the Planner would take a busy worker for an idle one.
         """
+        if self._steps is None:
+            return
         batch = stat.get("inflightBatchingStats") or {}
         if missing := NEEDED - batch.keys():
-            if not isinstance(self._steps, NullStepPublisher):
-                lacks = ", ".join(sorted(missing))
-                log.warning("no forward-pass metrics: the engine's statistics lack %s", lacks)
-                self._end()
+            lacks = ", ".join(sorted(missing))
+            log.warning("no forward-pass metrics: the engine's statistics lack %s", lacks)
+            self._end()
             return
         values = {name: sum(int(batch[source]) for source in sources) for name, sources in _SOURCES.items()}
         seconds = float(stat.get("iterLatencyMS") or 0.0) / 1000
         self._steps.publish(dp_rank=stat.get("attentionDpRank") or 0, **values, wall_time_secs=seconds)
 
     def _end(self) -> None:
-        steps, self._steps = self._steps, NullStepPublisher()
-        steps.shutdown()
-
-
-class LoadSink(Protocol):
-    """The part of Dynamo's WorkerMetricsPublisher that is used here."""
-
-    def publish(
-        self, dp_rank: int | None, active_decode_blocks: int | None = None, kv_used_blocks: int | None = None
-    ) -> None: ...
+        steps, self._steps = self._steps, None
+        if steps is not None:
+            steps.shutdown()
 
 
 class StatsSink(Protocol):
@@ -125,7 +108,7 @@ class StatsForwarder(PollingPublisher):
     def __init__(
         self,
         llm: Any,
-        load: LoadSink,
+        load: WorkerMetricsPublisher,
         *sinks: StatsSink,
         num_ranks: int = 1,
         has_requests: Callable[[], bool] = lambda: False,
@@ -183,13 +166,13 @@ async def create_publishers(
     model: ServedModel,
     live: LiveState,
     load_seconds: float,
-) -> list[Publisher]:
+) -> list[PollingPublisher | ForwardPassMetrics]:
     """The publishers that the flags ask for. `load_seconds`: how long the engine took to start."""
     metrics = DynamoMetrics(config, model.num_blocks, model.num_ranks)
     metrics.loaded(load_seconds)
     events = _kv_events(config, runtime, engine, model.block_size, live.cached, metrics)
     if not config.reads_statistics:
-        return [events]
+        return [*events]
     sinks: list[StatsSink] = [engine.handoffs, live.occupancy]
     if config.publish_metrics:
         sinks += _exposed(config, runtime.endpoint_for_frontends, engine, live, metrics)
@@ -209,7 +192,7 @@ async def create_publishers(
         has_requests=engine.has_requests,
         on_rest=live.occupancy.clear,
     )
-    return [events, stats, forward_pass]
+    return [*events, stats, forward_pass]
 
 
 def _kv_events(
@@ -219,15 +202,15 @@ def _kv_events(
     block_size: int,
     cached: CachedPrefixes,
     metrics: DynamoMetrics,
-) -> Publisher:
-    """Publishes cache events to frontends, to peers, and to this worker's own decider, as the flags say."""
+) -> list[KvEventForwarder]:
+    """What publishes cache events to frontends, to peers, and to this worker's own decider, as the flags say."""
     #: (endpoint, the endpoint that owns the KV state published there)
     listeners = (
         [(runtime.endpoint_for_frontends, config.kv_state_endpoint)] if config.publish_kv_events else []
     )
     listeners += [(runtime.endpoint_for_workers, None)] if config.tells_peers else []
     if not listeners and not config.reads_kv_events:
-        return NullPublisher()
+        return []
     loop = asyncio.get_running_loop()
 
     def of_rank(rank: int) -> EventsOfRank:
@@ -251,9 +234,8 @@ def _kv_events(
 
         return EventsOfRank(sinks, block_size, on_gap=forget)
 
-    return KvEventForwarder(
-        engine.llm, [of_rank(rank) for rank in range(engine.num_ranks)], metrics.polled_events
-    )
+    ranks = [of_rank(rank) for rank in range(engine.num_ranks)]
+    return [KvEventForwarder(engine.llm, ranks, metrics.polled_events)]
 
 
 def _exposed(

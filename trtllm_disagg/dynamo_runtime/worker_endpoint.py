@@ -93,8 +93,10 @@ class Runtime:
         self._handler: Callable[..., Any] | None = None
         #: Endpoint id -> the task that serves it; it runs until the end, whether the endpoint is in discovery or not.
         self._serving: dict[str, asyncio.Future[None]] = {}
+        #: Set whenever one of these tasks has ended.
+        self._has_ended = asyncio.Event()
         #: The endpoints at which this worker is in discovery now.
-        self._listed: list[Any] = []
+        self._listed: set[Any] = set()
         self._clients: dict[str, Any] = {}
         self._has_left = self._is_shut_down = False
 
@@ -121,7 +123,7 @@ class Runtime:
     async def peer_descriptions(self, endpoint_id: str) -> list[dict[str, Any]]:
         """The descriptions of the instances at an endpoint now, without instances that do not answer."""
         client = await self._client(endpoint_id)
-        answers = [await described(client, instance_id) for instance_id in client.instance_ids()]
+        answers = await asyncio.gather(*(described(client, i) for i in client.instance_ids()))
         return [answer for answer in answers if answer is not None]
 
     async def list_instances(self) -> list[DescribedInstance]:
@@ -147,8 +149,8 @@ class Runtime:
         await unregister_model(self.endpoint_for_frontends)
         await asyncio.sleep(get_grace_period_seconds())
         if self.endpoint_for_frontends in self._listed:
-            self._listed.remove(self.endpoint_for_frontends)
             await self.endpoint_for_frontends.unregister_endpoint_instance()
+            self._listed.discard(self.endpoint_for_frontends)
 
     async def register(self, model: ServedModel) -> None:
         """Make this worker known to frontends, unless it has left. It must be serving already."""
@@ -244,10 +246,12 @@ class Runtime:
         else:
             await self._list(self._config.frontend_endpoint_id, self.endpoint_for_frontends)
         # `_list` may add an endpoint meanwhile, which has to finish its own requests, too.
-        while running := [each for each in self._serving.values() if not each.done()]:
-            ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            for each in ended:
-                each.result()
+        while not all(each.done() for each in self._serving.values()):
+            await self._has_ended.wait()
+            self._has_ended.clear()
+            for each in self._serving.values():
+                if each.done():
+                    each.result()
 
     async def _first_tokens(self) -> FirstTokens | None:
         """None with Dynamo before 1.6, and for worker types that have none."""
@@ -269,11 +273,14 @@ class Runtime:
         """Answer requests at an endpoint, and enter it into discovery."""
         if endpoint in self._listed:
             return
-        self._listed.append(endpoint)
         if endpoint_id in self._serving:
             await endpoint.register_endpoint_instance()
+            self._listed.add(endpoint)
+            if self._has_left:  # meanwhile
+                await self.leave()
             return
-        self._serving[endpoint_id] = asyncio.ensure_future(
+        self._listed.add(endpoint)
+        self._serving[endpoint_id] = serving = asyncio.ensure_future(
             endpoint.serve_endpoint(
                 self._handler,
                 graceful_shutdown=True,
@@ -281,6 +288,7 @@ class Runtime:
                 health_check_payload=self._health_check,
             )
         )
+        serving.add_done_callback(lambda _: self._has_ended.set())
 
     def shutdown(self) -> None:
         self._is_shut_down = True

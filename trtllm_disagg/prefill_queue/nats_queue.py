@@ -362,7 +362,7 @@ class NatsPrefillQueue:
         return self._watch.depth()
 
     async def start(self, generate: Generate, instance_id: int, endpoint: Any) -> None:
-        expose(registry_of(QueueMetrics(self._watch)), endpoint, self._config)
+        expose(registry_of(QueueMetrics(self._watch.depth, self._watch.age)), endpoint, self._config)
         if self._config.role is Role.PREFILL:
             room = Room(self._config.max_batch_size, self._config.max_num_tokens)
             self._puller = Puller(self._broker, instance_id, room, generate)

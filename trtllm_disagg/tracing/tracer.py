@@ -82,9 +82,11 @@ class Receiver(Protocol):
 
 
 class Tracer:
-    """Begins the traces of one worker."""
+    """Begins the traces of one worker. Without receivers it traces no request."""
 
-    def __init__(self, receivers: Sequence[Receiver], sampler: Sampler) -> None:
+    def __init__(
+        self, receivers: Sequence[Receiver] = (), sampler: Sampler = lambda trace_id, parent: True
+    ) -> None:
         self._receivers = receivers
         self._sampler = sampler
 
@@ -97,6 +99,8 @@ class Tracer:
         clock: RequestClock | None = None,
     ) -> Span:
         """`traceparent`: from the worker that sent the request; without it, the frontend's in `headers` is used."""
+        if not self._receivers:
+            return NO_SPAN
         parent = TraceParent.read(traceparent) or TraceParent.read((headers or {}).get(TRACEPARENT))
         trace_id = parent.trace_id if parent is not None else trace_id_of(request_id)
         if not self._sampler(trace_id, parent):
@@ -112,23 +116,6 @@ class Tracer:
             receiver.take(spans)
 
 
-class NoTracer(Tracer):
-    """Traces no request."""
-
-    def __init__(self) -> None:
-        super().__init__((), lambda trace_id, parent: False)
-
-    def begin(
-        self,
-        name: str,
-        request_id: str | None,
-        traceparent: str | None,
-        headers: Mapping[str, str] | None,
-        clock: RequestClock | None = None,
-    ) -> Span:
-        return NO_SPAN
-
-
 def tracer_of(environ: Mapping[str, str], worker: str, instance: str) -> Tracer:
     """Raises ConfigError for an invalid value of a variable of export or sampling. `worker` is this worker's role and
     strategy, `instance` its id.
@@ -140,7 +127,7 @@ def tracer_of(environ: Mapping[str, str], worker: str, instance: str) -> Tracer:
     if path := environ.get(FILE_VARIABLE):
         service = environ.get("OTEL_SERVICE_NAME") or "dynamo"
         receivers.append(TraceFile(Path(path), resource | {"service.name": service}))
-    return Tracer(receivers, sampler_of(environ)) if receivers else NoTracer()
+    return Tracer(receivers, sampler_of(environ)) if receivers else Tracer()
 
 
 def _export(environ: Mapping[str, str], resource: Mapping[str, Value]) -> list[Receiver]:

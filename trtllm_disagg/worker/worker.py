@@ -18,10 +18,15 @@ from typing import Any
 from trtllm_disagg.commands import KeyVerifier, NoKeyVerifier, Verifier
 from trtllm_disagg.config.engine_args import dump_config
 from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
-from trtllm_disagg.dynamo_runtime import Advertised, Leaving, Registration, Runtime, ServedModel
+from trtllm_disagg.dynamo_runtime.advertised import Advertised
 from trtllm_disagg.dynamo_runtime.publishers import create_publishers
-from trtllm_disagg.dynamo_runtime.shutdown import watch_for_freezes
-from trtllm_disagg.dynamo_runtime.worker_endpoint import require_system_port
+from trtllm_disagg.dynamo_runtime.shutdown import Leaving, watch_for_freezes
+from trtllm_disagg.dynamo_runtime.worker_endpoint import (
+    Registration,
+    Runtime,
+    ServedModel,
+    require_system_port,
+)
 from trtllm_disagg.embedded.params.checkpoint import fingerprint
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.health import EngineHealth, HealthTimes, close, until_stalled

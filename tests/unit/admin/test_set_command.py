@@ -19,10 +19,8 @@ from trtllm_disagg.strategies import spec_of
 VALUES: dict[str, int | float | str | bool] = {"max_local_prefill_length": 500}
 
 
-class FakeUp:
+class FakeUp(client.Up):
     """Its workers that are starting are ready when they have been asked for twice."""
-
-    url = None
 
     def __init__(self, deployment: FakeDeployment) -> None:
         self._deployment = deployment

@@ -90,8 +90,15 @@ def seen(
     directory: FakeDirectory | None = None,
     model: str | None = None,
 ) -> Observed:
+    machine, directory = machine or FakeMachine(), directory or FakeDirectory()
     eyes = Eyes(
-        "http://f:8000", ("f", 8000), frontend, machine or FakeMachine(), directory or FakeDirectory(), FILES
+        "http://f:8000",
+        ("f", 8000),
+        frontend,
+        FILES,
+        listener=machine.listener,
+        limits=machine.limits,
+        describe=directory.describe,
     )
     return look(eyes, model, 0.0, lambda text: None)
 

@@ -116,6 +116,15 @@ def test_a_missing_role_is_an_error(role: str) -> None:
     assert (pair.rule, pair.verdict) == ("pair", "not known")
 
 
+def test_workers_that_all_do_not_answer_where_discovery_does_are_an_error() -> None:
+    workers = tuple(replace(worker, description=None) for worker in FINE.workers or ())
+    found = next(finding for finding in broken(replace(FINE, workers=workers)) if finding.rule == "workers")
+    assert (found.verdict, found.instead.partition(":")[2]) == (
+        "error",
+        " listed, and without an answer; look into the log",
+    )
+
+
 def test_a_worker_that_is_listed_and_does_not_answer_is_an_error() -> None:
     dead = tuple(
         replace(w, description=None, process=None) if w.role == "prefill" else w for w in FINE.workers or ()

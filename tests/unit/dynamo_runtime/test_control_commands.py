@@ -18,7 +18,7 @@ from trtllm_disagg.commands import (
     encode_command,
     is_control,
 )
-from trtllm_disagg.dynamo_runtime import as_dynamo_handler
+from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler
 from trtllm_disagg.errors import EngineError, InvalidRequestError
 from trtllm_disagg.strategies import STRATEGIES
 from trtllm_disagg.types import Generate

@@ -14,8 +14,9 @@ from dynamo.runtime import Context
 from tests.support.handling import raw_request, until
 from tests.unit.worker.test_stage_state import stage_state
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.dynamo_runtime import Registration, Runtime, ServedModel, refuse_control
+from trtllm_disagg.dynamo_runtime.handler import refuse_control
 from trtllm_disagg.dynamo_runtime.shutdown import watch_for_freezes
+from trtllm_disagg.dynamo_runtime.worker_endpoint import Registration, Runtime, ServedModel
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 

@@ -138,6 +138,16 @@ def test_a_gap_is_a_warning(
     assert all("event_buffer_max_size" in record.getMessage() for record in caplog.records)
 
 
+def test_many_gaps_and_many_unfit_events_are_one_short_line_each(caplog: pytest.LogCaptureFixture) -> None:
+    gaps = [removed(event_id=event_id) for event_id in range(0, 100, 5)]
+    unfit = {"data": {"type": "stored", "blocks": list(range(1000))}}
+    forwarded(*gaps, *[unfit] * 20)
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.partition(":")[0] for line in lines] == ["KV event 5 came where 1 was due", "kv-events"]
+    assert "TypeError" in lines[1]
+    assert len(caplog.text) < 1000
+
+
 def test_events_without_ids_have_no_gaps(caplog: pytest.LogCaptureFixture) -> None:
     forwarded(removed(1), removed(2))
     assert caplog.records == []

@@ -16,8 +16,8 @@ from tests.support.recording_pair import recording_engine
 from tests.support.sinks import RecordingLoadSink
 from tests.support.stage_client import FakeContext
 from trtllm_disagg.config.worker_config import Role
-from trtllm_disagg.dynamo_runtime import Leaving
 from trtllm_disagg.dynamo_runtime.publishers import StatsForwarder
+from trtllm_disagg.dynamo_runtime.shutdown import Leaving
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.errors import WorkerLeavingError
 from trtllm_disagg.handlers.cancellation import in_background

@@ -9,7 +9,6 @@ import pytest
 from tests.support.clock import Clock
 from tests.support.handling import until
 from tests.support.sinks import RecordingLoadSink, RecordingStatsSink
-from trtllm_disagg.dynamo_runtime.polling import NullPublisher
 from trtllm_disagg.dynamo_runtime.publishers import SILENT_SECONDS, StatsForwarder
 from trtllm_disagg.testing.recording import LLM
 
@@ -117,9 +116,3 @@ async def test_a_failure_is_logged_and_does_not_reach_stop(caplog: pytest.LogCap
     await until(lambda: "engine-stats: publishing failed" in caplog.text)
     await publisher.stop()
     assert "enable_iter_perf_stats" in caplog.text
-
-
-async def test_publishing_can_be_off() -> None:
-    publisher = NullPublisher()
-    await publisher.start()
-    await publisher.stop()

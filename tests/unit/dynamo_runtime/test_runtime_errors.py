@@ -17,17 +17,12 @@ from tests.support.handling import collect, expected_tokens, raw_request, reques
 from tests.support.recording_pair import recording_engine
 from tests.support.stage_client import FakeContext
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.dynamo_runtime import (
-    DynamoDirectory,
-    Runtime,
-    as_dynamo_handler,
-    discovery,
-    from_dynamo,
-    handler,
-    refuse_control,
-    to_dynamo,
-)
+from trtllm_disagg.dynamo_runtime import discovery, handler
+from trtllm_disagg.dynamo_runtime.discovery import DynamoDirectory
+from trtllm_disagg.dynamo_runtime.error_mapping import from_dynamo, to_dynamo
+from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler, refuse_control
 from trtllm_disagg.dynamo_runtime.pushed_answers import pushed
+from trtllm_disagg.dynamo_runtime.worker_endpoint import Runtime
 from trtllm_disagg.errors import (
     ConfigError,
     DisaggError,

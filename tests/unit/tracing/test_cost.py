@@ -14,7 +14,7 @@ from tests.support.recording_pair import make_pair
 from trtllm_disagg.handlers.engine_spans import Spanned
 from trtllm_disagg.handlers.trace import with_request_log
 from trtllm_disagg.tracing.spans import NO_SPAN, Attributes, Recording, Span
-from trtllm_disagg.tracing.tracer import NoTracer
+from trtllm_disagg.tracing.tracer import Tracer
 
 
 class CountedSpan(Span):
@@ -33,7 +33,7 @@ class CountedSpan(Span):
         return self
 
 
-class CountingTracer(NoTracer):
+class CountingTracer(Tracer):
     def __init__(self, *, is_recording: bool) -> None:
         super().__init__()
         self.uses: Counter[str] = Counter()

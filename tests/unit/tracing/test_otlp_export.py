@@ -12,7 +12,8 @@ import pytest
 from tests.support.tracing import collecting
 from trtllm_disagg.deployment.plan import LOOPBACK
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.tracing.tracer import NoTracer, tracer_of
+from trtllm_disagg.tracing.spans import NO_SPAN
+from trtllm_disagg.tracing.tracer import tracer_of
 
 MODULE = "trtllm_disagg.tracing.otlp_export"
 
@@ -81,7 +82,7 @@ def test_a_collector_of_grpc_gets_the_same(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_nothing_is_recorded_unless_a_variable_asks_for_it(tmp_path: Path) -> None:
     for variables in ({}, {"OTEL_EXPORT_ENABLED": "false"}, {"OTEL_TRACES_SAMPLER": "always_on"}):
-        assert isinstance(tracer_of(variables, "agg", "1"), NoTracer)
+        assert tracer_of(variables, "agg", "1").begin("request", "r", None, None) is NO_SPAN
     to_file = tracer_of({"TRTLLM_DISAGG_TRACE_FILE": str(tmp_path / "a.jsonl")}, "agg", "1")
     assert to_file.begin("request", "r", None, None).is_recording
 
@@ -92,7 +93,8 @@ def test_without_the_library_of_export_a_worker_warns_and_goes_on(
 ) -> None:
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
     monkeypatch.setitem(sys.modules, f"opentelemetry.{absent}", None)
-    assert isinstance(tracer_of({"OTEL_EXPORT_ENABLED": "true"}, "agg", "1"), NoTracer)
+    tracer = tracer_of({"OTEL_EXPORT_ENABLED": "true"}, "agg", "1")
+    assert tracer.begin("request", "r", None, None) is NO_SPAN
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert "OTEL_EXPORT_ENABLED" in record.message

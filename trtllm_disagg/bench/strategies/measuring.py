@@ -16,7 +16,7 @@ from trtllm_disagg.bench.strategies.records import Arm, Point, PointResult, Requ
 from trtllm_disagg.bench.strategies.saturation import done_share
 from trtllm_disagg.bench.strategies.spent import Lateness, RequestLogs, lateness_of, software_share
 from trtllm_disagg.bench.strategies.workloads import Ask
-from trtllm_disagg.deployment import Deployment
+from trtllm_disagg.deployment.lifecycle import Deployment
 from trtllm_disagg.deployment.plan import NO_WORKERS
 from trtllm_disagg.modelled.factors import Factors
 

@@ -36,8 +36,8 @@ from trtllm_disagg.bench.strategies.records import (
 from trtllm_disagg.bench.strategies.workloads import Ask, Traffic
 from trtllm_disagg.config.thresholds import ADMISSION
 from trtllm_disagg.config.worker_config import flag_of
-from trtllm_disagg.deployment import DeploymentConfig, running_deployment
-from trtllm_disagg.deployment.plan import ProcessRole
+from trtllm_disagg.deployment.lifecycle import running_deployment
+from trtllm_disagg.deployment.plan import DeploymentConfig, ProcessRole
 from trtllm_disagg.deployment.run_dir import scratch_directory
 from trtllm_disagg.deployment.up_command import default_name
 from trtllm_disagg.modelled.factors import Factors

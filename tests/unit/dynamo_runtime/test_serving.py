@@ -1,0 +1,119 @@
+"""The endpoints of a worker, and its entries in discovery, where Dynamo fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from tests.support.handling import until
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.dynamo_runtime import worker_endpoint
+from trtllm_disagg.dynamo_runtime.handler import refuse_control
+from trtllm_disagg.dynamo_runtime.worker_endpoint import Runtime, ServedModel
+from trtllm_disagg.types import GenerateRequest, RequestContext, TokenChunk
+
+MODEL = ServedModel(16, 8, 1, 64, 64)
+
+
+class Endpoint:
+    """Keeps the calls that change discovery. `fails`: the next one raises."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.get_running_loop().create_future()
+        self.is_served = self.fails = False
+        self.calls: list[str] = []
+
+    async def serve_endpoint(self, handler: object, **_: Any) -> None:
+        self.is_served = True
+        await self.ended
+
+    async def register_endpoint_instance(self) -> None:
+        self._change("register")
+
+    async def unregister_endpoint_instance(self) -> None:
+        self._change("unregister")
+
+    def _change(self, call: str) -> None:
+        if self.fails:
+            self.fails = False
+            raise ConnectionError("reset")
+        self.calls.append(call)
+
+
+async def unused(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+    yield TokenChunk([1])
+
+
+@asynccontextmanager
+async def at_frontends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> AsyncIterator[tuple[Runtime, Endpoint, asyncio.Task[None]]]:
+    """A worker that came to the frontends' endpoint later than to its own."""
+
+    async def nothing(*_: object, **__: object) -> None: ...
+
+    monkeypatch.setattr(worker_endpoint, "register_model", nothing)
+    monkeypatch.setattr(worker_endpoint, "unregister_model", nothing)
+    monkeypatch.setattr(worker_endpoint, "get_grace_period_seconds", lambda: 0)
+    config = WorkerConfig(model="m", role=Role.PREFILL, strategy="prefill_first", discovery_backend="mem")
+    runtime = Runtime(config)
+    own, front = Endpoint(), Endpoint()
+    runtime.endpoint_for_workers, runtime.endpoint_for_frontends = own, front
+    serving = asyncio.create_task(runtime.serve(unused, dict, refuse_control))
+    try:
+        await until(lambda: own.is_served)
+        await runtime.register(MODEL)
+        await until(lambda: front.is_served)
+        yield runtime, front, serving
+    finally:
+        for each in (own, front):
+            if not each.ended.done():
+                each.ended.set_result(None)
+        await asyncio.wait({serving})
+        runtime.shutdown()
+
+
+async def test_an_entry_that_failed_to_go_or_to_come_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with at_frontends(monkeypatch) as (runtime, front, _):
+        front.fails = True
+        with pytest.raises(ConnectionError):
+            await runtime.unregister()
+        await runtime.unregister()
+        assert front.calls == ["unregister"]
+        front.fails = True
+        with pytest.raises(ConnectionError):
+            await runtime.register(MODEL)
+        await runtime.register(MODEL)
+        assert front.calls == ["unregister", "register"]
+
+
+async def test_a_later_endpoint_that_fails_ends_serving(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with at_frontends(monkeypatch) as (_, front, serving):
+        front.ended.set_exception(ConnectionError("reset"))
+        with pytest.raises(ConnectionError):
+            async with asyncio.timeout(5):
+                await serving
+
+
+async def test_a_worker_that_leaves_while_it_is_entered_is_not_in_discovery(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with at_frontends(monkeypatch) as (runtime, front, _):
+        await runtime.unregister()
+        may_enter = asyncio.Event()
+
+        async def register() -> None:
+            await may_enter.wait()
+            front.calls.append("register")
+
+        monkeypatch.setattr(front, "register_endpoint_instance", register)
+        entering = asyncio.create_task(runtime.register(MODEL))
+        await asyncio.sleep(0)
+        await runtime.leave()
+        may_enter.set()
+        await entering
+        assert front.calls[-2:] == ["register", "unregister"]
