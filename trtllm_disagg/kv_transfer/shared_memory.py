@@ -10,6 +10,7 @@ import contextlib
 import math
 import mmap
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -56,6 +57,8 @@ class SharedMemoryTransport:
         self._peers: dict[str, _Mapping] = {}
         #: Those that this engine writes to as well.
         self._writable: dict[str, _Mapping] = {}
+        # Each peer has a thread, and each of them changes these.
+        self._lock = threading.Lock()
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if device.type != "cpu":
@@ -107,7 +110,9 @@ class SharedMemoryTransport:
 
     def forget(self, peer: PeerMetadata) -> None:
         for mappings in (self._peers, self._writable):
-            if mapping := mappings.pop(peer.sender, None):
+            with self._lock:
+                mapping = mappings.pop(peer.sender, None)
+            if mapping is not None:
                 mapping.close()
 
     def progress(self) -> None:
@@ -130,12 +135,23 @@ class SharedMemoryTransport:
             address = msgspec.msgpack.decode(peer.address, type=_Address)
             if not address.process.is_running:
                 raise KvTransferError(f"{peer.sender} is gone (pid {address.process.pid})")
-            if peer.sender not in mappings:
-                _unmap_the_dead(mappings)
-                mappings[peer.sender] = self._map(peer, address, access)
+            mapping = mappings.get(peer.sender)
+            if mapping is None:
+                self._unmap_the_dead(mappings)
+                mapping = self._map(peer, address, access)
+                with self._lock:
+                    mappings[peer.sender] = mapping
         except (OSError, *UNREADABLE) as error:
             raise KvTransferError(f"cannot map the KV pool of {peer.sender}: {error}") from error
-        return mappings[peer.sender]
+        return mapping
+
+    def _unmap_the_dead(self, mappings: dict[str, _Mapping]) -> None:
+        """A restarted worker comes under another name; the memory of the old one would stay with us."""
+        with self._lock:
+            dead = [name for name, each in mappings.items() if not each.address.process.is_running]
+            unmapped = [mappings.pop(name) for name in dead]
+        for mapping in unmapped:
+            mapping.close()
 
     def _map(self, peer: PeerMetadata, address: _Address, access: int) -> _Mapping:
         fd = os.open(f"/proc/{address.process.pid}/fd/{address.fd}", access | os.O_CLOEXEC)
@@ -145,11 +161,3 @@ class SharedMemoryTransport:
         finally:
             os.close(fd)
         return _Mapping(address, memory, np.frombuffer(memory, np.uint8).reshape(peer.num_blocks, -1))
-
-
-def _unmap_the_dead(mappings: dict[str, _Mapping]) -> None:
-    """A restarted worker comes under another name; the memory of the old one would stay with us."""
-    # Each peer has a thread, and any of them may add or drop a mapping meanwhile.
-    for sender, mapping in list(mappings.items()):
-        if not mapping.address.process.is_running and mappings.pop(sender, None) is not None:
-            mapping.close()
