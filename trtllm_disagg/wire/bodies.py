@@ -124,7 +124,7 @@ def decode_request(
 
 
 #: Keys that Dynamo's frontend adds to a request with images, audio or video.
-_MEDIA_KEYS = (
+MEDIA_KEYS = (
     "multi_modal_data",
     "multi_modal_uuids",
     "mm_processor_kwargs",
@@ -137,7 +137,7 @@ def require_text(raw: Any) -> None:
     """Raises InvalidRequestError for a request with media: an answer to its token ids alone would ignore the media."""
     if not isinstance(raw, dict):
         return
-    named = next((key for key in _MEDIA_KEYS if raw.get(key)), None) or _media_in_messages(raw)
+    named = next((key for key in MEDIA_KEYS if raw.get(key)), None) or _media_in_messages(raw)
     if named is not None:
         raise InvalidRequestError(
             f"{named}: this worker serves text; expected a request without images, audio or video"

@@ -24,8 +24,10 @@ from trtllm_disagg.types import (
     StopConditions,
     TokenChunk,
     Usage,
+    WireRequest,
 )
 from trtllm_disagg.wire.bodies import (
+    MEDIA_KEYS,
     decode_chunk,
     decode_disaggregated_params,
     decode_request,
@@ -137,7 +139,8 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )
-known_keys = set(raw_request()) | {"routing", "priority", "prefill_result"}
+#: With what means media, which text workers refuse. hypothesis takes texts from the code, keys among them.
+known_keys = {*raw_request(), *WireRequest.__struct_encode_fields__, "agent_context", *MEDIA_KEYS}
 unknown = st.dictionaries(st.text().filter(lambda key: key not in known_keys), json_values, max_size=4)
 params = st.dictionaries(st.text(), json_values, max_size=4)
 
