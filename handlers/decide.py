@@ -8,7 +8,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Protocol
 
 from trtllm_disagg.config.deciders import ALWAYS, DECIDERS, DECODE_OCCUPANCY, Decision, Facts
@@ -20,8 +19,7 @@ from trtllm_disagg.handlers.occupancy import (
     RunningRequests,
     most_tokens,
 )
-from trtllm_disagg.handlers.streams import CountedStream
-from trtllm_disagg.types import Generate, GenerateRequest, InProgress, RequestContext, TokenChunk
+from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 #: Identifies a block: (hash of the block before it, its tokens as bytes); the first block has the cache salt as hash.
 _Key = tuple[int | str, bytes]
@@ -200,28 +198,22 @@ class Auto:
         ways: dict[str, Generate],
         orders: tuple[str, str],
         num_healthy: Callable[[], int],
-        num_free: Callable[[], int],
+        has_room: Callable[[], bool],
     ) -> None:
-        """`orders`: this worker's own, and the other one. `num_healthy`: instances of the other stage. `num_free`: the
-        number of further answers that fit into the batch of this worker's engine.
+        """`orders`: this worker's own, and the other one. `num_healthy`: instances of the other stage. `has_room`: one
+        more answer fits into the batch of this worker's engine.
         """
         self._decider = decider
         self._ways = ways
         self._own, self._other = orders
         self._num_healthy = num_healthy
-        self._num_free = num_free
-        #: Requests of this worker's own order without a first token: the engine will decode them.
-        self._prefilling = InProgress()
+        self._has_room = has_room
 
     def __call__(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         with request.span.child("decide"):
             name, reason = self._chosen(request)
         request.trace.chose(name, f"auto_{reason}")
-        if name != self._own:
-            return self._ways[name](request, context)
-        return CountedStream(
-            self._prefilling.enter, partial(self._ways[name], request, context), until_first=True
-        )
+        return self._ways[name](request, context)
 
     def _chosen(self, request: GenerateRequest) -> tuple[str, str]:
         decision = self._decider(request)
@@ -229,6 +221,6 @@ class Auto:
             return "local", decision.reason
         if self._num_healthy() == 0:
             return "local", "no_peer"
-        if self._prefilling.count >= self._num_free():
+        if not self._has_room():
             return self._other, "busy"
         return self._own, decision.reason

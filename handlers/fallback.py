@@ -199,7 +199,6 @@ def with_fallback(steps: Sequence[FallbackStep], replays: Replays = replay_if_ne
                     raise
                 progress.failed(step, error)
         if progress.error is not None:
-            log.warning("request %s: no fallback step left: %s", context.id(), progress.error)
             raise progress.error
 
     return generate

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -50,9 +51,10 @@ from trtllm_disagg.handlers.recall import Recalls, recallable
 from trtllm_disagg.handlers.remote import RemoteDrain, StageClient
 from trtllm_disagg.handlers.route import StrategyRouter, relayed
 from trtllm_disagg.handlers.select import RequireConsumers
+from trtllm_disagg.handlers.streams import CountedStream
 from trtllm_disagg.handlers.trace import RequestSink
 from trtllm_disagg.strategies import orders, spec_of
-from trtllm_disagg.types import Fallback, Generate, GenerateRequest, RequestContext, TokenChunk
+from trtllm_disagg.types import Fallback, Generate, GenerateRequest, InProgress, RequestContext, TokenChunk
 from trtllm_disagg.wire.bodies import require_splittable
 from trtllm_disagg.wire.handoff_protocols import DYNAMO, HandoffProtocol, choose_protocol
 
@@ -269,14 +271,27 @@ def _strategy_router(
     decider = create_decider(config.prefill_decider, sources, live.thresholds)
     deployed = {name: conditional(decider, kept, way) for name, way in ways.items()}
     ways["local"] = kept
+    own_order, relayed_order = _own_orders(parts.role)[0], _relayed_orders(parts.role)[0]
+    prefilling = InProgress()
+    if not parts.pushes:  # else the engine has the request before there is a first token
+        ways[own_order] = _counted_until_first_token(ways[own_order], prefilling)
     auto = Auto(
         create_auto_decider(config.prefill_decider, sources, live.thresholds),
         ways,
-        (_own_orders(parts.role)[0], _relayed_orders(parts.role)[0]),
+        (own_order, relayed_order),
         stage.num_healthy,
-        lambda: config.max_batch_size - parts.engine.answering.count,
+        lambda: parts.engine.answering.count + prefilling.count < config.max_batch_size,
     )
     return StrategyRouter(ways | {"auto": auto}, deployed | {"auto": auto}, live.strategy, stage.check)
+
+
+def _counted_until_first_token(generate: Generate, counter: InProgress) -> Generate:
+    """Counts requests that a peer prefills, and that this worker's engine will decode."""
+
+    def counted(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        return CountedStream(counter.enter, partial(generate, request, context), until_first=True)
+
+    return counted
 
 
 def _own_orders(role: Role) -> list[str]:

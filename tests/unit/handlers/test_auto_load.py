@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 
-from tests.support.handling import request
+from tests.support.handling import collect, request, until
 from tests.support.recording_pair import recording_engine
 from tests.support.stage_client import FakeContext, RecordingStageClient
-from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
 from trtllm_disagg.handlers.services import build_generate
-from trtllm_disagg.types import Generate, GenerateRequest, TokenChunk
+from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -82,6 +83,39 @@ async def test_requests_that_were_sent_on_to_another_worker_take_no_room_here() 
     assert way_of(after[0]) == ("decode_first", "auto_long")
     for _, chunks in [*sent_on, after]:
         await chunks.aclose()
+
+
+async def test_a_request_with_both_phases_at_once_takes_one_place() -> None:
+    """Under generation_first this worker's engine has it before the first token is there."""
+
+    over = asyncio.Event()
+
+    async def silent(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        await over.wait()
+        yield TokenChunk([])
+
+    to_prefill = RecordingStageClient(silent, description={"ctx_info_endpoint": "tcp://prefill:1"})
+    config = WorkerConfig(
+        model="org/model",
+        role=Role.DECODE,
+        strategy="auto",
+        schedule_style=ScheduleStyle.GENERATION_FIRST,
+        max_batch_size=ROOM,
+        thresholds={"max_local_prefill_length": 8},
+    )
+    engine = recording_engine()
+    decode = build_generate(config, engine, to_prefill, instance_id=2)
+    asked = [request(400, token_ids=PROMPT) for _ in range(ROOM)]
+    waiting = [asyncio.create_task(collect(decode, asked[0]))]
+    await until(lambda: engine.llm.results)
+    waiting.append(asyncio.create_task(collect(decode, asked[1])))
+    await until(lambda: asked[1].trace.reason)
+    assert [way_of(each) for each in asked] == [("decode_first", "auto_long")] * ROOM
+    over.set()
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    await to_prefill.idle()
 
 
 async def test_decodes_that_prefill_workers_ask_for_take_room_here() -> None:
