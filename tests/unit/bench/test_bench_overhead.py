@@ -150,7 +150,7 @@ def test_traces_are_judged_by_neighbours_in_time_that_are_not_traced() -> None:
     assert by_the_frontends.value == pytest.approx(1.01)
 
 
-def test_a_subject_is_compared_with_what_dynamos_worker_has_in_its_place() -> None:
+def test_overhead_ratios_pair_agg_with_agg_and_orders_with_router() -> None:
     outcomes = measured(
         ("agg", [1, 1, 1], [30, 3, 30], 10.0),
         ("prefill_first", [2, 20, 2], [24, 2, 20], 31.0),
