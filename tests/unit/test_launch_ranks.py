@@ -120,7 +120,7 @@ def test_a_deployment_places_each_worker_on_gpus_and_a_port_of_its_own(slurm: Fa
     assert running.wait(SECONDS) == 0
 
 
-def test_embedded_workers_take_turns_on_the_nodes_and_say_where_their_kv_is(slurm: FakeSlurm) -> None:
+def test_embedded_workers_take_turns_on_the_nodes_and_get_their_transfer_host(slurm: FakeSlurm) -> None:
     start(
         slurm,
         "slurm/deployment.sh",

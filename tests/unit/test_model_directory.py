@@ -89,7 +89,7 @@ def test_a_revision_that_is_not_there_is_named(cache: HubCache, offline: None) -
         model_directory(NAME, revision="v3")
 
 
-def test_a_directory_has_no_revision(tmp_path: Path) -> None:
+def test_revision_of_a_local_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"^--revision: 'v3' is not allowed; expected no value with the dir"
     ):
@@ -124,9 +124,7 @@ def test_a_hub_that_cannot_be_reached_is_named(cache: HubCache, unreachable: str
         model_directory(NAME)
 
 
-def test_a_part_of_a_model_is_not_taken_for_it(
-    cache: HubCache, checkpoints: Checkpoints, offline: None
-) -> None:
+def test_incomplete_snapshot_is_refused(cache: HubCache, checkpoints: Checkpoints, offline: None) -> None:
     cache.add(checkpoints("llama"), without=("model.safetensors",))
     with pytest.raises(ConfigError, match=f"only a part of it, in {cache.snapshot}"):
         model_directory(NAME)

@@ -135,7 +135,7 @@ promtool = pytest.mark.skipif(
 )
 
 
-def test_each_alert_has_its_fault() -> None:
+def test_each_alert_has_a_fault_with_its_metrics() -> None:
     rules = yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]
     assert list(FAULTS) == [rule["alert"] for rule in rules]
     for rule in rules:

@@ -109,7 +109,7 @@ def test_a_command_of_another_time_is_refused(seconds: float) -> None:
 
 
 @pytest.mark.parametrize("seconds", [VALID_SECONDS, -VALID_SECONDS])
-def test_clocks_may_differ_a_little(seconds: float) -> None:
+def test_command_signed_with_a_slightly_different_clock_is_accepted(seconds: float) -> None:
     pair = Pair()
     pair.mine.now += seconds
     assert pair.verifier.command_of(pair.signed(Switch("auto"))) == Switch("auto")

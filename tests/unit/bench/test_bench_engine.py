@@ -158,7 +158,7 @@ def test_without_peers_there_are_no_ratios() -> None:
     assert not [figure for figure in figures if "/" in figure]
 
 
-def test_a_curve_knows_how_it_grows() -> None:
+def test_curve_has_its_growth_per_doubling() -> None:
     curve = Curve({8: 1.0, 16: 1.5, 64: 6.0})
     assert curve.ends == 6.0
     assert curve.per_doubling == 2.0
@@ -216,7 +216,7 @@ def test_a_quick_run_is_not_judged(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.endswith(f"{NOT_JUDGED}\n")
 
 
-def test_charts_are_a_png(tmp_path: Path) -> None:
+def test_engine_charts_are_drawn_as_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     sections = [speed.section_of(speeds_of(embedded=[1.0] * 3)), scaling_of(1.0)]
     panels = [panel for section in sections for panel in section.every_panel]

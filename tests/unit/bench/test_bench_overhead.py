@@ -150,7 +150,7 @@ def test_traces_are_judged_by_neighbours_in_time_that_are_not_traced() -> None:
     assert by_the_frontends.value == pytest.approx(1.01)
 
 
-def test_overhead_ratios_pair_agg_with_agg_and_orders_with_router() -> None:
+def test_a_subject_is_compared_with_what_dynamos_worker_has_in_its_place() -> None:
     outcomes = measured(
         ("agg", [1, 1, 1], [30, 3, 30], 10.0),
         ("prefill_first", [2, 20, 2], [24, 2, 20], 31.0),
@@ -212,7 +212,7 @@ def test_the_table_fits_80_columns_with_whole_headers(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(("tokens", "requests"), [(8, 1536), (128, 96), (1000, 96)])
-def test_short_answers_are_more_of_them(tokens: int, requests: int) -> None:
+def test_load_of_shorter_answers_has_more_requests(tokens: int, requests: int) -> None:
     load = Load.of(tokens, concurrency=4)
     assert (load.together, load.together_tokens, load.concurrency) == (requests, tokens, 4)
     assert Load.of(128, 32) == Load()

@@ -67,7 +67,7 @@ def test_plain_strings_become_members() -> None:
     assert config(strategy="router").strategy == "router"
 
 
-def test_the_model_is_served_under_its_own_name_unless_told() -> None:
+def test_served_model_name_defaults_to_the_model() -> None:
     assert config().model_name == "m"
     assert config(served_model_name="n").model_name == "n"
 
@@ -126,7 +126,7 @@ def test_a_config_cannot_be_changed() -> None:
         config().role = Role.DECODE  # type: ignore[misc]
 
 
-def test_explicit_means_given_or_not_the_default() -> None:
+def test_setting_is_explicit_when_given_or_not_the_default() -> None:
     assert not config().is_explicit("max_batch_size")
     assert config(max_batch_size=8).is_explicit("max_batch_size")
     assert config(explicit=frozenset({"max_batch_size"})).is_explicit("max_batch_size")

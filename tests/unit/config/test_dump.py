@@ -12,7 +12,7 @@ from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import ConfigError
 
 
-def test_what_came_out_is_in_the_file(tmp_path: Path) -> None:
+def test_config_dump_has_engine_and_worker_arguments(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     config = WorkerConfig(
         model="m", role=Role.PREFILL, dump_config_to=str(file), explicit=frozenset({"role", "model"})

@@ -24,7 +24,7 @@ def test_a_steady_while_begins_anew_and_a_short_one_does_not() -> None:
     assert delays(deaths, [5.0, 59.0, 60.0, 5.0]) == [1, 2, 1, 2]
 
 
-def test_only_starts_in_a_row_that_failed_are_hopeless() -> None:
+def test_only_consecutive_failed_starts_end_restarts() -> None:
     deaths = Deaths(Backoff(attempts=2))
 
     delays(deaths, [5.0, None, 5.0, None])

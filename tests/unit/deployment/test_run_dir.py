@@ -81,7 +81,7 @@ def test_every_deployment_has_a_key_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("used_before", [True, False])
-def test_an_own_or_empty_directory_is_closed_to_others_and_that_is_said(
+def test_own_or_empty_run_directory_is_closed_to_others_with_a_note(
     tmp_path: Path, used_before: bool
 ) -> None:
     (path := tmp_path / "run").mkdir()
@@ -118,7 +118,7 @@ def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
         RunDir.claim(path)
 
 
-def test_records_survive_the_round_trip(tmp_path: Path) -> None:
+def test_process_records_are_read_as_written(tmp_path: Path) -> None:
     run_dir = RunDir.claim(tmp_path)
     record = record_of(os.getpid())
 

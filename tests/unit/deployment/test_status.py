@@ -36,7 +36,7 @@ def decode(tmp_path: Path) -> Told:
     return Told(tmp_path, "decode-0", "starting")
 
 
-def test_without_a_terminal_each_new_activity_is_one_line_and_a_share_that_grows_is_none(
+def test_without_a_terminal_each_activity_is_one_line_and_progress_none(
     decode: Told,
 ) -> None:
     clock, stream = Clock(50.0), io.StringIO()

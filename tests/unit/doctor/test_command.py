@@ -51,7 +51,9 @@ def test_an_error_ends_with_1_and_is_explained(
     assert "because a prompt that prefill takes must fit where it is decoded" in shown
 
 
-def test_notes_do_not_fail(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_pair_with_notes_only_exits_with_0(
+    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     pair[0].write_text(yaml.safe_dump(PREFILL | {"disable_overlap_scheduler": False}))
     assert status_of(*pair) == 0
     assert "0 errors, 1 note" in capsys.readouterr().out
@@ -116,7 +118,7 @@ def test_a_key_that_is_there_twice_ends_with_2(
     assert "decode.yaml is not YAML: max_batch_size is there twice, in lines" in capsys.readouterr().err
 
 
-def test_the_model_directory_says_what_auto_is(
+def test_auto_kv_dtype_is_resolved_from_the_model_directory(
     pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text('{"torch_dtype": "bfloat16", "max_position_embeddings": 16384}')
@@ -146,7 +148,7 @@ def test_bad_usage_ends_with_2(
 
 
 @pytest.mark.parametrize("content", [None, "- a list\n", "a: b: c\n", b"\xff"])
-def test_a_file_that_is_none_ends_with_2(
+def test_missing_or_invalid_yaml_file_exits_with_2(
     pair: tuple[Path, Path], content: str | bytes | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if content is None:

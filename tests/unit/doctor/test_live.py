@@ -110,7 +110,7 @@ def test_workers_of_the_namespace_that_answered_are_seen_with_their_roles() -> N
     assert (observed.frontend, observed.limits) == (None, None)
 
 
-def test_the_role_of_a_worker_at_the_front_only_is_what_it_says_or_unknown() -> None:
+def test_role_of_a_worker_at_the_shared_component_is_its_description_or_unknown() -> None:
     front = [instance(2, SHARED_COMPONENT)]
     assert [str(w) for w in seen(FakeFrontend(listed=front)).workers or ()] == ["worker 2"]
     told = FakeDirectory({2: {"role": "agg"}})

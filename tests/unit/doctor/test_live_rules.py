@@ -175,7 +175,7 @@ def test_a_request_that_took_another_way_is_an_error_with_the_way() -> None:
     assert all(lost in each.instead for each in found)
 
 
-def test_another_order_than_the_workers_say_is_a_note() -> None:
+def test_request_in_another_order_than_the_deployments_is_a_note() -> None:
     seen = traced(strategy="prefill_first", prefill_instance=None, decode_instance="42")
     finding = the_one(seen)
     assert (finding.rule, finding.verdict, finding.instead) == (
@@ -225,7 +225,7 @@ def test_kv_that_did_not_move_is_an_error_and_kv_that_was_not_measured_is_not_kn
 @pytest.mark.parametrize(
     ("cached", "told"), [(160, "--publish-kv-events"), (0, "kv_cache_config.enable_block_reuse: true")]
 )
-def test_a_router_that_hears_of_no_block_is_an_error(cached: int, told: str) -> None:
+def test_router_without_kv_events_is_an_error(cached: int, told: str) -> None:
     finding = the_one(repeated(cached_tokens=cached, hit_rate=0.0))
     assert (finding.rule, finding.verdict) == ("KV events", "error")
     assert finding.instead.startswith(told)

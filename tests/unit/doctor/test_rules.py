@@ -315,7 +315,7 @@ BROKEN: list[tuple[str, str, str, dict[str, Any]]] = [
     BROKEN,
     ids=[f"{name}-{verdict}" for name, verdict, *_ in BROKEN],
 )
-def test_a_pair_broken_in_one_place_is_told_about_that_place_only(
+def test_pair_with_one_fault_gets_exactly_that_finding(
     rule: str, verdict: str, instead: str, change: dict[str, Any]
 ) -> None:
     rows = diagnosed(**change)
@@ -351,7 +351,7 @@ def test_a_small_buffer_is_an_error_where_auto_is_the_cpp_transceiver(version: s
     assert findings(rows)["max_tokens_in_buffer"] == verdict
 
 
-def test_no_bound_of_the_python_transceiver_is_fine() -> None:
+def test_zero_max_tokens_in_buffer_of_the_python_transceiver_has_no_finding() -> None:
     no_bound = {f"{TRANSCEIVER}.max_tokens_in_buffer": 0}
     assert findings(diagnosed(no_bound, no_bound)) == {}
 
@@ -370,7 +370,7 @@ def test_empty_engine_files_give_notes_and_backend_nixl() -> None:
     assert row.prefill == "NIXL"
 
 
-def test_what_only_the_worker_knows_is_the_workers_row(tmp_path: Path) -> None:
+def test_setting_that_only_the_worker_refuses_is_the_row_worker(tmp_path: Path) -> None:
     """A file that passes all rules, and that the worker refuses all the same."""
     (tmp_path / "decode.yaml").write_text("backend: _autodeploy\n")
     asked = Deployment()
@@ -386,6 +386,6 @@ def test_an_argument_that_only_tensorrt_llm_has_is_no_misspelling(name: str) -> 
     assert findings(diagnosed({name: {}})) == {}
 
 
-def test_several_faults_are_all_told_at_once() -> None:
+def test_several_faults_give_a_finding_each() -> None:
     rows = diagnosed({"max_beam_width": 2}, {"max_seq_len": 100, "dtype": "float16"})
     assert findings(rows) == {"max_beam_width": "error", "max_seq_len": "error", "dtype": "error"}

@@ -305,7 +305,7 @@ def test_uncategorised_error_is_classified_by_its_message(message: str, kind: ty
 
 
 @pytest.mark.parametrize("message", [GENERATION_TRANSFER_ERROR, *OTHER_TRANSFER_ERRORS])
-async def test_a_kv_transfer_that_fails_climbs_the_fallback(pair: DayOne, message: str) -> None:
+async def test_failed_kv_transfer_goes_to_the_next_fallback_step(pair: DayOne, message: str) -> None:
     pair.decode.scripts.append(Script(error=RequestError(message)))
     chunks = await collect(pair.generate, request())
     assert tokens_of(chunks) == expected_tokens(5)
@@ -333,7 +333,9 @@ async def test_a_handoff_that_may_be_read_keeps_the_worker(tensorrt_llm: ModuleT
 
 
 @pytest.mark.parametrize("order", ORDERS)
-async def test_a_worker_whose_requests_are_over_is_idle(order: str, tensorrt_llm: ModuleType) -> None:
+async def test_worker_without_requests_is_idle_unless_its_kv_may_be_read(
+    order: str, tensorrt_llm: ModuleType
+) -> None:
     both = Both(order)
     day = both.day_one(order)
     await collect(day.generate, request())
@@ -384,7 +386,7 @@ def test_an_engine_without_requests_may_hold_kv_that_decode_has_still_to_read(sa
     assert held.count() == 1
 
 
-def test_an_idle_engine_that_says_nothing_more_has_let_go() -> None:
+def test_handoffs_count_as_released_after_an_idle_second_without_statistics() -> None:
     held = HandoffsHeld(60.0, clock := Clock())
     held.hold()
     clock.now = 0.1
@@ -481,7 +483,7 @@ async def test_a_loop_that_the_dead_engine_holds_up_ends_with_its_process(tensor
         ((0.0, 0.0, 0.0), HealthTimes(between=0.05, check=math.inf, shutdown=math.inf)),
     ],
 )
-def test_the_settings_say_how_often_and_how_long(
+def test_health_check_times_follow_the_settings(
     given: tuple[float, float, float], expected: HealthTimes
 ) -> None:
     times = HealthTimes.of(*given)
@@ -627,7 +629,7 @@ async def test_a_request_with_text_only_is_not_refused(keys: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("said", ["tcp://h:1", ["tcp://h:1"]])
-async def test_an_endpoint_is_a_string_however_the_engine_says_it(
+async def test_context_endpoint_is_normalised_to_a_string(
     said: Any, tensorrt_llm: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill, decode = opened(), opened()
@@ -681,7 +683,7 @@ async def test_a_request_runs_on_the_rank_that_the_router_chose(tensorrt_llm: Mo
         await collect(LocalAgg(engine), request(routing={"dp_rank": 2}))
 
 
-async def test_a_rank_of_another_worker_is_none_of_this_one(tensorrt_llm: ModuleType) -> None:
+async def test_dp_rank_is_not_passed_to_another_worker(tensorrt_llm: ModuleType) -> None:
     raw = DYNAMO.encode(request(routing={"dp_rank": 1}), PREFILL)
     assert decode_request(raw).dp_rank is None
 
@@ -725,7 +727,7 @@ async def test_attention_dp_with_an_engine_that_takes_no_rank_is_refused(tensorr
 # -- one place says what happens without
 
 
-def test_the_documents_table_is_the_codes() -> None:
+def test_capabilities_table_of_the_page_matches_the_code() -> None:
     text = (Path(__file__).parents[3] / "docs" / "explanation" / "tensorrt-llm.md").read_text()
     for capability in CAPABILITIES:
         assert f"| {capability.name} | {capability.without} |" in text

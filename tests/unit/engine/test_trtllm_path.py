@@ -187,7 +187,7 @@ async def test_a_file_that_wants_no_tokenizer_does_not_fail_every_request() -> N
 
 
 @pytest.mark.parametrize("strategy", ORDERS)
-async def test_both_phases_of_a_request(strategy: str) -> None:
+async def test_both_phases_give_tensorrt_llm_the_expected_calls(strategy: str) -> None:
     generate, prefill, decode, client = pair(strategy)
     asked = decode_request(
         raw_request(
@@ -252,7 +252,7 @@ async def test_a_handoff_of_the_python_transceiver_reaches_decode() -> None:
 
 
 @pytest.mark.parametrize("strategy", ORDERS)
-async def test_an_abort_is_the_results_own(strategy: str) -> None:
+async def test_abort_goes_to_the_result_and_not_the_engine(strategy: str) -> None:
     generate, _, decode, client = pair(strategy)
     context = FakeContext()
     chunks = generate(request(max_tokens=50), context)

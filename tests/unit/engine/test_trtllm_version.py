@@ -10,7 +10,7 @@ from trtllm_disagg.errors import ConfigError
 IN_ORDER = ["1.2.1", "1.3.0rc5", "1.3.0rc5.post1", "1.3.0rc9", "1.3.0rc22", "1.3.0", "1.4.0rc1"]
 
 
-def test_order_is_that_of_releases() -> None:
+def test_versions_sort_in_order_of_release() -> None:
     versions = [TrtllmVersion.parse(text) for text in IN_ORDER]
     backwards = versions[::-1]
     assert sorted(backwards) == versions

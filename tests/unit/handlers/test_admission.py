@@ -143,14 +143,14 @@ async def test_bounds_change_while_requests_wait() -> None:
         ({"max_batch_size": 128, "max_queued_requests": 10, "max_queued_tokens": 0}, 10, 0),
     ],
 )
-def test_without_flags_the_engines_sizes_say_how_many_may_wait(
+def test_default_admission_bounds_follow_the_batch_size(
     settings: dict[str, Any], requests: int, tokens: int
 ) -> None:
     limits = LiveState.of(WorkerConfig(model="m", **settings), 32).thresholds.value
     assert (limits["max_queued_requests"], limits["max_queued_tokens"]) == (requests, tokens)
 
 
-async def test_a_flood_is_told_in_the_log_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_flood_of_refused_requests_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     worker = AdmittingWorker(max_queued_requests=1)
     await worker.start()
     for _ in range(50):

@@ -70,7 +70,7 @@ async def test_however_late_the_reader_is_the_answer_is_the_same(
     assert all(chunk.completion_usage is None for chunk in late[:-1])
 
 
-async def test_what_came_meanwhile_is_one_chunk() -> None:
+async def test_outputs_that_came_while_the_reader_waited_are_one_chunk() -> None:
     chunks = await chunks_of(start(Script(), 12), [0, 100])
     assert [len(chunk.token_ids) for chunk in chunks] == [1, 11]
 
@@ -100,14 +100,14 @@ async def test_an_error_comes_behind_the_tokens_before_it() -> None:
     assert lengths[-1] == 5
 
 
-async def test_leaving_ends_the_reading() -> None:
+async def test_closing_the_reader_cancels_the_read_ahead_task() -> None:
     gate = asyncio.Semaphore(1)
     async with aclosing(newest_states(start(Script(gate=gate)), ignore)) as states:
         await anext(states)
     assert not [task for task in asyncio.all_tasks() if task.get_name() == "read-ahead"]
 
 
-async def test_outputs_are_told_while_the_caller_is_busy() -> None:
+async def test_callback_gets_outputs_while_the_reader_is_busy() -> None:
     told = 0
 
     def tell() -> None:

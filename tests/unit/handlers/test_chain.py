@@ -162,7 +162,7 @@ def released(pair: Pair, order: str) -> int:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-async def test_closed_at_the_first_token(order: str) -> None:
+async def test_stream_closed_after_the_first_token_releases_the_kv(order: str) -> None:
     pair = bare_pair(order)
     chunks = pair.generate(request(), FakeContext())
     await anext(chunks)
@@ -251,7 +251,7 @@ async def test_a_failure_of_prefills_engine_calls_no_decode(strategy: str) -> No
 
 
 @pytest.mark.parametrize("order", ORDERS)
-async def test_kv_that_is_gone_is_no_fault_of_the_engine(order: str) -> None:
+async def test_missing_kv_raises_peer_unavailable(order: str) -> None:
     """Under `bare_pair` nothing is tried again."""
     pair = bare_pair(order)
     chunks = pair.generate(request(), FakeContext())

@@ -116,7 +116,7 @@ async def fail(stage: CircuitBreakerClient, times: int = 1) -> None:
             await call(stage)
 
 
-async def test_what_is_well_passes() -> None:
+async def test_healthy_instance_answers_unchanged_through_the_breaker() -> None:
     assert await call(with_breaker(Stage(i1=well))) == (1, [{"token_ids": [1]}, {"token_ids": [2]}])
 
 
@@ -245,7 +245,7 @@ async def let_go(gate: asyncio.Semaphore, pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-async def test_a_second_stage_that_hangs_is_replaced(order: str) -> None:
+async def test_hanging_second_stage_is_replaced_after_its_timeout(order: str) -> None:
     pair = make_pair(order, prefill_timeout=0.5, first_decode_token_timeout=0.5)
     second = pair.decode if order == "prefill_first" else pair.prefill
     gate = asyncio.Semaphore(0)
@@ -259,7 +259,7 @@ async def test_a_second_stage_that_hangs_is_replaced(order: str) -> None:
 
 
 @pytest.mark.parametrize(("order", "word"), [("prefill_first", "prefill"), ("decode_first", "decode")])
-async def test_a_phase_that_hangs_here_ends_too(order: str, word: str) -> None:
+async def test_hanging_phase_on_the_own_engine_raises_stage_timeout(order: str, word: str) -> None:
     pair = make_pair(order, prefill_timeout=0.5, first_decode_token_timeout=0.5, on_missing_stage="fail")
     own = pair.prefill if order == "prefill_first" else pair.decode
     gate = asyncio.Semaphore(0)

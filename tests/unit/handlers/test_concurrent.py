@@ -141,7 +141,7 @@ async def two_tokens(
     yield TokenChunk([2], finish_reason="length")
 
 
-async def test_both_phases_meet_at_one_place_and_the_push_ends_with_decode() -> None:
+async def test_concurrent_push_ends_when_decode_ends() -> None:
     push = ScriptedPush()
     answer = await collect(concurrent(push, two_tokens), request())
     assert tokens_of(answer) == [1, 2]

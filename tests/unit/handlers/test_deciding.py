@@ -70,7 +70,7 @@ def test_a_long_prompt_stays_when_the_queue_is_full(depth: int, remote: bool) ->
 
 
 @pytest.mark.parametrize(("length", "remote"), [(7, False), (8, True), (9, True)])
-def test_so_many_uncached_tokens_are_remote(length: int, remote: bool) -> None:
+def test_prefill_of_non_cached_tokens_or_more_is_remote(length: int, remote: bool) -> None:
     assert decider("non_cached_tokens", non_cached_tokens=8)(prompt(length)).remote is remote
 
 

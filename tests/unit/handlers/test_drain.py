@@ -153,7 +153,7 @@ async def test_a_cancelled_request_is_cancelled_and_not_handed_back() -> None:
     await until(lambda: drain.num_running == 0)
 
 
-async def test_the_first_reason_counts() -> None:
+async def test_first_reason_to_leave_is_the_one_that_is_reported() -> None:
     drain = WorkerDrain()
     drain.begin("its engine died")
     drain.begin("it was told to stop")

@@ -81,7 +81,7 @@ def of_peer(error: DisaggError, peer: int) -> DisaggError:
     st.sampled_from([{}, {"presence_penalty": 0.5}]),
     st.sampled_from([always_replay, replay_if_needed]),
 )
-def test_every_token_once_wherever_ways_fail(
+def test_each_token_is_sent_once_wherever_fallback_steps_fail(
     failures: list[int], sampling: dict[str, Any], replays: Replays
 ) -> None:
     """Appended or replayed."""
@@ -96,7 +96,7 @@ def test_every_token_once_wherever_ways_fail(
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (3, 7, 10)
 
 
-async def test_only_the_end_was_lost() -> None:
+async def test_failure_after_the_last_token_sends_only_the_finish_reason() -> None:
     seen: Seen = []
 
     async def endless(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
@@ -125,7 +125,9 @@ async def test_only_the_end_was_lost() -> None:
     ids=lambda value: type(value).__name__,
 )
 @pytest.mark.parametrize("after", [0, 2])
-async def test_the_category_of_the_error_decides(error: DisaggError, goes_on: bool, after: int) -> None:
+async def test_error_category_decides_whether_the_next_fallback_step_runs(
+    error: DisaggError, goes_on: bool, after: int
+) -> None:
     seen: Seen = []
     asked = request(5)
     climbing = collect(
@@ -198,7 +200,7 @@ async def test_a_dead_first_engine_costs_no_answer(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ORDERS)
-async def test_two_dead_engines_do_not_send_a_request_to_and_fro(strategy: str) -> None:
+async def test_relayed_request_is_not_relayed_back_when_both_engines_are_dead(strategy: str) -> None:
     pair = make_pair(strategy)
     first = pair.prefill if strategy == "prefill_first" else pair.decode
     first.scripts.append(Script(error=RequestError("it died")))
@@ -231,7 +233,7 @@ async def test_an_instance_that_failed_is_avoided() -> None:
     assert [r.avoid for r in seen] == [frozenset(), {10}, {10, 11}]
 
 
-async def test_none_there_is_asked_once() -> None:
+async def test_stage_without_instances_is_tried_once() -> None:
     seen: Seen = []
     missing = FallbackStep("other_instance", way(seen, 0, failing(NoInstanceError("none"))))
     asked = request()
@@ -240,7 +242,7 @@ async def test_none_there_is_asked_once() -> None:
     assert asked.trace.fallbacks == ["local: none"]
 
 
-async def test_a_client_that_left_is_not_served_on() -> None:
+async def test_no_fallback_step_runs_for_a_client_that_left() -> None:
     seen: Seen = []
     context = FakeContext()
 

@@ -191,7 +191,7 @@ async def test_a_drain_fetches_one_token_and_drops_it() -> None:
     assert [result.outputs[0].length for result in engine.llm.results] == [1]
 
 
-async def test_a_drain_never_fails(caplog: pytest.LogCaptureFixture) -> None:
+async def test_failed_drain_logs_no_warning_and_leaves_no_task(caplog: pytest.LogCaptureFixture) -> None:
     engine, closed = recording_engine(), recording_engine()
     asked = await prefilled()
     LLM.kv_store.clear()
@@ -253,7 +253,7 @@ async def test_a_request_of_an_engine_that_died_goes_on_elsewhere(phase: str) ->
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode", "both"])
-async def test_an_engine_that_gave_up_is_a_timeout(phase: str) -> None:
+async def test_engine_finish_reason_timeout_raises_stage_timeout_error(phase: str) -> None:
     engine = recording_engine()
     engine.llm.scripts.append(Script(ends_with="timeout"))
     with pytest.raises(StageTimeoutError):

@@ -73,7 +73,7 @@ async def test_a_request_may_move_twice() -> None:
     assert tokens_of([*whole[:2], *once[:2], *twice]) == tokens_of(whole)
 
 
-async def test_only_the_first_chunk_says_how_the_request_began() -> None:
+async def test_only_the_first_chunk_has_the_migration_link() -> None:
     chunks = await collect(resume_migrated(Worker(), always_replay), request(4))
     assert [chunk.worker_trace_link is not None for chunk in chunks] == [True, False, False, False]
 
@@ -92,7 +92,7 @@ def replace_end(chunk: TokenChunk) -> TokenChunk:
     return TokenChunk(chunk.token_ids, worker_trace_link=chunk.worker_trace_link)
 
 
-async def test_two_halves_of_different_answers_are_not_glued_together() -> None:
+async def test_migrated_answer_that_begins_differently_is_an_error() -> None:
     raw = raw_request(6)
     whole = await collect(resume_migrated(Worker(), always_replay), decode_request(raw))
     other = TokenChunk([4711], worker_trace_link=whole[0].worker_trace_link)
@@ -122,7 +122,7 @@ async def test_an_engine_that_is_not_exact_goes_on_as_dynamo_has_it_where_that_i
         {"trace_id": 5, "span_id": None},
     ],
 )
-async def test_a_link_that_says_nothing_changes_nothing(link: Any) -> None:
+async def test_invalid_migration_link_changes_nothing(link: Any) -> None:
     worker = Worker()
     asked = decode_request(raw_request(4, sampling_options={"seed": 1}, migration_link=link))
     await collect(resume_migrated(worker, always_replay), asked)

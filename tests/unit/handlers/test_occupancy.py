@@ -248,7 +248,7 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def test_the_occupancy_of_a_stage_is_the_mean_of_those_that_tell_it() -> None:
+async def test_stage_occupancy_is_the_mean_of_instances_with_a_valid_report() -> None:
     told: list[Any] = [
         {"kv_occupancy": 0.9},
         {"kv_occupancy": 0.5},
@@ -281,7 +281,7 @@ async def test_each_instance_is_asked_once_in_a_while_however_many_requests_come
     assert there.instances[0].asked == 2
 
 
-async def test_what_an_instance_said_is_forgotten_when_it_goes_or_says_no_more() -> None:
+async def test_occupancy_of_an_instance_is_dropped_when_it_leaves_or_stops_reporting() -> None:
     there = stage({"kv_occupancy": 1.0}, {"kv_occupancy": 0.0})
     clock = Clock()
     occupancy = StageOccupancy(there, clock)

@@ -89,7 +89,7 @@ def test_of_kv_that_was_fetched_only_what_this_engine_had_counts(
     assert last.engine_data == told
 
 
-def test_an_engine_that_gave_up_is_a_timeout() -> None:
+def test_engine_finish_reason_timeout_raises_stage_timeout_error() -> None:
     with pytest.raises(StageTimeoutError):
         OutputCursor(3).advance(result_of([5], "timeout"))
 

@@ -186,7 +186,7 @@ async def test_what_a_dead_decode_worker_has_not_taken_is_fetched_by_another_one
     assert kinds(lossy.both.engines[Role.DECODE].llm) == ["generation_only"] * 3
 
 
-async def test_the_next_prefill_says_what_was_taken_before_it() -> None:
+async def test_next_prefill_request_reports_the_previous_attempt_as_taken() -> None:
     lossy = Lossy(num_lost=0)
     way = lossy.both.clients[Role.PREFILL]
     for _ in range(3):
@@ -197,7 +197,7 @@ async def test_the_next_prefill_says_what_was_taken_before_it() -> None:
     assert way.notices == []
 
 
-async def test_what_was_taken_is_said_again_when_the_prefill_that_said_it_is_lost() -> None:
+async def test_taken_report_is_repeated_when_its_prefill_request_fails() -> None:
     instance, notices = RecordingStageClient(), Notices(sender=2)
     notices.taken(instance, before := notices.prefill(instance))
     asked = notices.prefill(instance)
@@ -207,7 +207,7 @@ async def test_what_was_taken_is_said_again_when_the_prefill_that_said_it_is_los
     assert notices.prefill(instance).taken == before.attempts
 
 
-async def test_a_decode_worker_says_what_it_has_taken_and_once_for_all(
+async def test_collected_taken_reports_are_sent_in_one_notice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(recall, "COLLECT_SECONDS", 0.05)
@@ -271,14 +271,14 @@ async def test_kv_whose_lease_has_ended_is_not_fetched() -> None:
     assert worker.looks({3}, {3}) == 0
 
 
-async def test_a_worker_without_a_number_is_not_missed() -> None:
+async def test_unnumbered_sender_is_never_taken_for_gone() -> None:
     assert Prefiller(sender=None).looks({3}, {3}) == 0
 
 
 # -- notices are no requests
 
 
-async def test_a_notice_is_heard_by_a_worker_that_refuses_requests(caplog: pytest.LogCaptureFixture) -> None:
+async def test_notice_is_handled_by_a_worker_that_refuses_requests(caplog: pytest.LogCaptureFixture) -> None:
     heard: list[GenerateRequest] = []
 
     class Sink:
@@ -303,7 +303,7 @@ async def test_a_notice_is_heard_by_a_worker_that_refuses_requests(caplog: pytes
     assert (len(heard), sink.ended_requests, caplog.text) == (1, 0, "")
 
 
-async def test_an_instance_that_hears_notices_still_counts_as_silent() -> None:
+async def test_delivered_notices_do_not_reset_the_failures_of_an_instance() -> None:
     silent = RecordingStageClient()
     breaker = CircuitBreaker(2, 60.0)
 
@@ -322,7 +322,7 @@ async def test_an_instance_that_hears_notices_still_counts_as_silent() -> None:
     assert breaker.num_open() == 1
 
 
-async def test_an_older_worker_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_worker_that_refuses_notices_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recall, "COLLECT_SECONDS", 0.0)
 
     class Older(RecordingStageClient):

@@ -104,7 +104,7 @@ async def test_an_answer_without_a_handoff_is_final() -> None:
         ([{"token_ids": [], "disaggregated_params": PARAMS}], "0 tokens", 0),
     ],
 )
-async def test_a_bad_answer_is_the_peers_fault_and_its_kv_is_let_go(
+async def test_invalid_prefill_answer_raises_peer_unavailable_and_drains_its_kv(
     answers: list[Any], message: str, drains: int
 ) -> None:
     prefill = Prefill(*answers)
@@ -113,7 +113,7 @@ async def test_a_bad_answer_is_the_peers_fault_and_its_kv_is_let_go(
     assert len(prefill.drained) == drains
 
 
-async def test_an_error_after_the_answer_lets_its_kv_go() -> None:
+async def test_error_after_the_prefill_answer_drains_its_kv() -> None:
     prefill = Prefill(PREFILLED, error=PeerUnavailableError("died"))
     with pytest.raises(PeerUnavailableError, match="died"):
         await prefill()

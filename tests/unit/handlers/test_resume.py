@@ -33,7 +33,7 @@ def test_what_is_delivered_becomes_prompt() -> None:
     assert (asked.token_ids, asked.raw["stop_conditions"]["max_tokens"]) == (PROMPT, 8)
 
 
-def test_no_limit_stays_none() -> None:
+def test_remainder_of_a_request_without_max_tokens_has_none() -> None:
     rest = remainder_of(request(None), DELIVERED)
     assert rest.request.stop.max_tokens is None
     assert rest.request.raw["stop_conditions"]["max_tokens"] is None
@@ -62,7 +62,7 @@ def test_what_depends_on_more_than_text_is_replayed(sampling: dict[str, Any]) ->
     assert rest.request is asked
 
 
-def test_no_penalty_is_none() -> None:
+def test_neutral_penalties_allow_appending() -> None:
     sampling = {"presence_penalty": 0.0, "repetition_penalty": 1.0}
     assert isinstance(remainder_of(request(sampling_options=sampling), DELIVERED), Appended)
 
@@ -89,12 +89,12 @@ def test_a_replay_gives_what_is_new_once(length: int, num_delivered: int, cuts: 
     assert all(chunk.token_ids or chunk.finish_reason for chunk in new)
 
 
-def test_another_answer_is_never_glued_on() -> None:
+def test_replay_that_begins_differently_is_an_error() -> None:
     with pytest.raises(EngineError, match="began it differently"):
         Replayed(request(), [1, 2]).new(TokenChunk([1, 3]))
 
 
-def test_an_answer_that_only_lost_its_end() -> None:
+def test_answer_with_all_its_tokens_has_ended_and_gets_an_end_chunk() -> None:
     assert has_ended(request(3), DELIVERED)
     assert not has_ended(request(4), DELIVERED)
     assert not has_ended(request(None), DELIVERED)

@@ -108,7 +108,7 @@ async def test_one_token_never_reaches_decode(order: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-async def test_a_stop_later_is_decodes(strategy: str) -> None:
+async def test_stop_token_after_the_first_token_ends_the_decode(strategy: str) -> None:
     pair = make_pair(strategy)
     pair.prefill.scripts.append(Script(tokens=[5]))
     pair.decode.scripts.append(Script(tokens=[5, 6, EOS_TOKEN, 7]))

@@ -148,7 +148,7 @@ def test_an_unreadable_address_is_an_error(pools: tuple[Pool, Pool], address: by
         pools[1].read(card, [0], [0])
 
 
-def test_a_card_that_lies_about_its_size_is_an_error(pools: tuple[Pool, Pool]) -> None:
+def test_metadata_with_more_blocks_than_the_pool_raises_a_transfer_error(pools: tuple[Pool, Pool]) -> None:
     card = msgspec.structs.replace(pools[0].card, sender="liar", num_blocks=9)
     with pytest.raises(KvTransferError, match="liar"):
         pools[1].read(card, [8], [0])

@@ -122,7 +122,7 @@ def test_a_read_of_a_stopped_peer_times_out_and_lands_never() -> None:
         receiver.close()
 
 
-def test_it_is_what_default_means_between_hosts_and_refused_on_one() -> None:
+def test_default_is_tls_between_hosts_and_tls_is_refused_on_one_host() -> None:
     chosen = create_transport("DEFAULT", NETWORK)
     has_rdma = bool(glob.glob("/sys/class/infiniband/*"))
     assert chosen.name == ("NIXL" if has_rdma else "TLS")

@@ -95,7 +95,7 @@ def test_idle_time_is_not_caught_up() -> None:
     assert core.seconds_of(prompt_of(64, salt=3), 1)[0] == pytest.approx(prefill_seconds(64), rel=1e-9)
 
 
-def test_a_step_that_this_process_was_too_slow_for_says_how_late_it_is() -> None:
+def test_late_modelled_step_reports_its_lateness() -> None:
     clock = VirtualClock()
     core = ModelledTestCore(clock)
     core.add(prompt_of(64), 3)
@@ -191,7 +191,7 @@ def test_a_prompt_that_ends_with_the_start_of_an_answer_goes_on_with_the_rest() 
     assert core.generate(prompt_of(50) + answer[:4], 6) == answer[4:]
 
 
-def test_the_pool_is_as_large_as_the_measurement_says_unless_it_is_bounded() -> None:
+def test_pool_has_the_measured_size_unless_max_tokens_bounds_it() -> None:
     assert ModelledTestCore().engine.blocks.num_blocks == MEASURED["kv_pool_tokens"] // 32
     bounded = ModelledTestCore(kv_cache_config={"max_tokens": 640})
     assert bounded.engine.blocks.num_blocks == 20

@@ -71,7 +71,7 @@ async def test_in_prefill_first_any_prefill_worker_has_the_prefill_and_decode_ge
         await stage.idle()
 
 
-async def test_in_prefill_first_a_decode_worker_lets_go_of_what_no_decode_was_started_for(
+async def test_in_prefill_first_a_handoff_without_a_decode_is_released(
     nats: NatsServer, no_leaks: None
 ) -> None:
     async with queueing(nats, "prefill_first") as queue:
@@ -132,7 +132,7 @@ async def test_a_request_goes_to_no_instance_that_has_failed_it(queue: Queueing)
     assert (len(failed.llm.results), len(other.llm.results)) == (0, 6)
 
 
-async def test_where_only_that_one_is_there_the_request_fails(queue: Queueing) -> None:
+async def test_request_fails_when_the_only_worker_is_avoided(queue: Queueing) -> None:
     queue.limits = QueueLimits(offers=5)
     pushing = await queue.pusher()
     await queue.puller(1)

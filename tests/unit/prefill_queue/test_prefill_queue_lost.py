@@ -37,7 +37,7 @@ async def administrator(queue: Queueing) -> AsyncIterator[JetStreamContext]:
 
 
 @pytest.mark.parametrize("what", ["stream", "consumer"])
-async def test_what_is_deleted_in_nats_is_made_anew_and_waiting_requests_are_told(
+async def test_deleted_stream_or_consumer_is_recreated_and_waiting_requests_fail(
     queue: Queueing, what: str
 ) -> None:
     pushing, watching = await queue.pusher(), await queue.pusher()
@@ -97,7 +97,7 @@ class HardOfHearing(Broker):
             yield
 
 
-async def test_an_answer_that_is_heard_late_is_still_good(queue: Queueing) -> None:
+async def test_answer_received_late_is_used(queue: Queueing) -> None:
     """Its pusher stood still for longer than its worker waits for a word. The handoff may be used by then."""
 
     async def late(hear: Hear, message: Msg) -> None:
@@ -113,7 +113,7 @@ async def test_an_answer_that_is_heard_late_is_still_good(queue: Queueing) -> No
     assert len(pulling.llm.results) == 1
 
 
-async def test_a_handoff_is_let_go_when_its_pusher_dies_of_the_answer(queue: Queueing) -> None:
+async def test_handoff_is_released_when_its_pusher_dies_with_the_answer(queue: Queueing) -> None:
     """NATS has delivered it to a puller that is gone by the time that a word is due."""
     ending: list[asyncio.Task[None]] = []
 
@@ -155,7 +155,7 @@ def test_workers_that_could_not_serve_a_request_together_are_of_another_kind(cha
     assert kind_of(described(**change)) != kind_of(described())
 
 
-def test_role_and_strategy_are_of_no_account() -> None:
+def test_kind_does_not_depend_on_role_and_strategy() -> None:
     """A switch changes the strategy, and the queue stays."""
     for change in ({"role": Role.DECODE}, {"config": {"strategy": "prefill_first"}}):
         assert kind_of(described(**change)) == kind_of(described())

@@ -68,7 +68,7 @@ async def hangs(result: RequestOutput) -> bool:
     return not done
 
 
-def test_every_edge_is_off_or_on() -> None:
+def test_pessimistic_sets_every_hard_edge_and_forgiving_none() -> None:
     assert set(dataclasses.asdict(PESSIMISTIC).values()) == {True}
     assert set(dataclasses.asdict(FORGIVING).values()) == {False}
 
@@ -125,7 +125,7 @@ async def test_asking_for_news_returns_with_the_first_ones() -> None:
     later.join()
 
 
-async def test_a_second_reader_finds_nothing() -> None:
+async def test_statistic_is_given_to_one_reader_only() -> None:
     llm = make(enable_iter_perf_stats=True)
     llm.stats = [{"iter": 0}, {"iter": 1}]
     first, second = llm.get_stats_async(timeout=0), llm.get_stats_async(timeout=0)
@@ -135,7 +135,7 @@ async def test_a_second_reader_finds_nothing() -> None:
 
 
 @pytest.mark.parametrize("method", ["get_stats_async", "get_kv_cache_events_async"])
-async def test_what_is_switched_off_is_silent(method: str) -> None:
+async def test_statistics_and_events_that_are_off_are_empty(method: str) -> None:
     llm = make()
     llm.stats = llm.kv_cache_events = [{"iter": 0}]
     assert [item async for item in getattr(llm, method)(timeout=0)] == []
@@ -185,7 +185,7 @@ async def test_a_decode_frees_it_and_each_engine_counts_its_own() -> None:
     assert (first.held_contexts, second.held_contexts) == (0, 1)
 
 
-async def test_fetched_kv_is_told_free_in_the_step_of_the_next_request_only() -> None:
+async def test_fetched_kv_is_reported_free_only_in_the_next_requests_step() -> None:
     llm = make(enable_iter_perf_stats=True)
 
     async def used() -> list[int]:
@@ -214,7 +214,7 @@ async def test_a_prefill_that_stops_or_is_aborted_holds_nothing() -> None:
 
 
 @BOTH
-async def test_the_result_of_a_request_that_raised_does_not_say_finished(edges: HardEdges) -> None:
+async def test_result_that_raised_is_not_finished_with_pessimistic_edges(edges: HardEdges) -> None:
     llm = make(edges)
     llm.scripts.append(Script(error=RequestError(CONTEXT_TRANSFER_ERROR)))
     result = llm.generate_async(PROMPT)
@@ -226,7 +226,7 @@ async def test_the_result_of_a_request_that_raised_does_not_say_finished(edges: 
 
 
 @pytest.mark.parametrize("chunked", [True, False])
-async def test_a_prompt_above_max_num_tokens(chunked: bool) -> None:
+async def test_prompt_above_max_num_tokens_is_refused_without_chunked_prefill(chunked: bool) -> None:
     llm = make(max_num_tokens=2, max_batch_size=2, enable_chunked_prefill=chunked)
     if chunked:
         await llm.generate_async(PROMPT).aresult()
@@ -365,6 +365,6 @@ def test_ids_are_made_as_the_version_makes_them(version: str, arguments: tuple[i
                 utils.get_global_disagg_request_id(1024)
 
 
-def test_a_version_that_is_none_is_refused() -> None:
+def test_invalid_version_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"version: 'newest' .* such as 1.3.0rc29"):
         global_id_function("newest")

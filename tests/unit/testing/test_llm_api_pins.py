@@ -114,7 +114,7 @@ def parameters(function: Callable[..., Any]) -> dict[str, Any]:
 # -- the embedded engine and the stand-in
 
 
-def test_every_pin_says_where_it_is_from() -> None:
+def test_every_pin_has_its_version_and_source() -> None:
     assert {OLD, NEW, STABLE, FIRST_TAKEN, *NEWEST.values()} == set(PINS)
     for version, pin in PINS.items():
         assert pin["version"] == version

@@ -100,7 +100,7 @@ def test_events_and_stats_have_to_be_turned_on() -> None:
 # -- an engine that misbehaves
 
 
-async def test_the_end_can_be_another_one() -> None:
+async def test_scripted_finish_reason_is_returned() -> None:
     llm = make()
     llm.scripts.append(Script(ends_with="timeout"))
     result = await llm.generate_async(PROMPT, SamplingParams(max_tokens=2)).aresult()

@@ -133,7 +133,7 @@ async def test_an_up_that_is_frozen_costs_a_look_its_deadline_also_when_its_sock
             assert seen.doubt.startswith("`up` does not answer: ")
 
 
-async def test_warnings_that_workers_log_are_told_once(tmp_path: Path) -> None:
+async def test_each_logged_warning_is_shown_once(tmp_path: Path) -> None:
     run_dir = RunDir.claim(tmp_path / "run")
     log = run_dir.log("decode-0")
     log.write_text("13:00:00.000 WARNING trtllm_disagg.x: before\n")

@@ -27,7 +27,7 @@ YES, NO = (TraceParent(TRACE_ID, "00f067aa0ba902b7", sampled) for sampled in (Tr
         ({"OTEL_TRACES_SAMPLER": "always_on", "OTEL_TRACES_SAMPLE_RATIO": "0"}, True, True, True),
     ],
 )
-def test_a_sampler_decides_and_follows_its_caller_unless_it_is_told_not_to(
+def test_sampler_decision_for_each_otel_setting_and_parent(
     variables: dict[str, str], alone: bool, below_yes: bool, below_no: bool
 ) -> None:
     sampler = sampler_of(variables)

@@ -37,7 +37,7 @@ def test_a_tree_is_given_when_its_root_ends_and_what_ends_later_by_itself() -> N
     assert request.start <= prefill.start <= prefill.end <= request.end <= late.end
 
 
-def test_an_error_that_leaves_a_span_is_its_error_and_a_reader_that_leaves_is_none() -> None:
+def test_exception_in_a_span_is_its_error_and_generator_exit_is_not() -> None:
     got = Batches()
     root = Recording(TRACE_ID, got.take).root("request", None)
     with pytest.raises(ValueError, match="too long"), root.child("dispatch"):
@@ -98,7 +98,7 @@ def test_an_engine_and_another_worker_go_on_below_the_span() -> None:
         f"00-{TRACE_ID}-01",
     ],
 )
-def test_a_trace_context_that_means_nothing_is_none(text: str | None) -> None:
+def test_invalid_traceparent_is_read_as_none(text: str | None) -> None:
     assert TraceParent.read(text) is None
     assert TraceParent.read(str(PARENT)) == PARENT
 

@@ -76,7 +76,7 @@ def test_a_span_that_cannot_be_written_is_lost_alone(
     assert "spans are lost" in caplog.text
 
 
-def test_what_a_disk_that_stands_still_has_no_room_for_is_counted_and_told_once(
+def test_spans_dropped_during_a_blocked_write_are_counted_and_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A pipe that is not read is such a disk."""
@@ -95,7 +95,7 @@ def test_what_a_disk_that_stands_still_has_no_room_for_is_counted_and_told_once(
     assert told == [f"{file}: spans are lost: the disk does not keep up", f"{file}: 6 spans were lost"]
 
 
-def test_a_disk_that_has_room_for_half_a_line_gets_none_of_it(tmp_path: Path) -> None:
+def test_span_line_that_does_not_fit_on_the_disk_is_not_written_at_all(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     write(file, [ROOT])
     half, (_, hard) = file.stat().st_size * 3 // 2, resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -108,7 +108,7 @@ def test_a_disk_that_has_room_for_half_a_line_gets_none_of_it(tmp_path: Path) ->
     assert [each.data for each in read_spans(file)] == [ROOT, CHILD]
 
 
-def test_a_file_that_cannot_be_written_fails_no_request_and_is_told_once(
+def test_unwritable_trace_file_fails_no_request_and_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(tmp_path / "missing" / "a.jsonl", [ROOT], [ROOT])

@@ -59,7 +59,7 @@ def test_a_request_is_read_and_kept() -> None:
     assert read.prefill_result is None
 
 
-def test_the_least_that_a_request_has() -> None:
+def test_request_with_token_ids_only_has_defaults() -> None:
     read = decode_request({"token_ids": [1]})
     assert (read.stop, read.sampling, read.output) == (StopConditions(), SamplingOptions(), OutputOptions())
     assert (read.cache_salt, read.priority, read.annotations, read.prefill_result) == (None, None, (), None)
@@ -119,7 +119,7 @@ def test_a_bad_request_names_the_key(raw: Any, named: str) -> None:
         {"disaggregated_params": {}, "prompt_tokens_details": 5},
     ],
 )
-def test_a_malformed_prefill_result_is_a_refused_handoff(prefill_result: Any) -> None:
+def test_malformed_prefill_result_raises_handoff_refused(prefill_result: Any) -> None:
     with pytest.raises(HandoffRefusedError, match="prefill_result"):
         decode_request(raw_request(prefill_result=prefill_result))
 

@@ -74,7 +74,7 @@ def test_a_worker_describes_what_has_to_be_equal() -> None:
     }
 
 
-def test_nothing_said_is_the_default() -> None:
+def test_fingerprint_of_null_settings_has_defaults() -> None:
     fingerprint = Fingerprint.of("embedded", {"kv_cache_config": None}, 16)
     assert (fingerprint.dtype, fingerprint.kv_dtype, fingerprint.transceiver) == ("auto", "auto", None)
 
@@ -120,7 +120,7 @@ def test_all_differences_are_named_at_once() -> None:
     assert message.count(";") == 3
 
 
-def test_an_agg_worker_is_no_stage() -> None:
+def test_agg_worker_is_refused_as_a_stage() -> None:
     with pytest.raises(ConfigError, match="--disaggregation-mode: no stage of agg is called by prefill"):
         require_pair(described("prefill"), described("agg"))
 
@@ -167,7 +167,7 @@ TRT: dict[str, Any] = {"engine": "tensorrt_llm"}
         ),
     ],
 )
-def test_two_engines_that_cannot_read_each_others_kv_are_told_why(
+def test_incompatible_transceivers_are_refused_with_the_reason(
     prefill: dict[str, Any], decode: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -237,7 +237,7 @@ def test_what_only_one_engine_knows_does_not_part_a_queue() -> None:
 
 
 @pytest.mark.parametrize("answer", [{}, {"token_ids": [1], "finish_reason": "stop"}])
-def test_a_stranger_does_not_fit(answer: dict[str, Any]) -> None:
+def test_answer_that_is_no_description_is_refused(answer: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="prefill 'embedded', None None"):
         require_pair(described("prefill"), answer)
 
@@ -257,7 +257,7 @@ def test_every_worker_that_is_there_has_to_fit() -> None:
         {"role": "prefill", "served_model_name": "another"},
     ],
 )
-def test_workers_of_other_deployments_may_be_as_they_like(other: dict[str, Any]) -> None:
+def test_workers_of_other_deployments_are_not_compared(other: dict[str, Any]) -> None:
     require_fit(described("decode"), [described(block_size=64, **other)])
 
 

@@ -133,7 +133,7 @@ async def test_one_that_comes_into_a_switched_deployment_takes_its_place_there(
     assert worker.describe()["was_switched"] is True
 
 
-async def test_a_command_that_came_during_the_start_has_the_last_word() -> None:
+async def test_command_received_during_the_start_wins_over_the_startup_strategy() -> None:
     worker, registration, live = stage_state("decode", "decode_first")
     await worker.handle_command(switch_to("auto"))
     await worker.apply("prefill_first")
@@ -190,7 +190,7 @@ async def test_a_worker_with_an_endpoint_of_its_own_is_not_switched(
         assert (live.strategy.value, registration.history) == ("decode_first", [])
 
 
-async def test_changes_come_one_after_the_other() -> None:
+async def test_concurrent_switch_commands_run_one_after_the_other() -> None:
     worker, registration, live = stage_state("prefill", "decode_first")
     orders = ("prefill_first", "decode_first", "prefill_first")
     await asyncio.gather(*(worker.handle_command(switch_to(to)) for to in orders))
@@ -198,7 +198,7 @@ async def test_changes_come_one_after_the_other() -> None:
     assert live.strategy.value == "prefill_first"
 
 
-async def test_a_change_that_was_begun_is_done_when_the_asker_is_gone() -> None:
+async def test_switch_completes_when_its_caller_disconnects() -> None:
     worker, registration, _ = stage_state("prefill", "decode_first")
     asking = asyncio.create_task(worker.handle_command(switch_to("prefill_first")))
     await asyncio.sleep(0)

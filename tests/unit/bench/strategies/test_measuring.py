@@ -104,7 +104,7 @@ async def test_step_times_are_set_before_the_first_request_and_a_second_before_o
     assert [sensitivity for _, sensitivity in switching.done] == said
 
 
-def test_pauses_follow_drains_and_patience() -> None:
+def test_pause_between_points_grows_with_drain_and_patience() -> None:
     def pause(drain: float, patience: float = 1.0) -> float:
         first, second = Schedule.of([(replace(LOW, drain_s=drain), ASKS), (HIGH, ASKS)], patience).stretches
         return second.begin - first.end

@@ -146,7 +146,7 @@ def test_choices_grow_apart_and_end_apart() -> None:
     assert [output.finish_reason for output in result.outputs] == ["length", "stop"]
 
 
-def test_a_stop_word_takes_its_start_back_with_its_logprobs() -> None:
+def test_stop_word_removes_its_delivered_start_and_logprobs() -> None:
     result = request(streaming=False)
     for token in (5, 6):
         result.deliver(tokens(token, logprobs=[[(token, -0.5, 1)]]))

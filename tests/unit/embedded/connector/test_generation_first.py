@@ -162,7 +162,7 @@ def test_prefill_reads_what_decode_has_instead_of_computing_it(duo: Duo, agg: Co
     assert after["kvBytesSaved"] - before["kvBytesSaved"] == 4 * BLOCK_BYTES
 
 
-def test_what_prefill_has_read_it_knows_for_later(duo: Duo) -> None:
+def test_prefix_read_from_decode_is_cached_by_prefill(duo: Duo) -> None:
     stem = prompt(3 * BLOCK, salt=151)
     duo.decode.generate(stem, 1)
     duo.generate([*stem, 5])
@@ -170,7 +170,7 @@ def test_what_prefill_has_read_it_knows_for_later(duo: Duo) -> None:
     assert answer.cached_tokens == 3 * BLOCK
 
 
-def test_a_whole_hit_moves_nothing_but_the_token(duo: Duo) -> None:
+def test_prompt_fully_cached_on_decode_moves_no_kv(duo: Duo) -> None:
     tokens = prompt(3 * BLOCK, salt=152)
     first = duo.generate(tokens)
     before = totals(duo.decode)
@@ -221,6 +221,6 @@ def test_the_same_id_twice_is_refused(duo: Duo) -> None:
     duo.run()
 
 
-def test_an_engine_without_a_transport_meets_no_other(agg: Core) -> None:
+def test_rendezvous_on_an_engine_without_transceiver_backend_is_refused(agg: Core) -> None:
     answer = agg.run(agg.add(prompt(9), 1, request_type="context_only", rendezvous=Rendezvous(1)))
     assert "set cache_transceiver_config.backend" in str(answer.error)

@@ -117,7 +117,7 @@ def test_a_sampled_answer_goes_on_with_the_seed_of_its_first_token(pair: Pair) -
     assert first != answer.tokens, "an unseeded request has a seed of its own"
 
 
-def test_prefill_says_what_it_found_in_its_cache_and_decode_repeats_it(pair: Pair) -> None:
+def test_cached_tokens_of_prefill_are_repeated_by_decode(pair: Pair) -> None:
     tokens = prompt(2 * BLOCK + 5, salt=5)
     pair.generate(tokens)
     handoff = pair.prefill.prefill(tokens)

@@ -84,7 +84,7 @@ def assert_refused(answer: Answer, reason: str, category: str = REFUSED) -> None
     assert (answer.category, answer.tokens) == (category, [])
 
 
-def test_a_handle_is_good_for_one_use(prefill: Core, decode: Core, right_tokens: list[int]) -> None:
+def test_second_use_of_a_handle_is_refused(prefill: Core, decode: Core, right_tokens: list[int]) -> None:
     handoff = prefill.prefill(PROMPT)
     assert pull(decode, handoff).tokens == right_tokens
     assert_refused(pull(decode, handoff), "does not hold this handoff")
@@ -190,7 +190,7 @@ def test_an_endpoint_without_listener_means_unavailable(prefill: Core, decode: C
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(flips=st.sets(st.tuples(st.integers(0, 999), st.integers(0, 7)), min_size=1, max_size=2))
-def test_flipped_bits_never_yield_any_answer(
+def test_handle_with_flipped_bits_gives_no_wrong_answer(
     prefill: Core, decode: Core, flips: set[tuple[int, int]]
 ) -> None:
     mine, other = prefill.prefill(PROMPT), prefill.prefill(OTHER)

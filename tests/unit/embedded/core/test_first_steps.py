@@ -41,7 +41,7 @@ def test_weights_that_are_no_numbers_are_refused(
 
 @pytest.mark.parametrize("tokens_per_block", [1, 2, 32])
 @pytest.mark.parametrize("blocks", [1, 2, 3, 4])
-def test_the_smallest_pools_have_room_for_them(
+def test_warm_up_steps_fit_into_the_smallest_pools(
     checkpoints: Checkpoints, tokens_per_block: int, blocks: int
 ) -> None:
     pool = {"max_tokens": blocks * tokens_per_block, "tokens_per_block": tokens_per_block}

@@ -34,7 +34,7 @@ def watch(failures: Failures) -> Iterator[StepWatch]:
     watch.close()
 
 
-def test_a_step_that_hangs_is_told_once(watch: StepWatch, failures: Failures) -> None:
+def test_hanging_step_is_reported_once(watch: StepWatch, failures: Failures) -> None:
     with watch:
         assert failures.came.wait(10)
     assert failures.reasons == ["a step has not ended after 0.2 s (embedded.step_timeout_seconds)"]

@@ -87,7 +87,7 @@ def test_a_damaged_entry_is_compiled_again(
     assert (after(4), compiled_and_loaded(after)) == (8, (0, 1))
 
 
-def test_a_folder_that_is_gone_costs_only_the_time(
+def test_missing_kernel_folder_compiles_without_caching(
     tmp_path: Path, said: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     class Own(Kernel):
@@ -217,7 +217,7 @@ def test_a_kernel_that_no_process_compiles_is_compiled_ahead_once(new_kernel: Ca
     assert (compiled_and_loaded(first), compiled_and_loaded(second)) == ((1, 0), (0, 1))
 
 
-def test_waiting_for_several_kernels_is_said_once(
+def test_wait_for_several_kernels_is_reported_once(
     tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     locks, others = CompileLocks(said.append), CompileLocks(said.append)

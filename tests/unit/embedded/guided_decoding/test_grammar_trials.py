@@ -114,7 +114,7 @@ def test_a_grammar_that_needs_too_much_memory_is_refused(start: TrialStart) -> N
     heard.trials.close()
 
 
-def test_a_process_that_does_not_get_on_is_ended_and_the_grammar_not_blamed(start: TrialStart) -> None:
+def test_trial_process_without_cpu_time_is_killed_and_the_grammar_not_refused(start: TrialStart) -> None:
     heard = Heard(msgspec.structs.replace(start, cpu_seconds=60.0, wall_seconds=0.2))
     for request in (1, 2):
         heard.enter(request, ENDLESS)

@@ -133,7 +133,7 @@ def test_disaggregated_gives_the_same_tokens(
     cores[1].assert_idle()
 
 
-def test_neighbours_do_not_matter(core: Core) -> None:
+def test_guided_answer_is_the_same_alone_and_in_a_batch(core: Core) -> None:
     specs = [
         guided(GuidedDecodingParams(json=SCHEMA), seed=1, logprobs=1),
         SamplingSpec(max_tokens=40),

@@ -102,7 +102,7 @@ def test_an_empty_answer_ends_at_prefill(cores: tuple[Core, Core], core: Core) -
 # -- what goes wrong costs its own request only
 
 
-def test_a_grammar_that_the_tokenizer_does_not_know(core: Core) -> None:
+def test_grammar_with_an_unknown_token_is_refused_and_other_requests_continue(core: Core) -> None:
     params = GuidedDecodingParams(grammar="start: <|no_such_token|>")
     running = core.add(PROMPT, 20)
     answer = run(core, guided(params))
