@@ -66,7 +66,7 @@ def assert_work(deployed: Served, before: Mapping[str, Work], expected: Mapping[
 
 
 @pytest.mark.parametrize("strategy", DISAGGREGATED)
-def test_each_worker_does_its_own_part_only(strategy: str, deployed: Served) -> None:
+def test_each_phase_runs_on_its_workers_engine_only(strategy: str, deployed: Served) -> None:
     deployed.wait_until_idle()
     before = {role: work_of(deployed, role) for role in ("prefill", "decode")}
 

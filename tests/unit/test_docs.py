@@ -167,7 +167,7 @@ def test_every_cell_about_a_peer_has_a_dated_source_or_a_question_mark() -> None
     assert not bare
 
 
-def test_the_line_that_moves_a_script_from_dynamo_trtllm_moves_it(tmp_path: Path) -> None:
+def test_sed_line_of_the_page_replaces_dynamo_trtllm_in_scripts(tmp_path: Path) -> None:
     (line,) = re.findall(
         r"^    (sed .*)$", (DOCS / "reference/from-dynamo-trtllm.md").read_text(), re.MULTILINE
     )

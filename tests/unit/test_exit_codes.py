@@ -82,7 +82,7 @@ def test_a_closed_stream_changes_no_exit_code(closed: str, argv: str, told: str,
     assert "Traceback" not in ended.stderr
 
 
-def test_a_pipe_that_breaks_elsewhere_is_an_error(
+def test_broken_pipe_of_a_child_process_exits_with_1(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def break_pipe(args: argparse.Namespace) -> ExitCode:

@@ -221,7 +221,7 @@ def test_mpirun_starts_the_ranks_of_each_engine(slurm: FakeSlurm) -> None:
     assert on_embedded["environment"]["CUDA_VISIBLE_DEVICES"] == "5"
 
 
-def test_a_worker_that_fails_takes_the_launcher_of_its_ranks_along(slurm: FakeSlurm) -> None:
+def test_failed_worker_ends_the_launcher_of_its_ranks(slurm: FakeSlurm) -> None:
     slurm.program("mpirun", '#!/usr/bin/env bash\n"${@:3}"\n')
     failed = start(slurm, "mpi.sh", "agg")
     assert failed.wait(SECONDS) != 0, "the launcher waits for 10 minutes"

@@ -61,7 +61,7 @@ def unreachable(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield url
 
 
-def test_a_name_in_the_cache_is_its_snapshot(
+def test_cached_hub_name_resolves_to_its_snapshot(
     cache: HubCache, checkpoints: Checkpoints, offline: None
 ) -> None:
     cache.add(checkpoints("llama"))
@@ -150,7 +150,7 @@ def test_the_library_names_its_own_argument(cache: HubCache, offline: None) -> N
         ("there/none", False),
     ],
 )
-def test_paths_are_not_asked_for_on_the_hub(
+def test_local_path_is_not_looked_up_on_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, is_name: bool
 ) -> None:
     (tmp_path / "there" / "model").mkdir(parents=True)

@@ -83,7 +83,7 @@ def test_the_package_list_has_every_folder() -> None:
     assert sorted(PYPROJECT["tool"]["setuptools"]["packages"]) == sorted(found)
 
 
-def test_the_link_is_a_link_into_this_tree() -> None:
+def test_handlers_is_a_link_to_the_top_level_folder() -> None:
     link = ROOT / PACKAGE / "handlers"
     assert link.is_symlink()
     assert link.readlink() == Path("../handlers")

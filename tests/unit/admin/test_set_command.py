@@ -183,6 +183,6 @@ async def test_without_a_deciding_worker_it_is_refused(
         ("--eff-isl-threshold 5 --instance here", "--instance: 'here' .* hexadecimal"),
     ],
 )
-def test_what_is_wrong_is_named_before_a_worker_is_asked(line: str, named: str) -> None:
+def test_invalid_set_command_is_refused_before_any_worker_is_asked(line: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         run(["set", *line.split()])

@@ -30,7 +30,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         dump_config(config, {})
 
 
-def test_nothing_is_written_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_is_not_dumped_without_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     dump_config(WorkerConfig(model="m"), {})
     assert list(tmp_path.iterdir()) == []

@@ -118,7 +118,7 @@ PLACES: list[set[str]] = [
 ]
 
 
-def test_every_flag_of_dynamos_has_one_place(upstream: dict[str, Upstream]) -> None:
+def test_every_dynamo_flag_is_in_exactly_one_table(upstream: dict[str, Upstream]) -> None:
     places = {name: [place for place in PLACES if name in place] for name in upstream}
     assert {name for name, found in places.items() if len(found) != 1} == set()
 
@@ -245,7 +245,7 @@ def test_every_variable_that_dynamos_worker_names_is_known(upstream: dict[str, U
     assert len(named) > 50
 
 
-def test_text_is_what_this_worker_serves() -> None:
+def test_modality_other_than_text_is_refused() -> None:
     assert parse("--modality", "text", DYN_TRTLLM_MODALITY="text") == parse()
     with pytest.raises(ConfigError, match="--modality: 'multimodal' is not allowed; expected text"):
         parse("--modality", "multimodal")
@@ -323,7 +323,7 @@ def test_etcd_discovery_follows_its_endpoints_variable_unless_a_backend_is_named
     assert parse("--discovery-backend", "mem", ETCD_ENDPOINTS="http://etcd:2379").discovery_backend == "mem"
 
 
-def test_a_tag_without_a_value_is_on() -> None:
+def test_structural_tag_flag_without_a_value_is_true() -> None:
     assert parse("--dyn-structural-tag", "--max-seq-len", "9").structural_tag == "true"
     assert parse("--dyn-structural-tag", "false").structural_tag == "false"
     assert parse().structural_tag is None

@@ -211,7 +211,7 @@ def test_a_worker_of_a_pair_needs_a_transceiver(tmp_path: Path, role: str) -> No
     assert "max_beam_width: 2" in refusal(tmp_path, {**transceiver, "max_beam_width": 2}, role=role)
 
 
-def test_both_block_sizes_must_agree(tmp_path: Path) -> None:
+def test_different_block_sizes_in_flag_and_file_are_refused(tmp_path: Path) -> None:
     content = {"kv_cache_config": {"tokens_per_block": 16}}
     message = refusal(tmp_path, content, kv_block_size=64)
     assert [part for part in ("tokens_per_block: 16", "--kv-block-size", "64") if part not in message] == []
@@ -219,7 +219,7 @@ def test_both_block_sizes_must_agree(tmp_path: Path) -> None:
     assert "--override-engine-args" in refusal(tmp_path, override=content, kv_block_size=64)
 
 
-def test_one_block_size_is_followed_by_the_other(tmp_path: Path) -> None:
+def test_block_size_of_flag_or_file_sets_the_other(tmp_path: Path) -> None:
     from_flag = build(tmp_path, kv_block_size=64)
     assert from_flag["kv_cache_config"]["tokens_per_block"] == 64
     from_file = build(tmp_path, {"kv_cache_config": {"tokens_per_block": 16}})

@@ -83,7 +83,7 @@ def names(directory: Path) -> set[str]:
 # What is made.
 
 
-def test_the_folder_is_a_complete_readable_model(model_dir: Path) -> None:
+def test_demo_model_folder_has_all_files_readable(model_dir: Path) -> None:
     assert names(model_dir) == FILES
     assert all(path.stat().st_mode & 0o044 == 0o044 for path in model_dir.iterdir())
 
@@ -380,12 +380,14 @@ def test_a_folder_with_other_files_is_refused_and_kept(tmp_path: Path, stand_in:
 
 
 @pytest.mark.parametrize("marker", ["", "[]", "{}", '{"digest": "of another recipe"}'])
-def test_a_damaged_marker_is_no_model(tmp_path: Path, marker: str, stand_in: list[Recipe]) -> None:
+def test_folder_with_a_damaged_marker_is_not_complete(
+    tmp_path: Path, marker: str, stand_in: list[Recipe]
+) -> None:
     (tmp_path / building.MARKER).write_text(marker)
     assert not building.is_complete(tmp_path, TINY)
 
 
-def test_every_field_of_the_recipe_counts() -> None:
+def test_recipe_digest_depends_on_its_fields() -> None:
     assert replace(TINY, seed=1).digest != TINY.digest
     assert replace(TINY, revision=TINY.revision + 1).digest != TINY.digest
     assert replace(TINY).digest == TINY.digest

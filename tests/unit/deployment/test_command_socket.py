@@ -137,7 +137,7 @@ async def test_only_its_user_may_open_the_socket(supervisor: Supervisor) -> None
     assert stat.S_IMODE(mode) == 0o600
 
 
-async def test_workers_come_and_go_and_processes_json_is_true(supervisor: Supervisor) -> None:
+async def test_scale_changes_workers_and_processes_json(supervisor: Supervisor) -> None:
     line, said = await tell(supervisor, Scale({"prefill": 2, "decode": 1}))
     assert line == {"prefill": 2, "decode": 1}
     assert [text.split()[0] for text in said if text.endswith("starts")] == [
@@ -280,7 +280,7 @@ NONSENSE = [
 
 
 @pytest.mark.parametrize("line", [*NONSENSE, b"{" * 70_000, b"{" * 700_000])
-async def test_what_is_no_command_is_answered_and_harms_nothing(supervisor: Supervisor, line: bytes) -> None:
+async def test_invalid_command_line_is_refused_and_up_continues(supervisor: Supervisor, line: bytes) -> None:
     answer = await asyncio.to_thread(say, supervisor, line + b"\n")
     assert "command" in answer["refused"]
     assert (await tell(supervisor, Describe()))[0]["model"] == "m"
@@ -343,7 +343,7 @@ async def test_a_command_is_executed_when_its_client_has_gone(supervisor: Superv
     assert (line, said) == ({"prefill": 1, "decode": 0}, [])
 
 
-def test_without_an_up_there_it_is_refused(tmp_path: Path) -> None:
+def test_command_without_a_running_up_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="run directory of a running `up`"):
         send_to_up(tmp_path, Describe())
 

@@ -30,7 +30,7 @@ PYTHON = "ValueError: no such thing"
         ([], None),
     ],
 )
-def test_the_cause_is_found_wherever_it_stands(lines: Sequence[str], cause: str | None) -> None:
+def test_death_cause_is_found_in_any_line(lines: Sequence[str], cause: str | None) -> None:
     assert cause_in(lines) == cause
 
 

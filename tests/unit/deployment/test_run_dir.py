@@ -54,7 +54,7 @@ def test_claim_makes_the_path_absolute(tmp_path: Path, monkeypatch: pytest.Monke
     assert RunDir.claim(Path("run")).path == tmp_path / "run"
 
 
-def test_claim_keeps_what_it_does_not_know(tmp_path: Path) -> None:
+def test_claim_keeps_unknown_files(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
 
     RunDir.claim(tmp_path)
@@ -217,6 +217,6 @@ def test_a_second_command_waits_until_the_first_has_ended(tmp_path: Path) -> Non
     assert order == ["first", "second"]
 
 
-def test_a_run_directory_that_is_not_there_is_for_the_command_to_refuse(tmp_path: Path) -> None:
+def test_change_lock_of_a_missing_run_directory_raises_nothing(tmp_path: Path) -> None:
     with one_change_at_a_time(tmp_path / "nowhere", lambda: None):
         pass

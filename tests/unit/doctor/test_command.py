@@ -34,7 +34,9 @@ def status_of(*argv: object) -> int:
     return caught.value.code
 
 
-def test_a_pair_that_is_fine_ends_with_0(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_pair_without_findings_exits_with_0(
+    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert status_of(*pair) == 0
     shown = capsys.readouterr().out
     assert all(rule.name in shown for rule in RULES)
@@ -60,7 +62,7 @@ def test_pair_with_notes_only_exits_with_0(
 
 
 @pytest.mark.parametrize("own", [None, 16384], ids=["decode has the model's", "both alike"])
-def test_more_than_the_models_length_is_a_note_that_names_it(
+def test_max_seq_len_above_the_models_is_a_note_with_its_length(
     pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], own: int | None
 ) -> None:
     model = write_checkpoint(tmp_path / "model", max_position_embeddings=512)
@@ -167,7 +169,9 @@ def test_missing_or_invalid_yaml_file_exits_with_2(
         if path.parent.name not in NOT_FOR_TENSORRT_LLM
     ),
 )
-def test_the_pairs_that_are_shipped_are_clean(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shipped_engine_pairs_have_no_error_and_no_note(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert status_of(folder / "prefill.yaml", folder / "decode.yaml", "--json") == 0
     assert json.loads(capsys.readouterr().out)["notes"] == 0
 

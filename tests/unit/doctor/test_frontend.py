@@ -204,7 +204,7 @@ def test_a_listener_of_this_user_is_found_and_a_closed_port_is_not(pages: Pages)
 
 
 @pytest.mark.parametrize("argv", [[], ["prefill.yaml"], ["--url", "http://h", "a.yaml", "b.yaml"]])
-def test_neither_or_both_of_url_and_files_end_with_2(
+def test_doctor_with_neither_or_both_of_url_and_files_exits_with_2(
     argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert status_of(*argv) == 2

@@ -325,12 +325,12 @@ def test_pair_with_one_fault_gets_exactly_that_finding(
     assert row.why
 
 
-def test_every_rule_is_broken_by_a_pair() -> None:
+def test_every_rule_has_a_pair_that_breaks_it() -> None:
     of_flags = {"flags", "strategy"}  # in test_command.py
     assert {rule.name for rule in RULES} - of_flags == {name for name, *_ in BROKEN}
 
 
-def test_older_tensorrt_llm_asks_for_more() -> None:
+def test_older_tensorrt_llm_gets_findings_of_its_missing_features() -> None:
     """Its transfers have no end by default, and its context servers do not overlap."""
     rows = diagnosed(
         {"disable_overlap_scheduler": False, f"{TRANSCEIVER}.kv_transfer_timeout_ms": GONE}, version="1.2.1"
@@ -382,7 +382,7 @@ def test_setting_that_only_the_worker_refuses_is_the_row_worker(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["gms_config", "checkpoint_format", "enable_tokenization_cache"])
-def test_an_argument_that_only_tensorrt_llm_has_is_no_misspelling(name: str) -> None:
+def test_argument_known_to_tensorrt_llm_only_has_no_finding(name: str) -> None:
     assert findings(diagnosed({name: {}})) == {}
 
 

@@ -96,7 +96,7 @@ def publishers_of(llm: Any) -> list[PollingPublisher]:
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["statistics", "cache-events"])
-async def test_a_reader_that_blocks_blocks_no_request(which: int) -> None:
+async def test_blocking_statistics_reader_runs_in_its_own_thread(which: int) -> None:
     llm = BlockingReaders(least_seconds=0.6)
     publisher = publishers_of(llm)[which]
     await publisher.start()
@@ -107,7 +107,7 @@ async def test_a_reader_that_blocks_blocks_no_request(which: int) -> None:
     assert max(llm.timeouts) <= 0.01
 
 
-async def test_an_engine_with_no_news_is_asked_less_and_less_often() -> None:
+async def test_polls_of_an_engine_without_news_become_rarer() -> None:
     publisher = StatsForwarder(BlockingReaders(), RecordingLoadSink(), RecordingStatsSink())
     asked: list[float] = []
     publisher.records = lambda: asked.append(time.monotonic()) or _nothing()  # type: ignore[method-assign, func-returns-value]
@@ -452,7 +452,7 @@ async def test_a_check_that_never_answers_is_a_death(tensorrt_llm: ModuleType) -
     never.set()
 
 
-async def test_what_the_executor_has_noted_is_a_death_although_no_check_returns(
+async def test_fatal_error_of_the_executor_is_a_death_while_health_checks_hang(
     tensorrt_llm: ModuleType,
 ) -> None:
     engine, never = opened(), threading.Event()
@@ -462,7 +462,7 @@ async def test_what_the_executor_has_noted_is_a_death_although_no_check_returns(
     never.set()
 
 
-async def test_a_loop_that_the_dead_engine_holds_up_ends_with_its_process(tensorrt_llm: ModuleType) -> None:
+async def test_process_ends_when_a_dead_engine_blocks_the_event_loop(tensorrt_llm: ModuleType) -> None:
     engine = opened()
     ended, held_up = threading.Event(), threading.Event()
     health = EngineHealth(engine, lambda reason: None, TIMES, lambda reason: ended.set())
@@ -492,7 +492,9 @@ def test_health_check_times_follow_the_settings(
 
 
 @pytest.mark.parametrize("phase", ["prefill", "both"])
-async def test_what_waits_for_a_dead_engine_ends(phase: str, tensorrt_llm: ModuleType) -> None:
+async def test_requests_waiting_for_a_dead_engine_raise_worker_leaving(
+    phase: str, tensorrt_llm: ModuleType
+) -> None:
     engine = opened()
     engine.llm.scripts.append(Script(gate=asyncio.Semaphore(0)))
     run = (
@@ -509,7 +511,7 @@ async def test_what_waits_for_a_dead_engine_ends(phase: str, tensorrt_llm: Modul
 
 
 @pytest.mark.parametrize("death", [ValueError("a shape"), RequestError("a shape"), OSError("a shape")])
-async def test_what_the_engine_has_died_of_is_no_fault_of_the_next_request(
+async def test_request_that_meets_a_dead_engine_raises_worker_leaving(
     death: Exception, tensorrt_llm: ModuleType
 ) -> None:
     engine = opened()
@@ -579,7 +581,7 @@ async def test_the_length_is_the_engines_or_unknown(
     assert engine.max_seq_len == known
 
 
-async def test_an_answer_of_unknown_room_is_as_long_as_the_engine_has_it(tensorrt_llm: ModuleType) -> None:
+async def test_unknown_max_tokens_is_left_to_the_engine(tensorrt_llm: ModuleType) -> None:
     engine = opened()
     engine.start_agg(request(max_tokens=None))
     (call,) = engine.llm.calls_of("generate_async")
@@ -658,7 +660,7 @@ async def test_a_version_that_is_too_old_is_refused_by_name(version: str) -> Non
 
 @pytest.mark.parametrize("version", ["1.3.0rc21", "1.3.0rc22", "1.3.0rc29"])
 @pytest.mark.parametrize("order", ORDERS)
-async def test_ids_are_made_whatever_the_function_takes(version: str, order: str) -> None:
+async def test_global_request_ids_are_made_with_every_versions_signature(version: str, order: str) -> None:
     with mounted_recording_llm(PESSIMISTIC, version):
         day = Both(order).day_one(order)
         assert tokens_of(await collect(day.generate, request())) == expected_tokens(5)
@@ -708,7 +710,7 @@ async def test_each_rank_has_events_and_load_of_its_own(tensorrt_llm: ModuleType
     assert load.loads == [(0, 0), (1, 0)]
 
 
-async def test_what_one_rank_drops_another_keeps() -> None:
+async def test_cached_block_dropped_by_one_rank_stays_on_others() -> None:
     cached = CachedPrefixes(4)
     for rank in (0, 1):
         cached.of_rank(rank).publish_stored([1, 2, 3, 4], [4], [9])
@@ -733,7 +735,7 @@ def test_capabilities_table_of_the_page_matches_the_code() -> None:
         assert f"| {capability.name} | {capability.without} |" in text
 
 
-async def test_the_stand_in_can_do_what_tensorrt_llm_can(tensorrt_llm: ModuleType) -> None:
+async def test_stand_in_has_the_capabilities_of_tensorrt_llm(tensorrt_llm: ModuleType) -> None:
     assert [each.name for each in CAPABILITIES if each in opened().capabilities] == [
         "take a rank of attention DP"
     ]

@@ -82,7 +82,7 @@ def test_the_fixture_is_the_only_tensorrt_llm(tensorrt_llm: ModuleType) -> None:
     assert sys.modules["tensorrt_llm"] is tensorrt_llm
 
 
-def test_mounting_leaves_everything_as_it_was() -> None:
+def test_mounted_stand_in_is_removed_from_sys_modules_after_the_block() -> None:
     before = {name: module for name, module in sys.modules.items() if name.startswith("tensorrt_llm")}
     with mounted_recording_llm() as inner:
         assert sys.modules["tensorrt_llm"] is inner
@@ -179,7 +179,7 @@ async def test_an_aggregated_request_is_one_call_with_upstreams_arguments() -> N
     assert call == {"inputs": PROMPT, "sampling_params": sampling, "streaming": True}
 
 
-async def test_a_file_that_wants_no_tokenizer_does_not_fail_every_request() -> None:
+async def test_skip_tokenizer_init_in_a_file_has_no_effect() -> None:
     """TensorRT-LLM would want each request to say which token ends it."""
     engine = opened(Role.AGG, override_engine_args='{"skip_tokenizer_init": true}')
     generate = build_generate(worker(Role.AGG)[0], engine, RecordingStageClient())

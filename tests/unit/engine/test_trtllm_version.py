@@ -17,7 +17,7 @@ def test_versions_sort_in_order_of_release() -> None:
     assert [str(version) for version in versions] == IN_ORDER
 
 
-def test_a_local_part_is_no_part_of_the_order() -> None:
+def test_local_version_part_does_not_affect_the_order() -> None:
     assert TrtllmVersion.parse("1.3.0rc29+cu13") == NEWEST_KNOWN > OLDEST_SERVED
 
 
@@ -27,7 +27,7 @@ def test_anything_else_is_refused_by_name(text: str) -> None:
         TrtllmVersion.parse(text)
 
 
-def test_what_is_not_installed_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_without_tensorrt_llm_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     from importlib import metadata
 
     def missing(name: str) -> str:

@@ -61,7 +61,7 @@ class AdmittingWorker:
         return str(caught.value)
 
 
-async def test_one_more_than_may_wait_is_refused_before_any_work() -> None:
+async def test_request_beyond_max_queued_requests_is_refused_before_any_work() -> None:
     worker = AdmittingWorker(max_queued_requests=2)
     await worker.start()
     await worker.start()
@@ -72,7 +72,7 @@ async def test_one_more_than_may_wait_is_refused_before_any_work() -> None:
     assert worker.queued == (2, 20)
 
 
-async def test_a_request_with_a_first_token_does_not_wait_any_more() -> None:
+async def test_request_with_a_first_token_no_longer_counts_as_queued() -> None:
     worker = AdmittingWorker(max_queued_requests=1)
     running = await worker.start()
     await worker.refusal()

@@ -60,7 +60,7 @@ def joined(chunks: list[TokenChunk]) -> TokenChunk:
     max_tokens=st.integers(1, 20),
     logprobs=st.sampled_from([None, 1, 3]),
 )
-async def test_however_late_the_reader_is_the_answer_is_the_same(
+async def test_answer_does_not_depend_on_the_readers_delays(
     pauses: list[int], max_tokens: int, logprobs: int | None
 ) -> None:
     late = await chunks_of(start(Script(), max_tokens, logprobs), pauses)
@@ -75,7 +75,7 @@ async def test_outputs_that_came_while_the_reader_waited_are_one_chunk() -> None
     assert [len(chunk.token_ids) for chunk in chunks] == [1, 11]
 
 
-async def test_a_token_that_is_alone_does_not_wait() -> None:
+async def test_single_token_is_delivered_at_once() -> None:
     gate = asyncio.Semaphore(0)
     async with aclosing(newest_states(start(Script(gate=gate)), ignore)) as states:
         for length in range(1, 6):

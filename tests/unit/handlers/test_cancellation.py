@@ -171,7 +171,7 @@ async def test_an_abort_waits_for_the_first_output() -> None:
     assert result.outputs[0].finish_reason == "cancelled"
 
 
-async def test_a_reader_that_is_cancelled_has_the_kv_arrive_all_the_same() -> None:
+async def test_abort_of_a_cancelled_decode_waits_until_the_kv_has_arrived() -> None:
     gate = asyncio.Semaphore(0)
     result = generation_only(Script(gate=gate))
 

@@ -82,7 +82,7 @@ class Phases:
             self.closed += 1
 
 
-def test_a_handoff_is_released_once() -> None:
+def test_repeated_release_of_a_handoff_calls_back_once() -> None:
     calls: list[int] = []
     handoff = Handoff(FIRST, None, on_release=lambda handoff: calls.append(1))
     handoff.release()
@@ -209,7 +209,7 @@ async def test_a_client_that_leaves_ends_both_phases(strategy: str, chunks_read:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-async def test_a_cancelled_task_leaves_nothing(order: str) -> None:
+async def test_cancelled_handler_task_leaves_no_kv_at_any_step(order: str) -> None:
     """Wherever it is: the handler is cancelled at every step that it takes."""
     for steps in range(40):
         pair = bare_pair(order)

@@ -122,7 +122,9 @@ async def test_healthy_instance_answers_unchanged_through_the_breaker() -> None:
 
 @pytest.mark.parametrize("after", [0, 2])
 @pytest.mark.parametrize("error", [PeerUnavailableError("x"), StageTimeoutError("x"), EngineError("x")])
-async def test_an_instance_that_fails_twice_is_left_alone_for_a_while(error: DisaggError, after: int) -> None:
+async def test_breaker_opens_after_two_failures_and_closes_after_its_time(
+    error: DisaggError, after: int
+) -> None:
     clock = Clock()
     stage = with_breaker(Stage(i1=failing(error, after), i2=well), clock)
     await fail(stage)
@@ -197,7 +199,7 @@ async def test_a_slow_reader_is_no_fault_of_an_instance() -> None:
     assert len(answers) == 2
 
 
-async def test_each_answer_has_its_own_time() -> None:
+async def test_idle_timeout_restarts_with_each_chunk() -> None:
     async def slow() -> AsyncGenerator[dict[str, Any], None]:
         for number in range(6):
             await asyncio.sleep(0.2)
@@ -219,7 +221,7 @@ async def test_a_cancelled_task_stays_cancelled_when_the_timer_fires_too() -> No
         await waiting
 
 
-async def test_depth_is_the_waiting_calls_beyond_one_for_each_instance() -> None:
+async def test_queue_depth_is_waiting_calls_minus_instances() -> None:
     stage = with_breaker(Stage(i1=silent, i2=silent))
     depths = []
     tasks = []
@@ -279,7 +281,7 @@ async def test_an_instance_that_does_not_describe_itself_is_given_up_and_skipped
     assert (await stage.pick(request())).instance_id == 2
 
 
-async def test_a_description_does_not_make_up_for_calls_that_fail() -> None:
+async def test_successful_describe_does_not_reset_failures_of_calls() -> None:
     stage = with_breaker(Stage(i1=failing(PeerUnavailableError("gone")), i2=well))
     for _ in range(2):
         instance = await stage.pick(request())

@@ -143,7 +143,7 @@ async def test_error_category_decides_whether_the_next_fallback_step_runs(
     assert len(seen) == 1 + goes_on
 
 
-async def test_only_a_dead_engine_takes_a_request_to_the_other_stage() -> None:
+async def test_other_stage_step_runs_only_when_the_own_engine_is_dead() -> None:
     seen: Seen = []
     steps = [
         FallbackStep("other_instance", way(seen, 2, failing(WorkerLeavingError("engine died")))),
@@ -173,7 +173,7 @@ async def test_the_log_names_each_failed_step_and_the_one_that_is_tried(
     assert tried == "other_instance failed after 2 tokens (gone); trying local"
 
 
-async def test_a_dead_engine_and_no_other_stage_hand_the_request_back() -> None:
+async def test_dead_engine_without_other_stage_raises_worker_leaving() -> None:
     seen: Seen = []
     steps = [
         FallbackStep("other_instance", way(seen, 2, failing(WorkerLeavingError("engine died")))),
@@ -261,9 +261,7 @@ async def test_no_fallback_step_runs_for_a_client_that_left() -> None:
 @pytest.mark.parametrize(
     ("sampling", "replays"), [({"presence_penalty": 0.2}, replay_if_needed), ({}, always_replay)]
 )
-async def test_an_answer_that_is_drawn_keeps_its_seed_on_a_replay(
-    sampling: dict[str, Any], replays: Replays
-) -> None:
+async def test_sampled_answer_keeps_its_seed_on_replay(sampling: dict[str, Any], replays: Replays) -> None:
     seen: Seen = []
     drawn = request(5, sampling_options={"temperature": 1.0, **sampling})
     await collect(
@@ -280,7 +278,7 @@ async def test_an_answer_that_is_drawn_keeps_its_seed_on_a_replay(
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("fails_at", [0, 1, 3])
-async def test_a_second_stage_that_fails_is_replaced_by_this_worker(order: str, fails_at: int) -> None:
+async def test_failing_second_stage_is_replaced_by_the_own_engine(order: str, fails_at: int) -> None:
     pair = make_pair(order)
     serve = pair.client.serve
     assert serve is not None
@@ -307,7 +305,7 @@ async def test_a_second_stage_that_fails_is_replaced_by_this_worker(order: str, 
 
 
 @pytest.mark.parametrize("order", ORDERS)
-async def test_kv_that_does_not_arrive_is_computed_here(order: str) -> None:
+async def test_kv_lost_after_the_first_token_is_recomputed_locally(order: str) -> None:
     """Between the first token, which the client has, and the second one."""
     pair = make_pair(order, max_tries=1)
     pair.decode.scripts.append(Script(error=KvTransferError("the sender is gone")))

@@ -68,7 +68,7 @@ async def decode(
 
 
 @pytest.mark.parametrize("ends_with", ["length", "not_finished"])
-async def test_how_context_only_ends_is_not_the_end_of_the_answer(ends_with: str) -> None:
+async def test_finish_reason_of_context_only_is_dropped(ends_with: str) -> None:
     engine = recording_engine()
     engine.llm.scripts.append(Script(ends_with=ends_with))
     handoff = await prefill(engine)

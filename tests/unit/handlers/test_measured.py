@@ -87,7 +87,7 @@ async def test_transfer_without_measurement_is_in_no_answer_and_no_metric(
     assert shown(counts.registry)["kv_transfer_seconds_count"] == 0
 
 
-def test_what_did_not_happen_is_not_among_the_numbers() -> None:
+def test_request_metrics_omit_times_that_did_not_occur() -> None:
     cancelled = Measured(10.0, first_scheduled=10.5)
     assert metrics_dict(cancelled, "cancelled", 0, only_choice=True) == {
         FINISHED_REASON: "cancelled",

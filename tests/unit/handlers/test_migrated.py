@@ -49,7 +49,7 @@ def migrated(raw: dict[str, Any], chunks: list[TokenChunk]) -> GenerateRequest:
 
 @pytest.mark.parametrize("sampling", [{"seed": 7}, {}, PENALTY], ids=["seeded", "drawn", "penalty"])
 @pytest.mark.parametrize("count", [1, 3, 5])
-async def test_the_rest_is_that_of_the_same_answer(sampling: dict[str, Any], count: int) -> None:
+async def test_migrated_request_continues_with_the_same_tokens(sampling: dict[str, Any], count: int) -> None:
     raw = raw_request(6, sampling_options=sampling)
     first, second = Worker(), Worker()
     whole = await collect(resume_migrated(first, always_replay), decode_request(raw))
@@ -63,7 +63,7 @@ async def test_the_rest_is_that_of_the_same_answer(sampling: dict[str, Any], cou
     assert "migration_link" not in asked.raw
 
 
-async def test_a_request_may_move_twice() -> None:
+async def test_request_migrated_twice_continues_with_the_same_tokens() -> None:
     raw = raw_request(6, sampling_options={})
     whole = await collect(resume_migrated(Worker(), always_replay), decode_request(raw))
     once = await collect(resume_migrated(Worker(), always_replay), migrated(raw, whole[:2]))
@@ -78,7 +78,7 @@ async def test_only_the_first_chunk_has_the_migration_link() -> None:
     assert [chunk.worker_trace_link is not None for chunk in chunks] == [True, False, False, False]
 
 
-async def test_nothing_is_computed_when_only_the_end_is_missing() -> None:
+async def test_migrated_request_with_all_tokens_gets_only_its_end() -> None:
     raw = raw_request(3)
     whole = await collect(resume_migrated(Worker(), always_replay), decode_request(raw))
     lost = [*whole[:2], replace_end(whole[2])]
@@ -100,7 +100,7 @@ async def test_migrated_answer_that_begins_differently_is_an_error() -> None:
         await collect(resume_migrated(Worker(), always_replay), migrated(raw, [other]))
 
 
-async def test_an_engine_that_is_not_exact_goes_on_as_dynamo_has_it_where_that_is_right() -> None:
+async def test_inexact_engine_takes_a_migrated_request_unchanged() -> None:
     raw = raw_request(6, sampling_options={"seed": 7})
     worker = Worker()
     delivered = [TokenChunk([1, 2], worker_trace_link=MigrationLink(len(PROMPT), 0).encode())]
@@ -129,7 +129,7 @@ async def test_invalid_migration_link_changes_nothing(link: Any) -> None:
     assert worker.asked == [asked]
 
 
-async def test_what_another_worker_sends_is_left_alone() -> None:
+async def test_relayed_request_is_not_resumed_again() -> None:
     """It has been looked at there."""
     worker = Worker()
     asked = msgspec.structs.replace(

@@ -155,7 +155,7 @@ async def test_a_recall_is_of_one_attempt_and_not_of_its_request() -> None:
     assert kinds(lossy.both.engines[Role.DECODE].llm) == ["generation_only"] * 2
 
 
-async def test_a_prefill_is_recalled_however_long_it_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_recall_releases_a_prefill_that_ends_much_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recall, "NOTICE_SECONDS", 0.0)
     lossy, gate = Lossy(), asyncio.Semaphore(0)
     lossy.both.engines[Role.PREFILL].llm.scripts.append(Script(gate=gate))
@@ -245,7 +245,7 @@ class Prefiller:
         return self.num_taken_back
 
 
-async def test_a_worker_that_is_missing_at_two_looks_is_gone() -> None:
+async def test_worker_missing_at_two_looks_counts_as_gone() -> None:
     assert Prefiller().looks({3}, {3}, {3}) == 1
 
 
@@ -259,7 +259,7 @@ async def test_a_worker_that_was_never_seen_cannot_be_gone() -> None:
     assert Prefiller(seen=False).looks({3}, {2, 3}, {3}, {3}) == 1
 
 
-async def test_kv_of_a_worker_that_is_gone_waits_for_one_that_can_fetch_it() -> None:
+async def test_kv_of_a_lost_worker_is_drained_once_a_decode_worker_is_there() -> None:
     worker = Prefiller()
     assert worker.looks(set(), set(), set()) == 0
     assert worker.looks({4}) == 1
@@ -337,7 +337,7 @@ async def test_worker_that_refuses_notices_gets_one(monkeypatch: pytest.MonkeyPa
     assert len(older.notices) == 1
 
 
-def test_no_more_attempts_are_named_at_once_than_a_worker_reads() -> None:
+def test_body_with_too_many_taken_attempts_is_refused() -> None:
     named = [f"{number:x}" for number in range(MOST_ATTEMPTS + 1)]
     read = decode_request({"token_ids": [1], "errand": {"stage": "prefill", "taken": named[1:]}})
     assert read.phase_request is not None

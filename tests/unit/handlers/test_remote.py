@@ -65,7 +65,7 @@ class Prefill:
 # -- prefill
 
 
-async def test_the_answer_becomes_a_handoff_that_goes_on() -> None:
+async def test_remote_prefill_answer_becomes_a_handoff() -> None:
     prefill = Prefill(PREFILLED)
     handoff = await prefill()
     assert handoff.first == TokenChunk([7], log_probs=[-0.5])
@@ -73,7 +73,7 @@ async def test_the_answer_becomes_a_handoff_that_goes_on() -> None:
     assert prefill.client.requests == [raw_request(errand={"stage": "prefill"})]
 
 
-async def test_release_drains_once_with_the_handoff() -> None:
+async def test_repeated_release_drains_the_handoff_once() -> None:
     prefill = Prefill(PREFILLED)
     handoff = await prefill()
     assert prefill.drained == []

@@ -17,14 +17,14 @@ from trtllm_disagg.types import TokenChunk, Usage
 DELIVERED = expected_tokens(3)
 
 
-def test_nothing_delivered_is_the_request_itself() -> None:
+def test_remainder_without_delivered_tokens_is_the_request() -> None:
     asked, chunk = request(), TokenChunk([1])
     rest = remainder_of(asked, [])
     assert rest.request is asked
     assert rest.new(chunk) is chunk
 
 
-def test_what_is_delivered_becomes_prompt() -> None:
+def test_delivered_tokens_are_appended_to_the_prompt() -> None:
     asked = request(8, stop_conditions={"max_tokens": 8, "min_tokens": 5, "other": 1})
     rest = remainder_of(asked, DELIVERED)
     assert rest.request.token_ids == rest.request.raw["token_ids"] == PROMPT + DELIVERED
@@ -39,7 +39,7 @@ def test_remainder_of_a_request_without_max_tokens_has_none() -> None:
     assert rest.request.raw["stop_conditions"]["max_tokens"] is None
 
 
-def test_the_usage_is_that_of_the_whole_answer() -> None:
+def test_usage_of_an_appended_answer_is_that_of_the_whole() -> None:
     last = TokenChunk([9], finish_reason="stop", completion_usage=Usage.of(6, 5, 6))
     new = Appended(request(), DELIVERED).new(last)
     assert new is not None
@@ -55,7 +55,7 @@ def test_the_usage_is_that_of_the_whole_answer() -> None:
         {"guided_decoding": {"regex": "a*"}},
     ],
 )
-def test_what_depends_on_more_than_text_is_replayed(sampling: dict[str, Any]) -> None:
+def test_request_with_penalties_or_a_guide_is_replayed(sampling: dict[str, Any]) -> None:
     asked = request(sampling_options=sampling)
     rest = remainder_of(asked, DELIVERED)
     assert isinstance(rest, Replayed)
@@ -68,7 +68,9 @@ def test_neutral_penalties_allow_appending() -> None:
 
 
 @given(st.integers(1, 12), st.integers(0, 12), st.lists(st.integers(0, 12), max_size=6))
-def test_a_replay_gives_what_is_new_once(length: int, num_delivered: int, cuts: list[int]) -> None:
+def test_replay_drops_delivered_tokens_with_any_chunks(
+    length: int, num_delivered: int, cuts: list[int]
+) -> None:
     """However the answer is cut into chunks."""
     tokens = list(range(100, 100 + length))
     num_delivered = min(num_delivered, length)

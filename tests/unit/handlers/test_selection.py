@@ -108,7 +108,7 @@ async def test_instances_with_equal_load_take_turns(selector: Selector) -> None:
     assert chosen == {1: 3, 2: 3, 3: 3}
 
 
-async def test_random_takes_every_instance() -> None:
+async def test_random_selector_picks_every_instance() -> None:
     selector = Random(random.Random(0))
     assert {await selector.choose(request(), [1, 2, 3]) for _ in range(50)} == {1, 2, 3}
 
@@ -168,7 +168,7 @@ async def test_a_router_that_hangs_is_asked_again_after_a_pause() -> None:
     assert asked == 2
 
 
-async def test_a_router_that_works_again_may_fail_again(caplog: pytest.LogCaptureFixture) -> None:
+async def test_kv_router_failure_is_logged_again_after_a_recovery(caplog: pytest.LogCaptureFixture) -> None:
     outcomes = iter([unable, cached(i2=10), cached(i2=10), unable])
     selector = BestCached(lambda asked: next(outcomes)(asked), InFlight())
     for _ in range(4):
@@ -177,7 +177,9 @@ async def test_a_router_that_works_again_may_fail_again(caplog: pytest.LogCaptur
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 5))
-async def test_the_least_loaded_one_balances(lengths: list[int], num_instances: int) -> None:
+async def test_least_loaded_keeps_loads_within_one_request_of_the_mean(
+    lengths: list[int], num_instances: int
+) -> None:
     """Greedy: no instance ever has more than the average and one request."""
     load = InFlight()
     selector = LeastLoaded(load)
@@ -195,7 +197,7 @@ async def test_random_choices_repeat_with_the_same_seed() -> None:
     assert chosen[0] == chosen[1] != chosen[2]
 
 
-async def test_a_call_is_load_while_it_runs() -> None:
+async def test_running_call_counts_as_load_of_its_instance() -> None:
     load = InFlight()
     selected = SelectedStage(Directory(1), RoundRobin(), load, "decode")
     answers = (await selected.pick(request())).call({}, FakeContext())
@@ -213,7 +215,7 @@ def pinning(*words: str) -> GenerateRequest:
     return request(annotations=[NEXT + word for word in words])
 
 
-async def test_a_pin_is_kept() -> None:
+async def test_pinned_request_goes_to_its_pinned_instances() -> None:
     selected = stage(Directory(0x1A, 0x2B, 0x3C))
     assert {(await selected.pick(pinning("2b"))).instance_id for _ in range(5)} == {0x2B}
     assert {(await selected.pick(pinning("2b,3c"))).instance_id for _ in range(6)} == {0x2B, 0x3C}
@@ -254,7 +256,7 @@ async def test_pin_to_this_worker_itself_is_ignored() -> None:
     assert asked.trace.fallbacks == []
 
 
-async def test_an_annotation_is_stronger_than_a_header() -> None:
+async def test_next_annotation_wins_over_dynamos_pins() -> None:
     asked = request(annotations=[NEXT + "2"], routing={"prefill_worker_id": 1})
     assert {(await stage(Directory(1, 2)).pick(asked)).instance_id for _ in range(4)} == {2}
 
@@ -312,7 +314,7 @@ async def test_pinned_instance_that_failed_is_replaced_with_a_trace_entry() -> N
     assert asked.trace.fallbacks == ["other_instance: pinned decode instance 2 failed or is skipped"]
 
 
-async def test_of_several_pins_those_that_are_left_count() -> None:
+async def test_remaining_pins_are_used_when_one_has_failed() -> None:
     selected = stage(Directory(1, 2, 3))
     asked = pinning("2,3").avoiding(2)
     assert {(await selected.pick(asked)).instance_id for _ in range(4)} == {3}
@@ -330,7 +332,7 @@ def test_only_the_last_instances_are_remembered() -> None:
         selected.check(pinning("1f4"))
 
 
-def test_a_prompt_of_no_tokens_is_no_load() -> None:
+def test_empty_prompt_adds_no_load() -> None:
     """The worker that gets it refuses it."""
     load = InFlight()
     load.add(7, 0)

@@ -30,7 +30,7 @@ print(create_transport("DEFAULT", OneHost(), needs_cma=True).name, create_transp
 """
 
 
-def test_without_the_right_nixl_is_refused_by_name_and_default_falls_back() -> None:
+def test_without_process_vm_readv_nixl_is_refused_and_default_falls_back() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _LOCKED_DOWN], capture_output=True, text=True, check=True, timeout=60
     )

@@ -216,7 +216,7 @@ def test_a_client_connects_again_after_its_connection_broke(tight: Server, clien
     assert client.metadata(handle.endpoint, SECONDS) == METADATA
 
 
-def test_silence_is_an_error_after_the_deadline(
+def test_control_request_without_an_answer_times_out(
     client: ControlClient, authentication: PeerAuthentication
 ) -> None:
     listener, endpoint = authentication.listen()
@@ -241,7 +241,7 @@ def test_an_unreadable_message_ends_its_connection_and_no_other(
     assert client.metadata(endpoint, SECONDS) == METADATA
 
 
-def test_garbage_is_warned_of_once_a_minute(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_messages_are_logged_once_a_minute(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         for _ in range(20):
             with server.connect() as connection:
@@ -250,7 +250,7 @@ def test_garbage_is_warned_of_once_a_minute(server: Server, caplog: pytest.LogCa
     assert sum("hung up on" in record.message for record in caplog.records) == 1
 
 
-def test_a_message_without_end_is_not_waited_for(server: Server, client: ControlClient) -> None:
+def test_oversized_control_message_closes_the_connection(server: Server, client: ControlClient) -> None:
     with server.connect() as connection:
         connection.sendall(struct.pack("<I", MAX_MESSAGE_BYTES + 1))
         assert is_hung_up(connection)
@@ -427,7 +427,7 @@ def test_peer_connects_during_a_flood_of_silent_connections() -> None:
         server.control.close()
 
 
-def test_an_engine_of_one_host_talks_to_no_network_and_the_other_way_round() -> None:
+def test_local_and_network_engines_refuse_each_others_endpoints() -> None:
     local, network = ControlClient(SameUserAuthentication()), ControlClient(NETWORK.authentication())
     with pytest.raises(KvTransferError, match="is on another host"):
         local.metadata("tcp://127.0.0.1:9", SECONDS)

@@ -97,7 +97,7 @@ def test_expired_leases_are_taken_without_being_asked_for(table: LeaseTable, clo
     assert not table.finish(lease.id, lease.digest)
 
 
-def test_a_request_can_give_its_lease_back(table: LeaseTable) -> None:
+def test_request_can_release_its_lease_once(table: LeaseTable) -> None:
     grant(table, 7)
     assert table.release_request(7)
     assert not table.release_request(7)
@@ -181,7 +181,7 @@ TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
 
 
-def test_of_many_threads_exactly_one_ends_a_lease(table: LeaseTable) -> None:
+def test_concurrent_finish_succeeds_in_exactly_one_thread(table: LeaseTable) -> None:
     leases = [grant(table, i) for i in range(200)]
     start, wins = threading.Barrier(4), list[bool]()
 

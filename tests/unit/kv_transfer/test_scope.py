@@ -78,7 +78,7 @@ def test_a_short_or_missing_key_is_refused(tmp_path: Path) -> None:
         choose_scope("10.0.0.1", tmp_path / "missing")
 
 
-def test_a_key_is_not_shown() -> None:
+def test_repr_of_a_network_scope_hides_the_key() -> None:
     assert "kkk" not in repr(Network("10.0.0.1", b"k" * 32))
 
 

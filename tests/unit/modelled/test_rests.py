@@ -112,7 +112,7 @@ def _stored_blocks(core: ModelledTestCore) -> list[Any]:
     return sorted(block["block_hash"] for blocks in stored for block in blocks)
 
 
-def test_silent_tokens_are_computed_in_a_few_looks() -> None:
+def test_undelivered_tokens_are_computed_in_few_steps_of_the_process() -> None:
     driver = Driver(rests=True)
     driver.serve([(0.0, 100, 2 * INTERVAL)])
     awake = Driver(rests=False)

@@ -32,7 +32,7 @@ def test_ttft_and_itl_of_one_request_are_the_sums_of_their_steps() -> None:
     assert gaps == pytest.approx([decode_seconds(1, 600 + i) for i in range(3)], rel=1e-9)
 
 
-def test_a_cached_prefix_takes_no_time() -> None:
+def test_cached_prefix_adds_no_modelled_time() -> None:
     core = ModelledTestCore()
     core.generate(prompt_of(600), 2)
     first = core.seconds_of(prompt_of(600), 1)[0]
@@ -176,7 +176,7 @@ def test_modelled_time_never_runs_backwards_and_no_block_is_lost(
     core.close()
 
 
-def test_the_same_text_whatever_else_runs() -> None:
+def test_modelled_text_does_not_depend_on_other_requests() -> None:
     alone = ModelledTestCore().generate(prompt_of(100), 12)
     core = ModelledTestCore(max_num_tokens=64, max_batch_size=3)
     ids = [core.add(prompt_of(100, salt), 12) for salt in range(5)]

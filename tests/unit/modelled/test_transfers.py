@@ -99,7 +99,7 @@ def test_a_transfer_that_the_timeout_does_not_allow_fails_when_it_is_over(
     assert not raised.value.may_land_later
 
 
-def test_a_peer_that_has_ended_is_named(clock: VirtualClock, ends: list[End]) -> None:
+def test_transfer_from_a_closed_peer_raises_with_its_name(clock: VirtualClock, ends: list[End]) -> None:
     gone = End("gone", clock)
     gone.transport.close()
     with pytest.raises(KvTransferError, match="gone is gone"):

@@ -24,7 +24,7 @@ from trtllm_disagg.prefill_queue.broker import QueueLimits
 from trtllm_disagg.testing.recording import LLM
 
 
-async def test_a_pulled_prefill_and_a_local_decode_are_one_answer(queue: Queueing) -> None:
+async def test_pulled_prefill_and_local_decode_give_the_whole_answer(queue: Queueing) -> None:
     pushing, pulling = await queue.pusher(), await queue.puller(0xBEEF)
     asked = request(6)
 
@@ -140,7 +140,7 @@ async def test_request_fails_when_the_only_worker_is_avoided(queue: Queueing) ->
         await collect(pushing.generate, request(3).avoiding(1))
 
 
-async def test_a_queue_that_has_failed_a_request_is_not_picked_again(queue: Queueing) -> None:
+async def test_avoided_queue_raises_peer_unavailable(queue: Queueing) -> None:
     pushing = await queue.pusher()
     with pytest.raises(PeerUnavailableError):
         await pushing.client.pick(request().avoiding(0))

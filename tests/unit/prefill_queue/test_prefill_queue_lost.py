@@ -60,7 +60,7 @@ async def test_deleted_stream_or_consumer_is_recreated_and_waiting_requests_fail
     assert len(pulling.llm.results) == 1, "no caller waits for the other one any more"
 
 
-async def test_pulling_goes_on_after_a_deletion(queue: Queueing) -> None:
+async def test_pulling_continues_after_the_stream_was_deleted(queue: Queueing) -> None:
     pushing, pulling = await queue.pusher(), await queue.puller()
     assert tokens_of(await collect(pushing.generate, request(5))) == expected_tokens(5)
 
@@ -175,7 +175,7 @@ async def test_deployments_of_another_kind_take_nothing_from_each_other(queue: Q
         assert asked.trace.facts["prefill_instance"] == "a"
 
 
-async def test_the_age_is_known_for_what_a_worker_waits_for_itself(queue: Queueing) -> None:
+async def test_queue_age_includes_an_item_held_by_a_hanging_puller(queue: Queueing) -> None:
     """A puller that has asked for an item may hang; to JetStream it is not waiting any more then."""
     queue.limits = QueueLimits(ack=0.8)
     pushing = await queue.pusher()

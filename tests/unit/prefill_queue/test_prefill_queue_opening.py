@@ -27,7 +27,7 @@ async def test_worker_without_queue_dispatch_opens_no_prefill_queue() -> None:
     assert isinstance(await open_prefill_queue(WorkerConfig(model="m"), "kind"), NoPrefillQueue)
 
 
-def test_every_role_and_strategy_means_the_same_queue() -> None:
+def test_queue_name_does_not_depend_on_role_and_strategy() -> None:
     """A deployment that switched has workers that were started under either strategy."""
     configs = [
         WorkerConfig(model="m", role=role, strategy=strategy, prefill_dispatch="queue")

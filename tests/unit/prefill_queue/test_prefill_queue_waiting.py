@@ -137,7 +137,7 @@ async def test_a_handoff_that_is_not_taken_is_released(queue: Queueing) -> None:
     await asyncio.gather(asked, return_exceptions=True)
 
 
-async def test_what_waits_too_long_fails_by_name_and_leaves_the_queue(queue: Queueing) -> None:
+async def test_item_beyond_queue_timeout_fails_and_leaves_the_queue(queue: Queueing) -> None:
     pushing = await queue.pusher(timeout=1.5)
     with pytest.raises(StageTimeoutError, match=r"within 1\.5 s \(--queue-timeout\)") as raised:
         await collect(pushing.generate, request(4))

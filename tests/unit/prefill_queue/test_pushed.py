@@ -66,11 +66,13 @@ async def what_happens(said: list[FromPuller], takes: bool) -> None:
 
 
 @given(said=st.lists(SAID, max_size=12), takes=st.booleans())
-def test_one_answer_is_taken_at_most_and_every_question_answered(said: list[FromPuller], takes: bool) -> None:
+def test_pushed_item_takes_one_answer_and_replies_to_every_message(
+    said: list[FromPuller], takes: bool
+) -> None:
     asyncio.run(what_happens(said, takes))
 
 
-async def test_an_answer_that_its_caller_did_not_live_to_take_is_refused() -> None:
+async def test_answer_not_taken_before_close_is_refused() -> None:
     replies: list[bool] = []
     pushed = Pushed(item(), 60.0, lambda claim: None, MAX_CLAIMS)
     pushed.receive(claim(1), lambda yes: None)

@@ -41,7 +41,7 @@ def test_progress_writes_are_rate_limited_and_new_activities_are_not(tmp_path: P
     assert str(read_activity(file)) == "warming up"
 
 
-def test_a_directory_that_is_gone_stops_no_worker(tmp_path: Path) -> None:
+def test_activity_report_into_a_missing_directory_raises_nothing(tmp_path: Path) -> None:
     FileReporter(tmp_path / "gone" / "a").tell("serving")
 
 

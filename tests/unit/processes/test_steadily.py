@@ -56,7 +56,7 @@ def test_last_message_is_repeated_only_after_a_silence() -> None:
     assert said == ["preparing: 5 s", "measuring", "measuring: 7 s"]
 
 
-def test_the_lines_end_with_an_error_too() -> None:
+def test_steadily_ends_its_thread_after_an_error() -> None:
     said: list[str] = []
     with pytest.raises(ValueError), steadily("loading", said.append):
         raise ValueError

@@ -72,7 +72,7 @@ def test_stopped_process_is_killed_with_a_log_line(sleepers: Sleepers) -> None:
     assert f"process {sleepers.parent.pid} was stopped" in sleepers.said()
 
 
-def test_a_stopped_child_is_killed_alone(sleepers: Sleepers) -> None:
+def test_stopped_child_is_killed_and_its_parent_is_not(sleepers: Sleepers) -> None:
     sleepers.child.suspend()
     gone, _ = psutil.wait_procs([sleepers.child], timeout=30)
     assert gone

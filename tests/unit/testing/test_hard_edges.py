@@ -104,7 +104,7 @@ async def test_the_callers_sampling_parameters_are_changed(edges: HardEdges) -> 
 
 @pytest.mark.parametrize("method", ["get_stats_async", "get_kv_cache_events_async"])
 @pytest.mark.parametrize("timeout", [0.0, 0.15])
-async def test_asking_for_news_keeps_the_thread_until_the_timeout(method: str, timeout: float) -> None:
+async def test_statistics_and_events_calls_block_until_their_timeout(method: str, timeout: float) -> None:
     llm = make(enable_iter_perf_stats=True, kv_cache_config={"event_buffer_max_size": 8})
     started = time.monotonic()
     news = getattr(llm, method)(timeout=timeout)
@@ -114,7 +114,7 @@ async def test_asking_for_news_keeps_the_thread_until_the_timeout(method: str, t
     assert timeout <= time.monotonic() - started - blocked < timeout + 2
 
 
-async def test_asking_for_news_returns_with_the_first_ones() -> None:
+async def test_statistics_call_returns_with_the_first_statistic() -> None:
     llm = make(enable_iter_perf_stats=True)
     later = threading.Timer(0.05, llm.stats.append, [{"iter": 3}])
     later.start()
@@ -177,7 +177,7 @@ async def test_kv_is_held_until_the_transfer_timeout() -> None:
         await make().generate_async(PROMPT, disaggregated_params=handoff).aresult()
 
 
-async def test_a_decode_frees_it_and_each_engine_counts_its_own() -> None:
+async def test_decode_frees_only_its_senders_context() -> None:
     first, second = make(), make()
     handoff = handoff_of(await prefill(first))
     await prefill(second)
@@ -324,7 +324,7 @@ async def test_a_dead_engine_hangs_its_requests_and_refuses_new_ones(edges: Hard
         assert not llm._check_health()
 
 
-def test_a_shutdown_that_never_returns_until_it_is_let_go() -> None:
+def test_scripted_shutdown_blocks_until_it_is_allowed() -> None:
     llm = make()
     llm.may_shut_down.clear()
     closing = threading.Thread(target=llm.shutdown)

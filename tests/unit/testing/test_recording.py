@@ -75,7 +75,7 @@ def test_auto_never_picks_the_recording_engine() -> None:
     assert resolve_engine("auto") in ("embedded", "tensorrt_llm")
 
 
-async def test_only_the_length_has_an_effect() -> None:
+async def test_recording_engine_ignores_sampling_options_but_length() -> None:
     stop = expected(2)[1]
     stopping = request(4, stop_conditions={"max_tokens": 4, "stop_token_ids": [stop]})
     assert (await engine().start_agg(stopping).aresult()).outputs[0].token_ids == expected(4)
@@ -86,7 +86,7 @@ def test_zero_tokens_per_step_is_refused() -> None:
         engine(tokens_per_step=0)
 
 
-async def test_it_keeps_the_newest_requests_only() -> None:
+async def test_recording_engine_keeps_the_newest_256_requests() -> None:
     opened = engine()
     for count in range(1, 301):
         await opened.start_agg(request(count)).aresult()

@@ -52,7 +52,7 @@ def test_a_split_request_needs_a_transceiver_and_one_choice() -> None:
         make().generate_async(PROMPT, SamplingParams(n=2), disaggregated_params=split)
 
 
-def test_after_shutdown_nothing_is_taken() -> None:
+def test_request_after_shutdown_is_refused() -> None:
     llm = make()
     llm.shutdown()
     with pytest.raises(RuntimeError, match="shutting down"):

@@ -234,7 +234,7 @@ SLOW_LINK = SlowEngine(
     ],
     ids=["full prefill queue", "slow link"],
 )
-async def test_what_was_slow_in_the_other_stages_engine_is_the_longest_span(
+async def test_slow_engine_of_the_other_stage_is_the_longest_span(
     strategy: str, role: Role, engine: SlowEngine, slow: str, inside: list[str], tmp_path: Path
 ) -> None:
     pair = Traced(strategy, tmp_path)

@@ -138,7 +138,7 @@ def test_a_request_of_which_only_the_prefill_is_written_is_not_the_last_one(
     assert asked[0] == "request id-9: 70.0 ms, its end is not written yet"
 
 
-def test_two_requests_stand_side_by_side_with_what_took_longer(
+def test_comparison_shows_two_requests_with_differences_per_span(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = shown(capsys, "--run-dir", run_dir, "--compare", "id-0", "id-1")
@@ -195,9 +195,7 @@ def test_comparison_lists_failures_of_each_request_within_the_terminal_width(
     assert failed in lines[second:]
 
 
-def test_scripts_get_every_span_and_whose_time_it_was(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trace_json_has_every_span_with_its_worker(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (told,) = json.loads("\n".join(shown(capsys, "id-1", "--run-dir", run_dir, "--json")))
     assert (told["request_ids"], told["order"], told["ms"], told["first_token_ms"]) == (
         ["id-1"],
@@ -210,7 +208,7 @@ def test_scripts_get_every_span_and_whose_time_it_was(
     assert [span["span"] for span in told["spans"]][:2] == ["request", "prefill"]
 
 
-def test_a_page_and_a_picture_need_nothing_else(run_dir: Path) -> None:
+def test_trace_html_and_svg_load_nothing_else(run_dir: Path) -> None:
     page, picture = run_dir / "two.html", run_dir / "one.svg"
     assert run(["trace", "--run-dir", str(run_dir), "--compare", "id-0", "id-1", "--html", str(page)]) == 0
     assert run(["trace", "--run-dir", str(run_dir), "id-1", "--html", str(picture)]) == 0

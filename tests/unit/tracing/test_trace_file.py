@@ -40,7 +40,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert read[0].resource == {"service.name": "dynamo"}
 
 
-def test_what_is_written_is_otlp(tmp_path: Path) -> None:
+def test_trace_file_lines_are_otlp(tmp_path: Path) -> None:
     from google.protobuf.json_format import ParseDict
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
@@ -52,7 +52,7 @@ def test_what_is_written_is_otlp(tmp_path: Path) -> None:
     assert (span.name, span.start_time_unix_nano, span.status.code) == ("request", ROOT.start, 2)
 
 
-def test_a_full_file_takes_the_place_of_the_one_before_it(tmp_path: Path) -> None:
+def test_full_trace_file_replaces_the_old_one(tmp_path: Path) -> None:
     file, old = tmp_path / "a.jsonl", tmp_path / f"a.jsonl{OLD_SUFFIX}"
     for span in (CHILD, ROOT):
         write(file, [span], max_bytes=1)
@@ -60,13 +60,13 @@ def test_a_full_file_takes_the_place_of_the_one_before_it(tmp_path: Path) -> Non
         assert not file.exists()
 
 
-def test_all_that_was_taken_is_in_the_file_when_it_is_closed(tmp_path: Path) -> None:
+def test_closing_the_trace_file_writes_all_spans(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     write(file, *([ROOT] for _ in range(1000)))
     assert len(list(read_spans(file))) == 1000
 
 
-def test_a_span_that_cannot_be_written_is_lost_alone(
+def test_unserialisable_span_is_dropped_and_later_ones_written(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "a.jsonl"
@@ -117,7 +117,7 @@ def test_unwritable_trace_file_fails_no_request_and_is_logged_once(
     assert last.endswith("2 spans were lost")
 
 
-def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
+def test_incomplete_line_of_a_trace_file_is_skipped(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     write(file, [ROOT])
     whole = file.read_bytes()

@@ -201,7 +201,7 @@ def test_a_whole_request_crosses_as_it_came(protocol: str) -> None:
 # -- meetings
 
 
-def test_a_room_is_drawn_at_random_in_63_bits() -> None:
+def test_bootstrap_room_is_random_below_2_to_the_63() -> None:
     rooms = [BootstrapProtocol().adapt(ROOM) for _ in range(100)]
     ids = [room.disagg_request_id for room in rooms]
     assert len(set(ids)) == 100

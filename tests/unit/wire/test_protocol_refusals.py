@@ -131,7 +131,7 @@ PLACE = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
 
 
 @given(st.dictionaries(st.sampled_from(sorted(HANDED_OVER)), junk))
-def test_no_params_break_the_reader(change: dict[str, Any]) -> None:
+def test_random_kv_transfer_params_are_decoded_or_refused(change: dict[str, Any]) -> None:
     """Either they are refused, or they say what the handle says."""
     try:
         read = decode_request(raw_request(kv_transfer_params=HANDED_OVER | change))

@@ -95,7 +95,7 @@ def test_without_a_tokenizer_no_layout_is_known(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "length"), [("linear", 16384), ("dynamic", 16384), ("yarn", 4096), ("llama3", 4096)]
 )
-def test_a_length_is_stretched_where_tensorrt_llm_stretches_it(
+def test_rope_scaling_multiplies_max_positions_as_in_tensorrt_llm(
     tmp_path: Path, kind: str, length: int
 ) -> None:
     assert model(tmp_path, CONFIG | {"rope_scaling": {"type": kind, "factor": 4.0}}).max_positions == length

@@ -203,7 +203,7 @@ def test_incompatible_transceivers_are_refused_with_the_reason(
         ),
     ],
 )
-def test_values_that_mean_the_same_fit(prefill: dict[str, Any], decode: dict[str, Any]) -> None:
+def test_equivalent_settings_are_a_pair(prefill: dict[str, Any], decode: dict[str, Any]) -> None:
     facts = {"facts": ModelFacts("bfloat16", "bfloat16")}
     require_pair(described("prefill", **TRT | facts | prefill), described("decode", **TRT | facts | decode))
 
@@ -231,7 +231,7 @@ def test_two_checkpoints_that_differ_in_more_than_precision_are_no_pair(decode: 
         require_pair(described("prefill", **TRT | FP4), described("decode", **TRT | decode))
 
 
-def test_what_only_one_engine_knows_does_not_part_a_queue() -> None:
+def test_max_seq_len_known_to_one_engine_does_not_change_the_queue_kind() -> None:
     one, other = (described("prefill", {"max_seq_len": length}, **TRT) for length in (2048, None))
     assert kind_of(one) == kind_of(other)
 

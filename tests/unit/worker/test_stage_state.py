@@ -93,7 +93,7 @@ def switch_to(to: str) -> dict[str, str]:
         ("decode", "router", True),
     ],
 )
-async def test_at_start_it_takes_the_place_of_its_configuration(
+async def test_worker_registers_at_its_start_by_role_and_strategy(
     role: str, strategy: str, is_there: bool
 ) -> None:
     worker, registration, _ = stage_state(role, strategy)
@@ -114,7 +114,7 @@ async def test_a_new_first_stage_runs_the_new_strategy_first_and_the_old_one_its
     assert coming.describe()["strategy"] == leaving.describe()["strategy"] == "prefill_first"
 
 
-async def test_a_worker_that_stays_first_only_changes_its_strategy() -> None:
+async def test_switch_of_a_worker_that_stays_first_keeps_its_registration() -> None:
     worker, registration, live = stage_state("decode", "decode_first")
     await worker.apply("decode_first")
     await worker.handle_command(switch_to("auto"))
@@ -123,7 +123,7 @@ async def test_a_worker_that_stays_first_only_changes_its_strategy() -> None:
 
 
 @pytest.mark.parametrize(("role", "is_there"), [("prefill", True), ("decode", False)])
-async def test_one_that_comes_into_a_switched_deployment_takes_its_place_there(
+async def test_worker_started_in_a_switched_deployment_takes_the_new_strategy(
     role: str, is_there: bool
 ) -> None:
     worker, registration, live = stage_state(role, "decode_first")
@@ -231,7 +231,7 @@ async def test_every_worker_takes_other_bounds_for_what_may_wait() -> None:
     assert live.thresholds.value["max_queued_requests"] == 7
 
 
-async def test_it_counts_whole_requests_from_frontends_only() -> None:
+async def test_only_whole_requests_of_frontends_are_counted() -> None:
     worker, _, _ = stage_state("decode", "decode_first")
 
     async def one_token(request: GenerateRequest, context: Any) -> Any:

@@ -103,7 +103,7 @@ async def test_worker_with_next_endpoint_is_refused_after_a_switch() -> None:
         await starts.before_listing(own)
 
 
-async def test_what_else_does_not_fit_is_refused_also_after_a_switch() -> None:
+async def test_block_size_mismatch_is_refused_after_a_switch_too() -> None:
     starts, own = starting(SWITCHED | {"block_size": 64})
     with pytest.raises(ConfigError, match="tokens_per_block"):
         await starts.before_listing(own)

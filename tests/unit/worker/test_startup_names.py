@@ -190,7 +190,9 @@ MODELS = (MINE, replace(MINE, weights="bbbb"), replace(MINE, model="another"))
 
 @given(seed=st.integers(0, 2**32), models=st.lists(st.sampled_from(MODELS), min_size=2, max_size=5))
 @settings(deadline=None, max_examples=150)
-def test_of_those_that_come_together_one_model_stays(seed: int, models: list[ModelIdentity]) -> None:
+def test_workers_of_two_models_that_start_together_leave_one_model(
+    seed: int, models: list[ModelIdentity]
+) -> None:
     async def run() -> list[bool]:
         place = Place(random.Random(seed))
         starts = (place.start(i, each) for i, each in enumerate(models))

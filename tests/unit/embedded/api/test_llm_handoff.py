@@ -163,7 +163,7 @@ def test_a_handoff_has_one_choice(decode: LLM, kind: str) -> None:
 
 
 @pytest.mark.parametrize("state", [b"x", b"\x81\xa1\xff\x01", b"\xff" * 100])
-async def test_garbage_costs_its_request_an_error_and_nothing_else(decode: LLM, state: bytes) -> None:
+async def test_unreadable_handoff_fails_its_request_only(decode: LLM, state: bytes) -> None:
     params = DisaggregatedParams(request_type="generation_only", opaque_state=state, first_gen_tokens=[5])
     with pytest.raises(RequestError, match="handoff is not readable") as error:
         await decode.generate_async([5], disaggregated_params=params)
@@ -200,7 +200,7 @@ def steps_of(llm: LLM) -> list[dict[str, Any]]:
     return [step for step in llm.get_stats() if step["inflightBatchingStats"]["numScheduledRequests"]]
 
 
-async def test_statistics_count_what_ran(prefill: LLM, decode: LLM) -> None:
+async def test_statistics_count_tokens_and_blocks_of_both_phases(prefill: LLM, decode: LLM) -> None:
     tokens = prompt(9)
     prefill.get_stats()
     decode.get_stats()
@@ -228,7 +228,7 @@ async def test_statistics_count_what_ran(prefill: LLM, decode: LLM) -> None:
 # -- the end
 
 
-async def test_a_killed_engine_fails_what_it_ran_and_held_and_nothing_else(
+async def test_killed_engine_fails_only_its_own_requests_and_handoffs(
     checkpoints: Checkpoints, decode: LLM
 ) -> None:
     doomed = start(checkpoints)

@@ -203,7 +203,7 @@ def test_truncated_weights_are_refused(copied: Path) -> None:
             Core(copied)
 
 
-def test_missing_weights_are_not_made_up(copied: Path) -> None:
+def test_missing_weights_are_refused(copied: Path) -> None:
     weights = load_file(copied / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, copied / "model.safetensors", metadata={"format": "pt"})
@@ -241,7 +241,7 @@ def test_a_checkpoint_without_weights_or_readable_config_is_refused(copied: Path
         Core(copied)
 
 
-def test_more_positions_than_the_model_knows_are_refused(checkpoints: Checkpoints) -> None:
+def test_max_seq_len_above_the_models_positions_is_refused(checkpoints: Checkpoints) -> None:
     with pytest.raises(ConfigError, match="max_seq_len: 4096 is not allowed; expected at most"):
         Core(checkpoints(), max_seq_len=4096)
 

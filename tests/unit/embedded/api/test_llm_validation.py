@@ -117,7 +117,7 @@ def test_a_field_that_is_not_served_is_refused_by_its_name(llm: LLM, params: dic
         llm.generate_async([5], SamplingParams(**params))
 
 
-def test_fewer_candidates_than_choices_is_a_contradiction() -> None:
+def test_best_of_below_n_is_refused() -> None:
     with pytest.raises(ValueError, match=r"best_of \(1\) cannot be less than n \(2\)"):
         SamplingParams(n=2, best_of=1)
 

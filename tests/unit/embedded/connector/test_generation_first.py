@@ -59,7 +59,7 @@ def test_two_stages_give_the_tokens_of_one(duo: Duo, agg: Core, num_tokens: int)
 
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])
-def test_either_side_may_come_first(duo: Duo, agg: Core, first: str) -> None:
+def test_either_phase_may_arrive_first(duo: Duo, agg: Core, first: str) -> None:
     met = duo.request(prompt(70, salt=110 + len(first)))
     for side in ("prefill", "decode") if first == "prefill" else ("decode", "prefill"):
         if side == "prefill":
@@ -88,7 +88,7 @@ def test_a_prefill_that_waits_for_its_decode_holds_no_blocks_and_no_place(duo: D
     assert [duo.answer(met).tokens for met in waiting] == [agg.generate(met.prompt, 2) for met in waiting]
 
 
-def test_finished_chunks_travel_while_later_ones_are_computed(duo: Duo) -> None:
+def test_finished_chunks_are_pushed_while_later_ones_are_computed(duo: Duo) -> None:
     pusher = duo.prefill.connector.pusher
     writes = pusher.writes
     met = duo.both(prompt(300, salt=142))
@@ -100,7 +100,7 @@ def test_finished_chunks_travel_while_later_ones_are_computed(duo: Duo) -> None:
     assert duo.answer(met).error is None
 
 
-def test_others_step_while_kv_moves(duo: Duo) -> None:
+def test_other_requests_step_while_kv_moves(duo: Duo) -> None:
     """Decode goes on with its other requests; the one that waits takes no part in steps."""
     other = duo.decode.add(prompt(20, salt=143), 100)
     met = duo.request(prompt(100, salt=144))

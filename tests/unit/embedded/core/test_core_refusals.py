@@ -101,7 +101,7 @@ def test_two_uses_at_the_same_time_give_one_answer(
     assert_refused(second, "does not hold this handoff")
 
 
-def test_a_handle_of_a_restarted_sender_is_of_no_use(prefill: Core, decode: Core) -> None:
+def test_handle_of_a_restarted_sender_is_refused_as_unavailable(prefill: Core, decode: Core) -> None:
     handoff = prefill.prefill(PROMPT)
     assert_refused(pull(decode, handoff, sender="host-1-0"), "the handoff is from host-1-0, but", UNAVAILABLE)
     give_back(prefill, handoff)
@@ -173,7 +173,7 @@ def test_a_handle_with_another_prompt_is_refused_before_anything_is_read(prefill
         ({"endpoint": "tcp://127.0.0.1:99999"}, "expected tcp://HOST:PORT or unix://"),
     ],
 )
-def test_a_handle_that_cannot_be_is_refused_by_name(
+def test_inconsistent_handle_is_refused_with_the_reason(
     prefill: Core, decode: Core, changes: dict[str, Any], reason: str
 ) -> None:
     handoff = prefill.prefill(PROMPT)

@@ -76,7 +76,7 @@ def test_prompt_logprobs_are_bitwise_those_of_each_prompt_prefix(
     assert scores(core, prompt) == expected(core, prompt, monkeypatch)
 
 
-def test_chunks_a_cached_prefix_and_other_requests_change_nothing(make_core: MakeCore) -> None:
+def test_prompt_logprobs_are_the_same_chunked_cached_and_batched(make_core: MakeCore) -> None:
     whole = scores(make_core(), PROMPT)
     assert len(whole) == len(PROMPT)
     core = make_core(max_num_tokens=64, enable_chunked_prefill=True)

@@ -21,7 +21,7 @@ print(intruder.recv(1))
 """
 
 
-def test_both_ends_talk_and_no_file_is_made() -> None:
+def test_local_socket_transfers_bytes_without_a_file() -> None:
     listener, address = listen()
     with listener, connect(address) as here, accept(listener) as there:
         here.sendall(b"x")

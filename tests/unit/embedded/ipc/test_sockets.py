@@ -33,7 +33,7 @@ def received(link: Link[Message], count: int) -> list[Message]:
     return messages
 
 
-def test_several_messages_come_at_once_and_nothing_is_nothing(ends: tuple[Link[Message], ...]) -> None:
+def test_waiting_messages_are_received_together(ends: tuple[Link[Message], ...]) -> None:
     here, there = ends
     assert there.receive(wait=False) == []
     for i in range(3):

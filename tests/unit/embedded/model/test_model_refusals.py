@@ -191,7 +191,7 @@ def test_a_model_with_packed_weights_is_refused_as_quantised(make_model: MakeMod
     assert "is quantised (model.layers.0.mlp.down_proj.qweight" in refusal(model)
 
 
-def test_experts_in_one_piece_are_left_to_transformers(make_model: MakeModel) -> None:
+def test_missing_expert_weights_are_refused_in_one_line(make_model: MakeModel) -> None:
     """It says what it misses in a report of many lines, which is made one here."""
     model = make_model("mixtral")
     weights = load_file(model / "model.safetensors")
@@ -229,7 +229,7 @@ def test_safetensors_header_that_contradicts_the_file_is_refused(
 # -- files
 
 
-def test_an_index_that_names_other_places_is_refused(make_model: MakeModel) -> None:
+def test_weight_index_with_paths_outside_the_model_is_refused(make_model: MakeModel) -> None:
     model = make_model()
     index = model / "model.safetensors.index.json"
     names = load_file(model / "model.safetensors").keys()

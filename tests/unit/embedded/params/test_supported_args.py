@@ -50,7 +50,7 @@ def test_default_engine_arguments_are_not_refused() -> None:
         ({"cache_transceiver_config": {"backend": "UCX"}}, "cache_transceiver_config.backend"),
     ],
 )
-def test_what_would_change_answers_is_refused_by_name(values: dict[str, Any], key: str) -> None:
+def test_argument_that_would_change_answers_is_refused_by_name(values: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         refuse_unsupported(llm_args(**values))
     assert key in str(caught.value)
@@ -82,7 +82,7 @@ def test_kv_cache_dtype_other_than_the_models_is_refused() -> None:
         refuse_unsupported(llm_args(dtype="float32", kv_cache_config=kv_config))
 
 
-def test_tuning_for_gpus_is_named_but_harmless() -> None:
+def test_gpu_tuning_arguments_are_accepted_with_a_note() -> None:
     args = llm_args(
         cuda_graph_config=None,
         disable_overlap_scheduler=True,
@@ -134,7 +134,7 @@ def test_numbers_out_of_range_are_refused(values: dict[str, Any], key: str) -> N
 
 
 @pytest.mark.parametrize("cpu", [-1, 9999])
-def test_processors_that_are_not_there_are_refused(cpu: int) -> None:
+def test_cpu_affinity_with_missing_processors_is_refused(cpu: int) -> None:
     with pytest.raises(
         ConfigError, match=rf"embedded\.cpu_affinity: \[{cpu}\] is not allowed; expected processors"
     ):

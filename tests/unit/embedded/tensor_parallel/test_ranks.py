@@ -158,7 +158,7 @@ def test_a_killed_worker_leaves_no_rank_behind_not_even_a_stopped_one(checkpoint
     assert_gone(ranks)
 
 
-def test_ranks_of_a_job_join(checkpoints: Checkpoints) -> None:
+def test_ranks_started_by_mpiexec_serve_together(checkpoints: Checkpoints) -> None:
     command = [MPIEXEC, "-n", "2", sys.executable, "-c", SERVE, str(checkpoints()), "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
     assert done.returncode == 0, done.stderr
