@@ -21,8 +21,8 @@ from trtllm_disagg.engine.capabilities import (
     IS_EXACT,
     TAKES_RANKS,
     Capabilities,
-    HandoffsHeld,
 )
+from trtllm_disagg.engine.handoffs_held import HandoffsHeld
 from trtllm_disagg.engine.llm_api import LlmApi, RequestOutput, translate
 from trtllm_disagg.engine.rank_placement import Affinity, num_ranks_of, placement_of
 from trtllm_disagg.engine.sampling import sampling_params_of

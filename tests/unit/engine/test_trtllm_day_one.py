@@ -31,8 +31,9 @@ from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler, health_check
 from trtllm_disagg.dynamo_runtime.kv_events import EventsOfRank, KvEventForwarder
 from trtllm_disagg.dynamo_runtime.polling import PollingPublisher
 from trtllm_disagg.dynamo_runtime.publishers import StatsForwarder
-from trtllm_disagg.engine.capabilities import CAPABILITIES, Capabilities, HandoffsHeld
+from trtllm_disagg.engine.capabilities import CAPABILITIES, Capabilities
 from trtllm_disagg.engine.engine import Engine
+from trtllm_disagg.engine.handoffs_held import HandoffsHeld
 from trtllm_disagg.engine.health import EngineHealth, HealthTimes, close
 from trtllm_disagg.engine.llm_api import load_api, translate
 from trtllm_disagg.errors import (
@@ -349,6 +350,21 @@ def test_a_handoff_ends_with_its_lease() -> None:
     clock.now = 59.0
     assert held.count() == 1
     clock.now = 60.0
+    assert held.count() == 0
+
+
+def test_handoffs_that_end_with_their_lease_do_not_pile_up_in_a_worker_that_never_counts_them() -> None:
+    held = HandoffsHeld(1.0, clock := Clock())
+    for _ in range(5000):
+        held.hold()
+        clock.now += 0.01
+    assert held.num_remembered <= 1124
+
+
+def test_a_handoff_without_a_lease_is_forgotten_after_ten_minutes() -> None:
+    held = HandoffsHeld(clock=(clock := Clock()))
+    held.hold()
+    clock.now = 600.0
     assert held.count() == 0
 
 
