@@ -22,6 +22,7 @@ from trtllm_disagg.engine.capabilities import (
     TAKES_RANKS,
     Capabilities,
 )
+from trtllm_disagg.engine.daemon_thread import in_daemon_thread
 from trtllm_disagg.engine.handoffs_held import HandoffsHeld
 from trtllm_disagg.engine.llm_api import LlmApi, RequestOutput, translate
 from trtllm_disagg.engine.rank_placement import Affinity, num_ranks_of, placement_of
@@ -93,6 +94,8 @@ class Engine:
         self.death: str | None = None
         #: Task that waits for the engine -> the RequestOutput that it reads.
         self._waiting: dict[asyncio.Future[Any], RequestOutput] = {}
+        #: The health check for the requests that have failed, while it runs.
+        self._check: asyncio.Future[str | None] | None = None
         #: Requests that the engine has ended, successfully or not.
         self.num_ended = 0
         #: Answers that this engine generates now; prefills for other workers are not counted.
@@ -198,13 +201,10 @@ class Engine:
                 return error
         return None
 
-    @property
-    def is_healthy(self) -> bool:
-        """False once the engine is dead. An engine without a health check counts as healthy. May block."""
-        return self.death is None and self.ailment() is None
-
     def ailment(self) -> str | None:
-        """What is wrong with the engine, including an error of its health check; None when it is healthy. May block."""
+        """What is wrong with the engine, including an error of its health check; None when it is healthy, or has no
+        such check. May block.
+        """
         if (error := self.fatal_error) is not None:
             return f"{type(error).__name__}: {error}"
         check = getattr(self.llm, "_check_health", None)
@@ -218,11 +218,14 @@ class Engine:
             return f"{type(error).__name__}: {error}"
 
     async def is_alive(self) -> bool:
-        """`is_healthy` for an event loop. False when the engine does not answer in time."""
+        """False when the engine is ill, or does not answer in time."""
         if self.death is not None or self.fatal_error is not None:
             return False
+        if self._check is None or self._check.done():
+            # One thread, however many requests fail at once on an engine that blocks it.
+            self._check = in_daemon_thread(self.ailment, "engine-check")
         try:
-            return await asyncio.wait_for(asyncio.to_thread(lambda: self.is_healthy), _CHECK_SECONDS)
+            return await asyncio.wait_for(asyncio.shield(self._check), _CHECK_SECONDS) is None
         except TimeoutError:
             return False
 
