@@ -7,7 +7,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -47,7 +47,7 @@ from trtllm_disagg.errors import (
 )
 from trtllm_disagg.handlers.cancellation import num_in_background
 from trtllm_disagg.handlers.decide import CachedPrefixes
-from trtllm_disagg.handlers.local import LocalAgg, LocalPrefill
+from trtllm_disagg.handlers.local import LocalAgg, LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.remote import DECODE, PREFILL
 from trtllm_disagg.testing.hard_edges import (
     CONTEXT_TRANSFER_ERROR,
@@ -243,7 +243,7 @@ async def test_a_prefill_that_is_finished_when_its_client_leaves_is_fetched(tens
     drained: list[GenerateRequest] = []
     context = FakeContext()
 
-    async def stopped(result: Any) -> None:
+    async def stopped(result: Any, on_failure: object = None) -> None:
         await result.aresult()
         context.stop()
 
@@ -505,21 +505,41 @@ def test_the_settings_say_how_often_and_how_long(
     assert times.between_looks <= 0.5
 
 
-@pytest.mark.parametrize("phase", ["prefill", "both"])
-async def test_what_waits_for_a_dead_engine_ends(phase: str, tensorrt_llm: ModuleType) -> None:
+@pytest.mark.parametrize("phase", ["prefill", "decode", "both"])
+async def test_a_wait_for_an_engine_that_dies_ends_without_an_abort_there(
+    phase: str, tensorrt_llm: ModuleType
+) -> None:
+    handoff = await LocalPrefill(opened())(asked := request(), FakeContext())
     engine = opened()
     engine.llm.scripts.append(Script(gate=asyncio.Semaphore(0)))
-    run = (
-        LocalPrefill(engine)(request(), FakeContext())
-        if phase == "prefill"
-        else collect(LocalAgg(engine), request())
-    )
-    waiting = asyncio.ensure_future(run)
+    decode = LocalDecode(engine, repeats_first_token=True)
+    runs: dict[str, Callable[[], Coroutine[Any, Any, object]]] = {
+        "prefill": lambda: LocalPrefill(engine)(asked, FakeContext()),
+        "decode": lambda: collect(
+            lambda asked, context: decode(asked, context, handoff), asked.with_handoff(handoff)
+        ),
+        "both": lambda: collect(LocalAgg(engine), asked),
+    }
+    waiting = asyncio.create_task(runs[phase]())
     await until(lambda: engine.llm.results)
     await asyncio.sleep(0)
+    engine.llm.die()
     engine.die("rank 3 is gone")
     with pytest.raises(WorkerLeavingError, match="rank 3 is gone"):
         await waiting
+    assert engine.llm.results[-1].aborts == []
+    assert num_in_background() == 0
+
+
+async def test_a_probe_that_is_cancelled_is_aborted(tensorrt_llm: ModuleType) -> None:
+    engine = opened()
+    engine.llm.scripts.append(Script(gate=asyncio.Semaphore(0)))
+    probing = asyncio.create_task(engine.probe(request(max_tokens=1)))
+    await until(lambda: engine.llm.results)
+    probing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await probing
+    assert engine.llm.results[-1].is_aborted
 
 
 @pytest.mark.parametrize("death", [ValueError("a shape"), RequestError("a shape"), OSError("a shape")])
