@@ -183,6 +183,19 @@ async def test_two_signals_at_once_are_one_wish_to_stop(start_up: StartUp) -> No
     await exits.all_seen()
 
 
+async def test_without_a_reader_of_stderr_a_signal_drains_and_exits_with_0(start_up: StartUp) -> None:
+    up = await start_up(worker_args=("--detach-child",))
+    await up.ready_line()
+    exits = Exits(up.all_pids())
+    up.stop_reading_stderr()
+
+    up.process.terminate()
+
+    assert await up.ends() == 0
+    await exits.all_seen()
+    assert all("leaves by SIGTERM" in up.log_of(name) for name in up.records())
+
+
 async def test_a_clean_stop_takes_children_in_other_sessions_along(start_up: StartUp) -> None:
     up = await start_up(worker_args=("--detach-child",))
     await up.ready_line()

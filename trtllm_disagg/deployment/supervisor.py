@@ -270,7 +270,7 @@ class Supervisor:
         for process in self.processes:
             process.kill()
         try:
-            await asyncio.gather(*self._watchers.values())
+            await asyncio.gather(*self._watchers.values(), return_exceptions=True)
             await self._kill_descendants()
             self._write()
         finally:
