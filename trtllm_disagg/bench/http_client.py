@@ -118,7 +118,9 @@ class Connection(asyncio.Protocol):
         except TimeoutError as error:
             # What still arrives belongs to no later request.
             self.close()
-            raise BadAnswerError(f"no whole answer after {seconds:g} s: {bytes(answer.raw[-200:])!r}") from error
+            raise BadAnswerError(
+                f"no whole answer after {seconds:g} s: {bytes(answer.raw[-200:])!r}"
+            ) from error
         if answer.is_refused:
             self.close()
             raise answer.refusal()

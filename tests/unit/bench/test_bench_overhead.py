@@ -22,8 +22,8 @@ from trtllm_disagg.bench.http_client import (
     completion_request,
 )
 from trtllm_disagg.bench.machine import cpu_seconds
-from trtllm_disagg.bench.overhead import Load, section_of
-from trtllm_disagg.bench.report import NOT_JUDGED, figures_of, print_report, wide_console
+from trtllm_disagg.bench.overhead import BASELINE, Load, cpu_quantities, section_of
+from trtllm_disagg.bench.report import TOO_SHORT, figures_of, print_report, wide_console
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.strategies import STRATEGIES
 
@@ -80,7 +80,7 @@ async def test_a_refused_request_ends_at_once_though_no_last_chunk_follows(step:
 
 
 async def test_an_answer_without_an_end_is_an_error_after_a_while() -> None:
-    with pytest.raises(BadAnswerError, match="no whole answer after 0.01 s"):
+    with pytest.raises(BadAnswerError, match=r"no whole answer after 0\.01 s"):
         await answer_in_pieces([STREAM[:-7]], seconds=0.01)
 
 
@@ -195,6 +195,20 @@ def test_traces_are_judged_by_neighbours_in_time_that_are_not_traced() -> None:
     assert by_the_frontends.value == pytest.approx(1.01)
 
 
+def test_workers_whose_cpu_time_is_below_the_clocks_tick_are_compared() -> None:
+    outcomes = measured(
+        ("decode_first, none traced", [1, 1], [100, 100], 0.0),
+        ("decode_first, every traced", [1, 1], [90, 90], 0.0),
+        (BASELINE, [1, 1], [90, 90], 0.0),
+    )
+    none = cpu_quantities({"prefill": 0.0, "decode": 0.0}, 0.0, 100)
+    for subject in outcomes.subjects:
+        outcomes.values[subject] |= {quantity: [value] * 2 for quantity, value in none.items()}
+    figures = {f.figure: f.value for f in figures_of([section_of(outcomes)])}
+    assert figures["decode_first, every traced: decode worker CPU per token / none"] == 1.0
+    assert figures["decode_first, every traced decode worker CPU per token"] == pytest.approx(100.0)
+
+
 def test_a_subject_is_compared_with_what_dynamos_worker_has_in_its_place() -> None:
     outcomes = measured(
         ("agg", [1, 1, 1], [30, 3, 30], 10.0),
@@ -248,7 +262,7 @@ def test_met_and_missed_targets_are_named(capsys: pytest.CaptureFixture[str]) ->
 
 def test_the_table_fits_80_columns_with_whole_headers(capsys: pytest.CaptureFixture[str]) -> None:
     outcomes = measured(*((strategy, [123.4], [12345], 312.0) for strategy in STRATEGIES))
-    print_report(wide_console(), [section_of(outcomes, is_judged=False)])
+    print_report(wide_console(), [section_of(outcomes, TOO_SHORT)])
     table = capsys.readouterr().out.partition("An engine that")[2].partition("Workers, and")[0]
     assert max(map(len, table.splitlines())) <= 80
     for word in ("order", "TTFT", "ITL", "tok/s", "many", "chunks", "/token", "us/token"):
@@ -265,8 +279,8 @@ def test_short_answers_are_more_of_them(tokens: int, requests: int) -> None:
 
 def test_a_quick_run_is_not_judged(capsys: pytest.CaptureFixture[str]) -> None:
     outcomes = measured(("prefill_first", [3], [80], 31.0), ("router", [2.5], [80], 1.0))
-    print_report(wide_console(), [section_of(outcomes, is_judged=False)])
-    assert capsys.readouterr().out.endswith(f"{NOT_JUDGED}\n")
+    print_report(wide_console(), [section_of(outcomes, TOO_SHORT)])
+    assert capsys.readouterr().out.endswith("No target is judged: the run is too short.\n")
 
 
 # -- the real thing
