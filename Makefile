@@ -93,7 +93,7 @@ clean:
 # torch first, so that nothing else chooses its version; Dynamo without its dependencies (requirements/dynamo.txt).
 $(STAMP): pyproject.toml requirements/torch.txt requirements/base.txt requirements/dynamo.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v >= (3, 11) else f"Python 3.11 or newer is needed, this is {v[0]}.{v[1]}; set PYTHON=")'
-	@echo "setting up .venv with $(PYTHON) (once; a minute or two)"
+	@echo "setting up .venv with $(PYTHON) (once; about three minutes, and one more for the demo model)"
 	@$(STEADILY) "  1/6 virtual environment" $(PYTHON) -m venv .venv
 	@$(STEADILY) "  2/6 torch"               $(PIP) -r requirements/torch.txt
 	@$(STEADILY) "  3/6 libraries"           $(PIP) -r requirements/base.txt

@@ -1,4 +1,4 @@
-"""Writes deploy/observability/grafana-dashboard.json: `python tools/grafana_dashboard.py`. The panels are a table here;
+"""Writes deploy/observability/grafana-dashboard.json: `python -m tools.grafana_dashboard`. The panels are a table here;
 the rest of a dashboard's thousand lines of JSON follows from it.
 """
 

@@ -1,4 +1,4 @@
-"""Writes docs/reference/metrics.md from the metrics themselves: `python tools/metrics_page.py`."""
+"""Writes docs/reference/metrics.md from the metrics themselves: `python -m tools.metrics_page`."""
 
 from __future__ import annotations
 

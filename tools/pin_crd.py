@@ -1,6 +1,6 @@
 """Records the fields of a CustomResourceDefinition that our manifests use: names, types, what is required.
 
-    trtllm-disagg k8s ... | python tools/pin_crd.py CRD.yaml --version v1beta1 --source REPOSITORY@COMMIT
+    trtllm-disagg k8s ... | python -m tools.pin_crd CRD.yaml --version v1beta1 --source REPOSITORY@COMMIT
 
 reads a CRD (which is not ours to keep) and writes tests/unit/k8s/crds/KIND.json: a schema without descriptions, and
 without fields that no manifest has. The tool fails if a manifest has a field that the CRD lacks.

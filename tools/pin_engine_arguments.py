@@ -1,6 +1,6 @@
 """Records which engine arguments Dynamo's examples, recipes and tests set for TensorRT-LLM, with their values.
 
-    python tools/pin_engine_arguments.py TREE --source REPOSITORY@COMMIT
+    python -m tools.pin_engine_arguments TREE --source REPOSITORY@COMMIT
 
 reads a source tree (which is not ours to keep) and writes tests/unit/config/dynamos_engine_arguments.json: for each
 dotted key all its values. A file counts when it, or the data of a ConfigMap in it, is a mapping with two arguments of

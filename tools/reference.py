@@ -74,7 +74,7 @@ def flags_page() -> str:
             for flag in flags
         )
         text += f"\n## {group[0].upper()}{group[1:]}\n\n"
-        text += table(("flag", "", "allowed", "default", "variables"), rows)
+        text += table(("flag", "meaning", "allowed", "default", "variables"), rows)
     return text
 
 
@@ -104,7 +104,7 @@ def thresholds_page() -> str:
         "`trtllm-disagg set` changes these in running workers, by flag, "
         "and `--policy-file` by name ([how](deciders.md)).\n\n"
     )
-    return text + table(("name", "flag", "read by", "", "allowed", "default"), rows)
+    return text + table(("name", "flag", "read by", "meaning", "allowed", "default"), rows)
 
 
 def errors_page() -> str:
@@ -197,7 +197,7 @@ def exit_codes_page() -> str:
     """The page of the exit codes."""
     rows = ((code(each.value), each.name.lower().replace("_", " "), each.meaning) for each in ExitCode)
     text = "# Exit codes" + MADE + "Of every command of `trtllm-disagg`.\n\n"
-    return text + table(("code", "", "meaning"), rows)
+    return text + table(("code", "name", "meaning"), rows)
 
 
 PAGES: dict[str, Callable[[], str]] = {

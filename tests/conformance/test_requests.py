@@ -46,7 +46,7 @@ async def test_a_new_output_is_empty(llm: Any) -> None:
     await result
 
 
-async def test_a_finished_request_has_nothing_more_to_say(llm: Any) -> None:
+async def test_iterating_a_finished_result_yields_nothing(llm: Any) -> None:
     result = llm.generate_async(PROMPT, sampling(max_tokens=3), streaming=True)
     first = [list(update.outputs[0].token_ids) async for update in result]
     assert result.finished

@@ -131,7 +131,9 @@ def test_a_running_prefill_stops_in_the_middle_of_its_prompt(strategy: str, depl
 
 
 @every_strategy
-def test_hanging_up_while_kv_travels(strategy: str, deployed: Served, fleet: Fleet) -> None:
+def test_a_client_that_leaves_during_the_kv_transfer_leaves_no_block_held(
+    strategy: str, deployed: Served, fleet: Fleet
+) -> None:
     """At the first token: prefill sends it, where it can, before decode has fetched anything."""
     deployed.wait_until_idle()
 

@@ -204,7 +204,7 @@ def test_ctrl_c_is_status_130(command: Any) -> None:
     assert status_of("try") == 130
 
 
-def test_the_module_is_the_command() -> None:
+def test_python_m_with_an_unknown_command_exits_with_2() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "trtllm_disagg", "wroker"], capture_output=True, text=True, check=False
     )

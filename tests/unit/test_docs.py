@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import re
@@ -13,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from trtllm_disagg.bench import BENCHMARKS
 from trtllm_disagg.cli import COMMANDS, main
+from trtllm_disagg.config.args import actions_of, add_worker_arguments
 
 ROOT = Path(__file__).parents[2]
 #: Not the log and the decisions: those tell of their time.
@@ -26,10 +29,21 @@ PAGES = [
 _PATH = re.compile(
     r"`((?:trtllm_disagg|handlers|launch|deploy|tests|tools|engine_configs|requirements)/[\w/.-]+)`"
 )
-_NAME_IN_FILE = re.compile(r"`((?:trtllm_disagg|handlers)/[\w/]+\.py)` `(\w+)`")
+_NAME_IN_FILE = re.compile(r"`((?:trtllm_disagg|handlers)/[\w/]+\.py)` `([\w.]+)`")
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)")
 _COMMAND = re.compile(rf"trtllm-disagg ({'|'.join(COMMANDS)})\b((?:[^`\n]|\\\n)*)")
 _FLAG = re.compile(r"(?<![\w-])(--[a-z][\w-]*)")
+_CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+_CODE = re.compile(r"`([^`\n]+)`")
+#: Flags of other programs that pages name.
+_FOREIGN_FLAGS = {
+    *("--build-arg", "--hostname", "--network"),  # docker
+    *("--mpi", "--signal"),  # srun and scancel
+    "--migration-limit",  # Dynamo's frontend
+    "--no-deps",  # pip
+    "--record-durations",  # pytest, by tests/support/durations.py
+    *("--dry-run", "--only", "--source"),  # tools/
+}
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -55,14 +69,18 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 def test_names_that_the_page_of_the_structure_puts_into_files_are_there() -> None:
     told = _NAME_IN_FILE.findall((DOCS / "explanation" / "structure.md").read_text(encoding="utf-8"))
     assert len(told) > 10
-    absent = [
-        (file, name)
-        for file, name in told
-        if not re.search(
-            rf"^(?:async def|def|class) {name}\b|^{name}\b", (ROOT / file).read_text(), re.MULTILINE
-        )
-    ]
+    absent = [(file, name) for file, name in told if not _defines((ROOT / file).read_text(), name)]
     assert absent == []
+
+
+def _defines(source: str, name: str) -> bool:
+    """Whether a file has a name of its top level, or `Class.method`."""
+    outer, _, method = name.partition(".")
+    found = re.search(rf"^(?:(?:async def|def|class) )?{outer}\b", source, re.MULTILINE)
+    if found is None or not method:
+        return found is not None
+    body = re.split(r"\n\S", source[found.end() :], maxsplit=1)[0]
+    return re.search(rf"^    (?:async )?def {method}\b", body, re.MULTILINE) is not None
 
 
 @every_page
@@ -76,6 +94,26 @@ def test_flags_of_commands_that_a_page_shows_exist(page: Path) -> None:
         flags = _FLAG.findall(re.sub(r"'[^']*'|#.*", "", arguments))
         unknown += [(name, flag) for flag in flags if flag not in told]
     assert not unknown
+
+
+@cache
+def known_flags() -> frozenset[str]:
+    """Every flag of every command, those of workers that no help shows included."""
+    parser = argparse.ArgumentParser()
+    add_worker_arguments(parser)
+    of_workers = {option for action in actions_of(parser) for option in action.option_strings}
+    helps = [help_of(name) for name in COMMANDS] + [help_of("bench", name) for name in BENCHMARKS]
+    return frozenset(of_workers | set(_FLAG.findall(" ".join(helps))))
+
+
+@every_page
+def test_every_flag_in_backticks_on_a_page_exists(page: Path) -> None:
+    text = _CODE_BLOCK.sub("", page.read_text(encoding="utf-8"))
+    shown = {flag for code in _CODE.findall(text) for flag in _FLAG.findall(code)}
+    known = known_flags() | _FOREIGN_FLAGS
+    # `--nats-tls-*` stands for several.
+    unknown = [f for f in shown - known if not f.endswith("-") or not any(k.startswith(f) for k in known)]
+    assert unknown == []
 
 
 def test_the_examples_in_help_are_of_flags_that_exist() -> None:
@@ -101,6 +139,7 @@ def test_pages_that_the_code_names_exist() -> None:
         for path in (ROOT / folder).rglob("*")
         if path.suffix in (".py", ".sh", ".yaml")
     ]
+    files.append(ROOT / "pyproject.toml")
     named = {
         page
         for path in files

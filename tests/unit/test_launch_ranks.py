@@ -204,7 +204,7 @@ def test_gpus_may_be_named_by_their_uuid(slurm: FakeSlurm) -> None:
     assert "CUDA_VISIBLE_DEVICES=GPU-8932f937" in call["argv"]
 
 
-def test_a_copy_of_the_script_says_how_to_start_it(slurm: FakeSlurm, tmp_path: Path) -> None:
+def test_sbatch_copy_of_deployment_sh_exits_1_and_names_wrap(slurm: FakeSlurm, tmp_path: Path) -> None:
     copied = tmp_path / "slurm_script"
     shutil.copy(LAUNCH / "slurm" / "deployment.sh", copied)
     assert slurm.start(copied).wait(SECONDS) == 1

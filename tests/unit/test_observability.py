@@ -22,12 +22,12 @@ ALERTS = ROOT / "deploy" / "observability" / "alerts.yaml"
 
 
 def test_the_page_of_metrics_is_that_of_this_code() -> None:
-    assert metrics_page.OUT.read_text() == metrics_page.page(), "run python tools/metrics_page.py"
+    assert metrics_page.OUT.read_text() == metrics_page.page(), "run python -m tools.metrics_page"
 
 
 def test_the_dashboard_is_that_of_its_table() -> None:
     assert grafana_dashboard.OUT.read_text() == grafana_dashboard.text(), (
-        "run python tools/grafana_dashboard.py"
+        "run python -m tools.grafana_dashboard"
     )
 
 

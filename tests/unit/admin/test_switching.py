@@ -193,7 +193,7 @@ async def test_requests_that_do_not_end_are_told() -> None:
     assert "requests still run on the old first stage" in line
 
 
-async def test_an_unknown_frontend_gets_its_time() -> None:
+async def test_unknown_frontends_are_trusted_only_after_settle_seconds() -> None:
     frontends = UnknownFrontends(0.0)
     assert await frontends.knows("m", 1)
     assert not await UnknownFrontends(60.0).knows("m", 1)

@@ -209,7 +209,7 @@ def test_workers_whose_cpu_time_is_below_the_clocks_tick_are_compared() -> None:
     assert figures["decode_first, every traced decode worker CPU per token"] == pytest.approx(100.0)
 
 
-def test_a_subject_is_compared_with_what_dynamos_worker_has_in_its_place() -> None:
+def test_overhead_ratios_pair_agg_with_agg_and_orders_with_router() -> None:
     outcomes = measured(
         ("agg", [1, 1, 1], [30, 3, 30], 10.0),
         ("prefill_first", [2, 20, 2], [24, 2, 20], 31.0),

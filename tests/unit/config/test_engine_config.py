@@ -93,7 +93,7 @@ def test_a_flag_that_the_file_agrees_with_is_not_worth_a_word(
     assert caplog.messages == []
 
 
-def test_the_model_is_the_flags(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_model_flag_wins_over_model_in_the_yaml(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Frontends make tokens for the one that the worker registers."""
     with caplog.at_level(logging.WARNING):
         args = build(tmp_path, {"model": "org/other"})

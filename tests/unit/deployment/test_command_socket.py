@@ -250,7 +250,7 @@ async def test_workers_to_come_run_the_strategy_of_now(supervisor: Supervisor) -
     assert (await tell(supervisor, Describe()))[0]["strategy"] == "prefill_first"
 
 
-async def test_workers_to_come_have_the_thresholds_of_now(supervisor: Supervisor) -> None:
+async def test_scaled_up_worker_starts_with_current_thresholds(supervisor: Supervisor) -> None:
     await tell(supervisor, Set({"max_local_prefill_length": 7, "eff_isl_ratio_threshold": 0.5}))
     await tell(supervisor, Set({"max_local_prefill_length": 9}))
     wrongs: list[dict[str, int | float | str | bool]] = [{"max_local_prefill_length": -1}, {"no_such": 1}]

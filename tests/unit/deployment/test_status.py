@@ -96,7 +96,7 @@ def test_while_it_serves_nothing_is_written_without_a_terminal(tmp_path: Path) -
     assert stream.getvalue() == ""
 
 
-def test_what_a_process_does_is_told_in_a_few_words(tmp_path: Path) -> None:
+def test_status_text_for_each_process_state(tmp_path: Path) -> None:
     def words(state: State, *tell: str, **numbers: int) -> str:
         told = Told(tmp_path, "decode-0", state)
         for doing in tell:

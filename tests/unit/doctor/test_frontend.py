@@ -121,7 +121,7 @@ def test_a_model_that_is_served_as_chat_only_is_asked_so(pages: Pages) -> None:
     assert pages.asked[1][1]["messages"] == [{"role": "user", "content": "a b"}]
 
 
-def test_a_refusal_has_its_status_and_words(pages: Pages) -> None:
+def test_http_error_of_the_frontend_is_raised_with_status_and_message(pages: Pages) -> None:
     pages.pages["/v1/completions"] = (503, {"message": "no instance", "code": 503})
     with pytest.raises(ProbeFailedError, match="503: no instance"):
         HttpFrontend(pages.url, 5).ask("demo", "a")

@@ -71,7 +71,7 @@ def findings(rows: list[Row]) -> dict[str, str]:
     return {row.rule: row.verdict for row in rows if row.verdict != "ok"}
 
 
-def test_the_pair_is_fine() -> None:
+def test_a_matching_pair_has_no_error_and_no_note() -> None:
     rows = diagnosed()
     assert findings(rows) == {}
     assert [row.rule for row in rows] == [*(rule.name for rule in RULES), "worker"]
@@ -356,7 +356,7 @@ def test_no_bound_of_the_python_transceiver_is_fine() -> None:
     assert findings(diagnosed(no_bound, no_bound)) == {}
 
 
-def test_a_file_without_a_word_gets_what_the_worker_sets() -> None:
+def test_empty_engine_files_give_notes_and_backend_nixl() -> None:
     asked = Deployment()
     prefill, decode = (side_of(role, f"{role}.yaml", {}, None, asked) for role in (Role.PREFILL, Role.DECODE))
     rows = diagnose(Pair(prefill, decode, asked))

@@ -46,7 +46,9 @@ def test_a_tag_is_dynamos_default_where_the_engine_can_keep_to_it() -> None:
         ('{"scope": "auto"}', True, "auto"),
     ],
 )
-def test_a_tag_is_what_was_told(told: str | None, guides: bool, scope: str | None) -> None:
+def test_structural_tag_scope_follows_flag_and_backend(
+    told: str | None, guides: bool, scope: str | None
+) -> None:
     tag = advertised(structural_tag=told, guides=guides).structural_tag
     assert (tag or {}).get("scope") == scope
 

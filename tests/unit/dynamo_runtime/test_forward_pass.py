@@ -104,7 +104,7 @@ def test_statistics_that_lack_a_number_end_the_metrics_with_one_warning(
         (["--no-publish-forward-pass-metrics"], {"DYN_FORWARDPASS_METRIC_PORT": "20380"}, False),
     ],
 )
-def test_engine_makes_statistics_where_the_planner_is_told(
+def test_iter_perf_stats_are_on_only_when_metrics_are_published(
     argv: list[str], environ: dict[str, str], published: bool
 ) -> None:
     config = parse_worker_args(["--model", "org/name", "--engine", "tensorrt_llm", *argv], environ)

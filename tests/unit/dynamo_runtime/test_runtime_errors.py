@@ -136,7 +136,7 @@ STAYING = [error for error, _, _ in CROSSINGS if not isinstance(error, WorkerLea
 
 
 @pytest.mark.parametrize("error", STAYING, ids=lambda v: type(v).__name__)
-def test_no_error_takes_a_worker_that_stays_out_of_service(error: DisaggError) -> None:
+def test_only_leaving_errors_map_to_exceptions_that_quarantine_an_instance(error: DisaggError) -> None:
     """Dynamo stops sending requests to an instance for seconds after these."""
     blacklisting = (
         dynamo_errors.EngineShutdown,

@@ -301,7 +301,7 @@ async def test_the_engines_own_refusal_is_the_callers_fault(tensorrt_llm: Module
         ("CUDA error: an illegal memory access was encountered", EngineError),
     ],
 )
-def test_errors_without_a_category_go_by_their_words(message: str, kind: type[DisaggError]) -> None:
+def test_uncategorised_error_is_classified_by_its_message(message: str, kind: type[DisaggError]) -> None:
     assert type(translate(RequestError(message))) is kind
 
 
@@ -451,7 +451,7 @@ async def told(engine: Engine, times: HealthTimes = TIMES) -> str:
         health.stop()
 
 
-async def test_a_check_that_raises_is_a_death(tensorrt_llm: ModuleType) -> None:
+async def test_health_check_exception_marks_the_engine_dead(tensorrt_llm: ModuleType) -> None:
     engine = opened()
     engine.llm.die(RuntimeError("rank 3 is gone"))
     assert "rank 3 is gone" in await told(engine)

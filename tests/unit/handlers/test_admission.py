@@ -105,7 +105,7 @@ async def test_bounds_of_zero_refuse_no_request() -> None:
 
 
 @pytest.mark.parametrize("end", ["cancelled", "failed", "closed"])
-async def test_whatever_ends_a_wait_gives_its_room_back(end: str) -> None:
+async def test_admission_room_is_released_on_token_error_and_cancel(end: str) -> None:
     worker = AdmittingWorker(max_queued_requests=1)
 
     async def fails(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:

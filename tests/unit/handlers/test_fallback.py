@@ -212,7 +212,7 @@ async def test_two_dead_engines_do_not_send_a_request_to_and_fro(strategy: str) 
     LLM.kv_store.clear()
 
 
-async def test_the_last_error_is_the_clients() -> None:
+async def test_when_all_steps_fail_the_last_error_is_raised() -> None:
     seen: Seen = []
     steps = [
         FallbackStep("a", way(seen, 0)),

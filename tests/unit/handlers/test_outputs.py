@@ -40,7 +40,7 @@ def test_a_chunk_has_what_is_new() -> None:
     assert not cursor.advance(result_of([5, 6, 7]))
 
 
-def test_the_end_has_reason_and_usage_and_nothing_else_has() -> None:
+def test_only_the_last_chunk_has_finish_reason_and_usage() -> None:
     cursor = OutputCursor(3)
     first = advance(cursor, [5], stop_reason=9)
     assert (first.finish_reason, first.stop_reason, first.completion_usage) == (None, None, None)

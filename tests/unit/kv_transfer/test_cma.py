@@ -42,7 +42,7 @@ def test_without_the_right_nixl_is_refused_by_name_and_default_falls_back() -> N
     assert "KV moves through shared memory" in done.stderr
 
 
-def test_with_the_right_it_is_nixl() -> None:
+def test_default_is_nixl_where_process_vm_readv_is_allowed() -> None:
     if reason := why_no_cma():
         pytest.skip(f"this machine forbids it: {reason}")
     assert create_transport("DEFAULT", OneHost(), needs_cma=True).name == "NIXL"

@@ -79,7 +79,7 @@ def test_blocks_of_another_size_are_refused(pools: tuple[Pool, Pool]) -> None:
         b"\x81\xa4type\xa4card",
     ],
 )
-def test_a_message_that_cannot_be_is_hung_up_on(pools: tuple[Pool, Pool], message: bytes) -> None:
+def test_invalid_control_message_closes_the_connection(pools: tuple[Pool, Pool], message: bytes) -> None:
     sender, _ = pools
     with NETWORK.authentication().connect(sender.card.address.decode(), 5.0) as connection:
         connection.settimeout(5.0)

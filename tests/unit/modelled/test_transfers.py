@@ -164,7 +164,7 @@ def hand_over(duo: Duo, length: int, max_tokens: int = 8, salt: int = 0) -> list
     return answer.tokens
 
 
-def test_every_order_gives_the_same_text(duo: Duo) -> None:
+def test_modelled_handoff_gives_the_same_tokens_as_one_engine(duo: Duo) -> None:
     alone = ModelledTestCore().generate(prompt_of(300), 8)
     assert hand_over(duo, 300) == alone
     assert duo.generate(prompt_of(300, salt=1), 8) == ModelledTestCore().generate(prompt_of(300, salt=1), 8)

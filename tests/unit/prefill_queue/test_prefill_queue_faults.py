@@ -88,7 +88,7 @@ async def test_a_worker_that_was_given_up_and_answers_late_lets_go(queue: Queuei
     await until(lambda: len(LLM.kv_store) == 0)
 
 
-async def test_an_item_that_kills_its_workers_is_not_given_to_all_of_them(queue: Queueing) -> None:
+async def test_item_lost_by_three_workers_fails_and_is_not_offered_again(queue: Queueing) -> None:
     pushing = await queue.pusher()
     answer = asyncio.create_task(collect(pushing.generate, request(5)))
     for instance_id in range(queue.limits.claims):

@@ -273,7 +273,7 @@ async def test_the_longest_time_between_two_tokens_is_told_with_its_place(
     assert told["trtllm_disagg.longest_gap_after_tokens"] == (8 if is_last else 6)
 
 
-async def test_a_queue_of_prefills_is_told_from_their_computation() -> None:
+async def test_claim_of_a_queued_prefill_records_a_queue_wait_span() -> None:
     """`--prefill-dispatch queue`: from the push to the worker that takes it."""
     got = Batches()
     root = tracer_into(got).begin("request", "r", None, None)

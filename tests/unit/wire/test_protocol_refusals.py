@@ -220,7 +220,7 @@ async def test_what_can_be_recognised_is_taken(order: str, mine: str, theirs: st
     ("failing", "kind"),
     [("prefill", InvalidRequestError), ("decode", PeerUnavailableError), ("prefill", PeerUnavailableError)],
 )
-async def test_errors_keep_their_category(
+async def test_engine_error_category_survives_two_phase_protocol(
     order: str, failing: str, kind: type[InvalidRequestError | PeerUnavailableError]
 ) -> None:
     pair = make_pair(order, handoff_protocol="two_phase", max_tries=1, on_missing_stage="fail")

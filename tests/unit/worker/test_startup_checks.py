@@ -97,7 +97,7 @@ async def test_another_strategy_without_a_switch_is_refused() -> None:
         await starts.before_listing(own)
 
 
-async def test_with_an_endpoint_of_its_own_it_is_refused_as_a_switch_would_be() -> None:
+async def test_worker_with_next_endpoint_is_refused_after_a_switch() -> None:
     starts, own = starting(SWITCHED, next_endpoint="dyn://dynamo.elsewhere.generate")
     with pytest.raises(ConfigError, match="--disaggregation-strategy"):
         await starts.before_listing(own)

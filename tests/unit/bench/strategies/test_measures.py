@@ -129,7 +129,7 @@ def test_parts_are_means_of_the_answers_that_told() -> None:
     assert measured_of(untold).mean_parts == {}
 
 
-def test_goodput_that_software_costs_is_of_the_answers_that_gpus_had_in_time() -> None:
+def test_lost_to_software_counts_only_answers_that_modelled_times_had_in_time() -> None:
     parts = Parts(prefill=400, transfer=90, decode=180)
     in_time, late, late_anyway = (
         RequestRecord(i, 1, 10, 900.0, ttft, 30.0, parts=replace(parts, queue=queue))

@@ -28,7 +28,7 @@ def test_a_side_on_which_arms_are_near_each_other_has_a_rate_that_all_are_able_t
     assert below < 9 < 10 < above
 
 
-def test_a_long_sweep_reaches_beyond_the_best_arm() -> None:
+def test_seven_point_sweep_spans_both_knees() -> None:
     assert len(sweep(NEAR)) == 7
     assert sweep(NEAR)[0] < 2 < 11 < sweep(NEAR)[-1]
 

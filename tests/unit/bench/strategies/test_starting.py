@@ -387,9 +387,7 @@ def test_a_worker_gets_the_points_factors_and_lets_requests_and_their_kv_wait(
 
 
 @pytest.mark.parametrize("arm", ["2 agg", "1P1D router", "1P1D prefill_first"])
-def test_an_arm_that_is_asked_for_too_much_lets_it_wait_and_refuses_nothing(
-    arm: str, model: Path, configs: Path
-) -> None:
+def test_benchmark_workers_have_no_admission_bound(arm: str, model: Path, configs: Path) -> None:
     runner = prepared(model, configs, "--workers", "2", "--arms", arm, "--rates", "1")
     assert isinstance(runner.targets, Deployments)
     args = runner.targets.config((arm, NOMINAL, 1.0)).worker_args

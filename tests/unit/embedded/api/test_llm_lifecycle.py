@@ -105,7 +105,7 @@ def test_a_loop_closed_under_a_request_leaves_other_requests_alone(llm: LLM) -> 
         assert llm.generate([5]).outputs[0].finish_reason == "length"
 
 
-async def test_a_loop_that_blocks_on_its_own_request_gets_it(llm: LLM) -> None:
+async def test_blocking_result_inside_the_event_loop_returns(llm: LLM) -> None:
     result = llm.generate_async([5, 6, 7], SamplingParams(max_tokens=5, ignore_eos=True))
     assert result.result(timeout=30).outputs[0].length == 5
     assert llm.generate([5, 6, 7], SamplingParams(max_tokens=5, ignore_eos=True)).outputs[0].length == 5

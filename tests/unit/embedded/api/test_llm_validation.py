@@ -139,7 +139,7 @@ def test_an_argument_that_is_not_served_is_refused_by_its_name(llm: LLM, name: s
 
 
 @pytest.mark.parametrize("kind", ["context_only", "generation_only"])
-def test_a_phase_needs_a_transport(llm: LLM, kind: str) -> None:
+def test_phase_request_without_transceiver_backend_is_refused(llm: LLM, kind: str) -> None:
     with pytest.raises(ValueError, match=r"needs cache_transceiver_config\.backend, which is not set"):
         llm.generate_async([5], disaggregated_params=DisaggregatedParams(request_type=kind))
 

@@ -118,7 +118,7 @@ def test_our_own_worker_finds_it_too(mounted: Any) -> None:
 
 
 @pytest.mark.parametrize("use", [lambda name: name(), lambda name: name.from_dict({})])
-def test_a_placeholder_says_so_when_it_is_used(mounted: Any, use: Any) -> None:
+def test_using_a_placeholder_name_raises_not_implemented(mounted: Any, use: Any) -> None:
     from tensorrt_llm._torch.shared_tensor import SharedTensorContainer
 
     assert not isinstance(None, SharedTensorContainer)

@@ -94,7 +94,7 @@ def test_a_top_p_that_rounding_keeps_out_of_reach() -> None:
         assert scores[0, token] > -1e3
 
 
-def test_a_row_of_nonsense_is_still_a_token() -> None:
+def test_nan_or_minus_infinity_logits_still_give_a_valid_token() -> None:
     for value in (float("nan"), float("-inf")):
         scores = torch.full((1, LARGE), value)
         for limit in ({}, {"top_k": 7}, {"top_p": 0.5}, {"min_p": 0.3}):

@@ -24,7 +24,7 @@ def llm_args(**values: Any) -> LlmArgs:
     return LlmArgs.model_validate({"model": "m", **values})
 
 
-def test_the_defaults_are_served() -> None:
+def test_default_engine_arguments_are_not_refused() -> None:
     assert refuse_unsupported(llm_args()) == []
 
 

@@ -51,7 +51,7 @@ def test_the_engine_stays_awake_when_the_last_running_sequence_makes_room_for_a_
     assert scheduler.has_runnable
 
 
-def test_the_engine_sleeps_when_all_room_is_leased() -> None:
+def test_scheduler_has_nothing_runnable_while_all_blocks_are_leased() -> None:
     scheduler, blocks = parts(num_blocks=2)
     leased = blocks.allocate(2)
     scheduler.add(sequence(1, 4))
@@ -60,7 +60,7 @@ def test_the_engine_sleeps_when_all_room_is_leased() -> None:
     assert scheduler.has_runnable
 
 
-def test_no_more_run_at_once_than_the_token_budget_has_rows() -> None:
+def test_active_requests_are_capped_by_max_num_tokens() -> None:
     engine = make(num_blocks=200, max_batch_size=64, max_num_tokens=TILE)
     scheduler = engine.scheduler
     for request_id in range(40):
