@@ -93,6 +93,12 @@ class NoStage:
 #: The instance id that stands for the prefill queue when a prefill failed before a worker took it.
 QUEUE_ID = 0
 
+
+def name_of(instance_id: int) -> str:
+    """For logs and errors."""
+    return "the prefill queue" if instance_id == QUEUE_ID else f"instance {instance_id:x}"
+
+
 PREFILL, DECODE = PhaseRequest("prefill"), PhaseRequest("decode")
 
 
