@@ -352,6 +352,8 @@ class Handoff:
     was_sent_to_decode: bool = False
     #: For the `engine_data` of the answer's last chunk.
     of_prompt: dict[str, Any] | None = None
+    #: The instance that has the KV; None: this worker, or not known.
+    sender: int | None = None
 
     @classmethod
     def not_ours(cls) -> Handoff:
