@@ -76,11 +76,11 @@ class AbortGuard:
         self._abort_if_due()
 
     def failed(self) -> None:
-        """The engine has raised: TensorRT-LLM's result never becomes `finished` then, and reading on would hang."""
+        """The engine has raised for this request, or has died: from now on nothing is aborted or read on."""
         self._has_failed = True
 
     def _abort_if_due(self) -> None:
-        if self._wanted and self._allowed and not self._done:
+        if self._wanted and self._allowed and not self._done and not self._has_failed:
             self._done = True
             self._result.abort()
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from trtllm_disagg.errors import KvTransferError, StageTimeoutError
 from trtllm_disagg.handlers.streams import PerRequestStream
 from trtllm_disagg.tracing.spans import Span
 from trtllm_disagg.types import (
@@ -20,6 +21,9 @@ from trtllm_disagg.types import (
     TokenChunk,
 )
 from trtllm_disagg.wire.handoff_protocols import DYNAMO, HandoffProtocol
+
+#: Errors of a decode phase whose cause may be the worker that has the KV.
+KV_NOT_ARRIVED = (KvTransferError, StageTimeoutError)
 
 
 def chain(prefill: PrefillPhase, decode: DecodePhase) -> Generate:
@@ -56,7 +60,7 @@ class _Chain(PerRequestStream[TokenChunk]):
             decode = self._decode(self._request.with_handoff(handoff), self._context, handoff)
             if handoff.of_prompt is not None:
                 decode = _ending_with(handoff.of_prompt, decode)
-            self._rest = _AfterHandoff(span, decode)
+            self._rest = _AfterHandoff(span, decode, handoff.sender)
         return handoff.first
 
     async def _finish(self) -> None:
@@ -78,14 +82,20 @@ async def _ending_with(
 class _AfterHandoff(PerRequestStream[TokenChunk]):
     """Decode, from when the client has the first token: the span `handoff` ends then."""
 
-    def __init__(self, span: Span, decode: AsyncGenerator[TokenChunk, None]) -> None:
+    def __init__(self, span: Span, decode: AsyncGenerator[TokenChunk, None], sender: int | None) -> None:
+        """`sender` is to blame for KV that does not arrive."""
         self._span = span
         self._rest = decode
+        self._sender = sender
 
     async def _first(self) -> TokenChunk:
         assert self._rest is not None
         self._span.end()
-        return await anext(self._rest)
+        try:
+            return await anext(self._rest)
+        except KV_NOT_ARRIVED as error:
+            error.blame(self._sender)
+            raise
 
     async def _finish(self) -> None:
         self._span.end()

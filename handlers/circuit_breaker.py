@@ -16,11 +16,10 @@ from trtllm_disagg.errors import (
     EngineError,
     NoInstanceError,
     PeerUnavailableError,
-    QueueUnusableError,
     StageTimeoutError,
 )
 from trtllm_disagg.handlers.cancellation import Wait
-from trtllm_disagg.handlers.remote import StageClient, StageInstance
+from trtllm_disagg.handlers.remote import QUEUE_ID, StageClient, StageInstance, name_of
 from trtllm_disagg.tracing.spans import NO_SPAN, Span
 from trtllm_disagg.types import GenerateRequest, InProgress, RequestContext
 from trtllm_disagg.wire.bodies import kind_of
@@ -94,8 +93,8 @@ def first_decode_token_seconds(config: WorkerConfig) -> float:
 class IdleTimer:
     """Ends a wait that takes too long. One timer for all waits of a call: one for each would cost 5 us a token."""
 
-    def __init__(self, peer: int) -> None:
-        """`peer`: the instance that the call waits for."""
+    def __init__(self, peer: Callable[[], int]) -> None:
+        """`peer`: the instance that the call waits for. It may change: the prefill queue hands the request on."""
         self._peer = peer
         self._loop = asyncio.get_running_loop()
         self._due = 0.0
@@ -123,8 +122,9 @@ class IdleTimer:
         if self._timer is not None:
             self._timer.cancel()
         if self._wait.was_ended(error):
-            late = StageTimeoutError(f"no {self._missing} within {self._seconds:g} s")
-            late.peer = self._peer
+            peer = self._peer()
+            late = StageTimeoutError(f"{name_of(peer)} sent no {self._missing} within {self._seconds:g} s")
+            late.blame(peer)
             raise late from None
 
     def _set_timer(self, when: float) -> None:
@@ -214,7 +214,7 @@ class CircuitBreakerInstance:
     async def describe(self) -> dict[str, Any]:
         """Raises StageTimeoutError, besides what the instance raises. A description says nothing of its calls."""
         try:
-            with IdleTimer(self.instance_id) as timer:
+            with IdleTimer(lambda: self.instance_id) as timer:
                 timer.arm("description", self._timeouts["describe"].first)
                 return await self._instance.describe()
         except DisaggError as error:
@@ -230,13 +230,13 @@ class CircuitBreakerInstance:
         kind = kind_of(request)
         timeouts = self._timeouts[kind]
         further = f"further answer to {kind}"
-        with self._counting_failures(), IdleTimer(self.instance_id) as timer:
+        with self._counting_failures(), IdleTimer(lambda: self.instance_id) as timer:
             async with aclosing(self._instance.call(request, context)) as answers:
                 timer.arm(f"answer to {kind}", timeouts.first)
                 with self._unanswered:
                     first = await anext(answers, None)
                 if first is None:
-                    return
+                    return  # no success either: the client may have left an instance that hangs
                 timer.disarm()
                 yield first
                 timer.arm(further, timeouts.next)
@@ -244,19 +244,21 @@ class CircuitBreakerInstance:
                     timer.disarm()
                     yield answer
                     timer.arm(further, timeouts.next)
+                if self.instance_id != QUEUE_ID:
+                    self._breaker.succeeded(self.instance_id)
 
     @contextmanager
     def _counting_failures(self) -> Iterator[None]:
-        """The call inside counts as a success or a failure of the instance; one that its reader closes, as neither."""
         try:
             yield
         except DisaggError as error:
             self._count_failure(error)
             raise
-        self._breaker.succeeded(self.instance_id)
 
     def _count_failure(self, error: DisaggError) -> None:
-        if isinstance(error, _FAULTS) and not isinstance(error, QueueUnusableError):
-            self._breaker.failed(self.instance_id)
-            failure = {"instance": f"{self.instance_id:x}", "because": str(error)}
+        """Errors of the prefill queue itself are no failure of a worker."""
+        blamed = self.instance_id if error.peer is None else error.peer
+        if isinstance(error, _FAULTS) and blamed != QUEUE_ID:
+            self._breaker.failed(blamed)
+            failure = {"instance": f"{blamed:x}", "because": str(error)}
             self._span.event("breaker_failure", failure)

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.errors import (
@@ -18,10 +18,18 @@ from trtllm_disagg.errors import (
     RequestCancelledError,
 )
 from trtllm_disagg.handlers.cancellation import AbortGuard
+from trtllm_disagg.handlers.chain import KV_NOT_ARRIVED
 from trtllm_disagg.handlers.engine_spans import record_engine
 from trtllm_disagg.handlers.local import finished
 from trtllm_disagg.handlers.outputs import OutputCursor
-from trtllm_disagg.handlers.remote import PREFILL, StageClient, StageInstance, dispatch_span, select_instance
+from trtllm_disagg.handlers.remote import (
+    PREFILL,
+    StageClient,
+    StageInstance,
+    blaming,
+    dispatch_span,
+    select_instance,
+)
 from trtllm_disagg.handlers.streams import PerRequestStream
 from trtllm_disagg.handlers.trace import record_cache_hit
 from trtllm_disagg.types import (
@@ -39,10 +47,18 @@ from trtllm_disagg.wire.handoff_protocols import DYNAMO, HandoffProtocol
 Push = Callable[[GenerateRequest, RequestContext], Awaitable[object]]
 
 
+class Opened(NamedTuple):
+    rendezvous: Rendezvous
+    #: Runs on the prefill engine.
+    push: Push
+    #: The instance that prefills; None: this worker.
+    sender: int | None = None
+
+
 class PushPhase(Protocol):
     """A prefill phase that writes into a decode engine's blocks, while that engine's decode phase waits for them."""
 
-    async def open_rendezvous(self, request: GenerateRequest) -> tuple[Rendezvous, Push]:
+    async def open_rendezvous(self, request: GenerateRequest) -> Opened:
         """Return where decode finds the prefill engine, and the push that will run on that engine."""
         ...
 
@@ -61,9 +77,9 @@ class LocalPush:
         self._endpoint = engine.ctx_info_endpoint
         self._rank = engine.ctx_dp_rank
 
-    async def open_rendezvous(self, request: GenerateRequest) -> tuple[Rendezvous, Push]:
+    async def open_rendezvous(self, request: GenerateRequest) -> Opened:
         self._engine.require_room(request)
-        return self._protocol.adapt(self._engine.rendezvous(self._endpoint, self._rank)), self
+        return Opened(self._protocol.adapt(self._engine.rendezvous(self._endpoint, self._rank)), self)
 
     async def __call__(self, request: GenerateRequest, context: RequestContext) -> TokenChunk:
         with request.span.child("prefill") as span:
@@ -93,30 +109,32 @@ class RemotePush:
         #: Of each instance, for as long as it lives: where its engine is met, and on which rank.
         self._places: dict[int, tuple[str, int | None]] = {}
 
-    async def open_rendezvous(self, request: GenerateRequest) -> tuple[Rendezvous, Push]:
+    async def open_rendezvous(self, request: GenerateRequest) -> Opened:
         # Refused here, before either phase is dispatched.
         self._engine.require_room(request)
         instance = await select_instance(self._client, request)
         endpoint, rank = self._places.get(instance.instance_id) or await self._place_of(instance)
-        return self._protocol.adapt(self._engine.rendezvous(endpoint, rank)), partial(self._call, instance)
+        rendezvous = self._protocol.adapt(self._engine.rendezvous(endpoint, rank))
+        return Opened(rendezvous, partial(self._call, instance), instance.instance_id)
 
     async def _place_of(self, instance: StageInstance) -> tuple[str, int | None]:
         described = await instance.describe()
         endpoint = described.get("ctx_info_endpoint")
-        if not endpoint:
-            raise PeerUnavailableError("the prefill worker's engine has no ctx_info_endpoint")
+        with blaming(instance):
+            if not endpoint:
+                raise PeerUnavailableError("the prefill worker's engine has no ctx_info_endpoint")
         there = {*self._client.instance_ids(), instance.instance_id}
         self._places = {each: place for each, place in self._places.items() if each in there}
         self._places[instance.instance_id] = endpoint, described.get("ctx_dp_rank")
         return self._places[instance.instance_id]
 
     async def _call(self, instance: StageInstance, request: GenerateRequest, context: RequestContext) -> None:
-        with dispatch_span(instance, request) as dispatch:
+        with blaming(instance), dispatch_span(instance, request) as dispatch:
             raw = self._protocol.encode(request.within(dispatch), PREFILL)
             async with aclosing(instance.call(raw, context)) as answers:
                 num_answers = len([answer async for answer in answers])
-        if num_answers != 1 and not context.is_stopped():
-            raise PeerUnavailableError(f"the prefill worker sent {num_answers} answers instead of one")
+            if num_answers != 1 and not context.is_stopped():
+                raise PeerUnavailableError(f"the prefill worker sent {num_answers} answers instead of one")
 
 
 def push_service(push: LocalPush) -> Generate:
@@ -153,12 +171,16 @@ class _Concurrent(PerRequestStream[TokenChunk]):
 
     async def _first(self) -> TokenChunk:
         with self._request.span.child("meet") as span:
-            rendezvous, push = await self._prefill.open_rendezvous(self._request.within(span))
-        request = self._request.with_rendezvous(rendezvous)
-        self._pushing = asyncio.ensure_future(push(request, self._context))
+            opened = await self._prefill.open_rendezvous(self._request.within(span))
+        request = self._request.with_rendezvous(opened.rendezvous)
+        self._pushing = asyncio.ensure_future(opened.push(request, self._context))
         # The engines transfer the KV among themselves: nothing is to be released here.
         self._rest = self._decode(request, self._context, Handoff.not_ours())
-        first = await _first_chunk(self._rest, self._pushing)
+        try:
+            first = await _first_chunk(self._rest, self._pushing)
+        except KV_NOT_ARRIVED as error:
+            error.blame(opened.sender)
+            raise
         if first is None:
             raise StopAsyncIteration
         return first

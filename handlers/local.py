@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 import msgspec
 
 from trtllm_disagg.engine.capabilities import RELEASES_HANDOFFS
 from trtllm_disagg.engine.engine import Engine
+from trtllm_disagg.engine.engine_errors import EngineErrors
 from trtllm_disagg.engine.llm_api import RequestOutput
 from trtllm_disagg.errors import (
     DisaggError,
     EngineError,
     RequestCancelledError,
     StageTimeoutError,
-    WorkerLeavingError,
 )
 from trtllm_disagg.handlers.cancellation import AbortGuard, in_background
 from trtllm_disagg.handlers.engine_spans import record_engine, spanned
@@ -151,8 +151,7 @@ class LocalPrefill:
 async def finished(engine: Engine, result: RequestOutput, guard: AbortGuard) -> None:
     """Wait until the engine has finished a request; `guard` aborts it when its client leaves."""
     with guard:
-        async with engine_errors(engine, guard):
-            await engine.finished(result)
+        await engine.finished(result, guard.failed)
 
 
 #: context_only ends with one of these after its one token; they say nothing about the end of the answer.
@@ -245,31 +244,14 @@ async def _stream(
     result = start()
     with engine.answering, AbortGuard(result, context, deferred=deferred_abort) as guard:
         async with (
-            engine_errors(engine, guard),
-            aclosing(newest_states(result, guard.may_abort, engine.awaited_by)) as states,
+            EngineErrors(engine, guard.failed),
+            aclosing(newest_states(result, guard.may_abort, engine.cancel_at_death)) as states,
         ):
             async for state in states:
                 for chunk in cursor.advance(state):
                     if chunk.finish_reason is not None:
                         finished(result)
                     yield chunk
-
-
-@contextlib.asynccontextmanager
-async def engine_errors(engine: Engine, guard: AbortGuard) -> AsyncIterator[None]:
-    """Raises a DisaggError for an error of the engine, and marks `guard` as failed: nothing is left to abort."""
-    try:
-        yield
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if engine.death is None or (task is not None and task.cancelling()):
-            raise
-        raise WorkerLeavingError(f"the engine is dead: {engine.death}") from None
-    except DisaggError:
-        raise
-    except Exception as error:
-        guard.failed()
-        raise await engine.failure(error) from error
 
 
 def prefill_within(seconds: float, prefill: PrefillPhase) -> PrefillPhase:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import msgspec
@@ -134,42 +133,41 @@ def _prompt_logprobs(output: CompletionOutput) -> list[dict[str, dict[str, Any]]
     ]
 
 
-#: A context manager that cancels the task, which reads the result, when the engine can give no result any more.
-AwaitedBy = Callable[[asyncio.Future[Any], RequestOutput], AbstractContextManager[None]]
+#: Cancels the task, which reads the result, when the engine can give no result any more.
+Watch = Callable[[asyncio.Future[Any], RequestOutput], None]
 
 
-def _never_cancelled(reading: asyncio.Future[Any], result: RequestOutput) -> AbstractContextManager[None]:
-    return nullcontext()
+def _never_cancelled(reading: asyncio.Future[Any], result: RequestOutput) -> None:
+    """For an engine that does not die."""
 
 
 async def newest_states(
-    result: RequestOutput, on_output: Callable[[], None], awaited_by: AwaitedBy = _never_cancelled
+    result: RequestOutput, on_output: Callable[[], None], cancel_at_death: Watch = _never_cancelled
 ) -> AsyncGenerator[RequestOutput, None]:
     """Yields `result` (cumulative) when it has grown: once for all outputs that came while the caller was busy. A task
     reads the engine's outputs as fast as they come, however slow the client is.
 
     `on_output` is called for each output, also while the caller is busy. Raises what iterating the result raises,
-    after the last state, and CancelledError when `awaited_by` has cancelled the reading.
+    after the last state, and CancelledError when `cancel_at_death` has cancelled the reading.
     """
     has_grown = asyncio.Event()
 
     async def read() -> None:
-        try:
-            async for _ in result:
-                on_output()
-                has_grown.set()
-        finally:
+        async for _ in result:
+            on_output()
             has_grown.set()
 
     reader = asyncio.create_task(read(), name="read-ahead")
+    # Not in the task itself: one that is cancelled before it begins runs no line of it.
+    reader.add_done_callback(lambda _: has_grown.set())
+    cancel_at_death(reader, result)
     try:
-        with awaited_by(reader, result):
-            has_ended = False
-            while not has_ended:
-                await has_grown.wait()
-                has_grown.clear()
-                has_ended = reader.done()
-                yield result
+        has_ended = False
+        while not has_ended:
+            await has_grown.wait()
+            has_grown.clear()
+            has_ended = reader.done()
+            yield result
         await reader
     finally:
         reader.cancel()

@@ -40,6 +40,8 @@ NOTICE_SECONDS = 5.0
 #: If a decode worker dies within that time, KV that it had begun to fetch may be drained a second time.
 COLLECT_SECONDS = 1.0
 CHECK_SECONDS = 1.0
+#: A decode worker that lives has reported by then that it has taken an answer, also while it leaves.
+REPORTED_SECONDS = 2 * COLLECT_SECONDS
 #: An answer is forgotten after this time, even if its lease is longer.
 _LONGEST_SECONDS = 600.0
 _NO_CHUNKS: tuple[TokenChunk, ...] = ()
@@ -144,6 +146,7 @@ class NoNotices:
 
 class _Answered(NamedTuple):
     sender: int | None
+    answered_at: float
     forgotten_at: float
     take_back: Callable[[], None]
 
@@ -186,7 +189,8 @@ class Recalls:
                 take_back()
                 continue
             seconds = NOTICE_SECONDS if asked.sender is None else self._lease_seconds
-            self._answered[attempt] = _Answered(asked.sender, self._clock() + seconds, take_back)
+            now = self._clock()
+            self._answered[attempt] = _Answered(asked.sender, now, now + seconds, take_back)
             if asked.sender is not None and asked.sender not in self._seen:
                 self._seen.update({asked.sender}.intersection(self._senders()))
             self._check_later()
@@ -206,7 +210,9 @@ class Recalls:
                 self._forget_recall(attempt)
 
     def check_senders(self) -> None:
-        """Recall the attempts of decode workers that two checks in a row, not one alone, have found missing."""
+        """Recall the attempts of decode workers that two checks in a row, not one alone, have found missing. One that
+        drains is missing too, and reports what it takes, so a young attempt waits for a later check.
+        """
         now, there = self._clock(), set(self._senders())
         for attempt, answered in list(self._answered.items()):
             if answered.forgotten_at <= now:
@@ -216,8 +222,15 @@ class Recalls:
         missing = (waiting & self._seen) - there
         # A drain needs a decode worker: without any, the leases end by themselves.
         for gone in missing & self._missing if there else ():
-            abandoned = [attempt for attempt, each in self._answered.items() if each.sender == gone]
-            log.warning("decode worker %x is gone; it had %d of this worker's handoffs", gone, len(abandoned))
+            abandoned = [
+                attempt
+                for attempt, each in self._answered.items()
+                if each.sender == gone and each.answered_at <= now - REPORTED_SECONDS
+            ]
+            if abandoned:
+                log.warning(
+                    "decode worker %x is gone; it had %d of this worker's handoffs", gone, len(abandoned)
+                )
             self.recall(abandoned)
         self._missing = missing
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from trtllm_disagg.errors import (
     DisaggError,
+    HandoffRefusedError,
     NoInstanceError,
     PeerUnavailableError,
     QueueUnusableError,
@@ -92,6 +93,12 @@ class NoStage:
 #: The instance id that stands for the prefill queue when a prefill failed before a worker took it.
 QUEUE_ID = 0
 
+
+def name_of(instance_id: int) -> str:
+    """For logs and errors."""
+    return "the prefill queue" if instance_id == QUEUE_ID else f"instance {instance_id:x}"
+
+
 PREFILL, DECODE = PhaseRequest("prefill"), PhaseRequest("decode")
 
 
@@ -121,14 +128,16 @@ class RemotePrefill:
             request.trace.facts["prefill_instance"] = f"{instance.instance_id:x}"
         asked = self._notices.prefill(instance)
         handoffs: list[Handoff] = []
-        with _released_on_error(handoffs):
+        with blaming(instance), _released_on_error(handoffs):
             with self._notices.recalled_if_lost(handoffs, instance, asked):
                 await self._receive(handoffs, instance, asked, request, context)
             if context.is_stopped():
                 raise RequestCancelledError("the client left during remote prefill")
             if len(handoffs) != 1:
-                raise _fault(instance, f"the prefill worker sent {len(handoffs)} answers instead of one")
-        return handoffs[0]
+                raise PeerUnavailableError(f"the prefill worker sent {len(handoffs)} answers instead of one")
+        handoff = handoffs[0]
+        handoff.sender = instance.instance_id
+        return handoff
 
     async def _receive(
         self,
@@ -148,7 +157,10 @@ class RemotePrefill:
                     handoffs.append(self._handoff(request, decode_chunk(raw), on_taken))
 
     def _handoff(self, request: GenerateRequest, chunk: TokenChunk, on_taken: Callable[[], None]) -> Handoff:
-        result = result_of(chunk)
+        try:
+            result = result_of(chunk)
+        except HandoffRefusedError as error:
+            raise PeerUnavailableError(f"the prefill worker sent an unreadable handoff: {error}") from None
         if result is None:
             if chunk.finish_reason is None:
                 raise PeerUnavailableError("the prefill worker's answer has no finish reason and no handoff")
@@ -192,21 +204,22 @@ class RemoteDecode:
             handoff.was_sent_to_decode = True
             dispatch = dispatch_span(instance, request)
             raw_request = self._protocol.encode(request.within(dispatch), DECODE)
-            async with aclosing(instance.call(raw_request, context)) as answers:
-                with dispatch:
-                    first = await anext(answers, None)
-                if first is not None:
-                    # An answer means that decode has the KV.
-                    handoff.decode_has_it()
-                    with span.child("relay"):
-                        chunk = decode_chunk(first)
-                        yield chunk
-                        async for raw in answers:
-                            chunk = decode_chunk(raw)
+            with blaming(instance):
+                async with aclosing(instance.call(raw_request, context)) as answers:
+                    with dispatch:
+                        first = await anext(answers, None)
+                    if first is not None:
+                        # An answer means that decode has the KV.
+                        handoff.decode_has_it()
+                        with span.child("relay"):
+                            chunk = decode_chunk(first)
                             yield chunk
-        has_ended = chunk is not None and chunk.finish_reason is not None
-        if not has_ended and not context.is_stopped():
-            raise _fault(instance, "the decode worker's answer stops without a finish reason")
+                            async for raw in answers:
+                                chunk = decode_chunk(raw)
+                                yield chunk
+                has_ended = chunk is not None and chunk.finish_reason is not None
+                if not has_ended and not context.is_stopped():
+                    raise PeerUnavailableError("the decode worker's answer stops without a finish reason")
 
 
 async def select_instance(client: StageClient, request: GenerateRequest) -> StageInstance:
@@ -221,10 +234,14 @@ def dispatch_span(instance: StageInstance, request: GenerateRequest) -> Span:
     return request.span.child("dispatch", {"instance": f"{instance.instance_id:x}"})
 
 
-def _fault(instance: StageInstance, what: str) -> PeerUnavailableError:
-    error = PeerUnavailableError(what)
-    error.peer = instance.instance_id
-    return error
+@contextmanager
+def blaming(instance: StageInstance) -> Iterator[None]:
+    """The answer of `instance` is read inside: it is to blame for one that is of no use."""
+    try:
+        yield
+    except PeerUnavailableError as error:
+        error.blame(instance.instance_id)
+        raise
 
 
 class RemoteDrain:

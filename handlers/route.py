@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 from trtllm_disagg.config.thresholds import Live
 from trtllm_disagg.errors import InvalidRequestError, NoInstanceError, PeerUnavailableError
-from trtllm_disagg.handlers.remote import StageClient, dispatch_span, select_instance
+from trtllm_disagg.handlers.remote import StageClient, blaming, dispatch_span, select_instance
 from trtllm_disagg.types import Generate, GenerateRequest, PhaseRequest, RequestContext, TokenChunk
 from trtllm_disagg.wire.bodies import decode_chunk, encode_request
 
@@ -122,15 +122,14 @@ def relayed(stage: StageClient, strategy: str) -> Generate:
             # Pins are for this worker's call, not for the call that the other worker makes.
             annotations = [each for each in request.annotations if not each.startswith(NEXT)]
             raw = encode_request(request.within(dispatch), whole, annotations=annotations)
-            async with aclosing(instance.call(raw, context)) as answers:
-                with dispatch:
-                    async for raw in answers:
-                        chunk = decode_chunk(raw)
-                        has_ended = chunk.finish_reason is not None
-                        yield chunk
-        if not has_ended and not context.is_stopped():
-            error = PeerUnavailableError("the other worker's answer stops without a finish reason")
-            error.peer = instance.instance_id
-            raise error
+            with blaming(instance):
+                async with aclosing(instance.call(raw, context)) as answers:
+                    with dispatch:
+                        async for raw in answers:
+                            chunk = decode_chunk(raw)
+                            has_ended = chunk.finish_reason is not None
+                            yield chunk
+                if not has_ended and not context.is_stopped():
+                    raise PeerUnavailableError("the other worker's answer stops without a finish reason")
 
     return generate

@@ -20,7 +20,7 @@ from trtllm_disagg.dynamo_runtime.request_metrics import (
     FrontendRequests,
     RequestMetrics,
 )
-from trtllm_disagg.engine.capabilities import HandoffsHeld
+from trtllm_disagg.engine.handoffs_held import HandoffsHeld
 from trtllm_disagg.handlers.admission import Queued
 from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker
 from trtllm_disagg.handlers.trace import RequestEnd

@@ -60,6 +60,11 @@ class DisaggError(Exception):
     def __str__(self) -> str:
         return _harmless(super().__str__())
 
+    def blame(self, instance_id: int | None) -> None:
+        """The instance that failed is this one, unless the error names one already."""
+        if self.peer is None:
+            self.peer = instance_id
+
 
 class ConfigError(DisaggError):
     """A setting is wrong. The message names the key, the value and what is allowed."""

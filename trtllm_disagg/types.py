@@ -102,10 +102,16 @@ class Rendezvous(msgspec.Struct, frozen=True, omit_defaults=True):
     ctx_dp_rank: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.ctx_info_endpoint, list):
-            if len(self.ctx_info_endpoint) != 1:
-                raise ValueError(f"ctx_info_endpoint: {len(self.ctx_info_endpoint)} endpoints; expected one")
-            msgspec.structs.force_setattr(self, "ctx_info_endpoint", self.ctx_info_endpoint[0])
+        msgspec.structs.force_setattr(self, "ctx_info_endpoint", one_endpoint(self.ctx_info_endpoint))
+
+
+def one_endpoint(given: str | list[str]) -> str:
+    """The endpoint, given alone or in a list. Raise ValueError for a list of none or several."""
+    if isinstance(given, str):
+        return given
+    if len(given) != 1:
+        raise ValueError(f"ctx_info_endpoint: {len(given)} endpoints; expected one")
+    return given[0]
 
 
 #: A message names at most this many prefills.
@@ -346,6 +352,8 @@ class Handoff:
     was_sent_to_decode: bool = False
     #: For the `engine_data` of the answer's last chunk.
     of_prompt: dict[str, Any] | None = None
+    #: The instance that has the KV; None: this worker, or not known.
+    sender: int | None = None
 
     @classmethod
     def not_ours(cls) -> Handoff:

@@ -6,9 +6,13 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.support.dynamo_deployment import DynamoDeployment
+from tests.support.hard_worker import LOADS, NEVER_LOADS
 from tests.support.models import write_checkpoint
 from trtllm_disagg.engine.health import TIMES
+from trtllm_disagg.exit_codes import ExitCode
 
 #: For what a loaded machine adds.
 MORE_SECONDS = 15.0
@@ -34,3 +38,21 @@ def test_a_worker_whose_engine_dies_ends_with_1_in_bounded_time(tmp_path: Path) 
     assert f"the engine has not ended within {TIMES.shutdown_dead:g} s" in said
     assert "error: the engine died while serving" in said
     assert "Traceback" not in said
+
+
+def test_ctrl_c_ends_a_worker_whose_engine_still_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(NEVER_LOADS, "1")
+    deployment = DynamoDeployment(tmp_path)
+    model = write_checkpoint(tmp_path / "model")
+    worker = ["tests.support.hard_worker", "--model", str(model), "--engine", "tensorrt_llm"]
+    try:
+        deployment.start_workers({"agg": [*worker, "--disaggregation-mode", "agg"]})
+        deployment.wait_until(lambda: LOADS in deployment.log("agg"), "it loads", timeout=120)
+        deployment.send("agg", signal.SIGINT)
+        deployment.wait_until(lambda: deployment.exit_code("agg") is not None, "it has ended", timeout=60)
+    finally:
+        deployment.stop()
+    assert deployment.exit_code("agg") == ExitCode.INTERRUPTED, deployment.log("agg")
+    assert "Traceback" not in deployment.log("agg")

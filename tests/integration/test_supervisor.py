@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from trtllm_disagg.deployment.command_socket import COMMAND_SOCKET
 from trtllm_disagg.deployment.lifecycle import (
     ONE_INTERRUPT_SECONDS,
     deployment_in_background,
+    prepare,
     running_deployment,
     serve,
 )
@@ -32,6 +34,7 @@ from trtllm_disagg.deployment.plan import (
 from trtllm_disagg.deployment.run_dir import is_alive, read_processes
 from trtllm_disagg.deployment.status import Status
 from trtllm_disagg.deployment.up_command import add_arguments, run
+from trtllm_disagg.errors import ConfigError
 
 
 async def test_ready_line_is_printed_once_when_all_processes_serve(start_up: StartUp) -> None:
@@ -183,6 +186,19 @@ async def test_sigterm_and_sigint_at_once_are_one_clean_stop(start_up: StartUp) 
     await exits.all_seen()
 
 
+async def test_without_a_reader_of_stderr_a_signal_drains_and_exits_with_0(start_up: StartUp) -> None:
+    up = await start_up(worker_args=("--detach-child",))
+    await up.ready_line()
+    exits = Exits(up.all_pids())
+    up.stop_reading_stderr()
+
+    up.process.terminate()
+
+    assert await up.ends() == 0
+    await exits.all_seen()
+    assert all("leaves by SIGTERM" in up.log_of(name) for name in up.records())
+
+
 async def test_a_clean_stop_takes_children_in_other_sessions_along(start_up: StartUp) -> None:
     up = await start_up(worker_args=("--detach-child",))
     await up.ready_line()
@@ -240,6 +256,16 @@ def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:
             run(parser.parse_args(flags))
 
     assert not (tmp_path / "run").exists()
+
+
+async def test_gpus_that_are_refused_leave_the_run_directory_as_it_is(config: DeploymentConfig) -> None:
+    async with running_deployment(config):
+        (config.run_dir / "traces" / "decode-0.jsonl").touch()
+
+    with pytest.raises(ConfigError, match="--gpus"):
+        prepare(replace(config, engine="embedded", gpu_devices="0"), Status())
+
+    assert (config.run_dir / "traces" / "decode-0.jsonl").exists()
 
 
 async def test_a_live_run_dir_is_refused_and_not_disturbed(config: DeploymentConfig) -> None:

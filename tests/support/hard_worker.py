@@ -1,6 +1,6 @@
 """A worker, by its arguments, on the stand-in of TensorRT-LLM with all hard edges. At SIGUSR1 its engine dies, at
 SIGUSR2 it stands still and says that it is well; neither ever shuts down. The workers of a test move KV through the
-directory that KV_DIRECTORY names.
+directory that KV_DIRECTORY names. With NEVER_LOADS its engine never ends to load.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from trtllm_disagg.testing.mounted import mounted_recording_llm
 from trtllm_disagg.testing.recording import LLM
 
 KV_DIRECTORY = "TEST_KV_DIRECTORY"
+NEVER_LOADS = "TEST_NEVER_LOADS"
+LOADS = "the engine loads, and does not end to"
 
 
 class KvFiles(KvStore):
@@ -66,6 +68,15 @@ def held_in(directory: Path) -> int:
     return sum(1 for _ in directory.glob("kv-*"))
 
 
+class NeverLoads:
+    """An LLM whose constructor keeps its thread, and another one that Python waits for at its end."""
+
+    def __init__(self, **engine_args: object) -> None:
+        threading.Thread(target=threading.Event().wait).start()
+        print(LOADS, flush=True)
+        threading.Event().wait()
+
+
 STANDS_STILL = "the engine stands still, and is well"
 #: Of the engine's end.
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
@@ -88,5 +99,7 @@ if __name__ == "__main__":
     threading.Thread(target=_end_at_the_signal, daemon=True).start()
     if KV_DIRECTORY in os.environ:
         LLM.kv_store = KvFiles(Path(os.environ[KV_DIRECTORY]))
-    with mounted_recording_llm():
+    with mounted_recording_llm() as tensorrt_llm:
+        if NEVER_LOADS in os.environ:
+            vars(tensorrt_llm)["LLM"] = NeverLoads
         main(["worker", *sys.argv[1:]])

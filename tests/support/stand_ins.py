@@ -37,7 +37,7 @@ if role == args.crash_role or os.path.exists(args.crash_file):
 if role == args.stubborn_role:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 else:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGTERM, lambda *_: (print("leaves by SIGTERM", flush=True), sys.exit(0)))
 if role != "frontend":
     pause = [sys.executable, "-S", "-c", "import signal; signal.pause()"]
     child = subprocess.Popen(pause, start_new_session=args.detach_child)
@@ -93,6 +93,11 @@ class Up:
                     return
         pytest.fail(f"never said {text!r}:\n{self.errors}")
 
+    def stop_reading_stderr(self) -> None:
+        """From now on its writes to stderr fail with EPIPE."""
+        stderr = self.process._transport.get_pipe_transport(2)  # type: ignore[attr-defined]
+        stderr.close()
+
     async def ends(self) -> int:
         """The exit code; afterwards `errors` holds all of stderr."""
         async with asyncio.timeout(DEADLINE):
@@ -108,8 +113,11 @@ class Up:
     def pid(self, name: str) -> int:
         return self.records()[name].pid
 
+    def log_of(self, name: str) -> str:
+        return Path(self.records()[name].log).read_text()
+
     def child_pid(self, name: str) -> int:
-        words = Path(self.records()[name].log).read_text().split()
+        words = self.log_of(name).split()
         return int(words[len(words) - words[::-1].index("child")])
 
     def all_pids(self) -> list[int]:

@@ -21,7 +21,7 @@ BENCHMARKS = {
         "trtllm-disagg bench engine --quick",
     ),
     "overhead": Command(
-        "what the orders cost beside the frontend's own chain, with an engine that costs nothing",
+        "what the orders cost beside the frontend's own chain, with an engine that takes no time",
         "trtllm_disagg.bench.overhead",
         "trtllm-disagg bench overhead --quick",
     ),

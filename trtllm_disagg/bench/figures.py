@@ -157,8 +157,8 @@ class Section:
     remarks: Sequence[str] = ()
     figures: Sequence[Figure] = ()
     panels: Sequence[Panel] = ()
-    #: False where a target would mean nothing: other processes had the cores, or the run was too short.
-    is_judged: bool = True
+    #: Why a target would mean nothing, as a clause; empty where it means something.
+    not_judged_because: str = ""
 
     @property
     def every_figure(self) -> list[Figure]:

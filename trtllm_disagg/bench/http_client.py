@@ -12,8 +12,11 @@ from typing import Any
 
 from trtllm_disagg.errors import DisaggError
 
+_OK = b"HTTP/1.1 200"
 _EVENT = b"data: "
-_LAST_CHUNK = b"0\r\n\r\n"
+#: With the end of what is before it: a header may end in 0.
+_LAST_CHUNK = b"\r\n0\r\n\r\n"
+_ANSWER_SECONDS = 600.0
 
 
 class BadAnswerError(DisaggError):
@@ -27,13 +30,22 @@ class StreamedAnswer:
     asked: float
     first: float = 0.0
     ended: float = 0.0
-    raw: list[bytes] = field(default_factory=list)
+    raw: bytearray = field(default_factory=bytearray)
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the status, as far as it has arrived, is another than 200."""
+        return not self.raw.startswith(_OK[: len(self.raw)])
+
+    def refusal(self) -> BadAnswerError:
+        head, _, body = bytes(self.raw).partition(b"\r\n\r\n")
+        return BadAnswerError(f"{head[:40]!r}: {body[:200]!r}")
 
     def events(self) -> list[dict[str, Any]]:
         """The events of the answer. Raises BadAnswerError unless it is a complete stream."""
-        head, _, body = b"".join(self.raw).partition(b"\r\n\r\n")
-        if not head.startswith(b"HTTP/1.1 200"):
-            raise BadAnswerError(f"{head[:40]!r}: {body[:200]!r}")
+        if self.is_refused:
+            raise self.refusal()
+        _, _, body = bytes(self.raw).partition(b"\r\n\r\n")
         lines = [line for line in _unchunked(body).split(b"\n") if line.startswith(_EVENT)]
         if not lines or lines[-1] != _EVENT + b"[DONE]":
             raise BadAnswerError(f"the stream has no end: {body[-200:]!r}")
@@ -59,7 +71,9 @@ class Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self._transport: asyncio.Transport
         self._answer = StreamedAnswer(0.0)
-        self._done: asyncio.Future[None] | None = None
+        #: Ends with the answer to the last request.
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._done.set_result(None)
 
     @classmethod
     async def open(cls, host: str, port: int) -> Connection:
@@ -74,27 +88,43 @@ class Connection(asyncio.Protocol):
         now = time.perf_counter()
         self._acknowledge_at_once()
         answer = self._answer
-        answer.raw.append(data)
-        if not answer.first and _EVENT in data:
+        answer.raw += data
+        if not answer.first and _EVENT in answer.raw:
             answer.first = now
-        if data.endswith(_LAST_CHUNK) and self._done is not None and not self._done.done():
+        # A refusal is no stream: it has another end.
+        if answer.is_refused or answer.raw.endswith(_LAST_CHUNK):
             answer.ended = now
-            self._done.set_result(None)
+            if not self._done.done():
+                self._done.set_result(None)
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self._done is not None and not self._done.done():
+        if not self._done.done():
             self._done.set_exception(BadAnswerError(f"the server hung up: {error}"))
 
     def _acknowledge_at_once(self) -> None:
         """Otherwise the kernel delays the acknowledgement, and the server its last packet, by up to 40 ms."""
         self._transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
 
-    async def ask(self, request: bytes) -> StreamedAnswer:
+    async def ask(self, request: bytes, seconds: float = _ANSWER_SECONDS) -> StreamedAnswer:
+        """Raises BadAnswerError if the server refuses the request, hangs up, or has not answered after `seconds`."""
+        if self._transport.is_closing():
+            raise BadAnswerError("the server hung up before the request")
         self._done = asyncio.get_running_loop().create_future()
-        self._answer = StreamedAnswer(time.perf_counter())
+        answer = self._answer = StreamedAnswer(time.perf_counter())
         self._transport.write(request)
-        await self._done
-        return self._answer
+        try:
+            async with asyncio.timeout(seconds):
+                await self._done
+        except TimeoutError as error:
+            # What still arrives belongs to no later request.
+            self.close()
+            raise BadAnswerError(
+                f"no whole answer after {seconds:g} s: {bytes(answer.raw[-200:])!r}"
+            ) from error
+        if answer.is_refused:
+            self.close()
+            raise answer.refusal()
+        return answer
 
     def close(self) -> None:
         self._transport.close()

@@ -125,7 +125,8 @@ class Receiver:
         handle = decode_handle(bytes.fromhex(self._sender.call("lease", list(remote))))
         started = time.perf_counter()
         self._receiver.start(Pull(handle=handle, remote=list(remote), local=list(local)))
-        self._woken.get(timeout=_PULL_SECONDS)
+        # The pull ends by itself after its timeout, with the reason.
+        self._woken.get(timeout=2 * _PULL_SECONDS)
         seconds = time.perf_counter() - started
         (pull,) = self._receiver.take_finished()
         if pull.outcome.error is not None:

@@ -1,4 +1,4 @@
-"""`trtllm-disagg bench overhead`: what each order costs when the engine costs nothing.
+"""`trtllm-disagg bench overhead`: what each order costs when the engine takes no time.
 
 Real frontends and worker processes with the recording engine. One deployment for each order; all run at once and are
 measured in turn in short rounds, so that a slow minute affects all. `router` is the chain that Dynamo's frontend
@@ -11,7 +11,7 @@ import argparse
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,14 @@ from trtllm_disagg.bench.http_client import (
 )
 from trtllm_disagg.bench.machine import cpu_seconds
 from trtllm_disagg.bench.models import weightless_model
-from trtllm_disagg.bench.report import Say, add_choice, add_number, add_output_arguments, run_benchmark
+from trtllm_disagg.bench.report import (
+    TOO_SHORT,
+    Say,
+    add_choice,
+    add_number,
+    add_output_arguments,
+    run_benchmark,
+)
 from trtllm_disagg.bench.upstream_worker import require_upstream
 from trtllm_disagg.config.settings import not_negative
 from trtllm_disagg.deployment.limits import check_deployment_limits
@@ -129,7 +136,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         "overhead",
         args,
         lambda say: asyncio.run(_measure(args, say)),
-        lambda measured: [section_of(measured, is_judged=not args.quick and args.tokens == _TOKENS)],
+        lambda measured: [section_of(measured, _not_judged_because(args))],
     )
     return ExitCode.DONE
 
@@ -266,7 +273,6 @@ class Subject:
         before, of_frontend = self._cpu(), cpu_seconds(self._frontend)
         together = await ask_all(self._connections[: asked.concurrency], [long] * asked.together)
         after, of_frontend = self._cpu(), cpu_seconds(self._frontend) - of_frontend
-        of_workers = sum(after.values()) - sum(before.values())
         texts = {answer.text() for answer in together}
         num_tokens = asked.together * asked.together_tokens
         if {len(text) for text in texts} != {asked.together_tokens}:
@@ -279,23 +285,37 @@ class Subject:
             "throughput": num_tokens / wall,
             "ttft_together": _median(together, lambda a: 1000 * (a.first - a.asked)),
             "chunks": _median(together, lambda a: len(a.events())) / asked.together_tokens,
-            _BESIDE_FRONTEND: of_workers / (of_frontend or _TICK_SECONDS),
-            _ALL_CPU: 1e6 * (of_workers or _TICK_SECONDS) / num_tokens,
-            **{role + _CPU: 1e6 * (after[role] - before[role]) / num_tokens for role in before},
+            **cpu_quantities({role: after[role] - before[role] for role in before}, of_frontend, num_tokens),
         }
 
     def _cpu(self) -> dict[str, float]:
         return {role: cpu_seconds(pid) for role, pid in self._workers.items()}
 
 
+def cpu_quantities(of_workers: Mapping[str, float], of_frontend: float, num_tokens: int) -> dict[str, float]:
+    """From CPU seconds, those of workers by role. What shows no time has taken a tick: ratios need a number."""
+    roles = {role: seconds or _TICK_SECONDS for role, seconds in of_workers.items()}
+    return {
+        _BESIDE_FRONTEND: sum(roles.values()) / (of_frontend or _TICK_SECONDS),
+        _ALL_CPU: 1e6 * sum(roles.values()) / num_tokens,
+        **{role + _CPU: 1e6 * seconds / num_tokens for role, seconds in roles.items()},
+    }
+
+
 def _median(answers: list[StreamedAnswer], quantity: Callable[[StreamedAnswer], float]) -> float:
     return Sample.of(quantity(answer) for answer in answers).median
 
 
-def section_of(measured: Rounds, *, is_judged: bool = True) -> Section:
+def _not_judged_because(args: argparse.Namespace) -> str:
+    if args.quick:
+        return TOO_SHORT
+    return "" if args.tokens == _TOKENS else f"targets are for answers of {_TOKENS} tokens"
+
+
+def section_of(measured: Rounds, not_judged_because: str = "") -> Section:
     """The table fits a terminal of 80 columns."""
     grid = Grid(
-        "An engine that costs nothing (no real tokens), medians of paired rounds",
+        "An engine that takes no time (no real tokens), medians of paired rounds",
         ("order",),
         _COLUMNS,
         {(strategy,): _cells(measured.medians(strategy)) for strategy in measured.subjects},
@@ -311,9 +331,8 @@ def section_of(measured: Rounds, *, is_judged: bool = True) -> Section:
     beside = [figure for other in others for figure in _against_baseline(measured, other)]
     beside += [figure for subject in measured.subjects for figure in _against_untraced(measured, subject)]
     beside += [figure for subject in measured.subjects for figure in _against_upstream(measured, subject)]
-    return Section(
-        f"Workers, and orders beside {BASELINE}", [grid], figures=cpu + beside, is_judged=is_judged
-    )
+    title = f"Workers, and orders beside {BASELINE}"
+    return Section(title, [grid], figures=cpu + beside, not_judged_because=not_judged_because)
 
 
 def _cells(medians: dict[str, float]) -> dict[str, float | str]:

@@ -41,7 +41,8 @@ _HARDWARE: dict[str, Callable[[CpuFeatures], bool]] = {
     "bfloat16": lambda cpu: cpu.has_bfloat16,
     "amx": lambda cpu: cpu.has_amx,
 }
-NOT_JUDGED = "No target is judged: the run is too short, or compares too little."
+TOO_SHORT = "the run is too short"
+NOTHING_TO_JUDGE = "none is for what was measured on this machine"
 _VERDICTS = {True: "met", False: "missed", None: ""}
 #: The width of the widest table in characters; rich would cut it to 80 in a file.
 _WIDTH = 120
@@ -108,7 +109,7 @@ TARGETS = (
     ),
     Target("* NIXL contiguous share of process_vm_readv", ">=", 95.0),
     Target("* NIXL scattered share of process_vm_readv", ">=", 95.0),
-    # bench scenarios: the ratios of the post's strongest one are to be beaten at any size.
+    # bench scenarios: the ratios of the article's strongest one are to be beaten at any size.
     Target("* long_prompts throughput best disaggregated/*", ">=", 1.62),
     Target("* long_prompts ttft best disaggregated/*", "<=", 0.26),
     Target("token mismatches", "==", 0),
@@ -177,7 +178,7 @@ def run_benchmark(
 
 def figures_of(sections: Iterable[Section]) -> list[Figure]:
     return [
-        judged(figure) if section.is_judged else figure
+        figure if section.not_judged_because else judged(figure)
         for section in sections
         for figure in section.every_figure
     ]
@@ -188,7 +189,8 @@ def print_report(console: Console, sections: Sequence[Section]) -> None:
     print_tables(console, sections)
     with_target = [figure for figure in figures_of(sections) if figure.target]
     if not with_target:
-        console.print(NOT_JUDGED)
+        reasons = dict.fromkeys(filter(None, (section.not_judged_because for section in sections)))
+        console.print(f"No target is judged: {'; '.join(reasons) or NOTHING_TO_JUDGE}.")
         return
     console.print(_figures("Targets", with_target))
     met = sum(bool(figure.ok) for figure in with_target)

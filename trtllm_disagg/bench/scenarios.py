@@ -134,7 +134,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=SCALES,
         nargs="+",
         default=["seed"],
-        help="prompts as in the post, or up to 1k or 4k tokens, which takes minutes (default: %(default)s)",
+        help="prompts as in the article, or up to 1k or 4k tokens, which takes minutes (default: %(default)s)",
     )
     add_choice(parser, "--scenario", [scenario.name for scenario in SEED_SCENARIOS], "workloads")
     add_choice(parser, "--mode", MODES, "ways to serve them")
@@ -284,7 +284,7 @@ def _cells(outcome: Outcome, mode: str) -> dict[str, float]:
 
 
 def _ratio_rows(outcome: Outcome) -> dict[tuple[str, str, str], dict[str, float]]:
-    """The ratios of the post, which has two modes, come first."""
+    """The ratios of the article, which has two modes, come first."""
     name, post = outcome.scenario.name, SEED_RATIOS[outcome.scenario.name]
     return {(name, "the post's", DISAGG): post} | {
         (name, against, mode): {column.name: outcome.ratio(mode, against, column.name) for column in _RATIOS}

@@ -1,4 +1,4 @@
-"""The six workloads of the post "NanoGPT: Disaggregated Prefill and Decode", its results, and larger versions."""
+"""The six workloads of the article "NanoGPT: Disaggregated Prefill and Decode", its results, and larger versions."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ SEED_RATIOS: dict[str, dict[str, float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A factor on the post's prompts and gaps, and one on its answers."""
+    """A factor on the article's prompts and gaps, and one on its answers."""
 
     name: str
     longest_prompt: int
@@ -104,7 +104,7 @@ class Scale:
 
     @property
     def chunk(self) -> int:
-        """Prompt tokens of a step in the post's proportion, in whole tiles."""
+        """Prompt tokens of a step in the article's proportion, in whole tiles."""
         return max(_TILE, round(self.longest_prompt * _CHUNK_SHARE) // _TILE * _TILE)
 
     @property

@@ -42,18 +42,19 @@ _DYNAMO_IS_MISSING = (
 
 
 def prepare(config: DeploymentConfig, status: Status) -> Supervisor:
-    """Check for Dynamo, the machine's limits and the port, claim the run directory, and plan the processes. Starts
-    none.
+    """Check for Dynamo, the machine's limits and the port, plan the processes, and claim the run directory. Starts no
+    process.
     """
     if find_spec("dynamo") is None:
         raise ConfigError(_DYNAMO_IS_MISSING)
     for shortage in check_deployment_limits([config]):
         status.note(f"warning: {shortage}")
     http_port = free_http_port(config.http_host, config.http_port)
-    run_dir = RunDir.claim(config.run_dir, status.note)
-    config = replace(config, http_port=http_port, run_dir=run_dir.path)
+    config = replace(config, http_port=http_port, run_dir=config.run_dir.absolute())
     config = replace(config, gpus=gpus_of(worker_arguments(config), config.gpu_devices, os.environ))
     specs = plan(config, system_ports=free_system_ports(num_system_ports(config)), environ=os.environ)
+    # Last, because it removes the traces of the deployment before.
+    run_dir = RunDir.claim(config.run_dir, status.note)
     return Supervisor(config, specs, run_dir, status)
 
 

@@ -10,8 +10,8 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -24,6 +24,8 @@ from trtllm_disagg.processes.proc_stat import birth
 from trtllm_disagg.tracing.reading import TRACES_DIR
 
 PROCESSES_FILE = "processes.json"
+#: Locked by the `up` of the directory.
+LOCK_FILE = "up.lock"
 
 
 class ProcessRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -41,35 +43,70 @@ class ProcessRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 @dataclass(frozen=True)
 class RunDir:
     path: Path
+    #: Has the lock of `claim`, which the end of the process releases, too.
+    _held: ExitStack = field(default_factory=ExitStack, repr=False, compare=False)
 
     @classmethod
     def claim(cls, path: Path, note: Callable[[str], None] = lambda text: None) -> RunDir:
         """Prepare `path` for a new deployment: empty process list and discovery store, and a new key. `note` is called
-        when the directory was open to other users before.
+        when the directory was open to other users before. It is this process's until `release`.
 
-        Raises ConfigError for the directory of a running deployment or of another user, and for one with other files
-        that is open to other users.
+        Raises ConfigError for the directory of a running deployment or of another user, for one with other files that
+        is open to other users, and for one with files of others where those of a deployment would be.
         """
         run_dir = cls(path.absolute())
         if run_dir.path.is_dir():
             run_dir._close_to_others(note)
-        run_dir._refuse_if_alive()
+            run_dir._refuse_files_of_others()
         try:
+            run_dir.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            run_dir._lock()
+            run_dir._refuse_if_alive()
             run_dir._clear()
         except OSError as error:
+            run_dir.release()
             allowed = f"a directory that can be made and written to ({error.strerror})"
             raise ConfigError.bad_value("--run-dir", str(path), allowed) from error
+        except ConfigError:
+            run_dir.release()
+            raise
         return run_dir
 
+    def release(self) -> None:
+        """Another deployment may use the directory."""
+        self._held.close()
+
+    def _lock(self) -> None:
+        descriptor = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+        self._held.callback(os.close, descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._refuse_if_alive()
+            raise self._in_use("another `up` starts or stops there") from None
+        except OSError:
+            pass  # a file system without locks
+
     def _clear(self) -> None:
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # The list comes first: from then on `claim` knows the other files as those of a deployment.
+        self.write([])
         shutil.rmtree(self.discovery, ignore_errors=True)
         self.discovery.mkdir()
         shutil.rmtree(self.path / STORE_DIR, ignore_errors=True)
         shutil.rmtree(self.path / TRACES_DIR, ignore_errors=True)
         (self.path / TRACES_DIR).mkdir()
         AdminKey.create(self.path / KEY_FILE)
-        self.write([])
+
+    def _refuse_files_of_others(self) -> None:
+        names = (DISCOVERY_DIR, STORE_DIR, TRACES_DIR, KEY_FILE)
+        found = [name for name in names if (self.path / name).exists()]
+        if found and not self.processes_file.exists():
+            raise ConfigError.bad_value(
+                "--run-dir",
+                str(self.path),
+                f"a directory that is new, empty, or of an earlier `up`; this one has no {PROCESSES_FILE}, and `up` "
+                f"would replace {', '.join(found)} there",
+            )
 
     def _close_to_others(self, note: Callable[[str], None]) -> None:
         status = self.path.stat()
@@ -112,11 +149,12 @@ class RunDir:
         alive = [record for record in read_processes(self.path) if is_alive(record)]
         if alive:
             names = ", ".join(f"{record.name} (pid {record.pid})" for record in alive)
-            raise RunDirInUseError.bad_value(
-                "--run-dir",
-                str(self.path),
-                f"a directory that no deployment uses; still running there: {names}",
-            )
+            raise self._in_use(f"still running there: {names}")
+
+    def _in_use(self, why: str) -> ConfigError:
+        return RunDirInUseError.bad_value(
+            "--run-dir", str(self.path), f"a directory that no deployment uses; {why}"
+        )
 
 
 def read_processes(run_dir: Path) -> list[ProcessRecord]:

@@ -5,13 +5,12 @@ each a sentence with the cause and then the end of the log.
 from __future__ import annotations
 
 import asyncio
-import errno
 import re
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from typing import TYPE_CHECKING, TextIO
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from trtllm_disagg.deployment.limits import INOTIFY_KEY
 from trtllm_disagg.deployment.managed_process import ManagedProcess
@@ -95,12 +94,7 @@ class PlainStatus(Status):
             self._line(line)
 
     def note(self, text: str) -> None:
-        try:
-            print(text, file=self.stream, flush=True)
-        except OSError as error:
-            # stderr is a file on a full disk: the line is lost, and the deployment serves on.
-            if error.errno != errno.ENOSPC:
-                raise
+        print(text, file=self.stream, flush=True)
         self._wrote = self._clock()
 
     def update(self, processes: Iterable[ManagedProcess]) -> None:
@@ -148,8 +142,30 @@ class TableStatus(Status):
         self.console.print(text, markup=False, soft_wrap=True)
 
 
-def status_for(stream: TextIO = sys.stderr) -> Status:
-    return TableStatus(stream) if stream.isatty() else PlainStatus(stream)
+class LossyStream:
+    """A stream whose text is lost when it cannot be written: the terminal is gone, the reader of a pipe has ended, or
+    the disk is full. The deployment serves on, and drains when it stops.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def status_for(stream: TextIO) -> Status:
+    lossy = cast(TextIO, LossyStream(stream))
+    return TableStatus(lossy) if stream.isatty() else PlainStatus(lossy)
 
 
 def what_it_does(process: ManagedProcess) -> str:

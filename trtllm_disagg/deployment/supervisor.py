@@ -172,6 +172,7 @@ class Supervisor:
         #: `processes.json` is out of date because it could not be written.
         self._is_outdated = False
         self._stopping = False
+        self._is_gone = False
 
     async def load(self) -> None:
         """Start all processes and wait until they can serve a request.
@@ -265,15 +266,19 @@ class Supervisor:
         return await self._stop(together, min(ABANDON_SECONDS, self.config.stop_seconds), hurry)
 
     async def kill(self) -> None:
-        """Kill all processes that still run, and all their descendants."""
+        """Kill all processes that still run, and all their descendants; the run directory is free then."""
+        if self._is_gone:
+            return
         self._stopping = True
         for process in self.processes:
             process.kill()
         try:
-            await asyncio.gather(*self._watchers.values())
+            await asyncio.gather(*self._watchers.values(), return_exceptions=True)
             await self._kill_descendants()
             self._write()
         finally:
+            self._run_dir.release()
+            self._is_gone = True
             self._events.close()
             if self._reaper is not None:
                 stop_reaper(self._reaper)

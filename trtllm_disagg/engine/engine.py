@@ -5,11 +5,10 @@ is.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,8 +20,10 @@ from trtllm_disagg.engine.capabilities import (
     IS_EXACT,
     TAKES_RANKS,
     Capabilities,
-    HandoffsHeld,
 )
+from trtllm_disagg.engine.daemon_thread import in_daemon_thread
+from trtllm_disagg.engine.engine_errors import EngineErrors
+from trtllm_disagg.engine.handoffs_held import HandoffsHeld
 from trtllm_disagg.engine.llm_api import LlmApi, RequestOutput, translate
 from trtllm_disagg.engine.rank_placement import Affinity, num_ranks_of, placement_of
 from trtllm_disagg.engine.sampling import sampling_params_of
@@ -91,8 +92,10 @@ class Engine:
         self._placement = placement_of(api, self.num_ranks, affinity, args)
         #: Why the engine counts as dead; None while it is alive.
         self.death: str | None = None
-        #: Task that waits for the engine -> the RequestOutput that it reads.
+        #: Running task that waits for the engine -> the RequestOutput that it reads.
         self._waiting: dict[asyncio.Future[Any], RequestOutput] = {}
+        #: The health check for the requests that have failed, while it runs.
+        self._check: asyncio.Future[str | None] | None = None
         #: Requests that the engine has ended, successfully or not.
         self.num_ended = 0
         #: Answers that this engine generates now; prefills for other workers are not counted.
@@ -198,13 +201,10 @@ class Engine:
                 return error
         return None
 
-    @property
-    def is_healthy(self) -> bool:
-        """False once the engine is dead. An engine without a health check counts as healthy. May block."""
-        return self.death is None and self.ailment() is None
-
     def ailment(self) -> str | None:
-        """What is wrong with the engine, including an error of its health check; None when it is healthy. May block."""
+        """What is wrong with the engine, including an error of its health check; None when it is healthy, or has no
+        such check. May block.
+        """
         if (error := self.fatal_error) is not None:
             return f"{type(error).__name__}: {error}"
         check = getattr(self.llm, "_check_health", None)
@@ -218,11 +218,14 @@ class Engine:
             return f"{type(error).__name__}: {error}"
 
     async def is_alive(self) -> bool:
-        """`is_healthy` for an event loop. False when the engine does not answer in time."""
+        """False when the engine is ill, or does not answer in time."""
         if self.death is not None or self.fatal_error is not None:
             return False
+        if self._check is None or self._check.done():
+            # One thread, however many requests fail at once on an engine that blocks it.
+            self._check = in_daemon_thread(self.ailment, "engine-check")
         try:
-            return await asyncio.wait_for(asyncio.to_thread(lambda: self.is_healthy), _CHECK_SECONDS)
+            return await asyncio.wait_for(asyncio.shield(self._check), _CHECK_SECONDS) is None
         except TimeoutError:
             return False
 
@@ -232,20 +235,19 @@ class Engine:
         for waiting in list(self._waiting):
             waiting.cancel()
 
-    @contextlib.contextmanager
-    def awaited_by(self, waiting: asyncio.Future[Any], result: RequestOutput) -> Iterator[None]:
-        """Inside the block, `waiting`, which reads `result`, is cancelled when the engine dies: TensorRT-LLM's results
-        may block for ever then.
+    def cancel_at_death(self, waiting: asyncio.Future[Any], result: RequestOutput) -> None:
+        """Until `waiting`, which reads `result`, has ended, cancel it when the engine dies: TensorRT-LLM's results may
+        block for ever then.
         """
         self._waiting[waiting] = result
+        waiting.add_done_callback(self._end)
         if self.death is not None:
             waiting.cancel()
-        try:
-            yield
-        finally:
-            del self._waiting[waiting]
-            if waiting.done() and not waiting.cancelled():
-                self.num_ended += 1
+
+    def _end(self, waiting: asyncio.Future[Any]) -> None:
+        del self._waiting[waiting]
+        if not waiting.cancelled():
+            self.num_ended += 1
 
     def has_requests(self) -> bool:
         """Whether any task waits for a request. Thread-safe."""
@@ -258,21 +260,12 @@ class Engine:
             for waiting, result in self._waiting.items()
         }
 
-    async def finished(self, result: RequestOutput) -> None:
-        """Wait for the end of a request. Raises what its iteration raises, WorkerLeavingError when the engine dies."""
-        waiting = asyncio.ensure_future(result.aresult())
-        try:
-            with self.awaited_by(waiting, result):
-                await asyncio.wait({waiting})
-        finally:
-            waiting.cancel()
-        self.require_read(waiting)
-
-    def require_read(self, reading: asyncio.Future[Any]) -> None:
-        """Raise the error of `reading`, which is done, if it has one."""
-        if reading.cancelled():
-            raise WorkerLeavingError(f"the engine is dead: {self.death}")
-        reading.result()
+    async def finished(self, result: RequestOutput, on_failure: Callable[[], None] = lambda: None) -> None:
+        """Wait for the end of a request. Raises a DisaggError; `on_failure`: see EngineErrors."""
+        async with EngineErrors(self, on_failure):
+            waiting = asyncio.ensure_future(result.aresult())
+            self.cancel_at_death(waiting, result)
+            await waiting
 
     async def failure(self, error: Exception) -> DisaggError:
         """The error for a request that failed with `error` in the engine."""
@@ -289,10 +282,10 @@ class Engine:
         result = self.start_agg(salted, streaming=False, max_tokens=max_tokens)
         try:
             await self.finished(result)
-        except DisaggError:
+        except asyncio.CancelledError:
+            if self.death is None:
+                result.abort()
             raise
-        except Exception as error:
-            raise await self.failure(error) from error
 
     async def is_idle(self) -> bool:
         """No request runs in the engine, and no KV waits to be fetched. Handlers count their own requests."""

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from trtllm_disagg.engine.daemon_thread import in_daemon_thread
 from trtllm_disagg.engine.engine import Engine
 
 log = logging.getLogger(__name__)
@@ -171,27 +172,13 @@ class EngineHealth:
 async def close(engine: Engine, times: HealthTimes = TIMES) -> bool:
     """Shut the engine down in a thread. Returns False when that takes too long; the thread goes on then."""
     seconds = times.shutdown if engine.death is None else times.shutdown_dead
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[bool] = loop.create_future()
-
-    def end() -> None:
-        if not ended.done():
-            ended.set_result(True)
-
-    def work() -> None:
-        try:
-            engine.close()
-        except Exception:
-            log.exception("the engine's shutdown failed")
-        try:
-            loop.call_soon_threadsafe(end)
-        except RuntimeError:
-            return  # the event loop has ended: the worker did not wait that long
-
     log.info("the engine shuts down; it has %g s", seconds)
-    threading.Thread(target=work, name="engine-shutdown", daemon=True).start()
     try:
-        return await asyncio.wait_for(ended, None if math.isinf(seconds) else seconds)
+        async with asyncio.timeout(None if math.isinf(seconds) else seconds):
+            await in_daemon_thread(engine.close, "engine-shutdown")
     except TimeoutError:
         log.error("the engine has not ended within %g s", seconds)
         return False
+    except Exception:
+        log.exception("the engine's shutdown failed")
+    return True

@@ -22,6 +22,7 @@ from trtllm_disagg.modelled.clock import Clock
 from trtllm_disagg.processes.proc_stat import ProcessMark, own_mark
 
 _MOMENT = struct.Struct("<d")
+_NAME = "trtllm-disagg-link"
 
 
 class LinkCost(msgspec.Struct, frozen=True):
@@ -47,7 +48,7 @@ class _Link:
 
     def __init__(self) -> None:
         # memfd: nothing is left behind by `kill -9`.
-        self.fd = os.memfd_create("trtllm-disagg-link", os.MFD_CLOEXEC)
+        self.fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         os.pwrite(self.fd, _MOMENT.pack(0.0), 0)
 
     def close(self) -> None:
@@ -56,9 +57,12 @@ class _Link:
 
 @contextlib.contextmanager
 def _held(pid: int, link: int) -> Iterator[int]:
-    """The link with this descriptor in that process, locked for this caller."""
+    """The link with this descriptor in that process, locked for this caller. Raises OSError."""
     opened = os.open(f"/proc/{pid}/fd/{link}", os.O_RDWR | os.O_CLOEXEC)
     try:
+        # A process that has closed its links may have opened another file under this number.
+        if _NAME not in os.readlink(f"/proc/self/fd/{opened}"):
+            raise OSError(f"descriptor {link} of process {pid} is no link")
         fcntl.flock(opened, fcntl.LOCK_EX)
         yield opened
     finally:

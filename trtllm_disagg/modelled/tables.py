@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -163,9 +164,10 @@ def _division(args: ModelledArgs) -> dict[str, Any]:
     experts = ranks // tensors if experts < 1 and tensors > 0 else max(1, experts)
     tensors = max(1, ranks // experts) if tensors < 1 else tensors
     if experts * tensors != ranks:
-        raise ConfigError.bad_value(
-            "moe_expert_parallel_size", experts, f"a divisor of tensor_parallel_size {ranks}"
-        )
+        sizes = {"moe_expert_parallel_size": experts, "moe_tensor_parallel_size": tensors}
+        given = {key: size for key, size in sizes.items() if (getattr(args, key) or -1) > 0}
+        allowed = f"{'a divisor of ' if len(given) == 1 else ''}tensor_parallel_size {ranks}"
+        raise ConfigError.bad_value(" x ".join(given), math.prod(given.values()), allowed)
     own = args.modelled
     kv_dtype = args.kv_cache_config.dtype
     return {

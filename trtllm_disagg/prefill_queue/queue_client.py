@@ -193,14 +193,17 @@ class QueueClient:
         """Pins do not apply to the queue: the first prefill worker with room takes the item."""
 
     async def run(
-        self, raw: dict[str, Any], request: GenerateRequest, context: RequestContext | None
+        self,
+        raw: dict[str, Any],
+        request: GenerateRequest,
+        context: RequestContext | None,
+        on_claim: Callable[[Claim], None],
     ) -> AsyncGenerator[dict[str, Any], None]:
         """Push an item and yield a prefill worker's answer. Raises a DisaggError with `peer`."""
         request_id = context.id() if context is not None else None
         # More than fit come from the circuit breaker, in a fleet of which much is down.
         avoid = sorted(request.avoid)[:MAX_AVOIDED]
         item = Item(uuid.uuid4().hex, self._id, request_id, avoid, raw)
-        on_claim = partial(note_claim, request, time.monotonic())
         pushed = Pushed(item, self._timeout, on_claim, self._broker.limits.claims)
         self._pushed[item.id] = pushed
         try:
@@ -252,11 +255,11 @@ class QueueClient:
 class QueuedPrefill:
     """A StageInstance: stands for the prefill worker that will take the item, which is not known yet."""
 
-    instance_id = QUEUE_ID
-
     def __init__(self, client: QueueClient, request: GenerateRequest) -> None:
         self._client = client
         self._request = request
+        #: The worker that has taken the item last.
+        self.instance_id = QUEUE_ID
 
     async def describe(self) -> dict[str, Any]:
         raise PeerUnavailableError("it is not known yet which prefill worker will take this request")
@@ -267,7 +270,12 @@ class QueuedPrefill:
     def call(
         self, request: dict[str, Any], context: RequestContext | None
     ) -> AsyncGenerator[dict[str, Any], None]:
-        return self._client.run(request, self._request, context)
+        on_claim = partial(self._claimed, time.monotonic())
+        return self._client.run(request, self._request, context, on_claim)
+
+    def _claimed(self, pushed_at: float, claim: Claim) -> None:
+        self.instance_id = claim.worker
+        note_claim(self._request, pushed_at, claim)
 
 
 def note_claim(request: GenerateRequest, pushed_at: float, claim: Claim) -> None:

@@ -81,6 +81,9 @@ class HardEdges:
     raises_what_it_died_of: bool = False
     #: `_check_health` of a dead engine raises (executor/proxy.py hands on what the background threads met).
     raises_when_unhealthy: bool = False
+    #: `abort` is a message to the engine's process, which its rank does not take once it is dead (executor/proxy.py
+    #: `abort_request`, executor/ipc.py).
+    blocks_aborts_when_dead: bool = False
 
 
 FORGIVING = HardEdges()

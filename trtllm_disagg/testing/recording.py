@@ -165,6 +165,8 @@ class LLM:
         #: Set it to something unset, and `shutdown` waits for it: an MPI worker that never ends.
         self.may_shut_down = threading.Event()
         self.may_shut_down.set()
+        #: Set it, and aborts that a dead engine blocks return.
+        self.may_abort = threading.Event()
         if not is_engine:
             LLM.instances.append(self)
 

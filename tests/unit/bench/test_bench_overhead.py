@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -21,8 +22,8 @@ from trtllm_disagg.bench.http_client import (
     completion_request,
 )
 from trtllm_disagg.bench.machine import cpu_seconds
-from trtllm_disagg.bench.overhead import Load, section_of
-from trtllm_disagg.bench.report import NOT_JUDGED, figures_of, print_report, wide_console
+from trtllm_disagg.bench.overhead import BASELINE, Load, cpu_quantities, section_of
+from trtllm_disagg.bench.report import TOO_SHORT, figures_of, print_report, wide_console
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.strategies import STRATEGIES
 
@@ -43,22 +44,66 @@ STREAM = HEAD + chunked(event("ab"), event("c")[:9], event("c")[9:], b"data: [DO
 # -- the client
 
 
-@pytest.mark.parametrize("step", [1, 7, len(STREAM)])
-def test_a_stream_is_read_however_it_was_cut(step: int) -> None:
-    cut = [STREAM[at : at + step] for at in range(0, len(STREAM), step)]
-    assert StreamedAnswer(0.0, raw=cut).text() == "abc"
+async def answer_in_pieces(pieces: Sequence[bytes], seconds: float = 10.0) -> StreamedAnswer:
+    """What the client makes of an answer that arrives in these pieces, each read by itself."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connection = await Connection.open(*server.getsockname())
+        try:
+            asked = asyncio.create_task(connection.ask(completion_request("m", [1], 3), seconds))
+            await asyncio.sleep(0)
+            for piece in pieces:
+                connection.data_received(piece)
+            return await asked
+        finally:
+            connection.close()
+            await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize(
-    ("raw", "says"),
-    [
-        (b"HTTP/1.1 503 Service Unavailable\r\n\r\nnot ready", "503"),
-        (HEAD + chunked(event("ab")), "no end"),
-    ],
-)
-def test_what_is_no_whole_stream_is_an_error(raw: bytes, says: str) -> None:
-    with pytest.raises(BadAnswerError, match=says):
-        StreamedAnswer(0.0, raw=[raw]).text()
+@pytest.mark.parametrize("step", [1, 7, len(STREAM) - 2, len(STREAM)])
+async def test_a_stream_is_read_and_has_an_end_however_it_is_cut(step: int) -> None:
+    answer = await answer_in_pieces([STREAM[at : at + step] for at in range(0, len(STREAM), step)])
+    assert answer.text() == "abc"
+    assert answer.asked < answer.first <= answer.ended
+
+
+async def test_a_header_that_ends_in_0_is_no_end_of_a_stream() -> None:
+    head = HEAD.removesuffix(b"\r\n") + b"x-queued: 0\r\n\r\n"
+    answer = await answer_in_pieces([head, STREAM.removeprefix(HEAD)])
+    assert answer.text() == "abc"
+
+
+@pytest.mark.parametrize("step", [3, 1000])
+async def test_a_refused_request_ends_at_once_though_no_last_chunk_follows(step: int) -> None:
+    refused = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 9\r\n\r\nnot ready"
+    with pytest.raises(BadAnswerError, match="HTTP"):
+        await answer_in_pieces([refused[at : at + step] for at in range(0, len(refused), step)])
+
+
+async def test_an_answer_without_an_end_is_an_error_after_a_while() -> None:
+    with pytest.raises(BadAnswerError, match=r"no whole answer after 0\.01 s"):
+        await answer_in_pieces([STREAM[:-7]], seconds=0.01)
+
+
+async def test_a_request_on_a_connection_that_the_server_has_closed_is_an_error() -> None:
+    async def serve_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(STREAM)
+        writer.close()
+        await writer.wait_closed()
+
+    async with await asyncio.start_server(serve_once, "127.0.0.1", 0) as server:
+        connection = await Connection.open("127.0.0.1", server.sockets[0].getsockname()[1])
+        request = completion_request("m", [1], 3)
+        assert (await connection.ask(request)).text() == "abc"
+        with pytest.raises(BadAnswerError, match="hung up"):
+            await connection.ask(request)
+        with pytest.raises(BadAnswerError, match="hung up"):
+            await connection.ask(request)
+
+
+def test_a_stream_without_its_last_event_is_an_error() -> None:
+    with pytest.raises(BadAnswerError, match="no end"):
+        StreamedAnswer(0.0, raw=bytearray(HEAD + chunked(event("ab")))).text()
 
 
 async def test_connections_are_used_again_and_no_more_of_them_than_there_are() -> None:
@@ -150,7 +195,21 @@ def test_traces_are_judged_by_neighbours_in_time_that_are_not_traced() -> None:
     assert by_the_frontends.value == pytest.approx(1.01)
 
 
-def test_a_subject_is_compared_with_what_dynamos_worker_has_in_its_place() -> None:
+def test_workers_whose_cpu_time_is_below_the_clocks_tick_are_compared() -> None:
+    outcomes = measured(
+        ("decode_first, none traced", [1, 1], [100, 100], 0.0),
+        ("decode_first, every traced", [1, 1], [90, 90], 0.0),
+        (BASELINE, [1, 1], [90, 90], 0.0),
+    )
+    none = cpu_quantities({"prefill": 0.0, "decode": 0.0}, 0.0, 100)
+    for subject in outcomes.subjects:
+        outcomes.values[subject] |= {quantity: [value] * 2 for quantity, value in none.items()}
+    figures = {f.figure: f.value for f in figures_of([section_of(outcomes)])}
+    assert figures["decode_first, every traced: decode worker CPU per token / none"] == 1.0
+    assert figures["decode_first, every traced decode worker CPU per token"] == pytest.approx(100.0)
+
+
+def test_overhead_ratios_pair_agg_with_agg_and_orders_with_router() -> None:
     outcomes = measured(
         ("agg", [1, 1, 1], [30, 3, 30], 10.0),
         ("prefill_first", [2, 20, 2], [24, 2, 20], 31.0),
@@ -203,7 +262,7 @@ def test_met_and_missed_targets_are_named(capsys: pytest.CaptureFixture[str]) ->
 
 def test_the_table_fits_80_columns_with_whole_headers(capsys: pytest.CaptureFixture[str]) -> None:
     outcomes = measured(*((strategy, [123.4], [12345], 312.0) for strategy in STRATEGIES))
-    print_report(wide_console(), [section_of(outcomes, is_judged=False)])
+    print_report(wide_console(), [section_of(outcomes, TOO_SHORT)])
     table = capsys.readouterr().out.partition("An engine that")[2].partition("Workers, and")[0]
     assert max(map(len, table.splitlines())) <= 80
     for word in ("order", "TTFT", "ITL", "tok/s", "many", "chunks", "/token", "us/token"):
@@ -220,8 +279,8 @@ def test_load_of_shorter_answers_has_more_requests(tokens: int, requests: int) -
 
 def test_a_quick_run_is_not_judged(capsys: pytest.CaptureFixture[str]) -> None:
     outcomes = measured(("prefill_first", [3], [80], 31.0), ("router", [2.5], [80], 1.0))
-    print_report(wide_console(), [section_of(outcomes, is_judged=False)])
-    assert capsys.readouterr().out.endswith(f"{NOT_JUDGED}\n")
+    print_report(wide_console(), [section_of(outcomes, TOO_SHORT)])
+    assert capsys.readouterr().out.endswith("No target is judged: the run is too short.\n")
 
 
 # -- the real thing

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -32,14 +32,20 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     process.communicate()
 
 
+def claimed(path: Path, note: Callable[[str], None] = lambda text: None) -> RunDir:
+    """The run directory of a deployment that has ended since."""
+    run_dir = RunDir.claim(path, note)
+    run_dir.release()
+    return run_dir
+
+
 def record_of(pid: int) -> ProcessRecord:
     return ProcessRecord("decode-0", "decode", pid, {"system": 20001}, "decode-0.log", "ready", birth(pid))
 
 
 def test_claim_makes_an_empty_process_list_and_a_fresh_discovery_store(tmp_path: Path) -> None:
-    stale = tmp_path / "run" / "discovery" / "stale"
-    stale.mkdir(parents=True)
-    (tmp_path / "run").chmod(0o700)
+    stale = claimed(tmp_path / "run").discovery / "stale"
+    stale.mkdir()
 
     run_dir = RunDir.claim(tmp_path / "run")
 
@@ -62,6 +68,30 @@ def test_claim_keeps_unknown_files(tmp_path: Path) -> None:
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize("name", ["discovery", "nats", "traces", "key"])
+def test_files_with_the_names_of_a_deployments_in_a_directory_without_one_are_refused_and_stay(
+    tmp_path: Path, name: str
+) -> None:
+    (path := tmp_path / "mine").mkdir(mode=0o700)
+    (path / name).mkdir()
+    (path / name / "notes.txt").write_text("mine")
+
+    with pytest.raises(ConfigError, match=rf"--run-dir.*would replace {name} there"):
+        RunDir.claim(path)
+
+    assert [str(each.relative_to(path)) for each in path.rglob("*")] == [name, f"{name}/notes.txt"]
+
+
+def test_a_directory_is_its_deployments_also_before_a_process_runs(tmp_path: Path) -> None:
+    first = RunDir.claim(tmp_path)
+    with pytest.raises(RunDirInUseError, match=r"--run-dir.*another `up` starts or stops there"):
+        RunDir.claim(tmp_path)
+
+    first.release()
+
+    assert RunDir.claim(tmp_path).path == tmp_path
+
+
 def test_claim_makes_a_directory_and_a_key_for_this_user_only(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
@@ -74,7 +104,7 @@ def test_claim_makes_a_directory_and_a_key_for_this_user_only(tmp_path: Path) ->
 
 
 def test_every_deployment_has_a_key_of_its_own(tmp_path: Path) -> None:
-    keys = {(RunDir.claim(tmp_path).path / "key").read_bytes() for _ in range(2)}
+    keys = {(claimed(tmp_path).path / "key").read_bytes() for _ in range(2)}
 
     assert {len(key) for key in keys} == {32}
     assert len(keys) == 2
@@ -86,12 +116,12 @@ def test_own_or_empty_run_directory_is_closed_to_others_with_a_note(
 ) -> None:
     (path := tmp_path / "run").mkdir()
     if used_before:
-        RunDir.claim(path)
+        claimed(path)
     path.chmod(0o755)
     notes: list[str] = []
 
-    RunDir.claim(path, notes.append)
-    RunDir.claim(path, notes.append)
+    claimed(path, notes.append)
+    claimed(path, notes.append)
 
     assert path.stat().st_mode & 0o777 == 0o700
     assert notes == [f"{path} was open to other users (mode 755); now it has mode 700"]
@@ -129,14 +159,14 @@ def test_process_records_are_read_as_written(tmp_path: Path) -> None:
 
 
 def test_a_live_process_keeps_the_directory(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
-    RunDir.claim(tmp_path).write([record_of(sleeper.pid)])
+    claimed(tmp_path).write([record_of(sleeper.pid)])
 
     with pytest.raises(RunDirInUseError, match=rf"--run-dir.*decode-0 \(pid {sleeper.pid}\)"):
         RunDir.claim(tmp_path)
 
 
 def test_a_dead_process_does_not(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
-    RunDir.claim(tmp_path).write([record_of(sleeper.pid)])
+    claimed(tmp_path).write([record_of(sleeper.pid)])
     sleeper.kill()
     sleeper.wait()
 
@@ -157,7 +187,7 @@ def test_another_process_with_the_same_pid_is_not_the_recorded_one(
     tmp_path: Path, sleeper: subprocess.Popen[bytes]
 ) -> None:
     record = record_of(sleeper.pid)
-    RunDir.claim(tmp_path).write([replace(record, born=record.born - 1)])
+    claimed(tmp_path).write([replace(record, born=record.born - 1)])
 
     RunDir.claim(tmp_path)
 

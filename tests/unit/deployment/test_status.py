@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import time
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
@@ -14,7 +14,13 @@ from rich.console import Console
 from tests.support.clock import Clock
 from trtllm_disagg.deployment.managed_process import ManagedProcess, State
 from trtllm_disagg.deployment.plan import ProcessRole, ProcessSpec
-from trtllm_disagg.deployment.status import SILENCE_SECONDS, PlainStatus, process_table, what_it_does
+from trtllm_disagg.deployment.status import (
+    SILENCE_SECONDS,
+    PlainStatus,
+    process_table,
+    status_for,
+    what_it_does,
+)
 from trtllm_disagg.processes.activity import ACTIVITY_VARIABLE, FileReporter
 
 
@@ -142,11 +148,38 @@ def test_on_a_narrow_terminal_names_and_states_are_whole(decode: Told, tmp_path:
     assert max(map(len, lines)) <= 40
 
 
-def test_a_line_for_a_log_on_a_full_disk_is_lost_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    log = io.StringIO()
-    status = PlainStatus(log)
-    with monkeypatch.context() as full:
-        full.setattr(log, "write", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+class Lost(io.StringIO):
+    """A stream of which each write fails while `error` is set."""
+
+    def __init__(self, error: int, *, is_terminal: bool = False) -> None:
+        super().__init__()
+        self.error: int | None = error
+        self._is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+    def write(self, text: str) -> int:
+        if self.error is not None:
+            raise OSError(self.error, os.strerror(self.error))
+        return super().write(text)
+
+    def flush(self) -> None:
+        if self.error is not None:
+            raise OSError(self.error, os.strerror(self.error))
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.EPIPE, errno.ENOSPC])
+@pytest.mark.parametrize("is_terminal", [False, True])
+async def test_text_is_lost_while_the_stream_fails_and_nothing_is_raised(
+    decode: Told, error: int, is_terminal: bool
+) -> None:
+    stream = Lost(error, is_terminal=is_terminal)
+    status = status_for(stream)
+    async with status.showing([decode.process]):
         status.note("lost")
+        status.changed(decode.process)
+    stream.error = None
     status.note("kept")
-    assert log.getvalue() == "kept\n"
+    assert "lost" not in stream.getvalue()
+    assert "kept\n" in stream.getvalue()

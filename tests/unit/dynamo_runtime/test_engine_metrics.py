@@ -16,7 +16,7 @@ from tests.conftest import Checkpoints
 from tests.support.clock import Clock
 from tests.support.cores import Core
 from trtllm_disagg.dynamo_runtime.metrics import OTHER, EngineMetrics, LabelValues, LoadMetrics
-from trtllm_disagg.engine.capabilities import HandoffsHeld
+from trtllm_disagg.engine.handoffs_held import HandoffsHeld
 from trtllm_disagg.handlers.admission import Queued
 from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,8 @@ from trtllm_disagg import embedded
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.engines import resolve_engine
 from trtllm_disagg.engine.llm_api import load_api
-from trtllm_disagg.errors import ConfigError, InvalidRequestError, WorkerLeavingError
+from trtllm_disagg.errors import ConfigError, DisaggError, InvalidRequestError, WorkerLeavingError
+from trtllm_disagg.testing.hard_edges import RequestError
 from trtllm_disagg.testing.recording import GuidedDecodingParams, SamplingParams
 
 
@@ -204,12 +208,32 @@ def test_handoff_ids_differ_between_workers() -> None:
 # -- health, load, size
 
 
-def test_an_engine_is_healthy_unless_it_says_otherwise() -> None:
+async def test_an_engine_is_healthy_unless_it_says_otherwise() -> None:
     engine = recording_engine()
     for healthy in (True, False):
         engine.llm.is_healthy = healthy
-        assert engine.is_healthy is healthy
-    assert Engine(engine.api, object(), 8).is_healthy
+        assert await engine.is_alive() is healthy
+    assert await Engine(engine.api, object(), 8).is_alive()
+
+
+def test_a_health_check_that_blocks_does_not_keep_the_event_loop_from_ending() -> None:
+    engine, never = recording_engine(), threading.Event()
+    engine.llm._check_health = never.wait
+
+    async def fail() -> list[DisaggError]:
+        failures = (engine.failure(RequestError("x")) for _ in range(3))
+        return await asyncio.gather(*failures)
+
+    before = time.monotonic()
+    with asyncio.Runner() as runner:
+        errors = runner.run(fail())
+        checks = [thread for thread in threading.enumerate() if thread.name == "engine-check"]
+    assert time.monotonic() - before < 10, (
+        "it waits for two seconds, and asyncio for its executor's threads 300"
+    )
+    never.set()
+    assert [type(error) for error in errors] == [WorkerLeavingError] * 3
+    assert len(checks) == 1
 
 
 async def test_engine_that_counts_requests_is_idle_when_none_is_active() -> None:

@@ -9,9 +9,12 @@ import pytest
 
 from tests.support.handling import request
 from tests.support.recording_pair import leftover_tasks, recording_engine
+from tests.support.stage_client import FakeContext
 from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.health import Stall, until_stalled
+from trtllm_disagg.errors import EngineError
+from trtllm_disagg.handlers.local import LocalAgg
 from trtllm_disagg.testing.recording import LLM, Script
 
 
@@ -70,11 +73,19 @@ async def test_failed_request_resets_the_stall_count(engine: Engine) -> None:
     stall, still = Stall(engine), Running(engine)
     assert await looks(stall) == 1
     engine.llm.scripts.append(Script(error=RuntimeError("bad request")))
-    with pytest.raises(RuntimeError, match="bad request"):
+    with pytest.raises(EngineError, match="bad request"):
         await engine.finished(engine.start_agg(request()))
     assert await looks(stall) == 0
     still.task.cancel()
     await leftover_tasks()
+
+
+async def test_an_ended_request_whose_client_does_not_read_is_no_stall(engine: Engine) -> None:
+    stall, chunks = Stall(engine), LocalAgg(engine)(request(max_tokens=3), FakeContext())
+    await anext(chunks)
+    assert [await looks(stall) for _ in range(3)] == [0, 0, 0]
+    assert not engine.has_requests()
+    await chunks.aclose()
 
 
 async def test_what_stands_still_is_said_with_the_flag(engine: Engine) -> None:

@@ -7,7 +7,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -31,8 +31,9 @@ from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler, health_check
 from trtllm_disagg.dynamo_runtime.kv_events import EventsOfRank, KvEventForwarder
 from trtllm_disagg.dynamo_runtime.polling import PollingPublisher
 from trtllm_disagg.dynamo_runtime.publishers import StatsForwarder
-from trtllm_disagg.engine.capabilities import CAPABILITIES, Capabilities, HandoffsHeld
+from trtllm_disagg.engine.capabilities import CAPABILITIES, Capabilities
 from trtllm_disagg.engine.engine import Engine
+from trtllm_disagg.engine.handoffs_held import HandoffsHeld
 from trtllm_disagg.engine.health import EngineHealth, HealthTimes, close
 from trtllm_disagg.engine.llm_api import load_api, translate
 from trtllm_disagg.errors import (
@@ -46,7 +47,7 @@ from trtllm_disagg.errors import (
 )
 from trtllm_disagg.handlers.cancellation import num_in_background
 from trtllm_disagg.handlers.decide import CachedPrefixes
-from trtllm_disagg.handlers.local import LocalAgg, LocalPrefill
+from trtllm_disagg.handlers.local import LocalAgg, LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.remote import DECODE, PREFILL
 from trtllm_disagg.testing.hard_edges import (
     CONTEXT_TRANSFER_ERROR,
@@ -242,7 +243,7 @@ async def test_a_prefill_that_is_finished_when_its_client_leaves_is_fetched(tens
     drained: list[GenerateRequest] = []
     context = FakeContext()
 
-    async def stopped(result: Any) -> None:
+    async def stopped(result: Any, on_failure: object = None) -> None:
         await result.aresult()
         context.stop()
 
@@ -351,6 +352,21 @@ def test_a_handoff_ends_with_its_lease() -> None:
     clock.now = 59.0
     assert held.count() == 1
     clock.now = 60.0
+    assert held.count() == 0
+
+
+def test_handoffs_that_end_with_their_lease_do_not_pile_up_in_a_worker_that_never_counts_them() -> None:
+    held = HandoffsHeld(1.0, clock := Clock())
+    for _ in range(5000):
+        held.hold()
+        clock.now += 0.01
+    assert held.num_remembered <= 1124
+
+
+def test_a_handoff_without_a_lease_is_forgotten_after_ten_minutes() -> None:
+    held = HandoffsHeld(clock=(clock := Clock()))
+    held.hold()
+    clock.now = 600.0
     assert held.count() == 0
 
 
@@ -491,23 +507,41 @@ def test_health_check_times_follow_the_settings(
     assert times.between_looks <= 0.5
 
 
-@pytest.mark.parametrize("phase", ["prefill", "both"])
-async def test_requests_waiting_for_a_dead_engine_raise_worker_leaving(
+@pytest.mark.parametrize("phase", ["prefill", "decode", "both"])
+async def test_a_wait_for_an_engine_that_dies_ends_without_an_abort_there(
     phase: str, tensorrt_llm: ModuleType
 ) -> None:
+    handoff = await LocalPrefill(opened())(asked := request(), FakeContext())
     engine = opened()
     engine.llm.scripts.append(Script(gate=asyncio.Semaphore(0)))
-    run = (
-        LocalPrefill(engine)(request(), FakeContext())
-        if phase == "prefill"
-        else collect(LocalAgg(engine), request())
-    )
-    waiting = asyncio.ensure_future(run)
+    decode = LocalDecode(engine, repeats_first_token=True)
+    runs: dict[str, Callable[[], Coroutine[Any, Any, object]]] = {
+        "prefill": lambda: LocalPrefill(engine)(asked, FakeContext()),
+        "decode": lambda: collect(
+            lambda asked, context: decode(asked, context, handoff), asked.with_handoff(handoff)
+        ),
+        "both": lambda: collect(LocalAgg(engine), asked),
+    }
+    waiting = asyncio.create_task(runs[phase]())
     await until(lambda: engine.llm.results)
     await asyncio.sleep(0)
+    engine.llm.die()
     engine.die("rank 3 is gone")
     with pytest.raises(WorkerLeavingError, match="rank 3 is gone"):
         await waiting
+    assert engine.llm.results[-1].aborts == []
+    assert num_in_background() == 0
+
+
+async def test_a_probe_that_is_cancelled_is_aborted(tensorrt_llm: ModuleType) -> None:
+    engine = opened()
+    engine.llm.scripts.append(Script(gate=asyncio.Semaphore(0)))
+    probing = asyncio.create_task(engine.probe(request(max_tokens=1)))
+    await until(lambda: engine.llm.results)
+    probing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await probing
+    assert engine.llm.results[-1].is_aborted
 
 
 @pytest.mark.parametrize("death", [ValueError("a shape"), RequestError("a shape"), OSError("a shape")])

@@ -167,6 +167,21 @@ async def test_with_every_instance_skipped_one_of_them_is_called() -> None:
     assert (await call(stage))[0] == 1
 
 
+async def test_a_client_that_leaves_a_silent_instance_is_no_success_of_it() -> None:
+    async def until_its_client_leaves() -> AsyncGenerator[dict[str, Any], None]:
+        for nothing in ():
+            yield nothing
+
+    inner = Stage(i1=failing(PeerUnavailableError("x")))
+    stage = with_breaker(inner)
+    await fail(stage)
+    inner.calls[1] = until_its_client_leaves
+    assert await call(stage) == (1, [])
+    inner.calls[1] = failing(PeerUnavailableError("x"))
+    await fail(stage)
+    assert stage.num_healthy() == 0
+
+
 async def test_without_instances_none_is_picked() -> None:
     with pytest.raises(NoInstanceError):
         await with_breaker(Stage()).pick(request())
@@ -174,7 +189,9 @@ async def test_without_instances_none_is_picked() -> None:
 
 async def test_a_silent_instance_is_named_at_its_deadline() -> None:
     stage = with_breaker(Stage(i7=silent), seconds=0.01)
-    with pytest.raises(StageTimeoutError, match=r"no answer to prefill within 0\.01 s") as caught:
+    with pytest.raises(
+        StageTimeoutError, match=r"instance 7 sent no answer to prefill within 0\.01 s"
+    ) as caught:
         await call(stage)
     assert caught.value.peer == 7
 
@@ -210,7 +227,7 @@ async def test_idle_timeout_restarts_with_each_chunk() -> None:
 
 async def test_a_cancelled_task_stays_cancelled_when_the_timer_fires_too() -> None:
     async def wait() -> None:
-        with IdleTimer(1) as timer:
+        with IdleTimer(lambda: 1) as timer:
             timer.arm("answer", 0.0)
             await asyncio.Event().wait()
 

@@ -23,7 +23,7 @@ from trtllm_disagg.errors import (
     PeerUnavailableError,
     RequestCancelledError,
 )
-from trtllm_disagg.handlers.concurrent import LocalPush, Push, RemotePush, concurrent
+from trtllm_disagg.handlers.concurrent import LocalPush, Opened, RemotePush, concurrent
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.types import Generate, GenerateRequest, Handoff, Rendezvous, RequestContext, TokenChunk
 
@@ -120,8 +120,8 @@ class ScriptedPush:
         self.ended = asyncio.Event()
         self.met: list[Rendezvous | None] = []
 
-    async def open_rendezvous(self, request: GenerateRequest) -> tuple[Rendezvous, Push]:
-        return Rendezvous(5, ["tcp://here:1"]), self._run
+    async def open_rendezvous(self, request: GenerateRequest) -> Opened:
+        return Opened(Rendezvous(5, ["tcp://here:1"]), self._run, sender=7)
 
     async def _run(self, request: GenerateRequest, context: RequestContext) -> None:
         self.met.append(request.rendezvous)
@@ -159,9 +159,10 @@ async def test_a_decode_that_fails_ends_the_push() -> None:
             raise KvTransferError("lost")
         yield TokenChunk([])
 
-    with pytest.raises(KvTransferError, match="lost"):
+    with pytest.raises(KvTransferError, match="lost") as error:
         await collect(concurrent(push, fail), request())
     assert push.ended.is_set()
+    assert error.value.peer == 7, "the sender of the KV"
 
 
 async def test_a_push_that_fails_closes_decode() -> None:
@@ -190,8 +191,9 @@ async def test_prefill_worker_without_context_endpoint_raises_peer_unavailable(
     engines: dict[Role, Engine],
 ) -> None:
     push = RemotePush(RecordingStageClient(), engines[Role.DECODE])
-    with pytest.raises(PeerUnavailableError, match="ctx_info_endpoint"):
+    with pytest.raises(PeerUnavailableError, match="ctx_info_endpoint") as error:
         await push.open_rendezvous(request())
+    assert error.value.peer == 1
 
 
 async def test_a_prompt_that_is_too_long_is_refused_before_a_stage_is_asked() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.handling import ORDERS, collect, expected_tokens, request, tokens_of
-from tests.support.recording_pair import make_pair
-from tests.support.stage_client import FakeContext
+from tests.support.recording_pair import make_pair, recording_engine
+from tests.support.stage_client import FakeContext, RecordingStageClient
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import (
     DisaggError,
     EngineError,
@@ -34,6 +35,8 @@ from trtllm_disagg.handlers.fallback import (
     replay_if_needed,
     with_fallback,
 )
+from trtllm_disagg.handlers.select import BestCached, InFlight, SelectedStage
+from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.testing.recording import LLM, RequestError, Script
 from trtllm_disagg.testing.recording_result import scripted_token
 from trtllm_disagg.types import Generate, GenerateRequest, PhaseRequest, RequestContext, TokenChunk, Usage
@@ -312,6 +315,40 @@ async def test_kv_lost_after_the_first_token_is_recomputed_locally(order: str) -
     asked = request(6)
     assert tokens_of(await collect(pair.generate, asked)) == expected_tokens(6)
     assert asked.trace.fallbacks[-1].startswith("local: ")
+
+
+class Prefills:
+    """The prefill workers in discovery, by instance id."""
+
+    def __init__(self, clients: list[RecordingStageClient]) -> None:
+        for number, client in enumerate(clients, start=1):
+            client.instance_id = number
+        self.clients = {client.instance_id: client for client in clients}
+
+    def instance_ids(self) -> list[int]:
+        return list(self.clients)
+
+    def instance(self, instance_id: int) -> RecordingStageClient:
+        return self.clients[instance_id]
+
+
+async def test_a_prefill_worker_with_kv_that_does_not_arrive_is_not_called_again() -> None:
+    """Also if its cache is the best one."""
+
+    async def overlaps(request: GenerateRequest) -> Mapping[int, int]:
+        return {1: 3}
+
+    prefills = Prefills([make_pair("decode_first").client for _ in range(2)])
+    load, engine = InFlight(), recording_engine()
+    stage = SelectedStage(prefills, BestCached(overlaps, load), load, "prefill")
+    config = WorkerConfig(model="org/model", role=Role.DECODE, strategy="decode_first")
+    engine.llm.scripts.append(Script(error=KvTransferError("kv")))
+    asked = request(6)
+    assert tokens_of(await collect(build_generate(config, engine, stage), asked)) == expected_tokens(6)
+    calls = [[each["errand"]["stage"] for each in client.requests] for client in prefills.clients.values()]
+    assert calls == [["prefill"], ["prefill"]]
+    assert [step.partition(":")[0] for step in asked.trace.fallbacks] == ["other_instance"]
+    LLM.kv_store.clear()
 
 
 @pytest.mark.parametrize("order", ORDERS)

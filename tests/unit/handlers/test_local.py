@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any
 
 import pytest
 
-from tests.support.handling import PROMPT, collect, expected_tokens, request, tokens_of
+from tests.support.handling import PROMPT, collect, expected_tokens, request, tokens_of, until
 from tests.support.recording_pair import leftover_tasks, recording_engine
 from tests.support.stage_client import FakeContext
+from trtllm_disagg.embedded.api.result import RequestOutput as EmbeddedOutput
+from trtllm_disagg.embedded.ipc.messages import TokenOutput
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.errors import (
     DisaggError,
@@ -21,6 +24,7 @@ from trtllm_disagg.errors import (
     StageTimeoutError,
     WorkerLeavingError,
 )
+from trtllm_disagg.handlers.cancellation import num_in_background
 from trtllm_disagg.handlers.local import LocalAgg, LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.remote import DECODE
 from trtllm_disagg.testing.recording import LLM, RequestError, Script
@@ -62,6 +66,32 @@ async def decode(
 ) -> list[TokenChunk]:
     phase = LocalDecode(engine or recording_engine(), repeats_first_token=repeats)
     return [chunk async for chunk in phase(asked, FakeContext(), handoff or no_handoff())]
+
+
+async def test_a_cancelled_decode_of_the_embedded_engine_is_aborted_at_its_first_output() -> None:
+    aborted: list[int] = []
+    result = EmbeddedOutput(
+        request_id=7,
+        prompt=None,
+        prompt_token_ids=list(PROMPT),
+        num_choices=1,
+        streaming=True,
+        abort=aborted.append,
+    )
+    engine = recording_engine()
+    engine.start_decode = lambda *_, **__: result  # type: ignore[method-assign]
+    client = asyncio.create_task(decode(request(), engine))
+    for _ in range(5):  # until it waits for an output
+        await asyncio.sleep(0)
+    client.cancel()
+    await asyncio.wait([client])
+    assert aborted == []
+    result.deliver(TokenOutput(7, token_ids=[5]))
+    result.wake()
+    await until(lambda: aborted)
+    result.deliver(TokenOutput(7, finish_reason="cancelled"))
+    result.wake()
+    await until(lambda: not num_in_background())
 
 
 # -- prefill

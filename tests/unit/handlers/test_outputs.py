@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.handling import request
+from tests.support.recording_pair import recording_engine
+from trtllm_disagg.engine.llm_api import RequestOutput
 from trtllm_disagg.errors import StageTimeoutError
-from trtllm_disagg.handlers.outputs import OutputCursor
+from trtllm_disagg.handlers.outputs import OutputCursor, newest_states
 from trtllm_disagg.testing.recording import CompletionOutput, Logprob
 from trtllm_disagg.types import PromptTokensDetails, TokenChunk, Usage
 
@@ -151,3 +155,16 @@ def test_each_token_comes_once_with_any_grouping_of_outputs(
     assert [lp for chunk in chunks for lp in chunk.log_probs or ()] == [
         -float(n) for n in range(skip, len(tokens))
     ]
+
+
+async def test_the_states_of_a_request_end_when_its_reader_is_cancelled_before_it_has_begun() -> None:
+    engine = recording_engine()
+    result = engine.start_agg(request())
+
+    def cancel(reader: asyncio.Future[Any], result: RequestOutput) -> None:
+        reader.cancel()
+
+    async with asyncio.timeout(30):
+        with pytest.raises(asyncio.CancelledError):
+            async for _ in newest_states(result, lambda: None, cancel):
+                pass

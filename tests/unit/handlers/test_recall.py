@@ -173,6 +173,7 @@ async def test_what_a_dead_decode_worker_has_not_taken_is_fetched_by_another_one
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(recall, "CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(recall, "REPORTED_SECONDS", 0.0)
     lossy = Lossy()
     way = lossy.both.clients[Role.DECODE]
     for number in range(5):
@@ -234,12 +235,20 @@ class Prefiller:
         self.clock = Clock()
         self.recalls = Recalls(lambda: self.there, lease_seconds, self.clock)
         self.num_taken_back = 0
-        self.recalls.answered(PhaseRequest("prefill", attempts=("a",), sender=sender), self._take_back)
+        self.sender = sender
+        self.answers("a", at=0.0)
+        self.clock.now = recall.REPORTED_SECONDS
+
+    def answers(self, attempt: str, at: float) -> None:
+        self.clock.now = at
+        asked = PhaseRequest("prefill", attempts=(attempt,), sender=self.sender)
+        self.recalls.answered(asked, self._take_back)
 
     def _take_back(self) -> None:
         self.num_taken_back += 1
 
-    def looks(self, *there: set[int]) -> int:
+    def looks(self, *there: set[int], at: float | None = None) -> int:
+        self.clock.now = self.clock.now if at is None else at
         for self.there in there:
             self.recalls.check_senders()
         return self.num_taken_back
@@ -263,6 +272,17 @@ async def test_kv_of_a_lost_worker_is_drained_once_a_decode_worker_is_there() ->
     worker = Prefiller()
     assert worker.looks(set(), set(), set()) == 0
     assert worker.looks({4}) == 1
+
+
+async def test_an_answer_that_a_leaving_worker_may_still_report_is_not_taken_back() -> None:
+    """A worker that drains is not in discovery any more, and answers the requests that it has."""
+    worker = Prefiller()
+    worker.looks({3}, at=1.0)
+    worker.recalls.taken(["a"])
+    worker.answers("b", at=1.9)
+    assert worker.looks({3}, at=2.0) == 0
+    assert worker.looks({3}, at=3.8) == 0
+    assert worker.looks({3}, at=3.9) == 1
 
 
 async def test_kv_whose_lease_has_ended_is_not_fetched() -> None:

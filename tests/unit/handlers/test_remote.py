@@ -45,6 +45,14 @@ PREFILLED = {
     "completion_usage": USAGE,
     "disaggregated_params": PARAMS,
 }
+BOTH_DIRECTIONS = {
+    "do_remote_decode": True,
+    "do_remote_prefill": True,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
 WHOLE = {"token_ids": [], "finish_reason": "stop", "completion_usage": USAGE}
 GOING_ON: dict[str, Any] = {"token_ids": [8]}
 END = {"token_ids": [9], "finish_reason": "length", "completion_usage": USAGE}
@@ -102,14 +110,17 @@ async def test_an_answer_without_a_handoff_is_final() -> None:
         (["x"], "unreadable answer", 0),
         ([PREFILLED, None], "unreadable answer", 1),
         ([{"token_ids": [], "disaggregated_params": PARAMS}], "0 tokens", 0),
+        ([{"token_ids": [7], "kv_transfer_params": BOTH_DIRECTIONS}], "unreadable handoff", 0),
+        ([{"token_ids": [7], "kv_transfer_params": {}}], "unreadable handoff", 0),
     ],
 )
 async def test_invalid_prefill_answer_raises_peer_unavailable_and_drains_its_kv(
     answers: list[Any], message: str, drains: int
 ) -> None:
     prefill = Prefill(*answers)
-    with pytest.raises(PeerUnavailableError, match=message):
+    with pytest.raises(PeerUnavailableError, match=message) as error:
         await prefill()
+    assert error.value.peer == prefill.client.instance_id
     assert len(prefill.drained) == drains
 
 
@@ -182,6 +193,7 @@ async def test_kv_is_released_until_decode_has_answered(
     with pytest.raises(DisaggError) as caught:
         await collect(decode_with(client, released), request())
     assert type(caught.value) is kind
+    assert caught.value.peer == client.instance_id
     assert len(released) == releases
 
 

@@ -113,6 +113,9 @@ def test_the_model_may_be_that_of_the_directory(tmp_path: Any) -> None:
         ({"max_num_tokens": 65536}, r"max_num_tokens: 65536 is not allowed; expected at most 32768"),
         ({"max_batch_size": 4096}, r"max_batch_size: 4096 is not allowed; expected at most 2048"),
         ({"tensor_parallel_size": 4, "moe_expert_parallel_size": 3}, r"moe_expert_parallel_size: 3 is not allowed"),
+        ({"tensor_parallel_size": 4, "moe_tensor_parallel_size": 3}, r"moe_tensor_parallel_size: 3 is not allowed"),
+        ({"tensor_parallel_size": 4, "moe_expert_parallel_size": 4, "moe_tensor_parallel_size": 2},
+         r"moe_expert_parallel_size x moe_tensor_parallel_size: 8 is not allowed; expected tensor_parallel_size 4"),
     ],
 )  # fmt: skip
 def test_what_no_table_covers_is_refused_by_name(args: dict[str, Any], says: str) -> None:

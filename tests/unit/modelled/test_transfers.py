@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -104,6 +107,24 @@ def test_transfer_from_a_closed_peer_raises_with_its_name(clock: VirtualClock, e
     gone.transport.close()
     with pytest.raises(KvTransferError, match="gone is gone"):
         ends[0].seconds_to_read(gone, 1, at=1.0)
+
+
+def test_a_peer_that_has_another_file_in_its_links_place_is_an_error_and_the_file_stays_as_it_is(
+    clock: VirtualClock, ends: list[End], tmp_path: Path
+) -> None:
+    gone = End("gone", clock)
+    before = {int(name) for name in os.listdir("/proc/self/fd")}
+    gone.transport.close()
+    kept = tmp_path / "kept"
+    kept.write_bytes(bytes(range(64)))
+    freed = [number for number in before if not os.path.exists(f"/proc/self/fd/{number}")]
+    with ExitStack() as files:
+        # The kernel gives the lowest free number.
+        while any(not os.path.exists(f"/proc/self/fd/{number}") for number in freed):
+            files.enter_context(kept.open("r+b"))
+        with pytest.raises(KvTransferError, match=r"gone is gone: .* is no link"):
+            ends[0].seconds_to_read(gone, 1, at=1.0)
+    assert kept.read_bytes() == bytes(range(64))
 
 
 def test_a_peer_with_another_time_scale_is_refused(clock: VirtualClock, ends: list[End]) -> None:

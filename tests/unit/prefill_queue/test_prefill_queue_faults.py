@@ -12,8 +12,9 @@ import pytest
 
 from tests.support.handling import collect, expected_tokens, raw_request, request, tokens_of, until
 from tests.support.nats_server import NatsServer
-from tests.support.queueing import Queueing, blocked, queueing
-from trtllm_disagg.errors import InvalidRequestError, PeerUnavailableError
+from tests.support.queueing import Queueing, blocked, queueing, raising
+from trtllm_disagg.errors import EngineError, InvalidRequestError, PeerUnavailableError
+from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker, CircuitBreakerClient, StreamTimeouts
 from trtllm_disagg.handlers.remote import PREFILL
 from trtllm_disagg.prefill_queue.broker import QueueLimits, Reply
 from trtllm_disagg.prefill_queue.messages import (
@@ -52,6 +53,25 @@ async def test_a_dead_workers_item_goes_to_another_one(queue: Queueing) -> None:
     assert tokens_of(await answer) == expected_tokens(5)
     assert len(living.llm.results) == 1
     assert asked.trace.facts["prefill_instance"] == "2"
+
+
+async def test_a_worker_that_fails_its_items_is_skipped_and_not_the_queue(queue: Queueing) -> None:
+    pushing, _ = await queue.pusher(), await queue.puller(0xC, serve=raising(EngineError("broken")))
+    breaker = CircuitBreaker(3, 60.0)
+    timeouts = {"prefill": StreamTimeouts(20.0, 20.0)}
+    stage = CircuitBreakerClient(pushing.client, breaker, timeouts)
+    for _ in range(3):
+        instance = await stage.pick(request())
+        with pytest.raises(EngineError, match="broken") as error:
+            await anext(instance.call(encode_request(request(), PREFILL), None))
+        assert error.value.peer == instance.instance_id == 0xC
+    assert breaker.open() == {0xC}
+
+    await queue.puller(0xD)
+    instance = await stage.pick(request())
+    assert len([each async for each in instance.call(encode_request(request(1), PREFILL), None)]) == 1
+    assert instance.instance_id == 0xD
+    assert breaker.open() == {0xC}
 
 
 async def test_a_worker_slower_than_the_ack_wait_keeps_its_item(queue: Queueing) -> None:

@@ -225,6 +225,19 @@ async def test_result_that_raised_is_not_finished_with_pessimistic_edges(edges: 
     assert await hangs(result) is (edges is PESSIMISTIC)
 
 
+@BOTH
+def test_an_abort_blocks_its_thread_once_the_engine_is_dead(edges: HardEdges) -> None:
+    llm = make(edges)
+    result = llm.generate_async(PROMPT)
+    llm.die()
+    aborting = threading.Thread(target=result.abort)
+    aborting.start()
+    aborting.join(0.1 if edges is PESSIMISTIC else 30)
+    assert aborting.is_alive() is (edges is PESSIMISTIC)
+    llm.may_abort.set()
+    aborting.join()
+
+
 @pytest.mark.parametrize("chunked", [True, False])
 async def test_prompt_above_max_num_tokens_is_refused_without_chunked_prefill(chunked: bool) -> None:
     llm = make(max_num_tokens=2, max_batch_size=2, enable_chunked_prefill=chunked)

@@ -15,8 +15,14 @@ from tests.support.stage_client import RecordingStageClient
 from tests.unit.wire.test_protocol_refusals import forge, forged
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
 from trtllm_disagg.engine.engine import Engine
-from trtllm_disagg.errors import InvalidRequestError, KvTransferError, OverloadedError
-from trtllm_disagg.handlers.concurrent import Push, concurrent
+from trtllm_disagg.errors import (
+    DisaggError,
+    InvalidRequestError,
+    KvTransferError,
+    OverloadedError,
+    PeerUnavailableError,
+)
+from trtllm_disagg.handlers.concurrent import Opened, concurrent
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.kv_transfer.handle import join_endpoint
 from trtllm_disagg.types import Generate, GenerateRequest, Handoff, Rendezvous, RequestContext, TokenChunk
@@ -86,13 +92,16 @@ async def test_two_phase_body_has_the_endpoint_and_blocks_of_the_kv(
     await both_idle(engines)
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    ("order", "error"), [("prefill_first", InvalidRequestError), ("decode_first", PeerUnavailableError)]
+)
 async def test_a_foreign_engine_is_refused_and_nothing_is_held(
-    engines: dict[Role, Engine], order: str
+    engines: dict[Role, Engine], order: str, error: type[DisaggError]
 ) -> None:
+    """In a request it is the caller's fault, in a prefill worker's answer that worker's."""
     generate, client = pair(engines, order, "two_phase")
     forge(client, lambda params: forged({"remote_engine_id": "another"}, params))
-    with pytest.raises(InvalidRequestError, match="remote_engine_id is not as expected"):
+    with pytest.raises(error, match="remote_engine_id is not as expected"):
         await collect(generate, asked())
     await client.idle()
     await both_idle(engines)
@@ -167,8 +176,8 @@ class Meeting:
     def __init__(self, turns: Turns, go: asyncio.Event | None) -> None:
         self._turns, self._go = turns, go
 
-    async def open_rendezvous(self, request: GenerateRequest) -> tuple[Rendezvous, Push]:
-        return BootstrapProtocol().adapt(Rendezvous(0, ["tcp://127.0.0.1:1"])), self._push
+    async def open_rendezvous(self, request: GenerateRequest) -> Opened:
+        return Opened(BootstrapProtocol().adapt(Rendezvous(0, ["tcp://127.0.0.1:1"])), self._push)
 
     async def _push(self, request: GenerateRequest, context: RequestContext) -> Any:
         if self._go is not None:

@@ -217,7 +217,7 @@ def test_a_handoff_crosses_whole(api: Any, data: st.DataObject) -> None:
         draft_tokens=data.draw(st.none() | st.lists(st.integers(0, 9))),
         disagg_request_id=data.draw(st.none() | st.integers(0, 2**62)),
         ctx_dp_rank=data.draw(st.none() | st.integers(0, 7)),
-        ctx_info_endpoint=data.draw(st.none() | st.lists(st.text())),
+        ctx_info_endpoint=data.draw(st.none() | st.text()),
         schedule_style=data.draw(st.none() | st.sampled_from(api.DisaggScheduleStyle)),
         first_gen_log_probs=data.draw(st.none() | logprobs_of(api)),
     )

@@ -16,7 +16,7 @@ from trtllm_disagg.bench.engine.measurement_plan import DTYPES, QUICK, Plan
 from trtllm_disagg.bench.engine.peer_checkpoints import DEFAULT_DIRECTORY
 from trtllm_disagg.bench.figures import Section
 from trtllm_disagg.bench.models import SIZES
-from trtllm_disagg.bench.report import Say, add_choice, add_output_arguments, run_benchmark
+from trtllm_disagg.bench.report import TOO_SHORT, Say, add_choice, add_output_arguments, run_benchmark
 from trtllm_disagg.config.settings import positive
 from trtllm_disagg.exit_codes import ExitCode
 
@@ -79,16 +79,21 @@ def run(args: argparse.Namespace) -> ExitCode:
     def measure_all(say: Say) -> list[Section]:
         if args.install_peers:
             install_peers(args.peer, args.cache_dir, say)
-        return measure(plan, args.part, args.peer, args.cache_dir, say, is_judged=not args.quick)
+        return measure(plan, args.part, args.peer, args.cache_dir, say, TOO_SHORT if args.quick else "")
 
     run_benchmark("engine", args, measure_all, lambda sections: sections)
     return ExitCode.DONE
 
 
 def measure(
-    plan: Plan, parts: Sequence[str], peers: Sequence[str], cache: Path, say: Say, *, is_judged: bool = True
+    plan: Plan,
+    parts: Sequence[str],
+    peers: Sequence[str],
+    cache: Path,
+    say: Say,
+    not_judged_because: str = "",
 ) -> list[Section]:
-    """`is_judged`: False for a run that is too short to be held to a target.
+    """`not_judged_because`: why no target is judged, as a clause.
 
     The part `scaling` uses the smallest model: its own step hides the other costs least.
     """
@@ -113,4 +118,7 @@ def measure(
         size, dtype = kinds[0][0], kinds[-1][1]
         curves = costs.measure_scaling(plan, size, dtype, cache, say)
         sections.append(costs.scaling_section(f"{size.name} {dtype}", curves))
-    return sections if is_judged else [replace(section, is_judged=False) for section in sections]
+    return [
+        replace(section, not_judged_because=not_judged_because or section.not_judged_because)
+        for section in sections
+    ]

@@ -23,6 +23,7 @@ PREFILL = "prefill"
 LLAMA_CPP = "llama.cpp"
 OWN = (EMBEDDED, EMBEDDED_API)
 _TOLERATED_WAIT = 0.05
+CROWDED = "other processes needed the cores as well"
 ROOFS = Contestant("trtllm_disagg.bench.engine.roofs:Roofs")
 #: Prompts of a turn, of which the faster one counts: a single prompt is too short.
 _PREFILL_TRIES = 2
@@ -205,7 +206,9 @@ class _Rounds:
             if name in OWN:
                 raise
             self._speeds.drop(name, str(error))
-            self._remotes.pop(name, None)
+            # It may still compute, on cores that the others need.
+            if (remote := self._remotes.pop(name, None)) is not None:
+                remote.close()
 
 
 def section_of(speeds: Speeds) -> Section:
@@ -233,7 +236,7 @@ def section_of(speeds: Speeds) -> Section:
     ]
     remarks = [f"{peer}: {reason}." for peer, reason in speeds.absent.items()]
     if speeds.is_crowded:
-        remarks.append("No verdict: other processes needed the cores as well.")
+        remarks.append(f"No verdict: {CROWDED}.")
     grid = Grid(f"{name}, tokens a second", ("",), columns, rows, f"{name} {{0}} {{column}}")
     return Section(
         f"{name}, the hardware and the answers",
@@ -246,7 +249,7 @@ def section_of(speeds: Speeds) -> Section:
                 {name: _heights(speeds, name) for name in speeds.rates.subjects},
             )
         ],
-        is_judged=not speeds.is_crowded,
+        not_judged_because=CROWDED if speeds.is_crowded else "",
     )
 
 

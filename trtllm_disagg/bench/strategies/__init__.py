@@ -20,7 +20,13 @@ if TYPE_CHECKING:
 _REQUESTS, _QUICK_REQUESTS = 200, 14
 #: The value of `--requests` that fills the GPUs at each rate, by the tables.
 _AUTO = "auto"
-_REPETITIONS = 2
+_REPETITIONS, _QUICK_REPETITIONS = 2, 1
+#: The flags that each of these two uses; others would have no effect.
+_OF_FORESEE = (
+    *("foresee", "json", "model", "slo", "engine", "engine_configs", "override_engine_args"),
+    *("url", "workers", "workloads", "trace", "quick"),
+)
+_OF_ADVISE = ("advise", "out", "slo")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,14 +85,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--requests",
         type=_count_or_auto,
         metavar="N",
-        help=f"of a point; auto: as many as fill modelled GPUs at its rate (default: {_REQUESTS})",
+        help=f"of a point; auto: as many as fill modelled GPUs at its rate (default: {_REQUESTS}; "
+        f"with --quick: {_QUICK_REQUESTS})",
     )
     add(
         "--repetitions",
         type=positive,
-        default=_REPETITIONS,
         metavar="N",
-        help="of a point (default: %(default)s)",
+        help=f"of a point (default: {_REPETITIONS}; with --quick: {_QUICK_REPETITIONS})",
     )
     add(
         "--band",
@@ -106,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quick",
         action="store_true",
         help="2 workers, agg and one pair in each order, one workload, three rates, and one or two on each side of the "
-        "band, once: minutes instead of hours",
+        "band: minutes instead of hours",
     )
     add(
         "--aiperf",
@@ -119,8 +125,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def settle(args: argparse.Namespace) -> None:
     """Completes the parsed flags: defaults that depend on --quick, and what --requests means."""
-    if args.quick:
-        args.repetitions = 1
+    args.repetitions = args.repetitions or (_QUICK_REPETITIONS if args.quick else _REPETITIONS)
     args.requests = args.requests or (_QUICK_REQUESTS if args.quick else _REQUESTS)
     args.fills_gpus = args.requests == _AUTO
     args.fewest_requests = _QUICK_REQUESTS if args.fills_gpus else args.requests
@@ -137,6 +142,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     from trtllm_disagg.bench.strategies.report import require_packages, write_report
 
     if args.foresee:
+        _refuse_flags_beside("--foresee", args, _OF_FORESEE)
         return _foresee(args)
     if args.json:
         raise ConfigError.bad_value(
@@ -144,6 +150,8 @@ def run(args: argparse.Namespace) -> ExitCode:
         )
     if args.out is None:
         raise ConfigError.bad_value("--out", None, "a directory for the run; --foresee alone needs none")
+    if args.advise:
+        _refuse_flags_beside("--advise", args, _OF_ADVISE)
     slo = slo_of(args)
     # Checked first: a run that has measured for an hour should not fail then.
     require_packages()
@@ -155,6 +163,16 @@ def run(args: argparse.Namespace) -> ExitCode:
     print(report.advice())
     print(f"\n{directory.path / 'report.html'}")
     return ExitCode.DONE
+
+
+def _refuse_flags_beside(mode: str, args: argparse.Namespace, used: tuple[str, ...]) -> None:
+    """Raises ConfigError for a flag that has no effect beside `mode`."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    for name, default in vars(parser.parse_args([])).items():
+        if name not in used and (value := getattr(args, name)) != default:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError.bad_value(flag, str(value), f"no {flag} beside {mode}, where it has no effect")
 
 
 def _foresee(args: argparse.Namespace) -> ExitCode:

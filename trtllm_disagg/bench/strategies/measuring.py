@@ -8,8 +8,8 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from pathlib import Path
-from typing import Protocol
 
 from trtllm_disagg.bench.strategies.aiperf import AIPerf, Seen, Send, read_export
 from trtllm_disagg.bench.strategies.records import Arm, Point, PointResult, RequestRecord, Sensitivity
@@ -118,83 +118,41 @@ class Schedule:
         ]
 
 
-class Target(Protocol):
-    """A deployment that serves."""
-
-    @property
-    def url(self) -> str: ...
-
-    @property
-    def model(self) -> str: ...
-
-    @property
-    def commands(self) -> Mapping[str, str]: ...
-
-    def logs(self) -> RequestLogs | None:
-        """None if the logs are on another machine."""
-        ...
-
-    def lateness(self) -> dict[str, Lateness]:
-        """By worker; empty for real engines."""
-        ...
-
-    def set_factors(self, sensitivity: Sensitivity) -> None:
-        """Modelled engines multiply step times by these factors from their next pause on."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteTarget:
-    """A deployment behind a URL."""
+@dataclass(frozen=True)
+class Target:
+    """A deployment that serves: one that this benchmark has started, or one behind a URL."""
 
     url: str
     model: str
+    #: None behind a URL: its processes are on another machine.
+    deployment: Deployment | None = None
+    #: The file from which its modelled engines read their factors. None: it has real engines.
+    factors: Path | None = None
 
     @property
     def commands(self) -> Mapping[str, str]:
-        return {"url": self.url}
-
-    def logs(self) -> RequestLogs | None:
-        return None
-
-    def lateness(self) -> dict[str, Lateness]:
-        return {}
-
-    def set_factors(self, sensitivity: Sensitivity) -> None:
-        """Has no effect on real engines."""
-
-
-@dataclass(frozen=True, slots=True)
-class StartedTarget:
-    """A deployment that this benchmark has started."""
-
-    deployment: Deployment
-    #: The file from which its modelled engines read their factors.
-    factors: Path
-
-    @property
-    def url(self) -> str:
-        return self.deployment.base_url
-
-    @property
-    def model(self) -> str:
-        return self.deployment.config.served_model_name
-
-    @property
-    def commands(self) -> Mapping[str, str]:
+        if self.deployment is None:
+            return {"url": self.url}
         return {process.spec.name: shlex.join(process.spec.argv) for process in self.deployment.processes}
 
     def logs(self) -> RequestLogs | None:
-        logs = {process.role: process.log for process in self.deployment.of_role("frontend")}
+        """None if the logs are on another machine."""
+        if self.deployment is None:
+            return None
+        (frontend,) = self.deployment.of_role("frontend")
         workers = [process.log for process in self.deployment.processes if process.role not in NO_WORKERS]
-        return RequestLogs(logs["frontend"], workers)
+        return RequestLogs(frontend.log, workers)
 
     def lateness(self) -> dict[str, Lateness]:
-        ports = {process.spec.name: process.spec.system_port for process in self.deployment.processes}
+        """By worker; empty behind a URL."""
+        processes = self.deployment.processes if self.deployment else ()
+        ports = {process.spec.name: process.spec.system_port for process in processes}
         return {name: lateness_of(port) for name, port in ports.items() if port is not None}
 
     def set_factors(self, sensitivity: Sensitivity) -> None:
-        Factors(sensitivity.prefill_factor, sensitivity.decode_factor).write(self.factors)
+        """Modelled engines multiply step times by these factors from their next pause on."""
+        if self.factors is not None:
+            Factors(sensitivity.prefill_factor, sensitivity.decode_factor).write(self.factors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,30 +245,49 @@ class LoadRun:
 async def measure(schedule: Schedule, target: Target, aiperf: AIPerf, directory: Path) -> LoadRun:
     """Raises LoadFailedError."""
     late: list[tuple[int, Mapping[str, Lateness]]] = []
-
     switching = FactorSwitch(schedule.sensitivities(), target.set_factors)
 
     async def look() -> None:
+        if (now := await _lateness(target)) is not None:
+            late.append((time.time_ns(), now))
+
+    async def keep_looking() -> None:
         while True:
-            with suppress(OSError):  # a worker has died: its requests fail, too
-                late.append((time.time_ns(), await asyncio.to_thread(target.lateness)))
+            await look()
             await asyncio.sleep(_LOOK_SECONDS)
 
-    async def has_begun() -> None:
-        before = now = await asyncio.to_thread(target.lateness)
-        while now == before:
-            await asyncio.sleep(_FIRST_LOOK_SECONDS)
-            now = await asyncio.to_thread(target.lateness)
-
     switching.begin()
-    looking = asyncio.gather(look(), switching.follow(has_begun))
+    beside = [
+        asyncio.create_task(keep_looking(), name="lateness of workers"),
+        asyncio.create_task(switching.follow(lambda: _first_step(target)), name="factors of points"),
+    ]
     try:
         command = await aiperf.run(schedule.sends(), target.url, target.model, directory, _REQUEST_SECONDS)
-        with suppress(OSError):
-            late.append((time.time_ns(), await asyncio.to_thread(target.lateness)))
+        await look()
     finally:
-        looking.cancel()
-        with suppress(asyncio.CancelledError, OSError):
-            await looking
+        for task in beside:
+            task.cancel()
+        for task in beside:
+            with suppress(asyncio.CancelledError, OSError):
+                await task
     seen = {each.name: each for each in read_export(directory)}
     return LoadRun(schedule, seen, target.logs(), late, command, switching.done)
+
+
+async def _first_step(target: Target) -> None:
+    """Returns at the first step of a modelled engine from now on, or a moment later."""
+    before = None
+    while True:
+        now = await _lateness(target)
+        if before is not None and now is not None and now != before:
+            return
+        before = now if before is None else before
+        await asyncio.sleep(_FIRST_LOOK_SECONDS)
+
+
+async def _lateness(target: Target) -> Mapping[str, Lateness] | None:
+    """None if a worker gives no metrics, or not all: it has died, and its requests fail, or it is busy."""
+    try:
+        return await asyncio.to_thread(target.lateness)
+    except (OSError, HTTPException, ValueError):
+        return None

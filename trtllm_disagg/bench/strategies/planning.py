@@ -14,8 +14,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from trtllm_disagg.bench.strategies import rates
 from trtllm_disagg.bench.strategies.estimate import ModelledWorker, capacity
 from trtllm_disagg.bench.strategies.records import NOMINAL, Arm, Plan, Point, Sensitivity, Software
@@ -25,6 +23,7 @@ from trtllm_disagg.bench.strategies.workloads import BUILT_IN, Traffic, trace
 from trtllm_disagg.config.deciders import ALWAYS, DECIDERS, DECODE_OCCUPANCY
 from trtllm_disagg.config.engine_args import merged_args, override_of
 from trtllm_disagg.config.worker_config import flag_of
+from trtllm_disagg.config.yaml_file import read_mapping
 from trtllm_disagg.deployment.up_command import default_name
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.modelled.config import checked
@@ -119,7 +118,7 @@ class Engines:
             raise ConfigError.bad_value(
                 "--engine-configs", str(directory), f"a directory with {', '.join(missing)}"
             )
-        files = {role: yaml.safe_load((directory / f"{role}.yaml").read_text()) or {} for role in roles}
+        files = {role: read_mapping(directory / f"{role}.yaml", "--engine-configs") for role in roles}
         own = override_of(override, is_strict=False)
         merged = {role: merged_args(given, own) for role, given in files.items()}
         if engine == "modelled":
@@ -177,8 +176,9 @@ def vocabulary_of(model: Path) -> int:
     """Raises ConfigError for a config.json without vocab_size."""
     file = model / "config.json"
     try:
-        return int(json.loads(file.read_text(encoding="utf-8"))["vocab_size"])
-    except (ValueError, KeyError, TypeError) as error:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        return int((config.get("text_config") or config)["vocab_size"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError.bad_value("--model", str(file), "a config.json with vocab_size") from error
 
 

@@ -17,13 +17,7 @@ import yaml
 
 from trtllm_disagg.bench.machine import describe_machine
 from trtllm_disagg.bench.strategies.aiperf import AIPerf, LoadFailedError
-from trtllm_disagg.bench.strategies.measuring import (
-    RemoteTarget,
-    Schedule,
-    StartedTarget,
-    Target,
-    measure,
-)
+from trtllm_disagg.bench.strategies.measuring import Schedule, Target, measure
 from trtllm_disagg.bench.strategies.planning import LONGEST_WAIT_SECONDS, Engines
 from trtllm_disagg.bench.strategies.records import (
     NOMINAL,
@@ -53,6 +47,8 @@ _NO_BOUND = tuple(text for name in ADMISSION for text in (flag_of(name), "0"))
 _DEADLINES = ("prefill_timeout", "first_decode_token_timeout", "next_decode_token_timeout")
 _NO_DEADLINE = tuple(text for name in _DEADLINES for text in (flag_of(name), f"{LONGEST_WAIT_SECONDS:g}"))
 _FACTORS = "factors.json"
+#: Deployments in a row that measure none of their points; then the run ends.
+_MOST_ATTEMPTS = 3
 _PACKAGES = ("trtllm-disagg", "ai-dynamo", "aiconfigurator-core", "tensorrt-llm")
 
 #: What a deployment is started for: an arm, a sensitivity and a time scale.
@@ -87,7 +83,8 @@ class Deployments:
             config = replace(self.config(key), run_dir=scratch.path)
             try:
                 async with running_deployment(config) as deployment:
-                    yield StartedTarget(deployment, place / _FACTORS)
+                    model, factors = config.served_model_name, place / _FACTORS
+                    yield Target(deployment.base_url, model, deployment, factors)
             finally:
                 for log in scratch.path.glob("*.log"):
                     for half in halves(log):
@@ -136,7 +133,7 @@ class Urls:
 
     @asynccontextmanager
     async def serving(self, key: Key) -> AsyncIterator[Target]:
-        yield RemoteTarget(self.urls[key[0]], self.model)
+        yield Target(self.urls[key[0]], self.model)
 
 
 def duration(seconds: int) -> str:
@@ -236,7 +233,7 @@ class Runner:
     async def _batch(
         self, key: Key, points: list[Point], versions: Mapping[str, str], progress: Progress
     ) -> None:
-        attempt, again = 1, ""
+        attempt, failed, again = 1, 0, ""
         while points:
             schedule = self._schedule(points, attempt)
             progress.begin(f"{key[0]}: starting{again}", schedule.seconds)
@@ -248,6 +245,13 @@ class Runner:
             progress.end(len(results))
             saved = {result.point for result in results}
             points = [point for point in points if point not in saved]
+            failed = 0 if saved else failed + 1
+            if failed == _MOST_ATTEMPTS:
+                raise LoadFailedError(
+                    f"{points[0].arm}: {points[0].workload} at {points[0].rate:g} requests/s was not measured in "
+                    f"{failed} attempts: its requests overlapped those of other points, or were sent while step times "
+                    "changed; fewer --requests or a longer --time-scale may help"
+                )
             # Points overlapped: pauses get longer, and a new deployment has empty caches for the same prompts.
             attempt, again = attempt + 1, ", again with longer pauses"
 

@@ -145,19 +145,19 @@ def runner_of_engines(
     directory: RunDirectory,
     software: Mapping[str, Software] = MappingProxyType({}),
 ) -> Runner:
-    arms = arms_for(args)
-    engines = _engines(args, arms)
+    engines = _engines(args)
     chosen = traffics(args, engines.longest)
     plan = (
         make_plan(args, engines, chosen, _command(), software)
         if engines.is_modelled
-        else _plan_of_real(args, arms, chosen, engines)
+        else _plan_of_real(args, arms_for(args, engines.gpus_per_worker), chosen, engines)
     )
     targets = Deployments(plan, engines, directory, tuple(args.worker_args))
     return _runner(args, _resumed(plan, directory), directory, chosen, targets, aiperf)
 
 
-def _engines(args: argparse.Namespace, arms: tuple[Arm, ...]) -> Engines:
+def _engines(args: argparse.Namespace) -> Engines:
+    arms = arms_for(args)
     return Engines.read(args.engine, args.model, args.engine_configs, arms, args.override_engine_args)
 
 
@@ -313,7 +313,7 @@ async def _software(
         return directory.plan().software
     if args.time_scale is not None or args.engine != "modelled":
         return {}
-    engines = _engines(args, arms_for(args))
+    engines = _engines(args)
     chosen = traffics(args, engines.longest)
     plan = make_plan(args, engines, chosen, _command(), {})
     arm = arm_to_calibrate_on(plan)

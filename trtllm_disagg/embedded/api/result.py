@@ -78,7 +78,9 @@ class GrowingText:
         self._settled = 0
 
     def _settle(self, token_ids: list[int], window: str, *, is_late: bool) -> None:
-        """False when they end within a character. Some decoders show a run of bytes as broken until it ends."""
+        """Settle these tokens, unless they end within a character and it is not late. Some decoders show a run of bytes
+        as broken until it ends.
+        """
         text = self._decode(token_ids[self._context :])
         if is_late or (window.startswith(text) and not text.endswith(_BROKEN)):
             self._text += text[self._known :]
@@ -221,7 +223,8 @@ class GenerationResult:
             # This task alone takes from it. Asking first is cheaper than the exception of an empty queue, once a token.
             while waiting.empty():
                 # A delivery between these lines is not missed: `wake` can only run once we wait.
-                self._arrival = self._arrival or self.loop.create_future()
+                if self._arrival is None or self._arrival.done():  # done: its reader was cancelled
+                    self._arrival = self.loop.create_future()
                 await self._arrival
             self._apply(waiting.get_nowait())
             if self.finished or (self._streaming and waiting.empty()):
@@ -356,7 +359,9 @@ def _wake_all(results: Sequence[RequestOutput], loop: asyncio.AbstractEventLoop)
 
 
 class RunningRequests:
-    """`add` and `fail_all` from any thread, `deliver` from the receiver thread only."""
+    """`add` and `fail_all` from any thread. `deliver` from the receiver thread, and for a request that has not reached
+    the engine from the thread that ends it.
+    """
 
     def __init__(self) -> None:
         self._results: dict[int, RequestOutput] = {}

@@ -23,9 +23,16 @@ from trtllm_disagg.embedded.model.forward import ModelRunner, choose_forward
 from trtllm_disagg.embedded.model.model_loader import load_model
 from trtllm_disagg.embedded.model.rows import TILE, Sampled
 from trtllm_disagg.embedded.model.sampler import prompt_logprobs, sample
-from trtllm_disagg.embedded.model.sizing import PoolShape, choose_device, kv_layout, new_pool, num_kv_blocks
+from trtllm_disagg.embedded.model.sizing import (
+    PoolShape,
+    choose_device,
+    kv_layout,
+    longest_sequence,
+    new_pool,
+    num_kv_blocks,
+)
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
-from trtllm_disagg.embedded.params.model_shape import ModelShape, max_seq_len, read_shape
+from trtllm_disagg.embedded.params.model_shape import ModelShape, read_shape
 from trtllm_disagg.embedded.params.supported_args import scope_of
 from trtllm_disagg.embedded.scheduler.scheduler import Row, create_blocks, create_scheduler
 from trtllm_disagg.embedded.scheduler.sequence import Sequence
@@ -104,8 +111,8 @@ def build_core(
         log.info("%s", remark)
     kv_config = args.kv_cache_config
     size = kv_config.tokens_per_block
-    longest = max_seq_len(args, shape)
     num_blocks = num_kv_blocks(args, shape, device)
+    longest = longest_sequence(args, shape, num_blocks)
     events = KvEventLog(kv_config.event_buffer_max_size, longest)
     blocks = create_blocks(kv_config, num_blocks, events)
     team.start(plan.told_to_all(args), num_blocks)

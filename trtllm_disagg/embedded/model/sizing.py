@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from trtllm_disagg.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.embedded.params.model_shape import ModelShape, available_bytes, max_seq_len, require_memory
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.kv_transfer.base import KvLayout
+
+log = logging.getLogger(__name__)
 
 
 def choose_device(wanted: str, num_ranks: int = 1) -> torch.device:
@@ -38,6 +41,14 @@ def num_kv_blocks(args: LlmArgs, shape: ModelShape, device: torch.device) -> int
     if blocks < 1:
         raise _too_small(args, size)
     return blocks
+
+
+def longest_sequence(args: LlmArgs, shape: ModelShape, num_blocks: int) -> int:
+    """Tokens of prompt and answer together: as many as the model and its arguments allow, and the pool holds."""
+    wanted, held = max_seq_len(args, shape), num_blocks * args.kv_cache_config.tokens_per_block
+    if held < wanted:
+        log.info("max_seq_len is %d, and not %d: the KV pool holds no more tokens", held, wanted)
+    return min(wanted, held)
 
 
 def _too_small(args: LlmArgs, size: int) -> ConfigError:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.bench.strategies.test_starting import MEASURED
 from trtllm_disagg.bench.strategies.estimate import ModelledWorker
-from trtllm_disagg.bench.strategies.measuring import RemoteTarget
+from trtllm_disagg.bench.strategies.measuring import Target
 from trtllm_disagg.bench.strategies.planning import arms_at
 from trtllm_disagg.bench.strategies.records import Plan
 from trtllm_disagg.bench.strategies.starting import REQUESTS, TOKENS, WARM_UP, arm_to_calibrate_on, calibrate
@@ -58,7 +58,7 @@ async def test_calibrated_software_is_the_time_beyond_the_gpus(arm: str) -> None
     worker = ModelledWorker.of({"model": "m", "modelled": {"measured": SLOW}, "max_seq_len": 16384})
     workers = dict.fromkeys(("agg", "prefill", "decode"), worker)
     async with server(worker) as (url, asked):
-        found = await calibrate(RemoteTarget(url, "m"), ARMS[arm], workers, {"chat": BUILT_IN["chat"]}, 3072)
+        found = await calibrate(Target(url, "m"), ARMS[arm], workers, {"chat": BUILT_IN["chat"]}, 3072)
     assert len(asked) == WARM_UP + REQUESTS
     # Up to what this machine takes itself, which is less than the GPU.
     assert 90 < found["chat"].first_token_ms < 300

@@ -123,7 +123,12 @@ def test_a_script_gets_rates_and_leads_as_json(flags: list[str], capsys: pytest.
     [
         ([], "--out: nothing is not allowed|--out: .*--foresee alone needs none"),
         (["--json", "--out", "run"], "--json: .*report.json"),
-        (["--foresee", "--url", "2 agg=http://127.0.0.1:1", "--rates", "1"], "--foresee: .*modelled GPUs"),
+        (["--foresee", "--url", "2 agg=http://127.0.0.1:1"], "--foresee: .*modelled GPUs"),
+        (["--foresee", "--rates", "1"], "--rates: '1'.*beside --foresee"),
+        (["--foresee", "--band", "0"], "--band: '0.0'.*beside --foresee"),
+        (["--foresee", "--repetitions", "1"], "--repetitions: '1'.*beside --foresee"),
+        (["--foresee", "--out", "run"], "--out: 'run'.*beside --foresee"),
+        (["--advise", "--out", "run", "--slo", "ttft=1"], "--model: .*beside --advise"),
     ],
 )
 def test_what_no_table_covers_or_has_no_place_is_refused(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from http.client import IncompleteRead
+from itertools import count
 from pathlib import Path
 
 import pytest
 
-from trtllm_disagg.bench.strategies.aiperf import Seen
-from trtllm_disagg.bench.strategies.measuring import FactorSwitch, LoadRun, RemoteTarget, Schedule
+from trtllm_disagg.bench.strategies.aiperf import AIPerf, LoadFailedError, Seen
+from trtllm_disagg.bench.strategies.measuring import FactorSwitch, LoadRun, Schedule, Target, measure
 from trtllm_disagg.bench.strategies.records import NOMINAL, Arm, Point, Sensitivity
 from trtllm_disagg.bench.strategies.spent import Lateness
 from trtllm_disagg.bench.strategies.workloads import Ask
@@ -47,7 +51,7 @@ def all_seen(seconds: float) -> dict[str, Seen]:
 
 def results_of(answers: dict[str, Seen]) -> dict[Point, object]:
     measured = LoadRun(SCHEDULE, answers, None, (), "load", IN_FORCE)
-    results = measured.results(RemoteTarget("http://there", "m"), ARMS, {}, "")
+    results = measured.results(Target("http://there", "m"), ARMS, {}, "")
     return {result.point: result for result in results}
 
 
@@ -62,7 +66,7 @@ def test_arrivals_are_stretched_by_the_time_scale_and_points_are_apart() -> None
 
 def test_times_are_divided_by_the_time_scale() -> None:
     measured = LoadRun(SCHEDULE, all_seen(2.0), None, (), "load", IN_FORCE)
-    first, second = measured.results(RemoteTarget("http://there", "m"), ARMS, {"a": "1"}, "two cores")
+    first, second = measured.results(Target("http://there", "m"), ARMS, {"a": "1"}, "two cores")
     assert (first.point, second.point) == (LOW, HIGH)
     request = first.requests[1]
     assert (request.arrival_s, request.latency_ms, request.ttft_ms) == (1.0, 500.0, 50.0)
@@ -89,7 +93,7 @@ def test_a_point_under_other_step_times_than_its_own_is_measured_again() -> None
         ([(0, slower), (second - 1, NOMINAL)], {HIGH}),
     ):
         measured = LoadRun(SCHEDULE, answers, None, (), "load", moments)
-        results = measured.results(RemoteTarget("http://there", "m"), ARMS, {}, "")
+        results = measured.results(Target("http://there", "m"), ARMS, {}, "")
         assert {result.point for result in results} == kept
 
 
@@ -117,7 +121,7 @@ def test_a_request_that_was_not_sent_is_an_error_of_its_own() -> None:
     answers = all_seen(2.0)
     del answers["1-1"]
     measured = LoadRun(SCHEDULE, answers, None, (), "load", IN_FORCE)
-    _, high = measured.results(RemoteTarget("http://there", "m"), ARMS, {}, "")
+    _, high = measured.results(Target("http://there", "m"), ARMS, {}, "")
     assert [request.error for request in high.requests] == [None, "not sent", None]
     assert high.is_saturated
 
@@ -132,6 +136,45 @@ def test_the_latest_worker_counts_and_only_in_the_time_of_the_point() -> None:
 
 
 def test_logs_elsewhere_are_not_read(tmp_path: Path) -> None:
-    target = RemoteTarget("http://there", "m")
+    target = Target("http://there", "m")
     assert target.logs() is None
     assert target.lateness() == {}
+
+
+@dataclass(frozen=True)
+class Faltering(Target):
+    """A target whose second look fails. The fourth one lets the load generator end."""
+
+    failure: Exception = field(default_factory=OSError)
+    may_end: Path = Path()
+    looks: Iterator[int] = field(default_factory=count)
+
+    def lateness(self) -> dict[str, Lateness]:
+        number = next(self.looks)
+        if number == 1:
+            raise self.failure
+        if number == 3:
+            self.may_end.write_text("now\n")
+        return {"agg-0": Lateness(float(number))}
+
+
+@pytest.mark.parametrize("failure", [ConnectionRefusedError(), IncompleteRead(b""), ValueError("cut")])
+async def test_a_look_at_metrics_that_fails_ends_neither_further_looks_nor_the_run(
+    failure: Exception, tmp_path: Path
+) -> None:
+    may_end, load = tmp_path / "may_end", tmp_path / "load"
+    os.mkfifo(may_end)
+    load.write_text(f'#!/bin/bash\nread -r _ < {may_end}\n: > "${{@: -1}}/profile_export.jsonl"\n')
+    load.chmod(0o700)
+    target = Faltering("http://there", "m", failure=failure, may_end=may_end)
+    schedule = Schedule.of([(LOW, ASKS), (replace(HIGH, sensitivity=Sensitivity(1.5, 1.0)), ASKS)])
+    measured = await measure(schedule, target, AIPerf(load), tmp_path / "out")
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    assert [sensitivity for _, sensitivity in measured.factors] == [NOMINAL]
+    assert measured.late[-1][1]["agg-0"].steps >= 4
+
+
+async def test_a_load_generator_that_fails_leaves_no_task_behind(tmp_path: Path) -> None:
+    with pytest.raises(LoadFailedError, match="exit code 1"):
+        await measure(SCHEDULE, Target("http://there", "m"), AIPerf(Path("/bin/false")), tmp_path / "out")
+    assert asyncio.all_tasks() == {asyncio.current_task()}

@@ -18,8 +18,8 @@ from tests.unit.bench.strategies.synthetic import Behaviour, result_of
 from trtllm_disagg.bench.strategies import add_arguments, settle, simulation, starting
 from trtllm_disagg.bench.strategies.aiperf import AIPerf, LoadFailedError
 from trtllm_disagg.bench.strategies.estimate import ModelledWorker, requests_to_fill
-from trtllm_disagg.bench.strategies.measuring import RemoteTarget, Schedule
-from trtllm_disagg.bench.strategies.planning import scale_for, sensitivities
+from trtllm_disagg.bench.strategies.measuring import Schedule, Target
+from trtllm_disagg.bench.strategies.planning import scale_for, sensitivities, vocabulary_of
 from trtllm_disagg.bench.strategies.records import (
     NOMINAL,
     Arm,
@@ -441,9 +441,9 @@ async def test_points_that_met_each_other_are_measured_again_in_a_new_deployment
     started: list[str] = []
 
     @asynccontextmanager
-    async def serving(targets: Deployments, key: Key) -> AsyncIterator[RemoteTarget]:
+    async def serving(targets: Deployments, key: Key) -> AsyncIterator[Target]:
         started.append(key[0])
-        yield RemoteTarget("http://there", "m")
+        yield Target("http://there", "m")
 
     async def measure(runner: Runner, schedule: Schedule, *others: object) -> list[PointResult]:
         points = [stretch.point for stretch in schedule.stretches]
@@ -458,6 +458,28 @@ async def test_points_that_met_each_other_are_measured_again_in_a_new_deployment
     assert not runner.groups()
 
 
+async def test_points_that_no_attempt_measures_end_the_run_with_their_name(
+    model: Path, configs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = prepared(model, configs, "--quick", "--arms", "2 agg", "--workloads", "chat", "--rates", "3")
+    attempts: list[list[Point]] = []
+
+    @asynccontextmanager
+    async def serving(targets: Deployments, key: Key) -> AsyncIterator[Target]:
+        yield Target("http://there", "m")
+
+    async def measure(runner: Runner, schedule: Schedule, *others: object) -> list[PointResult]:
+        attempts.append([stretch.point for stretch in schedule.stretches])
+        return [PointResult(point, (), 1.0) for point in attempts[-1][:1] if len(attempts) == 2]
+
+    monkeypatch.setattr(Deployments, "serving", serving)
+    monkeypatch.setattr(Runner, "_measure", measure)
+    monkeypatch.setattr(AIPerf, "version", lambda aiperf: "0")
+    with pytest.raises(LoadFailedError, match=r"2 agg: chat at 3 requests/s was not measured in 3 attempts"):
+        await runner.run(runner.progress())
+    assert len(attempts) == 5, "a point that is measured begins a new count"
+
+
 async def test_a_point_with_errors_only_ends_the_run_is_not_kept_and_is_measured_by_the_next(
     model: Path, configs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -465,8 +487,8 @@ async def test_a_point_with_errors_only_ends_the_run_is_not_kept_and_is_measured
     is_dead = [False, False, True]
 
     @asynccontextmanager
-    async def serving(targets: Deployments, key: Key) -> AsyncIterator[RemoteTarget]:
-        yield RemoteTarget("http://there", "m")
+    async def serving(targets: Deployments, key: Key) -> AsyncIterator[Target]:
+        yield Target("http://there", "m")
 
     async def measure(runner: Runner, schedule: Schedule, *others: object) -> list[PointResult]:
         def of(point: Point, dead: bool) -> PointResult:
@@ -495,11 +517,11 @@ async def test_software_is_measured_before_the_first_run_and_kept_for_those_that
     said: list[str] = []
 
     @asynccontextmanager
-    async def serving(targets: Deployments, key: Key) -> AsyncIterator[RemoteTarget]:
+    async def serving(targets: Deployments, key: Key) -> AsyncIterator[Target]:
         started.append(key)
-        yield RemoteTarget("http://there", "m")
+        yield Target("http://there", "m")
 
-    async def calibrate(target: RemoteTarget, *others: object) -> dict[str, Software]:
+    async def calibrate(target: Target, *others: object) -> dict[str, Software]:
         return {"rag": Software(first_token_ms=90.0)}
 
     async def measure(runner: Runner, schedule: Schedule, *others: object) -> list[PointResult]:
@@ -533,8 +555,8 @@ class TestFurtherRates:
         points: list[Point] = []
 
         @asynccontextmanager
-        async def serving(targets: Deployments, key: Key) -> AsyncIterator[RemoteTarget]:
-            yield RemoteTarget("http://there", "m")
+        async def serving(targets: Deployments, key: Key) -> AsyncIterator[Target]:
+            yield Target("http://there", "m")
 
         async def measure(runner: Runner, schedule: Schedule, *others: object) -> list[PointResult]:
             new = [stretch.point for stretch in schedule.stretches]
@@ -655,6 +677,37 @@ def test_missing_step_time_tables_are_refused_with_the_install_command(
         ConfigError, match=r"step times are not installed: pip install 'trtllm-disagg\[modelled\]'"
     ):
         prepared(model, configs)
+
+
+def test_real_engines_count_the_gpus_of_every_worker(model: Path, configs: Path) -> None:
+    for file in configs.iterdir():
+        file.write_text("tensor_parallel_size: 4\n")
+    runner = prepared(model, configs, "--engine", "tensorrt_llm", "--rates", "1", "--workers", "2")
+    assert {arm.gpus for arm in runner.plan.arms} == {8}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("a: [", "agg.yaml is not YAML"), ("[1]", "agg.yaml: expected keys"), ("a: 1\na: 2", "agg.yaml.*a")],
+)
+def test_engine_configs_that_cannot_be_read_are_named(
+    model: Path, configs: Path, content: str, said: str
+) -> None:
+    (configs / "agg.yaml").write_text(content)
+    with pytest.raises(ConfigError, match=said):
+        prepared(model, configs)
+
+
+def test_a_quick_run_measures_once_or_as_often_as_is_asked_for(model: Path, configs: Path) -> None:
+    assert parsed(model, configs, "--quick").repetitions == 1
+    assert parsed(model, configs).repetitions == 2
+    runner = prepared(model, configs, "--quick", "--repetitions", "3")
+    assert {point.repetition for point in runner.plan.points} == {0, 1, 2}
+
+
+def test_a_model_may_tell_its_vocabulary_as_one_with_images_does(model: Path, configs: Path) -> None:
+    (model / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 99}}))
+    assert vocabulary_of(model) == 99
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.conftest import Checkpoints
 from tests.support.models import EOS, VOCAB
 from trtllm_disagg.embedded import LLM, CompletionOutput, RequestOutput, SamplingParams
 from trtllm_disagg.embedded.api.request import PreprocessedInputs
@@ -52,6 +53,17 @@ async def test_defaults_are_greedy_and_32_tokens(llm: LLM) -> None:
     assert (first.length, first.finish_reason, first.stop_reason) == (32, "length", None)
     assert first.logprobs == []
     assert first.cumulative_logprob is None
+
+
+async def test_max_tokens_none_fills_a_pool_that_is_smaller_than_max_seq_len(
+    checkpoints: Checkpoints,
+) -> None:
+    with LLM(checkpoints(), kv_cache_config={"max_tokens": 96}, max_seq_len=128) as llm:
+        assert llm.max_seq_len == 96
+        output = await run(llm, SamplingParams(max_tokens=None, ignore_eos=True))
+        assert (output.length, output.finish_reason) == (96 - len(PROMPT), "length")
+        with pytest.raises(ValueError, match="96 tokens; max_seq_len 96 leaves room for at most 95"):
+            llm.generate_async([5] * 96)
 
 
 async def test_max_tokens_none_fills_max_seq_len_and_more_is_cut_to_it(llm: LLM) -> None:

@@ -92,6 +92,19 @@ async def test_two_readers_share_the_updates() -> None:
     assert result.outputs[0].token_ids == [5, 6]
 
 
+async def test_a_reader_gets_what_comes_after_another_one_was_cancelled() -> None:
+    result = request()
+    cancelled = asyncio.ensure_future(anext(result))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
+    reader = asyncio.ensure_future(anext(result))
+    await asyncio.sleep(0)
+    deliver(result, tokens(5))
+    await reader
+    assert result.outputs[0].token_ids == [5]
+
+
 async def test_an_error_ends_the_iteration_once() -> None:
     result = request()
     deliver(result, tokens(5), TokenOutput(7, error="the pool burnt down", error_category="Unavailable"))

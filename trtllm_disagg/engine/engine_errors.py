@@ -1,0 +1,59 @@
+"""Errors that an engine raises for a request become DisaggErrors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import TracebackType
+from typing import Protocol
+
+from trtllm_disagg.errors import DisaggError, WorkerLeavingError
+
+
+class Engine(Protocol):
+    """The part of `engine.engine.Engine` that is used here."""
+
+    @property
+    def death(self) -> str | None: ...
+
+    async def failure(self, error: Exception) -> DisaggError: ...
+
+
+class EngineErrors:
+    """A context manager around the wait for a request, for each request: a class, because a generator's one takes 3 us.
+
+    Raises a DisaggError for an error of the engine, and WorkerLeavingError where the engine's death has cancelled the
+    wait. `on_failure` is called when the request must not be aborted any more.
+    """
+
+    __slots__ = ("_engine", "_on_failure")
+
+    def __init__(self, engine: Engine, on_failure: Callable[[], None] = lambda: None) -> None:
+        self._engine = engine
+        self._on_failure = on_failure
+
+    async def __aenter__(self) -> None:
+        pass
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            return
+        death = self._engine.death
+        if death is not None:
+            # An abort is sent to the engine's process: on a dead one it may block the event loop.
+            self._on_failure()
+        if isinstance(error, asyncio.CancelledError):
+            if death is not None and not _is_cancelled():
+                raise WorkerLeavingError(f"the engine is dead: {death}") from None
+        elif isinstance(error, Exception) and not isinstance(error, DisaggError):
+            # TensorRT-LLM's result never becomes `finished` then, and reading on would hang.
+            self._on_failure()
+            raise await self._engine.failure(error) from error
+
+
+def _is_cancelled() -> bool:
+    """Another task has cancelled this one."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

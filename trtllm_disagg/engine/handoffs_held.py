@@ -1,0 +1,93 @@
+"""Counts the handoffs whose KV may still be read, for an engine that does not count them: what this worker can know."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+#: A record of statistics arrives within this time after the step that it describes.
+_DELAY_SECONDS = 1.0
+#: A handoff is forgotten after this time, even if its lease is longer.
+_LONGEST_SECONDS = 600.0
+#: Handoffs that are made between two removals of the expired ones: most never end in any other way.
+_BETWEEN_REMOVALS = 1024
+
+
+class HandoffsHeld:
+    """Counts handoffs for engines that do not. A handoff ends when decode is known to have its KV, when later
+    statistics show that the engine holds no KV, or with its lease. Missing statistics do not mean that it holds none.
+    """
+
+    def __init__(self, lease_seconds: float = math.inf, clock: Callable[[], float] = time.monotonic) -> None:
+        self.lease_seconds = min(lease_seconds, _LONGEST_SECONDS)
+        self._clock = clock
+        self._ids = itertools.count()
+        #: Number of a handoff -> when it was made.
+        self._made: dict[int, float] = {}
+        #: Rank -> whether its newest record shows no KV in use.
+        self._holds_none: dict[Any, bool] = {}
+        #: When the newest record came, if no rank holds any KV.
+        self._quiet_since: float | None = None
+
+    def hold(self) -> Callable[[], None]:
+        """Count one handoff. Returns a function that ends it, and may be called more than once."""
+        number = next(self._ids)
+        if number % _BETWEEN_REMOVALS == 0:
+            self._end_expired()
+        self._made[number] = self._clock()
+        return partial(self._end, number)
+
+    @property
+    def num_remembered(self) -> int:
+        """The number of handoffs in memory, expired ones included."""
+        return len(self._made)
+
+    def count(self) -> int:
+        self._end_expired()
+        return len(self._made)
+
+    def oldest_seconds(self) -> float:
+        """For how long the oldest handoff has been held; 0 when there is none."""
+        self._end_expired()
+        made = list(self._made.values())
+        return max(0.0, self._clock() - min(made)) if made else 0.0
+
+    @property
+    def has_statistics(self) -> bool:
+        return bool(self._holds_none)
+
+    def update(self, stat: Mapping[str, Any]) -> None:
+        """Read one record of `get_stats_async`; every attention-DP rank sends its own. Thread-safe."""
+        self._holds_none[stat.get("attentionDpRank")] = _holds_none(stat)
+        if not all(list(self._holds_none.values())):
+            self._quiet_since = None
+            return
+        self._quiet_since = self._clock()
+        self._end_before(self._quiet_since - _DELAY_SECONDS)
+
+    def _end_expired(self) -> None:
+        now, quiet_since = self._clock(), self._quiet_since
+        self._end_before(now - self.lease_seconds)
+        if quiet_since is not None and now - quiet_since >= _DELAY_SECONDS:
+            # A record of a step with a handoff made before `quiet_since` would have arrived by now.
+            self._end_before(quiet_since)
+
+    def _end(self, number: int) -> None:
+        self._made.pop(number, None)
+
+    def _end_before(self, when: float) -> None:
+        for number, made in list(self._made.items()):
+            if made <= when:
+                self._end(number)
+
+
+def _holds_none(stat: Mapping[str, Any]) -> bool:
+    """In TensorRT-LLM requests with KV that is still to be read are not active, so no block may be in use either. A
+    block that the engine keeps for itself can only make handoffs appear to last longer, never shorter.
+    """
+    active = stat.get("numActiveRequests", 1) + stat.get("numQueuedRequests", 0)
+    return bool(active == 0 and (stat.get("kvCacheStats") or {}).get("usedNumBlocks") == 0)
