@@ -224,7 +224,7 @@ def test_a_quick_run_is_not_judged(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.endswith("No target is judged: the run is too short.\n")
 
 
-def test_a_run_says_why_no_target_is_judged(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_names_why_no_target_is_judged(capsys: pytest.CaptureFixture[str]) -> None:
     print_report(wide_console(), [speed.section_of(replace(speeds_of(embedded=[1.0] * 3), waited=0.5))])
     assert capsys.readouterr().out.endswith(f"No target is judged: {speed.CROWDED}.\n")
     print_report(wide_console(), [Section("nothing", figures=[Figure("a new figure", 1.0, "s")])])

@@ -158,14 +158,14 @@ def test_process_records_are_read_as_written(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("*.new")] == []
 
 
-def test_a_live_process_keeps_the_directory(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
+def test_run_directory_of_a_live_process_is_refused(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
     claimed(tmp_path).write([record_of(sleeper.pid)])
 
     with pytest.raises(RunDirInUseError, match=rf"--run-dir.*decode-0 \(pid {sleeper.pid}\)"):
         RunDir.claim(tmp_path)
 
 
-def test_a_dead_process_does_not(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
+def test_run_directory_of_a_dead_process_is_claimed(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
     claimed(tmp_path).write([record_of(sleeper.pid)])
     sleeper.kill()
     sleeper.wait()

@@ -208,7 +208,7 @@ def test_handoff_ids_differ_between_workers() -> None:
 # -- health, load, size
 
 
-async def test_an_engine_is_healthy_unless_it_says_otherwise() -> None:
+async def test_engine_is_alive_unless_its_health_check_fails() -> None:
     engine = recording_engine()
     for healthy in (True, False):
         engine.llm.is_healthy = healthy

@@ -88,7 +88,7 @@ async def test_an_ended_request_whose_client_does_not_read_is_no_stall(engine: E
     await chunks.aclose()
 
 
-async def test_what_stands_still_is_said_with_the_flag(engine: Engine) -> None:
+async def test_stall_reason_names_the_flag(engine: Engine) -> None:
     still = Running(engine)
     async with asyncio.timeout(30):
         assert "(--engine-stall-timeout)" in await until_stalled(engine, 0.01)

@@ -167,7 +167,7 @@ async def test_with_every_instance_skipped_one_of_them_is_called() -> None:
     assert (await call(stage))[0] == 1
 
 
-async def test_a_client_that_leaves_a_silent_instance_is_no_success_of_it() -> None:
+async def test_client_leaving_a_silent_instance_does_not_reset_its_failures() -> None:
     async def until_its_client_leaves() -> AsyncGenerator[dict[str, Any], None]:
         for nothing in ():
             yield nothing
@@ -182,7 +182,7 @@ async def test_a_client_that_leaves_a_silent_instance_is_no_success_of_it() -> N
     assert stage.num_healthy() == 0
 
 
-async def test_without_instances_none_is_picked() -> None:
+async def test_picking_without_instances_raises_no_instance() -> None:
     with pytest.raises(NoInstanceError):
         await with_breaker(Stage()).pick(request())
 

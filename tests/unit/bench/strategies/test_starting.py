@@ -698,14 +698,14 @@ def test_engine_configs_that_cannot_be_read_are_named(
         prepared(model, configs)
 
 
-def test_a_quick_run_measures_once_or_as_often_as_is_asked_for(model: Path, configs: Path) -> None:
+def test_quick_run_measures_once_unless_repetitions_are_given(model: Path, configs: Path) -> None:
     assert parsed(model, configs, "--quick").repetitions == 1
     assert parsed(model, configs).repetitions == 2
     runner = prepared(model, configs, "--quick", "--repetitions", "3")
     assert {point.repetition for point in runner.plan.points} == {0, 1, 2}
 
 
-def test_a_model_may_tell_its_vocabulary_as_one_with_images_does(model: Path, configs: Path) -> None:
+def test_vocab_size_is_read_from_the_text_config(model: Path, configs: Path) -> None:
     (model / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 99}}))
     assert vocabulary_of(model) == 99
 
