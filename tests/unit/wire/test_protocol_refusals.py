@@ -157,7 +157,7 @@ def test_random_kv_transfer_params_are_decoded_or_refused(change: dict[str, Any]
         {"remote_port": "x"},
     ],
 )
-async def test_a_forged_handoff_is_refused_and_the_kv_let_go(order: str, change: dict[str, Any]) -> None:
+async def test_forged_handoff_is_refused_and_the_kv_released(order: str, change: dict[str, Any]) -> None:
     pair = make_pair(order, handoff_protocol="two_phase")
     forge(pair.client, lambda params: forged(change, params))
     with pytest.raises(InvalidRequestError, match="kv_transfer_params") as caught:
