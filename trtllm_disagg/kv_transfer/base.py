@@ -6,15 +6,22 @@ import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 
-from trtllm_disagg.errors import HandoffRefusedError
+from trtllm_disagg.errors import HandoffRefusedError, KvTransferError
+from trtllm_disagg.kv_transfer.handle import UNREADABLE
+from trtllm_disagg.processes.proc_stat import ProcessMark
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
+
+#: A transport's buffer beside the pool has this size: what it reads at once when blocks are not read in place.
+STAGING_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +85,20 @@ class PeerMetadata(msgspec.Struct, frozen=True):
     num_blocks: int
     #: The transport's own format; for an engine of several ranks see tensor_parallel/transfers.py.
     address: bytes
+
+
+def decoded_address(peer: PeerMetadata, kind: type[T]) -> T:
+    """Raises KvTransferError for metadata of another transport."""
+    try:
+        return msgspec.msgpack.decode(peer.address, type=kind)
+    except UNREADABLE as error:
+        raise KvTransferError(f"the metadata of {peer.sender} has an unreadable address: {error}") from error
+
+
+def require_running(peer: PeerMetadata, process: ProcessMark) -> None:
+    """Raises KvTransferError when the peer's process, which is on this host, has ended."""
+    if not process.is_running:
+        raise KvTransferError(f"{peer.sender} is gone (pid {process.pid})")
 
 
 def _never() -> bool:

@@ -28,11 +28,14 @@ import torch
 from trtllm_disagg import errors
 from trtllm_disagg.embedded.tensor_parallel.group import Channel, Peer
 from trtllm_disagg.errors import HandoffRefusedError, KvTransferError
-from trtllm_disagg.kv_transfer.base import PeerMetadata, ReadTimeoutError, StagingTransport
-from trtllm_disagg.kv_transfer.handle import UNREADABLE
+from trtllm_disagg.kv_transfer.base import (
+    STAGING_BYTES,
+    PeerMetadata,
+    ReadTimeoutError,
+    StagingTransport,
+    decoded_address,
+)
 
-#: Read at once when blocks are not read in place.
-STAGING_BYTES = 16 << 20
 #: Starts the address of a sender with several ranks; no transport's own address starts so.
 _SHARDED = b"trtllm-disagg shards\0"
 _encoder = msgspec.msgpack.Encoder()
@@ -75,9 +78,6 @@ class Shard(msgspec.Struct, frozen=True):
     address: bytes
 
 
-_decoder = msgspec.msgpack.Decoder(list[Shard])
-
-
 def join_addresses(shards: list[Shard]) -> bytes:
     """What `PeerMetadata.address` is for these ranks together, rank 0 first."""
     return shards[0].address if len(shards) == 1 else _SHARDED + _encoder.encode(shards)
@@ -87,10 +87,8 @@ def shards_of(peer: PeerMetadata) -> list[PeerMetadata]:
     """Metadata of each rank. Raises KvTransferError for an address that is unreadable."""
     if not peer.address.startswith(_SHARDED):
         return [peer]
-    try:
-        shards = _decoder.decode(peer.address[len(_SHARDED) :])
-    except UNREADABLE as error:
-        raise KvTransferError(f"the metadata of {peer.sender} has an unreadable address: {error}") from error
+    joined = msgspec.structs.replace(peer, address=peer.address.removeprefix(_SHARDED))
+    shards = decoded_address(joined, list[Shard])
     return [msgspec.structs.replace(peer, sender=s.sender, address=s.address) for s in shards]
 
 
