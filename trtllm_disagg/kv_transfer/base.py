@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import sys
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -69,10 +71,15 @@ class KvLayout(msgspec.Struct, frozen=True):
 
 
 def prompt_digest(prompt: Sequence[int], cache_salt: str) -> bytes:
-    """Binds a handoff to its prompt: 16 bytes over the token ids and the cache salt."""
+    """Binds a handoff to its prompt: 16 bytes over the token ids and the cache salt. Raises OverflowError for an id
+    outside of 32 bits.
+    """
     # The salt at a fixed length, so that it cannot be mistaken for tokens.
     hasher = hashlib.blake2b(hashlib.blake2b(cache_salt.encode()).digest(), digest_size=16)
-    hasher.update(b"".join(token.to_bytes(4, "little") for token in prompt))
+    tokens = array("I", prompt)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    hasher.update(tokens)
     return hasher.digest()
 
 
