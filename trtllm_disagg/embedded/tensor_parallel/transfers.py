@@ -27,7 +27,7 @@ import torch
 
 from trtllm_disagg import errors
 from trtllm_disagg.embedded.tensor_parallel.group import Channel, Peer
-from trtllm_disagg.errors import HandoffRefusedError, KvTransferError
+from trtllm_disagg.errors import ConfigError, HandoffRefusedError, KvTransferError
 from trtllm_disagg.kv_transfer.base import (
     STAGING_BYTES,
     PeerMetadata,
@@ -35,14 +35,13 @@ from trtllm_disagg.kv_transfer.base import (
     StagingTransport,
     decoded_address,
 )
+from trtllm_disagg.kv_transfer.peers import MAX_PEER_THREADS
 
 #: Starts the address of a sender with several ranks; no transport's own address starts so.
 _SHARDED = b"trtllm-disagg shards\0"
 _encoder = msgspec.msgpack.Encoder()
 log = logging.getLogger(__name__)
 _GRACE_SECONDS = 5.0
-#: As many senders as rank 0 reads from at a time (kv_transfer/pull.py).
-_READERS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +200,8 @@ class Done(msgspec.Struct):
     id: int
     moved: int = 0
     address: bytes = b""
+    #: Of Serve: the name of this rank's transport.
+    transport: str = ""
     error: str = ""
     kind: str = ""
     may_land_later: bool = False
@@ -229,7 +230,14 @@ class TeamTransport:
         shards = [Shard(sender, self._transport.serve(sender))]
         for helper in self._helpers:
             name = f"{sender}/{helper.rank}"
-            shards.append(Shard(name, _require(helper.serve(name).result()).address))
+            served = _require(helper.serve(name).result())
+            if served.transport != self.name:
+                raise ConfigError.bad_value(
+                    "cache_transceiver_config.backend",
+                    "DEFAULT",
+                    f"a transport by its name: rank 0 finds {self.name} here, rank {helper.rank} {served.transport}",
+                )
+            shards.append(Shard(name, served.address))
         return join_addresses(shards)
 
     def read(
@@ -342,7 +350,7 @@ class TransferService:
         self._channel = channel
         self._lock = threading.Lock()
         self._built: Future[tuple[StagingTransport, ShardReader]] = Future()
-        self._readers = ThreadPoolExecutor(_READERS, "kv-pull")
+        self._readers = ThreadPoolExecutor(MAX_PEER_THREADS, "kv-pull")
         threading.Thread(target=self._serve, name="kv-commands", daemon=True).start()
 
     def start(self, transport: StagingTransport, pool: torch.Tensor, rank: int, num_ranks: int) -> None:
@@ -364,9 +372,7 @@ class TransferService:
     def _execute(self, command: TransferCommand) -> None:
         match command:
             case Serve():
-                self._answer(
-                    command.id, lambda: Done(command.id, address=self._transport.serve(command.sender))
-                )
+                self._answer(command.id, lambda: self._serve_pool(command))
             case Read():
                 self._readers.submit(self._answer, command.id, lambda: self._read(command))
             case Tick():
@@ -379,6 +385,10 @@ class TransferService:
     def _transport(self) -> StagingTransport:
         """Waits until there is one; raises what kept it."""
         return self._built.result()[0]
+
+    def _serve_pool(self, command: Serve) -> Done:
+        transport = self._transport
+        return Done(command.id, address=transport.serve(command.sender), transport=transport.name)
 
     def _read(self, command: Read) -> Done:
         remote, local = (np.frombuffer(ids, np.int32) for ids in (command.remote, command.local))
