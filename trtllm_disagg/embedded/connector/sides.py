@@ -42,7 +42,12 @@ class IncomingReads:
         assert handle is not None
         local = sequence.blocks[num_known : len(handle.blocks)]
         sequence.timer.transfer_began()
-        pull = Pull(handle=handle, remote=handle.blocks[num_known:], local=local)
+        pull = Pull(
+            handle=handle,
+            remote=handle.blocks[num_known:],
+            local=local,
+            is_wanted=lambda: not sequence.aborted,
+        )
         self._reading[pull] = sequence
         self._receiver.start(pull)
 

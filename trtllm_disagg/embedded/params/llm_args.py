@@ -115,9 +115,10 @@ class CacheTransceiverConfig(StrictModel):
     backend: str | None = None
     transceiver_runtime: Annotated[Literal["CPP", "PYTHON", "auto"] | None, NO_EFFECT] = "auto"
     max_tokens_in_buffer: Annotated[int | None, NO_EFFECT] = None
+    #: None means 60 s, too: an embedded engine never holds KV without an end.
     kv_transfer_timeout_ms: PositiveInt | None = 60_000
-    kv_transfer_sender_future_timeout_ms: PositiveInt | None = 1000
-    kv_transfer_poll_interval_ms: PositiveInt | None = 5000
+    kv_transfer_sender_future_timeout_ms: Annotated[PositiveInt | None, NO_EFFECT] = 1000
+    kv_transfer_poll_interval_ms: Annotated[PositiveInt | None, NO_EFFECT] = 5000
     kv_cache_bounce_size_mb: Annotated[NonNegativeInt, NO_EFFECT] = 0
     #: With schedule_style GENERATION_FIRST finished chunks always travel at once.
     enable_pipelined_transfer: Annotated[bool, NO_EFFECT] = False
