@@ -183,21 +183,10 @@ class LLM:
             guided_backend=self.args.guided_decoding_backend,
         )
         handoff, rendezvous = checks.other_half(disaggregated_params, kind, self._core.ready)
-        result = RequestOutput(
-            request_id=next(self._ids),
-            prompt=text,
-            prompt_token_ids=prompt,
-            num_choices=sampling.n,
-            streaming=streaming,
-            abort=self._abort,
-            detokenize=self._detokenizer(sampling),
-            disagg_request_id=disaggregated_params.disagg_request_id if disaggregated_params else None,
-        )
-        self._running.add(result)
-        self._trials.enter(
+        request = checks.as_received(
             AddRequest(
-                request_id=result.request_id,
-                prompt=prompt,
+                request_id=next(self._ids),
+                prompt=[],
                 sampling=spec,
                 request_type=kind,
                 num_choices=sampling.n,
@@ -209,6 +198,19 @@ class LLM:
                 stream_interval=self.args.stream_interval if streaming else 1,
             )
         )
+        request.prompt = prompt
+        result = RequestOutput(
+            request_id=request.request_id,
+            prompt=text,
+            prompt_token_ids=prompt,
+            num_choices=sampling.n,
+            streaming=streaming,
+            abort=self._abort,
+            detokenize=self._detokenizer(sampling),
+            disagg_request_id=disaggregated_params.disagg_request_id if disaggregated_params else None,
+        )
+        self._running.add(result)
+        self._trials.enter(request)
         if reason := self._ended():
             self._running.fail_all(reason)
         return result
