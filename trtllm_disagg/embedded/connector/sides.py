@@ -74,7 +74,7 @@ class IncomingReads:
         return KvArrived(
             sequence,
             handoff.first_gen_tokens[0],
-            (handoff.first_logprobs or [[]])[0],
+            handoff.first_logprobs[0] if handoff.first_logprobs else None,
             num_cached=pull.handle.cached_tokens,
             bytes_moved=pull.bytes_moved,
             num_known=len(pull.handle.blocks) - len(pull.local),
