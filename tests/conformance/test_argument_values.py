@@ -104,7 +104,7 @@ def test_the_python_transceiver_needs_an_end_to_its_waiting(make_llm: MakeLlm) -
         make_llm(cache_transceiver_config=transceiver)
 
 
-def test_an_llm_has_its_arguments(llm: Any) -> None:
+def test_llm_args_are_available_with_defaults(llm: Any) -> None:
     assert isinstance(llm.args, find("BaseLlmArgs"))
     assert llm.args.attention_dp_config is None
     assert llm.args.kv_cache_config.event_buffer_max_size == 4096

@@ -188,7 +188,7 @@ def test_dynamo_reads_defaults_from_the_class() -> None:
 # -- values
 
 
-def test_an_explicit_none_means_the_default_for_sizes_but_max_seq_len() -> None:
+def test_explicit_null_size_is_the_default_except_for_max_seq_len() -> None:
     made = args(
         max_batch_size=None, max_input_len=None, max_beam_width=None, max_num_tokens=None, max_seq_len=None
     )

@@ -135,7 +135,7 @@ async def test_a_known_prefix_is_not_stored_again(llm: Any) -> None:
     assert [block["parent"] for block in longer] == [first[1]["block_hash"]]
 
 
-async def test_a_salted_block_says_so(llm: Any) -> None:
+async def test_stored_event_of_a_salted_block_has_its_salt(llm: Any) -> None:
     """Otherwise the router would apply it to every salt."""
     prompt = [45, *PROMPT]
     salted = stored(await events_of(llm, prompt, cache_salt="tenant"))
@@ -190,7 +190,7 @@ def assert_has(record: dict[str, Any], fields: dict[str, type]) -> None:
         assert isinstance(record[name], (int, float) if kind is float else kind), name
 
 
-async def test_every_iteration_tells_everything(llm: Any) -> None:
+async def test_every_iterations_statistics_have_all_fields(llm: Any) -> None:
     stats = await stats_of(llm, [61, *PROMPT], max_tokens=6)
     assert stats
     for stat in stats:

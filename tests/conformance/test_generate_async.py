@@ -61,7 +61,7 @@ def test_generate_async_has_the_parameters_and_defaults() -> None:
     assert {name: parameters[name].default for name in PARAMETERS} == PARAMETERS
 
 
-def test_it_is_not_a_coroutine() -> None:
+def test_generate_async_is_no_coroutine_function() -> None:
     assert not inspect.iscoroutinefunction(find("LLM").generate_async)
 
 
@@ -71,7 +71,7 @@ def test_a_method_of_the_llm_has_its_parameters_and_their_defaults(name: str) ->
     assert all(parameters[parameter].default == 2 for parameter in METHODS[name])
 
 
-def test_what_an_llm_says_of_itself(llm: Any) -> None:
+def test_llm_has_args_tokenizer_id_and_health_check(llm: Any) -> None:
     assert llm.args.max_seq_len == MAX_SEQ_LEN
     assert llm.args.enable_attention_dp is False
     assert llm.args.tensor_parallel_size == 1
@@ -157,7 +157,7 @@ async def test_a_phase_without_its_handoff_fails(llm: Any) -> None:
         await llm.generate_async(PROMPT, sampling(), disaggregated_params=params)
 
 
-async def test_a_prompt_that_is_too_long(llm: Any) -> None:
+async def test_prompt_beyond_max_seq_len_is_refused(llm: Any) -> None:
     """The facts do not say whether TensorRT-LLM notices at once or in the engine."""
     with pytest.raises((ValueError, find("RequestError"))):
         await llm.generate_async([5] * (MAX_SEQ_LEN + 1), sampling(max_tokens=1))

@@ -43,7 +43,7 @@ async def drain(llm: Any, result: Any, prompt: list[int] = PROMPT) -> None:
 # -- context_only
 
 
-async def test_prefill_gives_one_token_whatever_max_tokens_says(llm: Any, decode_llm: Any) -> None:
+async def test_prefill_gives_one_token_with_any_max_tokens(llm: Any, decode_llm: Any) -> None:
     result = await prefill(llm, max_tokens=40)
     output = result.outputs[0]
     assert output.length == 1

@@ -57,7 +57,9 @@ async def test_several_choices_stream_apart(told_llm: Any) -> None:
 
 
 @pytest.mark.parametrize("position", [1, 2, 5])
-async def test_a_stop_word_ends_the_stream_wherever_it_is(told_llm: Any, llm: Any, position: int) -> None:
+async def test_stop_token_ends_an_interval_stream_at_any_position(
+    told_llm: Any, llm: Any, position: int
+) -> None:
     usual = list((await llm.generate_async(PROMPT, sampling(max_tokens=8)).aresult()).outputs[0].token_ids)
     stop = usual[position]
     params = sampling(max_tokens=8, stop_token_ids=[stop], ignore_eos=False, end_id=-1)
@@ -68,7 +70,7 @@ async def test_a_stop_word_ends_the_stream_wherever_it_is(told_llm: Any, llm: An
     assert (output.finish_reason, output.stop_reason) == ("stop", stop)
 
 
-async def test_an_aborted_stream_ends(told_llm: Any) -> None:
+async def test_aborted_interval_stream_ends_as_cancelled(told_llm: Any) -> None:
     result = told_llm.generate_async(PROMPT, sampling(max_tokens=300), streaming=True)
     await anext(result)
     result.abort()
@@ -80,7 +82,7 @@ async def test_an_aborted_stream_ends(told_llm: Any) -> None:
 # -- enable_iter_req_stats
 
 
-async def test_each_step_tells_of_each_request(told_llm: Any) -> None:
+async def test_request_statistics_have_each_step_of_each_request(told_llm: Any) -> None:
     told_llm.get_stats(timeout=2)
     fresh = [17 + (11 * i) % 61 for i in range(100)]
     await told_llm.generate_async(fresh, sampling(max_tokens=3)).aresult()
@@ -110,7 +112,7 @@ async def test_each_step_tells_of_each_request(told_llm: Any) -> None:
     assert 0 <= last["kvCacheHitRatePerRequest"] <= 1
 
 
-async def test_steps_tell_of_requests_only_when_told_to(llm: Any) -> None:
+async def test_request_statistics_are_off_by_default(llm: Any) -> None:
     llm.get_stats(timeout=2)
     await llm.generate_async(PROMPT, sampling(max_tokens=3)).aresult()
     stats = llm.get_stats(timeout=2)

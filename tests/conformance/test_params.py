@@ -104,7 +104,7 @@ def test_a_field_has_its_default(name: str, field: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["DisaggregatedParams", "CompletionOutput", "Logprob"])
-def test_a_misspelt_attribute_is_noticed(name: str) -> None:
+def test_setting_an_unknown_attribute_raises(name: str) -> None:
     """Slots: a client that sets an unknown field hears of it."""
     made = find(name)(
         **({"index": 0} if name == "CompletionOutput" else {}),

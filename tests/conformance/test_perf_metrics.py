@@ -75,7 +75,7 @@ async def test_the_prompts_blocks_are_reused_or_missed(llm: Any) -> None:
     assert second.kv_cache_metrics.num_missed_blocks == 1
 
 
-async def test_a_decode_says_how_its_kv_came(llm: Any, decode_llm: Any) -> None:
+async def test_decode_metrics_have_the_kv_transfer_times_and_size(llm: Any, decode_llm: Any) -> None:
     handed = await prefill(llm, FRESH, return_perf_metrics=True)
     result = await decode(
         decode_llm, handoff_of(handed), FRESH, return_perf_metrics=True, max_tokens=4
@@ -92,7 +92,7 @@ async def test_a_decode_says_how_its_kv_came(llm: Any, decode_llm: Any) -> None:
     assert NEVER < sender.first_scheduled_time < sender.first_token_time
 
 
-async def test_all_requests_are_measured_when_the_engine_is_told_so(make_llm: Any) -> None:
+async def test_return_perf_metrics_of_the_engine_measures_all_requests(make_llm: Any) -> None:
     with make_llm(return_perf_metrics=True) as llm:
         result = await llm.generate_async(OTHER_PROMPT, sampling(max_tokens=2)).aresult()
         assert result.outputs[0].request_perf_metrics.timing_metrics.arrival_time > NEVER

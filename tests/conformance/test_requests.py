@@ -31,7 +31,7 @@ async def test_what_dynamo_sends_along_changes_no_answer(llm: Any, more: dict[st
     assert await tokens_of(llm.generate_async(PROMPT, sampling(), **more)) == alone
 
 
-async def test_what_the_inputs_may_be_is_said(llm: Any) -> None:
+async def test_invalid_inputs_type_error_has_tensorrt_llms_text(llm: Any) -> None:
     with pytest.raises(TypeError, match="The inputs must be type str or list of int, but got"):
         llm.generate_async(7, sampling())
 
@@ -92,7 +92,7 @@ async def test_parameters_made_once_serve_many(llm: Any) -> None:
     [{"temperature": 0.0, "top_p": 0.5}, {"top_k": 1, "temperature": 1.0}, {"top_p": None}],
     ids=str,
 )
-async def test_ways_to_be_greedy(llm: Any, values: dict[str, Any]) -> None:
+async def test_greedy_spellings_give_the_same_tokens(llm: Any, values: dict[str, Any]) -> None:
     greedy = await tokens_of(llm.generate_async(PROMPT, sampling()))
     assert await tokens_of(llm.generate_async(PROMPT, sampling(**values))) == greedy
 

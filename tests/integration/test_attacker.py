@@ -108,7 +108,7 @@ def answers(deployment: Served) -> list[str]:
     ]
 
 
-def test_every_open_door_is_tried_and_nothing_is_gained(deployment: Served) -> None:
+def test_attack_on_every_port_and_socket_as_another_user_gains_nothing(deployment: Served) -> None:
     before = answers(deployment)
     alive = processes(deployment)
     pids = {process.pid for process in alive}
@@ -146,7 +146,7 @@ def test_no_port_is_open_to_other_hosts(deployment: Served) -> None:
     assert open_to_all == []
 
 
-def test_a_stolen_card_opens_nothing(deployment: Served) -> None:
+def test_stolen_transfer_metadata_gives_another_user_no_kv(deployment: Served) -> None:
     """Even when all is known that peers are told."""
     alive = processes(deployment)
     stolen = metadata_cache(unix_sockets({process.pid for process in alive}, STREAM))

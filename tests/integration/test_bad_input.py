@@ -54,7 +54,7 @@ def test_a_worker_with_a_bad_setting_ends_with_one_line(args: tuple[str, ...], w
     assert words in line
 
 
-def test_up_passes_on_what_a_worker_says(tmp_path: Path) -> None:
+def test_up_prints_the_error_of_a_worker_that_dies_at_its_start(tmp_path: Path) -> None:
     ended = run(
         *("up", "--strategy", "agg", "--model", str(demo_model()), "--http-port", "0"),
         *("--run-dir", str(tmp_path / "run"), "--worker-args=--max-batch-size=0"),
@@ -146,7 +146,9 @@ def test_a_bad_request_is_refused_alike(
 
 
 @pytest.mark.parametrize("strategy", FIXED)
-def test_it_still_serves_afterwards(strategy: str, deployed: Served, fleet: Fleet) -> None:
+def test_deployment_still_answers_after_all_refused_requests(
+    strategy: str, deployed: Served, fleet: Fleet
+) -> None:
     question = Question("completions", "Are you there?", {"max_tokens": 8}, salt="afterwards")
 
     assert ask(deployed.openai, question) == ask(fleet["agg"].openai, question)

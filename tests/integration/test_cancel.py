@@ -73,7 +73,7 @@ def assert_nothing_happened(deployed: Served, fleet: Fleet, asked: str) -> None:
 
 
 @every_strategy
-def test_hanging_up_while_tokens_come(strategy: str, deployed: Served, fleet: Fleet) -> None:
+def test_client_that_leaves_during_decode_stops_it(strategy: str, deployed: Served, fleet: Fleet) -> None:
     deployed.wait_until_idle()
     before = deployed.total(DECODED)
 

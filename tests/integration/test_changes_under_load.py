@@ -27,7 +27,7 @@ from trtllm_disagg.processes.interpreter import python
 SECONDS = 60.0
 
 
-async def test_nothing_that_changes_under_load_costs_a_request(
+async def test_switch_scale_and_thresholds_under_load_fail_no_request(
     checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
     async with loaded(checkpoints("llama"), tmp_path / "run") as (deployment, load):

@@ -43,7 +43,10 @@ def took(deployment: Served, oracle: Oracle, prompt: list[int], salt: str) -> tu
     return answer.told["strategy"], answer.told["reason"]
 
 
-def test_the_limit_is_exact(deployment: tuple[Served, Path], oracle: Oracle) -> None:  # noqa: F811
+def test_prompt_of_exactly_the_local_length_stays_local(
+    deployment: tuple[Served, Path],
+    oracle: Oracle,  # noqa: F811
+) -> None:
     served, _ = deployment
     for length, expected in ((LIMIT - 1, "short"), (LIMIT, "short"), (LIMIT + 1, "long")):
         strategy, reason = took(served, oracle, ids(length, seed=length), f"exact-{length}")

@@ -111,7 +111,9 @@ async def test_killing_the_second_stage_costs_no_request(
         assert {told(answer)["fallbacks"][-1].partition(":")[0] for answer in answers} == {"local"}
 
 
-async def test_a_worker_whose_engine_died_ends_and_says_why(checkpoints: Checkpoints, tmp_path: Path) -> None:
+async def test_worker_with_a_dead_engine_ends_and_logs_the_reason(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
     setting = config("decode_first", checkpoints("llama"), tmp_path / "run")
     async with running_deployment(setting) as deployment:
         (decode,) = deployment.of_role("decode")

@@ -118,7 +118,7 @@ def engine_of(process: ManagedProcess) -> psutil.Process:
     # A worker without an engine relays to the end; one that may not wait hands its streams back.
     [("prefill_first", "prefill", None), ("decode_first", "decode", 0.1)],
 )
-async def test_streams_outlive_their_first_stage(
+async def test_streams_continue_when_their_first_stage_is_lost(
     strategy: str, first: ProcessRole, drain_seconds: float | None, checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
     configured = config(strategy, checkpoints("llama"), tmp_path / "run")

@@ -158,7 +158,7 @@ def test_a_worker_from_the_wheel_serves_on_tensorrt_llm(deployment: DynamoDeploy
     assert "on the tensorrt_llm engine as agg" in deployment.log("agg")
 
 
-def test_commands_that_need_more_say_which_extra(python: Path, tmp_path: Path) -> None:
+def test_demo_model_without_its_packages_names_the_extra_to_install(python: Path, tmp_path: Path) -> None:
     command = [str(python), "-m", "trtllm_disagg", "demo-model", str(tmp_path / "model")]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""})
     assert done.returncode == 2
@@ -166,7 +166,9 @@ def test_commands_that_need_more_say_which_extra(python: Path, tmp_path: Path) -
     assert "Traceback" not in done.stderr
 
 
-def test_an_engine_that_is_not_there_says_which_extra(python: Path, tmp_path: Path) -> None:
+def test_engine_that_is_not_installed_is_refused_with_the_extra_to_install(
+    python: Path, tmp_path: Path
+) -> None:
     model = write_checkpoint(tmp_path / "model")
     command = [str(python), "-m", "trtllm_disagg", "worker", "--model", str(model), "--engine", "embedded"]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""})

@@ -87,7 +87,7 @@ def push(
 
 
 @pytest.mark.parametrize("when", ["half", "after"])
-def test_the_sender_dies_while_decode_reads(
+def test_death_of_the_sender_during_a_read_fails_the_decode_as_unavailable(
     when: Literal["half", "after"], start: Start, prefill: EngineProcess, decode: EngineProcess
 ) -> None:
     doomed, tokens = start(), new_prompt()
@@ -125,7 +125,7 @@ def test_a_writer_that_dies_in_the_middle_harms_no_other_engine(
 
 
 @pytest.mark.parametrize("known", [0, 256], ids=["written to", "read from"])
-def test_decode_dies_while_prefill_is_at_its_blocks(
+def test_death_of_decode_during_a_push_fails_the_prefill(
     known: int, start: Start, prefill: EngineProcess, decode: EngineProcess
 ) -> None:
     """Prefill writes what decode lacks, after it has read what decode knows."""

@@ -111,7 +111,7 @@ def test_fresh_prompts_go_to_both(pair: Served) -> None:
     wait_until(both_seen, "both were chosen")
 
 
-def test_the_second_stage_hears_from_the_first_one_only(pair: Served) -> None:
+def test_second_stage_gets_requests_from_the_first_stage_only(pair: Served) -> None:
     pair.wait_until_idle()
     before_first, before_second = requests(pair, pair.first_stage), requests(pair, pair.second_stage)
 

@@ -180,7 +180,7 @@ def test_prefill_and_decode_from_a_script_each_give_the_same_answers(
 
 
 @pytest.mark.parametrize("strategy", WORKER_SIDE)
-def test_the_disagg_script_says_that_it_is_ready_and_serves(
+def test_disagg_script_prints_the_ready_line_and_serves(
     launch: Launch, answers: Answers, strategy: str
 ) -> None:
     ports = {name: launch.next_port() for name in ("PREFILL_SYSTEM_PORT", "DECODE_SYSTEM_PORT")}

@@ -113,7 +113,7 @@ def test_the_engines_measurements_of_requests_are_on_its_page(strategy: str, dep
         assert finished >= 2
 
 
-def test_every_alert_says_what_it_means_and_what_to_do_first() -> None:
+def test_every_alert_has_a_section_with_one_first_command() -> None:
     text = (Path(ROOT) / "docs" / "how-to" / "alerts.md").read_text()
     sections = {part.partition("\n")[0]: part for part in text.split("\n## ")[1:]}
     rules = yaml.safe_load((OBSERVABILITY / "alerts.yaml").read_text())["groups"][0]["rules"]

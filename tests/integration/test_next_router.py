@@ -98,7 +98,7 @@ def test_fresh_prompts_go_to_both(pair: Served) -> None:
     assert {seen.count(worker.instance_id) for worker in pair.second_stage} <= {3, 4, 5}
 
 
-def test_a_salt_reaches_both_stages(pair: Served) -> None:
+def test_cache_salt_separates_prefixes_on_both_stages(pair: Served) -> None:
     """The same text under another salt is another one: nothing is reused, nothing saved in transfer."""
     prompt = fresh(PREFIX + 1)
 
@@ -143,7 +143,7 @@ def test_a_pinned_request_goes_to_the_pinned_instance(pair: Served) -> None:
     assert both == {worker.instance_id for worker in pair.second_stage}
 
 
-def test_a_stranger_is_refused(pair: Served) -> None:
+def test_pin_to_an_unknown_instance_is_refused(pair: Served) -> None:
     for nvext in ({"annotations": ["disagg:next=3039"]}, {"prefill_worker_id": 0x3039}):
         refusal = post(pair, fresh(BLOCK), **nvext)
         assert refusal.status_code == 400

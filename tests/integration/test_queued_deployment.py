@@ -43,7 +43,7 @@ async def prefills(client: httpx.AsyncClient, deployment: Deployment) -> list[fl
     return [await metric(client, worker, "prefill_tokens_total") or 0 for worker in workers]
 
 
-async def test_a_queue_in_front_of_two_prefill_workers_outlives_one_of_them_and_nats(
+async def test_prefill_queue_survives_the_loss_of_a_worker_and_of_nats(
     checkpoints: Checkpoints, tmp_path: Path, client: httpx.AsyncClient
 ) -> None:
     setting = replace(

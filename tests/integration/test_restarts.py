@@ -26,7 +26,7 @@ async def becomes(up: Up, name: str, state: str) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_a_killed_worker_is_told_once_and_starts_again_with_the_settings_of_now(
+async def test_killed_worker_is_reported_once_and_restarts_with_the_current_strategy(
     start_up: StartUp,
 ) -> None:
     up = await start_up(backoff=SOON)
@@ -145,7 +145,7 @@ async def test_scale_down_takes_a_worker_that_waits_for_its_next_start(start_up:
     assert await up.ends() == 0
 
 
-async def test_a_worker_that_was_told_to_stop_is_not_started_again_and_scale_replaces_it(
+async def test_worker_stopped_by_sigterm_is_not_restarted_and_scale_replaces_it(
     start_up: StartUp,
 ) -> None:
     up = await start_up(backoff=SOON)

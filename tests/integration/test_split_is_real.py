@@ -66,7 +66,7 @@ def assert_work(deployed: Served, before: Mapping[str, Work], expected: Mapping[
 
 
 @pytest.mark.parametrize("strategy", DISAGGREGATED)
-def test_each_worker_does_its_own_part_only(strategy: str, deployed: Served) -> None:
+def test_each_phase_runs_on_its_workers_engine_only(strategy: str, deployed: Served) -> None:
     deployed.wait_until_idle()
     before = {role: work_of(deployed, role) for role in ("prefill", "decode")}
 
@@ -78,7 +78,7 @@ def test_each_worker_does_its_own_part_only(strategy: str, deployed: Served) -> 
 
 
 @pytest.mark.parametrize("strategy", DISAGGREGATED)
-def test_the_receiver_of_the_kv_says_how_long_it_took(strategy: str, deployed: Served) -> None:
+def test_only_the_worker_that_receives_kv_counts_transfer_times(strategy: str, deployed: Served) -> None:
     def told(role: str) -> list[float]:
         return [deployed.total(f"trtllm_disagg_{name}", deployed.of_role(role)) for name in TRANSFERS]
 

@@ -6,7 +6,7 @@ from tests.conftest import Checkpoints
 from tests.support.storm import blow
 
 
-async def test_no_block_is_lost_and_every_answer_is_right(checkpoints: Checkpoints) -> None:
+async def test_storm_of_requests_loses_no_block_and_gives_right_answers(checkpoints: Checkpoints) -> None:
     seen = await blow(checkpoints(), seeds=[1], num_requests=36)
 
     happened = (

@@ -37,7 +37,7 @@ from trtllm_disagg.deployment.up_command import add_arguments, run
 from trtllm_disagg.errors import ConfigError
 
 
-async def test_it_says_ready_once_everything_serves(start_up: StartUp) -> None:
+async def test_ready_line_is_printed_once_when_all_processes_serve(start_up: StartUp) -> None:
     up = await start_up()
 
     line = await up.ready_line()
@@ -120,7 +120,7 @@ async def test_a_command_that_does_not_exist_is_reported(start_up: StartUp) -> N
     assert nothing_runs(up.run_dir)
 
 
-async def test_it_takes_commands_when_it_says_ready(config: DeploymentConfig) -> None:
+async def test_command_socket_exists_when_the_ready_line_is_printed(config: DeploymentConfig) -> None:
     class Terminal(io.StringIO):
         takes_commands = False
 
@@ -173,7 +173,7 @@ async def test_the_second_interrupt_kills_at_once(start_up: StartUp) -> None:
     await exits.all_seen()
 
 
-async def test_two_signals_at_once_are_one_wish_to_stop(start_up: StartUp) -> None:
+async def test_sigterm_and_sigint_at_once_are_one_clean_stop(start_up: StartUp) -> None:
     up = await start_up()
     await up.ready_line()
     exits = Exits(up.all_pids())

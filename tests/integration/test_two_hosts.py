@@ -65,7 +65,7 @@ def push(prefill: Host, decode: Host, tokens: list[int], request: int) -> list[i
     return list(answer["tokens"])
 
 
-def test_both_styles_give_the_tokens_of_one_and_survive_their_peers(
+def test_handoffs_between_hosts_give_agg_tokens_and_survive_lost_peers(
     start: Callable[[int], Host], backend: str
 ) -> None:
     prefill, decode = start(0), start(1)

@@ -31,7 +31,7 @@ async def until(condition: Callable[[], Awaitable[object]]) -> None:
         await asyncio.sleep(0.05)
 
 
-async def test_kill_9_of_a_worker_and_of_the_frontend_is_made_good_and_nothing_is_left(
+async def test_killed_worker_and_frontend_restart_and_up_leaves_no_process(
     tmp_path: Path,
 ) -> None:
     # A short path, as a user's is; the one of pytest would be too long for a socket's name.

@@ -106,7 +106,7 @@ def direct(engine: LLM, prompt: list[int], max_tokens: int, sampling: dict[str, 
 
 @pytest.mark.parametrize("name", SAMPLING)
 @pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
-def test_the_tokens_are_the_engines_own(
+def test_upstream_worker_answers_have_the_embedded_engines_tokens(
     deployment: DynamoDeployment, engine: LLM, name: str, streaming: bool
 ) -> None:
     for prompt in PROMPTS:
@@ -131,7 +131,7 @@ def test_a_chat_is_answered(deployment: DynamoDeployment, engine: LLM) -> None:
     assert answer["choices"][0]["message"]["content"] == expected.text
 
 
-def test_the_router_hears_of_cached_blocks(deployment: DynamoDeployment) -> None:
+def test_router_learns_of_blocks_cached_by_the_upstream_worker(deployment: DynamoDeployment) -> None:
     def is_known() -> bool:
         answer = deployment.post_ok(COMPLETIONS, completion(PROMPTS[2], max_tokens=2))
         cached_tokens = answer["usage"]["prompt_tokens_details"]["cached_tokens"]

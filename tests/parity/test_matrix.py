@@ -123,7 +123,7 @@ def test_agg_answers_with_several_choices(strategy: str, deployed: Served) -> No
 
 
 @pytest.mark.parametrize("api", BOTH)
-def test_the_cases_are_what_they_say(api: Api, oracle: Oracle) -> None:
+def test_parity_cases_end_as_their_names_say(api: Api, oracle: Oracle) -> None:
     """They are made from the model's own answers, so a new model must not make them pointless."""
 
     def answer(name: str) -> Answer:

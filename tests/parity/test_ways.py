@@ -59,7 +59,9 @@ def test_a_long_request_is_not_kept_by_auto(strategy: str, deployed: Served, ora
 
 
 @every_order
-def test_what_is_no_way_is_refused_with_those_that_are(strategy: str, deployed: Served) -> None:
+def test_unknown_or_contradicting_way_annotations_are_refused_with_the_allowed_ones(
+    strategy: str, deployed: Served
+) -> None:
     question = say("completions", "Hello?")
     refusals = [
         ask(deployed.openai, asking(question, *words))

@@ -40,7 +40,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-def test_a_script_that_has_one_word_for_the_module_starts_a_worker_too() -> None:
+def test_python_m_trtllm_disagg_worker_starts_a_worker() -> None:
     command = [sys.executable, "-m", "trtllm_disagg.worker", "--model", "m", "--modality", "image"]
     refused = subprocess.run(command, capture_output=True, text=True)
     assert refused.returncode == 2
@@ -93,7 +93,7 @@ def test_help_lists_every_command(flag: str, capsys: pytest.CaptureFixture[str])
         assert command.help in output
 
 
-def test_nothing_at_all_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_without_a_command_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of() == 2
     assert "usage: trtllm-disagg COMMAND" in capsys.readouterr().out
 
@@ -162,7 +162,7 @@ def test_a_wrong_flag_is_named(argv: list[str], message: str, capsys: pytest.Cap
     assert message in capsys.readouterr().err
 
 
-def test_a_flag_is_not_guessed_from_its_start(capsys: pytest.CaptureFixture[str]) -> None:
+def test_abbreviated_flag_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of("worker", "--mod", "m") == 2
     assert "unknown flag --mod" in capsys.readouterr().err
 
@@ -180,7 +180,7 @@ def test_the_command_gets_its_arguments(command: Any) -> None:
 
 @pytest.mark.parametrize("flag", ["--worker-args", "--frontend-args"])
 @pytest.mark.parametrize("words", ["--publish-kv-events", "--next-router kv", "-v"])
-def test_flags_for_others_may_be_one_word(flag: str, words: str, command: Any) -> None:
+def test_flag_value_that_begins_with_dashes_is_accepted(flag: str, words: str, command: Any) -> None:
     """argparse would take that for a flag of its own, and say that a value is missing."""
     command.add_arguments = lambda parser: parser.add_argument(flag, dest="given")
     command.run = lambda namespace: int(namespace.given != words)
@@ -213,7 +213,7 @@ def test_python_m_with_an_unknown_command_exits_with_2() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_where_the_locale_has_no_bars_a_trace_has_others(tmp_path: Path) -> None:
+def test_trace_draws_with_ascii_where_the_encoding_lacks_bars(tmp_path: Path) -> None:
     file = tmp_path / "spans.jsonl"
     write(file, [SpanData("request", "1" * 32, "2" * 16, None, 0, 5_000_000, {"gen_ai.request.id": "one"})])
     command = [sys.executable, "-P", "-m", "trtllm_disagg", "trace", "--otlp-file", str(file)]

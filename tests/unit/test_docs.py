@@ -154,7 +154,7 @@ def test_every_decision_is_in_the_index() -> None:
     assert listed == {page.name for page in (DOCS / "decisions").glob("0*.md")}
 
 
-def test_a_cell_about_a_peer_has_a_source_with_its_date_or_says_that_it_was_not_looked_at() -> None:
+def test_every_cell_about_a_peer_has_a_dated_source_or_a_question_mark() -> None:
     text = (DOCS / "explanation" / "comparison.md").read_text(encoding="utf-8")
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")][2:]
     bare = [
@@ -167,7 +167,7 @@ def test_a_cell_about_a_peer_has_a_source_with_its_date_or_says_that_it_was_not_
     assert not bare
 
 
-def test_the_line_that_moves_a_script_from_dynamo_trtllm_moves_it(tmp_path: Path) -> None:
+def test_sed_line_of_the_page_replaces_dynamo_trtllm_in_scripts(tmp_path: Path) -> None:
     (line,) = re.findall(
         r"^    (sed .*)$", (DOCS / "reference/from-dynamo-trtllm.md").read_text(), re.MULTILINE
     )

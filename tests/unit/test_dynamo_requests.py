@@ -177,7 +177,7 @@ async def test_logprobs_of_the_prompt_come_from_prefill_and_leave_with_the_last_
     assert told == [[0], [None] if max_tokens > 1 else []]
 
 
-async def test_the_router_hears_what_the_cache_had_of_the_prompt() -> None:
+async def test_kv_cache_hit_is_in_the_last_chunk() -> None:
     engine, generate = agg()
     engine.llm.scripts.append(Script(cached_tokens=2))
     chunks = await collect(generate, request())
@@ -186,7 +186,7 @@ async def test_the_router_hears_what_the_cache_had_of_the_prompt() -> None:
 
 
 @pytest.mark.parametrize(("order", "tells"), [("prefill_first", True), ("decode_first", False)])
-async def test_the_router_hears_of_the_worker_that_it_has_chosen(order: str, tells: bool) -> None:
+async def test_kv_cache_hit_is_sent_only_by_the_worker_that_the_router_chose(order: str, tells: bool) -> None:
     workers = make_pair(order)
     workers.prefill.scripts.append(Script(cached_tokens=2))
     chunks = await collect(with_request_log(workers.generate, "first"), request())
@@ -194,7 +194,7 @@ async def test_the_router_hears_of_the_worker_that_it_has_chosen(order: str, tel
     assert chunks[-1].completion_usage == Usage.of(3, 5, 2)
 
 
-async def test_a_prefill_worker_tells_dynamos_router_itself() -> None:
+async def test_prefill_worker_under_router_sends_kv_cache_hit() -> None:
     engine = Engine.open(load_api("tensorrt_llm"), PREFILL_ARGS, 0)
     engine.llm.scripts.append(Script(cached_tokens=2))
     config = WorkerConfig(model="m", role=Role.PREFILL, strategy="router", engine="tensorrt_llm")

@@ -28,7 +28,7 @@ def test_every_command_ends_with_a_code_of_the_table(words: str) -> None:
 
 
 @pytest.mark.parametrize("words", ENDS)
-def test_ctrl_c_ends_every_command_without_a_word(
+def test_ctrl_c_ends_every_command_without_output(
     words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupt(args: argparse.Namespace) -> ExitCode:
@@ -49,7 +49,7 @@ DOCTOR = ("doctor", *(f"engine_configs/demo/{role}.yaml" for role in ("prefill",
     [("--help",), ("bench", "--help"), ("completion", "bash"), DOCTOR, (*DOCTOR, "--json")],
     ids=" ".join,
 )
-def test_a_reader_that_leaves_ends_a_command_without_a_word(argv: tuple[str, ...]) -> None:
+def test_closed_stdout_reader_ends_a_command_without_output(argv: tuple[str, ...]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "wb") as left:
@@ -82,7 +82,7 @@ def test_a_closed_stream_changes_no_exit_code(closed: str, argv: str, told: str,
     assert "Traceback" not in ended.stderr
 
 
-def test_a_pipe_that_breaks_elsewhere_is_an_error(
+def test_broken_pipe_of_a_child_process_exits_with_1(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def break_pipe(args: argparse.Namespace) -> ExitCode:

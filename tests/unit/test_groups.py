@@ -11,7 +11,7 @@ from tests.support.groups import FLEET, group_of
 
 
 @pytest.mark.parametrize("file", FLEET)
-def test_a_file_of_the_fleet_is_there(file: str) -> None:
+def test_every_file_of_the_group_fleet_exists(file: str) -> None:
     """The other way round, collection fails: a test that uses the fleet from another file."""
     assert (ROOT / file).is_file()
     assert group_of(file) == "fleet"

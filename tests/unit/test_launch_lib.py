@@ -89,7 +89,7 @@ def scripts(tmp_path: Path) -> Iterator[Scripts]:
 
 
 @pytest.mark.parametrize("strategy", disaggregated())
-def test_the_stage_that_takes_requests_stops_first(scripts: Scripts, strategy: str) -> None:
+def test_disagg_script_stops_processes_in_the_strategys_order(scripts: Scripts, strategy: str) -> None:
     running = scripts.start("disagg.sh", strategy)
     scripts.lines("started", 3)
     running.terminate()
@@ -147,7 +147,7 @@ def test_all_workers_have_one_key_that_only_this_user_can_read(scripts: Scripts)
     assert scripts.key.read_bytes() == key
 
 
-def test_a_key_of_the_user_is_taken_and_none_is_made(scripts: Scripts) -> None:
+def test_given_admin_key_file_is_used_and_none_is_made(scripts: Scripts) -> None:
     scripts.start("agg.sh", TRTLLM_DISAGG_ADMIN_KEY_FILE="/mine")
     assert scripts.lines("started", 1)[0].split()[3] == "/mine"
     assert not scripts.key.exists()
@@ -167,7 +167,7 @@ def test_where_no_key_can_be_made_the_worker_starts_without(scripts: Scripts) ->
     ],
     ids=["nothing", "etcd is named", "both"],
 )
-def test_discovery_is_etcd_where_the_environment_says_where_etcd_is(
+def test_scripts_use_etcd_discovery_when_etcd_endpoints_is_set(
     scripts: Scripts, variables: dict[str, str], backend: str
 ) -> None:
     scripts.start("agg.sh", **variables)

@@ -120,7 +120,7 @@ def test_a_deployment_places_each_worker_on_gpus_and_a_port_of_its_own(slurm: Fa
     assert running.wait(SECONDS) == 0
 
 
-def test_embedded_workers_take_turns_on_the_nodes_and_say_where_their_kv_is(slurm: FakeSlurm) -> None:
+def test_embedded_workers_take_turns_on_the_nodes_and_get_their_transfer_host(slurm: FakeSlurm) -> None:
     start(
         slurm,
         "slurm/deployment.sh",
@@ -221,7 +221,7 @@ def test_mpirun_starts_the_ranks_of_each_engine(slurm: FakeSlurm) -> None:
     assert on_embedded["environment"]["CUDA_VISIBLE_DEVICES"] == "5"
 
 
-def test_a_worker_that_fails_takes_the_launcher_of_its_ranks_along(slurm: FakeSlurm) -> None:
+def test_failed_worker_ends_the_launcher_of_its_ranks(slurm: FakeSlurm) -> None:
     slurm.program("mpirun", '#!/usr/bin/env bash\n"${@:3}"\n')
     failed = start(slurm, "mpi.sh", "agg")
     assert failed.wait(SECONDS) != 0, "the launcher waits for 10 minutes"

@@ -223,7 +223,7 @@ def test_no_two_packages_import_each_other() -> None:
     assert circles(graph) == PACKAGE_CIRCLES
 
 
-def test_the_nouns_import_nothing_of_ours_but_what_is_recorded_of_them() -> None:
+def test_types_import_only_spans_and_errors_nothing() -> None:
     assert own_imports(MODULES["types"]) == {"tracing.spans"}
     assert own_imports(MODULES["tracing.spans"]) == own_imports(MODULES["errors"]) == set()
 
@@ -231,13 +231,13 @@ def test_the_nouns_import_nothing_of_ours_but_what_is_recorded_of_them() -> None
 @pytest.mark.parametrize(
     "module", [name for name in NAMES if is_in(name, "embedded") or is_in(name, "kv_transfer")]
 )
-def test_the_embedded_engine_knows_no_client(module: str) -> None:
+def test_embedded_engine_imports_no_client(module: str) -> None:
     known = own_imports(MODULES[module])
     assert [name for name in known for other in NOT_FOR_EMBEDDED if is_in(name, other)] == []
 
 
 @pytest.mark.parametrize("module", [name for name in NAMES if is_in(name, "handlers")])
-def test_handlers_know_no_engine(module: str) -> None:
+def test_handlers_do_not_import_the_embedded_engine(module: str) -> None:
     """Whichever module offers the LLM API, `engine` is the only one that they see."""
     assert [name for name in own_imports(MODULES[module]) if is_in(name, "embedded")] == []
 
@@ -253,7 +253,7 @@ def test_only_the_engine_asks_for_tensorrt_llm() -> None:
     assert users - set(STAND_INS) == set(TENSORRT_LLM)
 
 
-def test_the_stand_ins_are_there() -> None:
+def test_stand_in_modules_of_the_list_exist() -> None:
     assert set(STAND_INS) <= set(NAMES)
 
 

@@ -68,7 +68,7 @@ def test_engines_at_two_levels_answer_alike_and_hand_over_to_each_other(
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_bfloat16_model_in_float32_is_told_once(
+def test_bfloat16_model_computed_in_float32_is_logged_once(
     checkpoints: Checkpoints, level: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(SETTING, level)

@@ -16,5 +16,5 @@ def test_the_page_has_every_pin_with_a_licence() -> None:
     assert not [name for name, _, licence in rows if not licence.strip()]
 
 
-def test_the_page_is_what_the_packages_say() -> None:
+def test_licences_page_is_up_to_date() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "python -m tools.licences writes it"

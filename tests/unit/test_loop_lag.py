@@ -38,12 +38,12 @@ async def checked(what: Callable[[], Awaitable[None]]) -> None:
 
 
 @pytest.mark.parametrize("what", [in_the_middle, at_the_end, in_a_callback])
-async def test_a_call_that_blocks_is_seen(what: Callable[[], Awaitable[None]]) -> None:
+async def test_blocking_call_on_the_event_loop_is_detected(what: Callable[[], Awaitable[None]]) -> None:
     with pytest.raises(AssertionError, match=r"the event loop waited \d+ ms in one call"):
         await checked(what)
 
 
-async def test_what_computes_or_waits_as_it_should_is_not() -> None:
+async def test_computation_and_proper_waits_are_not_reported_as_blocking() -> None:
     async with loop_never_stands_still():
         compute(0.1)
         await asyncio.sleep(0.1)

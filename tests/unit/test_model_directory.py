@@ -61,7 +61,7 @@ def unreachable(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield url
 
 
-def test_a_name_in_the_cache_is_its_snapshot(
+def test_cached_hub_name_resolves_to_its_snapshot(
     cache: HubCache, checkpoints: Checkpoints, offline: None
 ) -> None:
     cache.add(checkpoints("llama"))
@@ -107,7 +107,7 @@ def test_a_revision_that_is_not_there_is_named(cache: HubCache, offline: None) -
         model_directory(NAME, revision="v3")
 
 
-def test_a_directory_has_no_revision(tmp_path: Path) -> None:
+def test_revision_of_a_local_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"^--revision: 'v3' is not allowed; expected no value with the dir"
     ):
@@ -142,9 +142,7 @@ def test_a_hub_that_cannot_be_reached_is_named(cache: HubCache, unreachable: str
         model_directory(NAME)
 
 
-def test_a_part_of_a_model_is_not_taken_for_it(
-    cache: HubCache, checkpoints: Checkpoints, offline: None
-) -> None:
+def test_incomplete_snapshot_is_refused(cache: HubCache, checkpoints: Checkpoints, offline: None) -> None:
     cache.add(checkpoints("llama"), without=("model.safetensors",))
     with pytest.raises(ConfigError, match=f"only a part of it, in {cache.snapshot}"):
         model_directory(NAME)
@@ -170,7 +168,7 @@ def test_the_library_names_its_own_argument(cache: HubCache, offline: None) -> N
         ("there/none", False),
     ],
 )
-def test_paths_are_not_asked_for_on_the_hub(
+def test_local_path_is_not_looked_up_on_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, is_name: bool
 ) -> None:
     (tmp_path / "there" / "model").mkdir(parents=True)

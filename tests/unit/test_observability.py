@@ -21,11 +21,11 @@ from tools import grafana_dashboard, metrics_page
 ALERTS = ROOT / "deploy" / "observability" / "alerts.yaml"
 
 
-def test_the_page_of_metrics_is_that_of_this_code() -> None:
+def test_metrics_page_is_up_to_date() -> None:
     assert metrics_page.OUT.read_text() == metrics_page.page(), "run python -m tools.metrics_page"
 
 
-def test_the_dashboard_is_that_of_its_table() -> None:
+def test_grafana_dashboard_is_up_to_date() -> None:
     assert grafana_dashboard.OUT.read_text() == grafana_dashboard.text(), (
         "run python -m tools.grafana_dashboard"
     )
@@ -49,7 +49,7 @@ def expressions() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", expressions())
-def test_an_expression_asks_for_metrics_that_there_are(name: str) -> None:
+def test_every_alert_and_panel_expression_uses_existing_metrics(name: str) -> None:
     promql_parser.parse(expressions()[name])
     asked = selectors(expressions()[name])
     assert asked
@@ -135,7 +135,7 @@ promtool = pytest.mark.skipif(
 )
 
 
-def test_each_alert_has_its_fault() -> None:
+def test_each_alert_has_a_fault_with_its_metrics() -> None:
     rules = yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]
     assert list(FAULTS) == [rule["alert"] for rule in rules]
     for rule in rules:

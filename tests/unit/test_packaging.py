@@ -83,7 +83,7 @@ def test_the_package_list_has_every_folder() -> None:
     assert sorted(PYPROJECT["tool"]["setuptools"]["packages"]) == sorted(found)
 
 
-def test_the_link_is_a_link_into_this_tree() -> None:
+def test_handlers_is_a_link_to_the_top_level_folder() -> None:
     link = ROOT / PACKAGE / "handlers"
     assert link.is_symlink()
     assert link.readlink() == Path("../handlers")
@@ -164,7 +164,7 @@ def test_the_source_distribution_can_be_built_again(built: Built) -> None:
     assert f"{PACKAGE}/handlers/chain.py" not in files
 
 
-def test_the_command_needs_no_dependency_to_say_what_it_is(installed: Path) -> None:
+def test_version_and_help_need_no_dependency(installed: Path) -> None:
     version = run([installed / "trtllm-disagg", "--version"])
     assert (version.returncode, version.stdout, version.stderr) == (0, f"{trtllm_disagg.__version__}\n", "")
     usage = run([installed / "trtllm-disagg", "--help"])

@@ -11,7 +11,7 @@ from trtllm_disagg.errors import DisaggError
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_is_that_of_this_code(name: str) -> None:
+def test_generated_reference_page_is_up_to_date(name: str) -> None:
     assert (FOLDER / name).read_text(encoding="utf-8") == PAGES[name](), "python -m tools.reference writes it"
 
 

@@ -58,7 +58,7 @@ def test_a_change_without_signature_is_refused(command: Command, verifier: Any, 
 
 
 @pytest.mark.parametrize("verifier", [KeyVerifier(KEY, ME), NoKeyVerifier()])
-def test_asking_what_a_worker_is_needs_no_signature(verifier: Any) -> None:
+def test_describe_command_needs_no_signature(verifier: Any) -> None:
     assert verifier.command_of({"command": "describe"}) == Describe()
 
 
@@ -89,7 +89,7 @@ def test_a_command_for_another_worker_is_refused() -> None:
         pair.verifier.command_of(pair.signed(Switch("auto"), ANOTHER))
 
 
-def test_a_command_is_taken_once() -> None:
+def test_repeated_signed_command_is_refused() -> None:
     pair = Pair()
     signed = pair.signed(Switch("auto"))
     pair.verifier.command_of(signed)
@@ -101,7 +101,7 @@ def test_a_command_is_taken_once() -> None:
 
 
 @pytest.mark.parametrize("seconds", [VALID_SECONDS + 1, -VALID_SECONDS - 1, float("nan")])
-def test_a_command_of_another_time_is_refused(seconds: float) -> None:
+def test_command_signed_at_a_distant_time_is_refused(seconds: float) -> None:
     pair = Pair()
     pair.mine.now += seconds
     with pytest.raises(CommandRefusedError, match="clock"):
@@ -109,7 +109,7 @@ def test_a_command_of_another_time_is_refused(seconds: float) -> None:
 
 
 @pytest.mark.parametrize("seconds", [VALID_SECONDS, -VALID_SECONDS])
-def test_clocks_may_differ_a_little(seconds: float) -> None:
+def test_command_signed_with_a_slightly_different_clock_is_accepted(seconds: float) -> None:
     pair = Pair()
     pair.mine.now += seconds
     assert pair.verifier.command_of(pair.signed(Switch("auto"))) == Switch("auto")

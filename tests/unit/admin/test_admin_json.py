@@ -41,7 +41,9 @@ def test_set_lists_each_worker_with_what_changed_or_why_not(
     assert said.err == "error: prefill a: it is gone\n"
 
 
-def test_switch_tells_what_runs_now(deployment: FakeDeployment, capsys: pytest.CaptureFixture[str]) -> None:
+def test_switch_json_has_model_strategy_and_first_stage(
+    deployment: FakeDeployment, capsys: pytest.CaptureFixture[str]
+) -> None:
     deployment.said[11] |= {"registered": True}
     words = ["switch", "--to", "prefill_first", "--settle", "0", "--json"]
     assert run(words) is ExitCode.DONE

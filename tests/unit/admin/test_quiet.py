@@ -33,7 +33,7 @@ def test_the_log_of_the_runtime_is_shown_when_it_was_asked_for(
     assert environ == before
 
 
-def test_afterwards_everything_is_as_before_even_after_an_error(capfd: pytest.CaptureFixture[str]) -> None:
+def test_stderr_is_restored_after_a_quiet_block_with_an_error(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError), quiet_runtime({}):
         raise ValueError
     write_both()

@@ -77,7 +77,7 @@ async def run_set(
     return await set_thresholds(fake, VALUES, instance, said.append, errors.append), said, errors
 
 
-async def test_all_workers_are_told_and_answer_with_the_old_values() -> None:
+async def test_set_changes_all_workers_and_prints_old_and_new_values() -> None:
     fake = FakeDeployment()
     told, said, _ = await run_set(fake)
     assert fake.told == {10: Set(VALUES), 11: Set(VALUES)}
@@ -99,7 +99,7 @@ async def test_bounds_of_the_queue_are_for_every_worker() -> None:
     assert fake.told == {10: Set(values), 11: Set(values)}
 
 
-async def test_with_an_instance_only_that_worker_is_told() -> None:
+async def test_set_with_instance_changes_only_that_worker() -> None:
     fake = FakeDeployment()
     await run_set(fake, 11)
     assert list(fake.told) == [11]
@@ -109,7 +109,7 @@ async def test_with_an_instance_only_that_worker_is_told() -> None:
         await run_set(fake, 255)
 
 
-def test_a_worker_that_was_starting_is_told_when_it_is_ready(
+def test_set_changes_a_starting_worker_when_it_is_ready(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake = FakeDeployment()
@@ -144,7 +144,7 @@ def test_a_worker_that_starts_for_longer_is_named_and_holds_up_no_other_command(
     assert "error: decode-12: still starting after 0 s" in capsys.readouterr().err
 
 
-async def test_a_worker_that_does_not_answer_is_named_and_the_others_are_told() -> None:
+async def test_set_names_a_worker_without_an_answer_and_changes_the_others() -> None:
     fake = FakeDeployment()
     fake.gone = {10}
     told, said, errors = await run_set(fake)
@@ -183,6 +183,6 @@ async def test_without_a_deciding_worker_it_is_refused(
         ("--eff-isl-threshold 5 --instance here", "--instance: 'here' .* hexadecimal"),
     ],
 )
-def test_what_is_wrong_is_named_before_a_worker_is_asked(line: str, named: str) -> None:
+def test_invalid_set_command_is_refused_before_any_worker_is_asked(line: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         run(["set", *line.split()])

@@ -93,7 +93,7 @@ async def test_a_new_first_stage_is_known_before_the_old_one_leaves() -> None:
     assert any("the frontend sends requests to" in text for text in lines)
 
 
-async def test_there_and_back_and_to_what_runs_already() -> None:
+async def test_repeated_switches_end_in_the_asked_strategy_and_the_last_changes_nothing() -> None:
     fake = FakeDeployment("decode_first")
     for to in ("prefill_first", "decode_first", "auto"):
         await run_switch(fake, to)
@@ -105,7 +105,9 @@ async def test_there_and_back_and_to_what_runs_already() -> None:
 
 @pytest.mark.parametrize("steps_done", range(4))
 @pytest.mark.parametrize("then", ["prefill_first", "decode_first"])
-async def test_half_a_switch_serves_and_the_next_one_goes_on_or_back(steps_done: int, then: str) -> None:
+async def test_switch_that_failed_midway_serves_and_the_next_one_completes_or_undoes_it(
+    steps_done: int, then: str
+) -> None:
     fake = FakeDeployment("decode_first")
     fake.fails_after = steps_done
     with pytest.raises(PeerUnavailableError):
@@ -118,7 +120,7 @@ async def test_half_a_switch_serves_and_the_next_one_goes_on_or_back(steps_done:
     assert {i for i, said in fake.said.items() if said["registered"]} == set(ROLES[first])
 
 
-async def test_a_frontend_that_learns_nothing_keeps_the_old_first_stage() -> None:
+async def test_switch_times_out_and_keeps_the_old_first_stage_while_the_frontend_lacks_the_new() -> None:
     fake = FakeDeployment("decode_first", lag=10**9)
     with pytest.raises(StageTimeoutError, match="the old first stage stays"):
         await run_switch(fake, "prefill_first", timeout=0.2)
@@ -146,7 +148,9 @@ async def test_a_frontend_that_learns_nothing_keeps_the_old_first_stage() -> Non
         ("prefill_first", {4: {"role": "cook"}}, "instance 4 at dyn://n.c.e is no trtllm-disagg worker"),
     ],
 )
-async def test_refusals_come_before_a_worker_was_told(to: str, change: dict[int, Any], named: str) -> None:
+async def test_switch_that_is_not_possible_is_refused_before_any_worker_changes(
+    to: str, change: dict[int, Any], named: str
+) -> None:
     fake = FakeDeployment("decode_first")
     for instance_id, keys in change.items():
         if keys is None:
@@ -170,7 +174,7 @@ async def test_a_worker_that_comes_during_a_switch_is_switched_too() -> None:
     assert told == [4, 9], "`up` hears of it before it can start one more worker under the old order"
 
 
-async def test_a_switch_that_another_one_undoes_says_so() -> None:
+async def test_switch_undone_by_another_command_raises() -> None:
     fake = FakeDeployment("decode_first")
     other = {"strategy": "auto", "registered": True}
     fake.after_step = {number: lambda: fake.said[3].update(other) for number in range(4, 40)}
@@ -179,14 +183,14 @@ async def test_a_switch_that_another_one_undoes_says_so() -> None:
     assert fake.serves
 
 
-async def test_up_hears_of_a_switch_that_its_command_did_not_survive() -> None:
+async def test_repeated_switch_still_updates_up() -> None:
     fake = FakeDeployment("decode_first")
     told: list[str] = []
     await switch(fake, fake, "decode_first", 5.0, told.append, lambda: told.append("up"))
     assert (told, fake.steps) == (["up"], [])
 
 
-async def test_requests_that_do_not_end_are_told() -> None:
+async def test_switch_outcome_names_requests_that_still_run() -> None:
     fake = FakeDeployment("decode_first", lag=0)
     fake.said[3]["whole_requests"] = 10**9
     line, _ = await run_switch(fake, "prefill_first", timeout=0.2)
@@ -227,7 +231,7 @@ def frontend_url() -> Iterator[str]:
         thread.join()
 
 
-async def test_a_frontend_is_asked_with_a_pin(frontend_url: str) -> None:
+async def test_frontend_knows_a_worker_only_if_it_accepts_a_pin_to_it(frontend_url: str) -> None:
     frontend = HttpFrontend(frontend_url)
     assert await frontend.knows("m", 7)
     assert not await frontend.knows("m", 8)

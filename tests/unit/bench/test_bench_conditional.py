@@ -47,7 +47,7 @@ def test_prompts_that_fit_into_one_step_together_need_not_wait() -> None:
     assert engines.place_for(33) is None
 
 
-def test_decode_takes_none_that_it_has_no_row_for() -> None:
+def test_decode_is_not_chosen_without_a_free_row() -> None:
     engines = occupancy(max_batch_size=2)
     for _ in range(2):
         engines.start(Place.PREFILL, 1024)

@@ -166,7 +166,7 @@ def test_without_peers_there_are_no_ratios() -> None:
     assert not [figure for figure in figures if "/" in figure]
 
 
-def test_a_curve_knows_how_it_grows() -> None:
+def test_curve_has_its_growth_per_doubling() -> None:
     curve = Curve({8: 1.0, 16: 1.5, 64: 6.0})
     assert curve.ends == 6.0
     assert curve.per_doubling == 2.0
@@ -224,14 +224,14 @@ def test_a_quick_run_is_not_judged(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.endswith("No target is judged: the run is too short.\n")
 
 
-def test_a_run_says_why_no_target_is_judged(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_names_why_no_target_is_judged(capsys: pytest.CaptureFixture[str]) -> None:
     print_report(wide_console(), [speed.section_of(replace(speeds_of(embedded=[1.0] * 3), waited=0.5))])
     assert capsys.readouterr().out.endswith(f"No target is judged: {speed.CROWDED}.\n")
     print_report(wide_console(), [Section("nothing", figures=[Figure("a new figure", 1.0, "s")])])
     assert capsys.readouterr().out.endswith(f"No target is judged: {NOTHING_TO_JUDGE}.\n")
 
 
-def test_charts_are_a_png(tmp_path: Path) -> None:
+def test_engine_charts_are_drawn_as_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     sections = [speed.section_of(speeds_of(embedded=[1.0] * 3)), scaling_of(1.0)]
     panels = [panel for section in sections for panel in section.every_panel]

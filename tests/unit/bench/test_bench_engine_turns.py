@@ -247,13 +247,13 @@ def test_a_step_is_split_into_forward_and_the_rest(own: OwnEngine) -> None:
     own.core.check()
 
 
-def test_another_pool_is_another_size(own: OwnEngine) -> None:
+def test_rebuilt_engine_has_the_given_number_of_blocks(own: OwnEngine) -> None:
     own.rebuild(16)
     assert own.core.blocks.num_blocks == 16
     assert own.prefill(prompts_of(1, 40)[0]) > 0
 
 
-def test_a_block_costs_something() -> None:
+def test_cost_per_block_is_measured_between_0_and_1_ms() -> None:
     lookup, allocation = costs_per_block(500)
     assert 0 < lookup < 1e-3
     assert 0 < allocation < 1e-3

@@ -94,7 +94,7 @@ def test_the_machine_is_described_without_names() -> None:
     assert machine.load() >= 0
 
 
-def test_one_core_is_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_on_one_core_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {3, 7, 9})
     assert machine.two_cores() == (3, 7)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {3})
@@ -124,7 +124,7 @@ class Watched(io.StringIO):
         return super().write(line)
 
 
-def test_progress_is_told_again_while_a_measurement_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_repeated_during_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steadily, "SECONDS", 0.01)
     stderr = Watched("starting llama.cpp: 0 s")
     monkeypatch.setattr(sys, "stderr", stderr)

@@ -271,7 +271,7 @@ def test_the_table_fits_80_columns_with_whole_headers(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(("tokens", "requests"), [(8, 1536), (128, 96), (1000, 96)])
-def test_short_answers_are_more_of_them(tokens: int, requests: int) -> None:
+def test_load_of_shorter_answers_has_more_requests(tokens: int, requests: int) -> None:
     load = Load.of(tokens, concurrency=4)
     assert (load.together, load.together_tokens, load.concurrency) == (requests, tokens, 4)
     assert Load.of(128, 32) == Load()

@@ -64,7 +64,7 @@ def test_a_missed_target_is_named_in_the_report(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("modes", [(DISAGG,), ("mono-2t", DISAGG, CONDITIONAL, "mono-1t")])
-def test_the_scenarios_size_is_told_beside_any_number_of_modes(
+def test_report_shows_the_scenarios_size_with_any_number_of_modes(
     modes: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     outcome = outcome_of({mode: [50.0] for mode in modes})

@@ -47,7 +47,7 @@ class FakeServer:
 # -- what is run
 
 
-def test_the_sizes_are_the_posts() -> None:
+def test_seed_scenarios_have_the_published_sizes() -> None:
     assert [(s.name, s.num_requests, s.prompt_tokens, s.output_tokens) for s in SCALES["seed"].scenarios] == [
         ("smoke", 4, 16, 8),
         ("staggered_arrivals", 8, 24, 10),
@@ -100,7 +100,7 @@ async def test_each_request_has_its_own_seed_and_comes_when_it_is_due() -> None:
     assert all(len(trace.tokens) == len(trace.times) == 5 for trace in traces)
 
 
-def test_known_times_give_the_measures_worked_out_by_hand() -> None:
+def test_measures_of_known_times_match_hand_calculation() -> None:
     traces = [
         Trace(arrived=0.0, tokens=[1, 2, 3], times=[0.1, 0.2, 0.4]),
         Trace(arrived=0.5, tokens=[4, 5], times=[0.8, 1.0]),

@@ -72,7 +72,7 @@ def test_ranges_merge_neighbours_on_both_sides_only() -> None:
     ]
 
 
-def test_a_filled_pool_says_where_each_byte_is() -> None:
+def test_filled_pool_has_a_distinct_pattern_for_each_block() -> None:
     pool = np.zeros(1 << 16, np.uint8)
     fill(pool)
     assert np.array_equal(pool[512:1024], filled_bytes(512, 512))
@@ -107,7 +107,7 @@ def test_process_vm_readv_of_no_process_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_memcpy_of_blocks_copies_those(pattern: str) -> None:
+def test_memcpy_copies_exactly_the_given_blocks(pattern: str) -> None:
     remote, local = TINY.blocks(pattern, seed=1), TINY.blocks(pattern, seed=2)
     pools = MemcpyPools(TINY)
     fill(pools.source.reshape(-1))

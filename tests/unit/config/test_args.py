@@ -163,7 +163,7 @@ def test_an_empty_variable_is_not_set() -> None:
     assert parse(TRTLLM_DISAGG_MAX_SEQ_LEN="", DYN_NAMESPACE="").namespace == "dynamo"
 
 
-def test_names_that_dynamo_has_or_had() -> None:
+def test_dynamos_present_and_former_flag_names_are_accepted() -> None:
     assert parse_worker_args(["--model-path", "p"], {}).model == "p"
     for word in ("agg", "pd", "prefill_and_decode"):
         assert parse("--disaggregation-mode", word).role is Role.AGG
@@ -207,7 +207,7 @@ def test_a_bad_argument_is_named(argv: list[str], environ: dict[str, str], parts
     assert [part for part in parts if part not in str(caught.value)] == []
 
 
-def test_a_missing_model_says_how_to_give_one() -> None:
+def test_missing_model_is_refused_with_flag_and_variable() -> None:
     with pytest.raises(ConfigError, match=r"--model.*TRTLLM_DISAGG_MODEL"):
         parse_worker_args([], {})
 
@@ -219,7 +219,7 @@ def test_a_whole_endpoint_names_its_namespace() -> None:
         parse("--endpoint", "dyn://ns.c.e", "--namespace", "other")
 
 
-def test_a_suffix_tells_worker_pools_apart() -> None:
+def test_worker_suffix_is_appended_to_the_namespace() -> None:
     assert parse(DYN_NAMESPACE_WORKER_SUFFIX="blue").namespace == "dynamo-blue"
     assert parse("--namespace", "ns", DYN_NAMESPACE_WORKER_SUFFIX="blue").namespace == "ns-blue"
 

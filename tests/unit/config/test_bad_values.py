@@ -39,14 +39,14 @@ def built(*flags: str) -> WorkerConfig:
         "--tensor-parallel-size",
     ],
 )
-def test_a_number_that_is_too_large_to_be_meant(flag: str) -> None:
+def test_number_above_the_flags_bound_is_refused(flag: str) -> None:
     with pytest.raises(
         ConfigError, match=rf"{flag}: {HUGE} is not allowed; expected a whole number from 1 to"
     ):
         built("--disaggregation-mode", "decode", flag, HUGE)
 
 
-def test_as_many_tries_as_instances_can_be_avoided() -> None:
+def test_max_tries_above_64_is_refused() -> None:
     """What has failed a request travels with it, and that list is bounded."""
     assert built("--disaggregation-mode", "decode", "--max-tries", "64").max_tries == 64
     with pytest.raises(
@@ -67,7 +67,7 @@ def test_as_many_tries_as_instances_can_be_avoided() -> None:
         "http://127.0.0.1:4222",
     ],
 )
-def test_an_address_of_nats_that_is_none_is_refused(url: str) -> None:
+def test_invalid_nats_address_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match=r"--nats-server: .* is not allowed; expected nats://host:port"):
         built("--disaggregation-mode", "decode", "--prefill-dispatch", "queue", "--nats-server", url)
 
@@ -81,7 +81,7 @@ def test_every_form_of_a_nats_address_is_taken(url: str) -> None:
     "flag", ["--extra-engine-args", "--policy-file", "--custom-jinja-template", "--model"]
 )
 @pytest.mark.parametrize("path", [LONG, "/" + LONG, "nul\0"], ids=["long", "absolute", "nul"])
-def test_a_path_that_cannot_be_one(flag: str, path: str) -> None:
+def test_impossible_path_is_refused_in_a_short_message(flag: str, path: str) -> None:
     if flag == "--model" and not path.startswith("/"):
         pytest.skip("a name on the hub")
     with pytest.raises(ConfigError, match=flag) as raised:
@@ -108,7 +108,7 @@ def test_a_file_that_is_no_yaml_is_refused_by_its_path(flag: str, content: str, 
     assert "YAML" in str(raised.value)
 
 
-def test_a_value_that_grows_when_it_is_shown(tmp_path: Path) -> None:
+def test_yaml_alias_bomb_is_refused_in_a_short_message(tmp_path: Path) -> None:
     """Nine lists, each of nine times the one before: 4 million names in 300 bytes."""
     lines = ["l0: &l0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]" for i in range(1, 7)]
@@ -132,7 +132,7 @@ def test_a_time_that_is_no_number_is_refused(flag: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", ["file", "in a file", "in proc"])
-def test_a_run_directory_that_cannot_be_one(make: str, tmp_path: Path) -> None:
+def test_run_directory_that_cannot_be_created_is_refused(make: str, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     path = {"file": file, "in a file": file / "run", "in proc": Path("/proc/run")}[make]

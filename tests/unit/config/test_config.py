@@ -46,7 +46,7 @@ def test_a_stage_follows_from_strategy_and_role(
     assert worker.next_endpoint_id == next_endpoint
 
 
-def test_the_two_workers_of_a_pair_find_each_other() -> None:
+def test_endpoints_of_the_two_stages_match_in_both_orders() -> None:
     for strategy in ("decode_first", "prefill_first"):
         pair = [config(strategy=strategy, role=role, namespace="ns") for role in (Role.PREFILL, Role.DECODE)]
         first, second = sorted(pair, key=lambda worker: not worker.is_first_stage)
@@ -62,12 +62,12 @@ def test_given_endpoints_win_over_the_derived_ones() -> None:
     assert worker.next_endpoint_id == "dyn://other.c.d"
 
 
-def test_plain_strings_become_members() -> None:
+def test_role_string_becomes_an_enum_member() -> None:
     assert config(role="prefill").role is Role.PREFILL
     assert config(strategy="router").strategy == "router"
 
 
-def test_the_model_is_served_under_its_own_name_unless_told() -> None:
+def test_served_model_name_defaults_to_the_model() -> None:
     assert config().model_name == "m"
     assert config(served_model_name="n").model_name == "n"
 
@@ -126,13 +126,13 @@ def test_a_config_cannot_be_changed() -> None:
         config().role = Role.DECODE  # type: ignore[misc]
 
 
-def test_explicit_means_given_or_not_the_default() -> None:
+def test_setting_is_explicit_when_given_or_not_the_default() -> None:
     assert not config().is_explicit("max_batch_size")
     assert config(max_batch_size=8).is_explicit("max_batch_size")
     assert config(explicit=frozenset({"max_batch_size"})).is_explicit("max_batch_size")
 
 
-def test_sizes_start_where_tensorrt_llm_starts() -> None:
+def test_size_defaults_are_those_of_llm_args() -> None:
     worker, llm, kv = config(), LlmArgs(model="m"), KvCacheConfig()
     for name in ("max_batch_size", "max_num_tokens", "max_seq_len", "max_beam_width", "tensor_parallel_size"):
         assert getattr(worker, name) == getattr(llm, name)
@@ -166,7 +166,9 @@ def test_flags_are_named_after_fields_unless_dynamo_has_another_name() -> None:
         (Role.DECODE, "router", PREFILL),
     ],
 )
-def test_peers_find_each_other(role: Role, strategy: str, peer: str | None) -> None:
+def test_peer_endpoint_is_the_other_roles_worker_endpoint(
+    role: Role, strategy: str, peer: str | None
+) -> None:
     worker = WorkerConfig(model="m", role=role, strategy=strategy)
     assert worker.peer_endpoint_id == peer
     if peer is not None:

@@ -12,7 +12,7 @@ from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import ConfigError
 
 
-def test_what_came_out_is_in_the_file(tmp_path: Path) -> None:
+def test_config_dump_has_engine_and_worker_arguments(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     config = WorkerConfig(
         model="m", role=Role.PREFILL, dump_config_to=str(file), explicit=frozenset({"role", "model"})
@@ -30,7 +30,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         dump_config(config, {})
 
 
-def test_nothing_is_written_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_is_not_dumped_without_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     dump_config(WorkerConfig(model="m"), {})
     assert list(tmp_path.iterdir()) == []

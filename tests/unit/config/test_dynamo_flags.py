@@ -118,7 +118,7 @@ PLACES: list[set[str]] = [
 ]
 
 
-def test_every_flag_of_dynamos_has_one_place(upstream: dict[str, Upstream]) -> None:
+def test_every_dynamo_flag_is_in_exactly_one_table(upstream: dict[str, Upstream]) -> None:
     places = {name: [place for place in PLACES if name in place] for name in upstream}
     assert {name for name, found in places.items() if len(found) != 1} == set()
 
@@ -156,7 +156,9 @@ def test_what_is_a_switch_upstream_is_one_here(upstream: dict[str, Upstream]) ->
     assert switches == ours | (set(ROUTER_SWITCHES) & upstream.keys())
 
 
-def test_defaults_and_choices_differ_only_where_the_table_says_so(upstream: dict[str, Upstream]) -> None:
+def test_flags_differ_from_dynamos_only_as_the_table_of_differences_has_it(
+    upstream: dict[str, Upstream],
+) -> None:
     different = set()
     for name in OURS.keys() & upstream.keys():
         field, theirs = OURS[name].field, upstream[name]
@@ -169,7 +171,7 @@ def test_defaults_and_choices_differ_only_where_the_table_says_so(upstream: dict
     assert different == explained
 
 
-def test_what_dynamo_does_without_being_told_is_accepted(upstream: dict[str, Upstream]) -> None:
+def test_spelled_out_defaults_of_unserved_dynamo_flags_are_accepted(upstream: dict[str, Upstream]) -> None:
     """Manifests spell out defaults."""
     defaults = {name: _text(upstream[name].default) for name in REFUSED}
     parse(**{str(upstream[name].variable): text for name, text in defaults.items()})
@@ -243,7 +245,7 @@ def test_every_variable_that_dynamos_worker_names_is_known(upstream: dict[str, U
     assert len(named) > 50
 
 
-def test_text_is_what_this_worker_serves() -> None:
+def test_modality_other_than_text_is_refused() -> None:
     assert parse("--modality", "text", DYN_TRTLLM_MODALITY="text") == parse()
     with pytest.raises(ConfigError, match="--modality: 'multimodal' is not allowed; expected text"):
         parse("--modality", "multimodal")
@@ -313,7 +315,7 @@ def test_an_engine_argument_that_is_wrong_is_named_as_it_was_given(argv: list[st
     assert told in str(caught.value)
 
 
-def test_etcd_is_the_discovery_where_it_is_told() -> None:
+def test_etcd_discovery_follows_its_endpoints_variable_unless_a_backend_is_named() -> None:
     assert parse().discovery_backend == "file"
     assert parse(ETCD_ENDPOINTS="http://etcd:2379").discovery_backend == "etcd"
     assert parse(DYN_DISCOVERY_BACKEND="etcd").discovery_backend == "etcd"
@@ -321,7 +323,7 @@ def test_etcd_is_the_discovery_where_it_is_told() -> None:
     assert parse("--discovery-backend", "mem", ETCD_ENDPOINTS="http://etcd:2379").discovery_backend == "mem"
 
 
-def test_a_tag_without_a_value_is_on() -> None:
+def test_structural_tag_flag_without_a_value_is_true() -> None:
     assert parse("--dyn-structural-tag", "--max-seq-len", "9").structural_tag == "true"
     assert parse("--dyn-structural-tag", "false").structural_tag == "false"
     assert parse().structural_tag is None

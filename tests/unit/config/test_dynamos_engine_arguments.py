@@ -67,14 +67,14 @@ def test_every_value_reaches_the_engine_and_is_known_to_doctor(
         assert side_of(Role.PREFILL, "engine.yaml", content, None, Deployment()).bad_keys == ()
 
 
-def test_the_one_that_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
+def test_engine_argument_of_dynamos_examples_that_is_not_served_is_refused(tmp_path: Path) -> None:
     key, value = NOT_SERVED
     assert value in PIN["values"][key]
     with pytest.raises(ConfigError, match="backend: '_autodeploy' is not allowed; expected 'pytorch'"):
         worker(tmp_path / "engine.yaml", {key: value})
 
 
-def test_the_one_that_tensorrt_llm_took_away_is_an_error_of_doctor() -> None:
+def test_engine_argument_removed_by_tensorrt_llm_is_an_error_of_doctor() -> None:
     key, value = GONE
     assert value in PIN["values"][key]
     content: dict[str, Any] = {}

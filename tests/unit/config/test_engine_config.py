@@ -72,7 +72,7 @@ def test_the_file_wins_over_defaults_and_is_merged_key_by_key(tmp_path: Path) ->
     }
 
 
-def test_the_file_wins_over_flags_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_engine_file_wins_over_flags_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As Dynamo resolves the two."""
     content = {"max_batch_size": 7, "kv_cache_config": {"free_gpu_memory_fraction": 0.5}}
     with caplog.at_level(logging.WARNING):
@@ -85,7 +85,7 @@ def test_the_file_wins_over_flags_and_says_so(tmp_path: Path, caplog: pytest.Log
     assert told.endswith(" wins over --max-batch-size 8")
 
 
-def test_a_flag_that_the_file_agrees_with_is_not_worth_a_word(
+def test_flag_equal_to_the_engine_file_logs_no_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -113,7 +113,7 @@ def test_an_explicit_null_reaches_the_engine(tmp_path: Path) -> None:
     assert build(tmp_path, {"cuda_graph_config": None})["cuda_graph_config"] is None
 
 
-def test_an_empty_file_is_no_file(tmp_path: Path) -> None:
+def test_empty_engine_file_is_like_no_file(tmp_path: Path) -> None:
     assert build(tmp_path, "# nothing yet\n") == build(tmp_path)
 
 
@@ -165,7 +165,7 @@ def test_a_bad_file_is_refused_with_file_key_value_and_what_is_allowed(
     assert [part for part in parts if part not in message] == []
 
 
-def test_many_aliases_of_one_part_are_read_in_no_time(tmp_path: Path) -> None:
+def test_yaml_aliases_nested_too_deep_are_refused_and_fewer_are_read(tmp_path: Path) -> None:
     lines = ["a0: &a0 {x: 1}"] + [f"a{n}: &a{n} {{b: *a{n - 1}, c: *a{n - 1}}}" for n in range(1, 60)]
     message = refusal(tmp_path, "\n".join(lines))
     assert "nested more than 50 levels deep" in message
@@ -211,7 +211,7 @@ def test_a_worker_of_a_pair_needs_a_transceiver(tmp_path: Path, role: str) -> No
     assert "max_beam_width: 2" in refusal(tmp_path, {**transceiver, "max_beam_width": 2}, role=role)
 
 
-def test_both_block_sizes_must_agree(tmp_path: Path) -> None:
+def test_different_block_sizes_in_flag_and_file_are_refused(tmp_path: Path) -> None:
     content = {"kv_cache_config": {"tokens_per_block": 16}}
     message = refusal(tmp_path, content, kv_block_size=64)
     assert [part for part in ("tokens_per_block: 16", "--kv-block-size", "64") if part not in message] == []
@@ -219,7 +219,7 @@ def test_both_block_sizes_must_agree(tmp_path: Path) -> None:
     assert "--override-engine-args" in refusal(tmp_path, override=content, kv_block_size=64)
 
 
-def test_one_block_size_is_followed_by_the_other(tmp_path: Path) -> None:
+def test_block_size_of_flag_or_file_sets_the_other(tmp_path: Path) -> None:
     from_flag = build(tmp_path, kv_block_size=64)
     assert from_flag["kv_cache_config"]["tokens_per_block"] == 64
     from_file = build(tmp_path, {"kv_cache_config": {"tokens_per_block": 16}})

@@ -64,7 +64,7 @@ def test_a_file_loads_without_an_unknown_key(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=short_name)
-def test_every_key_says_why(path: Path) -> None:
+def test_every_key_of_an_engine_file_has_a_comment(path: Path) -> None:
     lines = path.read_text().splitlines()
     assert lines[0].startswith("# ")
     assert [line for line in lines if not line.startswith("#") and " # " not in line] == []

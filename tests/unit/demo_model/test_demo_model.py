@@ -83,12 +83,12 @@ def names(directory: Path) -> set[str]:
 # What is made.
 
 
-def test_the_folder_is_a_complete_readable_model(model_dir: Path) -> None:
+def test_demo_model_folder_has_all_files_readable(model_dir: Path) -> None:
     assert names(model_dir) == FILES
     assert all(path.stat().st_mode & 0o044 == 0o044 for path in model_dir.iterdir())
 
 
-def test_transformers_loads_the_model_as_the_recipe_says(model_dir: Path) -> None:
+def test_transformers_loads_the_demo_model_with_the_recipes_sizes(model_dir: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -184,7 +184,9 @@ def vocabulary(some_articles: list[corpus.Article]) -> Any:
     )
 
 
-def test_now_and_then_a_step_is_one_long_window(some_articles: list[corpus.Article], vocabulary: Any) -> None:
+def test_every_nth_training_step_is_one_long_window(
+    some_articles: list[corpus.Article], vocabulary: Any
+) -> None:
     recipe = replace(TINY, steps=6, long_every=3)
     shapes = [tuple(tokens.shape) for tokens, _ in training.batches(recipe, some_articles, vocabulary)]
     assert shapes == [(4, 32), (4, 32), (1, 128)] * 2
@@ -270,7 +272,7 @@ def test_muon_moves_tall_matrices_further_and_shrinks_all() -> None:
 # The text.
 
 
-def test_the_text_is_prose_about_python() -> None:
+def test_corpus_has_prose_and_subjects_of_python_articles() -> None:
     articles = {article.title: article for article in corpus.articles()}
     assert not any("::=" in article.passage for article in articles.values())
     assert articles["len"].answer("len()") == "About len(): Return the number of items in a container."
@@ -296,11 +298,11 @@ def test_the_text_is_prose_about_python() -> None:
         ),
     ],
 )
-def test_lines_of_a_paragraph_are_unwrapped(paragraph: str, expected: str) -> None:
+def test_unwrap_joins_lines_of_a_paragraph(paragraph: str, expected: str) -> None:
     assert corpus.unwrap(paragraph) == expected
 
 
-def test_an_announcement_goes_with_what_it_announces() -> None:
+def test_drop_announcement_removes_a_last_sentence_with_a_colon() -> None:
     section = ["It is a statement. The syntax is:"]
     corpus.drop_announcement(section)
     assert section == ["It is a statement."]
@@ -311,7 +313,7 @@ def test_an_announcement_goes_with_what_it_announces() -> None:
     assert alone == []
 
 
-def test_every_round_asks_about_everything_in_other_words() -> None:
+def test_each_round_of_conversations_covers_all_articles_with_other_questions() -> None:
     source = [article for article in corpus.articles() if article.asked]
     order = random.Random(3)
     rounds = [conversations.conversations(source, order) for _ in range(2)]
@@ -325,7 +327,9 @@ def test_every_round_asks_about_everything_in_other_words() -> None:
 # The folder.
 
 
-def test_every_phase_says_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_building_the_demo_model_prints_each_phase(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     build_demo_model(tmp_path / "model", recipe=TINY)
     said = [line.removeprefix("demo-model: ") for line in capsys.readouterr().out.splitlines()]
     assert said[0] == f"making a model in {tmp_path}/model, once; it takes about a minute"
@@ -338,7 +342,7 @@ def test_every_phase_says_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert said[4].startswith("training on ")
 
 
-def test_a_second_call_returns_at_once_and_says_so(
+def test_second_build_of_the_demo_model_returns_at_once(
     tmp_path: Path, stand_in: list[Recipe], capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = tmp_path / "a" / "model"
@@ -376,12 +380,14 @@ def test_a_folder_with_other_files_is_refused_and_kept(tmp_path: Path, stand_in:
 
 
 @pytest.mark.parametrize("marker", ["", "[]", "{}", '{"digest": "of another recipe"}'])
-def test_a_damaged_marker_is_no_model(tmp_path: Path, marker: str, stand_in: list[Recipe]) -> None:
+def test_folder_with_a_damaged_marker_is_not_complete(
+    tmp_path: Path, marker: str, stand_in: list[Recipe]
+) -> None:
     (tmp_path / building.MARKER).write_text(marker)
     assert not building.is_complete(tmp_path, TINY)
 
 
-def test_every_field_of_the_recipe_counts() -> None:
+def test_recipe_digest_depends_on_its_fields() -> None:
     assert replace(TINY, seed=1).digest != TINY.digest
     assert replace(TINY, revision=TINY.revision + 1).digest != TINY.digest
     assert replace(TINY).digest == TINY.digest
@@ -445,7 +451,7 @@ def test_a_folder_that_cannot_be_made_is_a_wrong_setting(tmp_path: Path, stand_i
 
 
 @pytest.mark.parametrize("module", ["demo_model", "demo_model.building", "demo.both_orders"])
-def test_nothing_waits_for_torch_before_it_is_said_that_it_loads(module: str) -> None:
+def test_importing_demo_model_loads_no_torch(module: str) -> None:
     heavy = {"torch", "transformers", "tokenizers"}
     script = f"import sys, trtllm_disagg.{module}; print({heavy} & set(sys.modules))"
     answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

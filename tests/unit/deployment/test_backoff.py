@@ -18,13 +18,13 @@ def test_delays_double_up_to_the_longest() -> None:
     assert delays(deaths, [10.0, *[None] * 6]) == [1, 2, 4, 8, 16, 30, 30]
 
 
-def test_a_steady_while_begins_anew_and_a_short_one_does_not() -> None:
+def test_restart_delay_resets_after_the_steady_time_only() -> None:
     deaths = Deaths(Backoff(steady=60.0))
 
     assert delays(deaths, [5.0, 59.0, 60.0, 5.0]) == [1, 2, 1, 2]
 
 
-def test_only_starts_in_a_row_that_failed_are_hopeless() -> None:
+def test_only_consecutive_failed_starts_end_restarts() -> None:
     deaths = Deaths(Backoff(attempts=2))
 
     delays(deaths, [5.0, None, 5.0, None])

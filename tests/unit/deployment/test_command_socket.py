@@ -113,7 +113,7 @@ def alive(supervisor: Supervisor) -> list[str]:
     return [record.name for record in read_processes(supervisor.config.run_dir) if is_alive(record)]
 
 
-async def test_a_command_that_fails_unexpectedly_says_why_and_is_logged(
+async def test_command_that_fails_unexpectedly_answers_the_reason_and_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Broken(Status):
@@ -137,7 +137,7 @@ async def test_only_its_user_may_open_the_socket(supervisor: Supervisor) -> None
     assert stat.S_IMODE(mode) == 0o600
 
 
-async def test_workers_come_and_go_and_processes_json_is_true(supervisor: Supervisor) -> None:
+async def test_scale_changes_workers_and_processes_json(supervisor: Supervisor) -> None:
     line, said = await tell(supervisor, Scale({"prefill": 2, "decode": 1}))
     assert line == {"prefill": 2, "decode": 1}
     assert [text.split()[0] for text in said if text.endswith("starts")] == [
@@ -215,7 +215,7 @@ async def test_on_a_full_disk_workers_come_are_started_again_and_leave(tmp_path:
     assert "processes.json" in warning
 
 
-async def test_a_worker_that_does_not_come_up_is_told_with_its_log_and_forgotten(
+async def test_worker_that_dies_at_scale_up_is_reported_with_its_log_and_removed(
     supervisor: Supervisor,
 ) -> None:
     await tell(supervisor, Scale({"prefill": 1}))
@@ -242,7 +242,7 @@ async def test_wrong_counts_are_refused_before_anything_starts(
     assert supervisor.processes == []
 
 
-async def test_workers_to_come_run_the_strategy_of_now(supervisor: Supervisor) -> None:
+async def test_scaled_up_worker_starts_with_the_current_strategy(supervisor: Supervisor) -> None:
     assert (await tell(supervisor, Switch("prefill_first")))[0] == "prefill_first"
     await tell(supervisor, Scale({"prefill": 1}))
     argv = supervisor.processes[0].spec.argv
@@ -280,7 +280,7 @@ NONSENSE = [
 
 
 @pytest.mark.parametrize("line", [*NONSENSE, b"{" * 70_000, b"{" * 700_000])
-async def test_what_is_no_command_is_answered_and_harms_nothing(supervisor: Supervisor, line: bytes) -> None:
+async def test_invalid_command_line_is_refused_and_up_continues(supervisor: Supervisor, line: bytes) -> None:
     answer = await asyncio.to_thread(say, supervisor, line + b"\n")
     assert "command" in answer["refused"]
     assert (await tell(supervisor, Describe()))[0]["model"] == "m"
@@ -301,12 +301,14 @@ def answer_on(connection: socket.socket) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("limits", [ConnectionLimits(idle_seconds=0.2)])
-async def test_a_silent_connection_is_told_and_closed(supervisor: Supervisor) -> None:
+async def test_silent_command_connection_is_refused_and_closed(supervisor: Supervisor) -> None:
     for half in (b"", b'{"command":'):
         assert "none came within 0.2 s" in (await asyncio.to_thread(say, supervisor, half))["refused"]
 
 
-async def test_connections_beyond_the_limit_are_told_and_leave_room(supervisor: Supervisor) -> None:
+async def test_command_connections_beyond_the_limit_are_refused_until_others_close(
+    supervisor: Supervisor,
+) -> None:
     with ExitStack() as open_ones:
         silent = [
             open_ones.enter_context(connect(supervisor.config.run_dir / COMMAND_SOCKET))
@@ -341,7 +343,7 @@ async def test_a_command_is_executed_when_its_client_has_gone(supervisor: Superv
     assert (line, said) == ({"prefill": 1, "decode": 0}, [])
 
 
-def test_without_an_up_there_it_is_refused(tmp_path: Path) -> None:
+def test_command_without_a_running_up_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="run directory of a running `up`"):
         send_to_up(tmp_path, Describe())
 

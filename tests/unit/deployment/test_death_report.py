@@ -30,7 +30,7 @@ PYTHON = "ValueError: no such thing"
         ([], None),
     ],
 )
-def test_the_cause_is_found_wherever_it_stands(lines: Sequence[str], cause: str | None) -> None:
+def test_death_cause_is_found_in_any_line(lines: Sequence[str], cause: str | None) -> None:
     assert cause_in(lines) == cause
 
 
@@ -60,7 +60,7 @@ async def test_the_first_line_is_the_sentence_and_the_log_follows(tmp_path: Path
     ]
 
 
-async def test_a_killed_process_had_no_last_words(tmp_path: Path) -> None:
+async def test_death_report_of_a_killed_process_names_the_signal(tmp_path: Path) -> None:
     process = await ended(tmp_path, f"import os; print({DYNAMO!r}, flush=True); os.kill(os.getpid(), 9)")
 
     assert death_report(process, "while serving").startswith(
@@ -68,7 +68,7 @@ async def test_a_killed_process_had_no_last_words(tmp_path: Path) -> None:
     )
 
 
-async def test_dynamo_s_word_for_inotify_instances_is_explained(tmp_path: Path) -> None:
+async def test_death_report_explains_missing_inotify_instances(tmp_path: Path) -> None:
     process = await ended(tmp_path, "print('watch: Too many open files (os error 24)'); raise SystemExit(1)")
 
     report = death_report(process, "before it was ready")
@@ -76,7 +76,7 @@ async def test_dynamo_s_word_for_inotify_instances_is_explained(tmp_path: Path) 
     assert "sudo sysctl fs.inotify.max_user_instances=1024" in report.split("\n")[0]
 
 
-async def test_only_the_last_start_is_told_of(tmp_path: Path) -> None:
+async def test_death_report_shows_only_lines_of_the_last_start(tmp_path: Path) -> None:
     process = await ended(tmp_path, f"print({OURS!r}); raise SystemExit(2)")
     process.spec = ProcessSpec("decode-0", "decode", (sys.executable, "-S", "-c", "print('second')"))
     await process.start({})

@@ -158,7 +158,7 @@ def test_workers_may_drain_before_they_are_killed(config: DeploymentConfig) -> N
     assert replace(patient, stop_timeout=2.0).stop_seconds == 2.0
 
 
-def test_workers_are_told_how_long_they_may_drain(config: DeploymentConfig) -> None:
+def test_workers_get_the_drain_seconds_flag(config: DeploymentConfig) -> None:
     specs = specs_of(replace(config, drain_seconds=7.5))
     told = {name: flag(spec, "--drain-seconds") for name, spec in specs.items()}
     assert told == {"frontend": None, "prefill-0": "7.5", "decode-0": "7.5"}
@@ -169,7 +169,7 @@ def test_workers_are_told_how_long_they_may_drain(config: DeploymentConfig) -> N
     [((), "", None), ((), "9", 9.0), (("--drain-seconds", "4"), "9", 4.0)],
     ids=["default", "variable", "flag"],
 )
-def test_how_long_to_drain_is_told_as_to_a_worker(
+def test_drain_seconds_of_up_follow_flag_and_variable(
     argv: tuple[str, ...],
     variable: str,
     seconds: float | None,
@@ -188,7 +188,7 @@ def test_a_variable_that_is_no_number_of_seconds_is_named(
         config_from(parsed("--strategy", "agg"), tmp_path)
 
 
-def test_streams_outlive_their_worker_unless_told_otherwise(config: DeploymentConfig) -> None:
+def test_frontend_gets_migration_limit_3_unless_the_environment_has_another(config: DeploymentConfig) -> None:
     assert specs_of(config)["frontend"].env["DYN_MIGRATION_LIMIT"] == "3"
     assert specs_of(config, DYN_MIGRATION_LIMIT="0")["frontend"].env["DYN_MIGRATION_LIMIT"] == "0"
 
@@ -310,7 +310,7 @@ def test_contradictory_flags_are_refused(argv: tuple[str, ...], message: str) ->
         config_from(parsed(*argv), Path("run"))
 
 
-def test_what_takes_a_dead_worker_s_place_has_its_name_and_port_and_the_settings_of_now(
+def test_restarted_worker_has_its_name_and_ports_and_the_current_settings(
     config: DeploymentConfig,
 ) -> None:
     specs = specs_of(replace(config, decode_workers=2))

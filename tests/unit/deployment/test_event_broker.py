@@ -27,7 +27,7 @@ def addresses(run_dir: Path) -> tuple[str, str]:
     return into.removeprefix("xsub="), out_of.removeprefix("xpub=")
 
 
-def test_what_is_published_arrives(broker: EventBroker, tmp_path: Path) -> None:
+def test_event_broker_delivers_published_events(broker: EventBroker, tmp_path: Path) -> None:
     into, out_of = addresses(tmp_path)
     with zmq.Context() as context, context.socket(zmq.SUB) as reader, context.socket(zmq.XPUB) as writer:
         reader.linger = writer.linger = 0

@@ -64,7 +64,7 @@ def planned(config: DeploymentConfig, **kwargs: Any) -> dict[str, str | None]:
     return {spec.name: spec.env.get(DEVICES) for spec in specs if spec.role != "frontend"}
 
 
-def test_each_worker_gets_as_many_gpus_of_its_own_as_its_engine_config_says(tmp_path: Path) -> None:
+def test_each_worker_gets_the_number_of_gpus_of_its_engine_config(tmp_path: Path) -> None:
     config = deployment(
         tmp_path, {"tp": 2}, {"tp": 1, "pp": 2}, prefill_workers=2, decode_workers=2, gpu_devices=EIGHT
     )
@@ -79,7 +79,7 @@ def test_without_a_list_the_roles_variables_then_cudas_then_the_machine_decide(t
     assert planned(config, environ=of_roles) == {"prefill-0": "1", "decode-0": "3"}
 
 
-def test_without_any_gpu_known_the_engine_says_what_it_misses(tmp_path: Path) -> None:
+def test_workers_get_no_gpu_list_when_no_gpu_is_known(tmp_path: Path) -> None:
     assert planned(deployment(tmp_path, {}, {})) == {"prefill-0": None, "decode-0": None}
 
 

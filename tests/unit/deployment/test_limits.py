@@ -14,11 +14,11 @@ USUAL = Limits(max_inotify_instances=128, free_inotify_instances=128, max_open_f
 PAIR = needs_of(DeploymentConfig("prefill_first", "toy", "toy", Path("run")))
 
 
-def test_a_usual_machine_is_enough() -> None:
+def test_machine_with_usual_limits_has_no_shortage() -> None:
     assert require(PAIR, USUAL) == []
 
 
-def test_a_machine_that_does_not_tell_is_not_refused() -> None:
+def test_machine_with_unknown_limits_is_not_refused() -> None:
     assert require(PAIR, Limits()) == []
 
 
@@ -44,7 +44,7 @@ def test_too_few_open_files_are_refused_and_few_are_a_warning() -> None:
     assert warning == "the hard limit of open files (ulimit -Hn) is 256: enough for some 128 connections"
 
 
-def test_all_refusals_are_told_together() -> None:
+def test_all_shortages_are_in_one_error() -> None:
     with pytest.raises(LimitError, match=r"max_user_instances .*; the hard limit of open files"):
         require(PAIR, replace(USUAL, free_inotify_instances=0, max_open_files=64))
 

@@ -29,11 +29,11 @@ def test_two_owners_pick_different_ports_though_nothing_listens_yet(own: OwnPort
     assert len({*mine, *theirs}) == 16
 
 
-def test_an_owner_does_not_pick_a_port_twice(own: OwnPorts) -> None:
+def test_owner_gets_each_port_once(own: OwnPorts) -> None:
     assert len({*own.take(8, LOOPBACK), *own.take(8, LOOPBACK)}) == 16
 
 
-def test_another_process_does_not_pick_them(own: OwnPorts) -> None:
+def test_ports_of_an_owner_are_not_given_to_another_process(own: OwnPorts) -> None:
     own.take(len(AMONG) // 2 + 1, LOOPBACK)  # of both blocks
     program = (
         f"from trtllm_disagg.deployment.ports import OwnPorts\nOwnPorts({AMONG!r}).take(1, {LOOPBACK!r})"

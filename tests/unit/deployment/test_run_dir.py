@@ -60,7 +60,7 @@ def test_claim_makes_the_path_absolute(tmp_path: Path, monkeypatch: pytest.Monke
     assert RunDir.claim(Path("run")).path == tmp_path / "run"
 
 
-def test_claim_keeps_what_it_does_not_know(tmp_path: Path) -> None:
+def test_claim_keeps_unknown_files(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
 
     RunDir.claim(tmp_path)
@@ -111,7 +111,7 @@ def test_every_deployment_has_a_key_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("used_before", [True, False])
-def test_an_own_or_empty_directory_is_closed_to_others_and_that_is_said(
+def test_own_or_empty_run_directory_is_closed_to_others_with_a_note(
     tmp_path: Path, used_before: bool
 ) -> None:
     (path := tmp_path / "run").mkdir()
@@ -148,7 +148,7 @@ def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
         RunDir.claim(path)
 
 
-def test_records_survive_the_round_trip(tmp_path: Path) -> None:
+def test_process_records_are_read_as_written(tmp_path: Path) -> None:
     run_dir = RunDir.claim(tmp_path)
     record = record_of(os.getpid())
 
@@ -158,14 +158,14 @@ def test_records_survive_the_round_trip(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("*.new")] == []
 
 
-def test_a_live_process_keeps_the_directory(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
+def test_run_directory_of_a_live_process_is_refused(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
     claimed(tmp_path).write([record_of(sleeper.pid)])
 
     with pytest.raises(RunDirInUseError, match=rf"--run-dir.*decode-0 \(pid {sleeper.pid}\)"):
         RunDir.claim(tmp_path)
 
 
-def test_a_dead_process_does_not(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
+def test_run_directory_of_a_dead_process_is_claimed(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
     claimed(tmp_path).write([record_of(sleeper.pid)])
     sleeper.kill()
     sleeper.wait()
@@ -247,6 +247,6 @@ def test_a_second_command_waits_until_the_first_has_ended(tmp_path: Path) -> Non
     assert order == ["first", "second"]
 
 
-def test_a_run_directory_that_is_not_there_is_for_the_command_to_refuse(tmp_path: Path) -> None:
+def test_change_lock_of_a_missing_run_directory_raises_nothing(tmp_path: Path) -> None:
     with one_change_at_a_time(tmp_path / "nowhere", lambda: None):
         pass

@@ -42,7 +42,7 @@ def decode(tmp_path: Path) -> Told:
     return Told(tmp_path, "decode-0", "starting")
 
 
-def test_without_a_terminal_each_new_activity_is_one_line_and_a_share_that_grows_is_none(
+def test_without_a_terminal_each_activity_is_one_line_and_progress_none(
     decode: Told,
 ) -> None:
     clock, stream = Clock(50.0), io.StringIO()
@@ -83,7 +83,7 @@ def test_without_a_terminal_a_silence_ends_after_10_s_with_what_is_waited_for(
     ]
 
 
-def test_while_it_serves_nothing_is_written_without_a_terminal(tmp_path: Path) -> None:
+def test_plain_status_writes_nothing_while_serving(tmp_path: Path) -> None:
     clock, stream = Clock(50.0), io.StringIO()
     status = PlainStatus(stream, clock)
     ready = Told(tmp_path, "decode-1", "ready")

@@ -34,7 +34,9 @@ def status_of(*argv: object) -> int:
     return caught.value.code
 
 
-def test_a_pair_that_is_fine_ends_with_0(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_pair_without_findings_exits_with_0(
+    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert status_of(*pair) == 0
     shown = capsys.readouterr().out
     assert all(rule.name in shown for rule in RULES)
@@ -51,14 +53,16 @@ def test_an_error_ends_with_1_and_is_explained(
     assert "because a prompt that prefill takes must fit where it is decoded" in shown
 
 
-def test_notes_do_not_fail(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_pair_with_notes_only_exits_with_0(
+    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     pair[0].write_text(yaml.safe_dump(PREFILL | {"disable_overlap_scheduler": False}))
     assert status_of(*pair) == 0
     assert "0 errors, 1 note" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("own", [None, 16384], ids=["decode has the model's", "both alike"])
-def test_more_than_the_models_length_is_a_note_that_names_it(
+def test_max_seq_len_above_the_models_is_a_note_with_its_length(
     pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], own: int | None
 ) -> None:
     model = write_checkpoint(tmp_path / "model", max_position_embeddings=512)
@@ -116,7 +120,7 @@ def test_a_key_that_is_there_twice_ends_with_2(
     assert "decode.yaml is not YAML: max_batch_size is there twice, in lines" in capsys.readouterr().err
 
 
-def test_the_model_directory_says_what_auto_is(
+def test_auto_kv_dtype_is_resolved_from_the_model_directory(
     pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text('{"torch_dtype": "bfloat16", "max_position_embeddings": 16384}')
@@ -146,7 +150,7 @@ def test_bad_usage_ends_with_2(
 
 
 @pytest.mark.parametrize("content", [None, "- a list\n", "a: b: c\n", b"\xff"])
-def test_a_file_that_is_none_ends_with_2(
+def test_missing_or_invalid_yaml_file_exits_with_2(
     pair: tuple[Path, Path], content: str | bytes | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if content is None:
@@ -165,7 +169,9 @@ def test_a_file_that_is_none_ends_with_2(
         if path.parent.name not in NOT_FOR_TENSORRT_LLM
     ),
 )
-def test_the_pairs_that_are_shipped_are_clean(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shipped_engine_pairs_have_no_error_and_no_note(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert status_of(folder / "prefill.yaml", folder / "decode.yaml", "--json") == 0
     assert json.loads(capsys.readouterr().out)["notes"] == 0
 

@@ -156,7 +156,7 @@ def test_what_is_no_url_is_refused_by_name(url: str) -> None:
         HttpFrontend(url, 5)
 
 
-def test_a_url_where_nothing_listens_ends_with_2_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_url_without_a_listener_exits_with_2_and_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of("--url", f"http://{LOOPBACK}:{free_http_port(LOOPBACK, 0)}") == 2
     assert (
         "expected the URL of a frontend that answers ([Errno 111] Connection refused)"
@@ -164,7 +164,7 @@ def test_a_url_where_nothing_listens_ends_with_2_and_says_so(capsys: pytest.Capt
     )
 
 
-def test_a_server_that_is_no_frontend_ends_with_2_and_says_so(
+def test_server_that_is_no_frontend_exits_with_2_and_the_reason(
     pages: Pages, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pages.pages["/v1/models"] = (200, "<html>")
@@ -204,7 +204,7 @@ def test_a_listener_of_this_user_is_found_and_a_closed_port_is_not(pages: Pages)
 
 
 @pytest.mark.parametrize("argv", [[], ["prefill.yaml"], ["--url", "http://h", "a.yaml", "b.yaml"]])
-def test_neither_or_both_of_url_and_files_end_with_2(
+def test_doctor_with_neither_or_both_of_url_and_files_exits_with_2(
     argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert status_of(*argv) == 2

@@ -110,7 +110,7 @@ def test_workers_of_the_namespace_that_answered_are_seen_with_their_roles() -> N
     assert (observed.frontend, observed.limits) == (None, None)
 
 
-def test_the_role_of_a_worker_at_the_front_only_is_what_it_says_or_unknown() -> None:
+def test_role_of_a_worker_at_the_shared_component_is_its_description_or_unknown() -> None:
     front = [instance(2, SHARED_COMPONENT)]
     assert [str(w) for w in seen(FakeFrontend(listed=front)).workers or ()] == ["worker 2"]
     told = FakeDirectory({2: {"role": "agg"}})
@@ -130,7 +130,7 @@ def test_discovery_is_where_the_frontend_on_this_machine_has_it() -> None:
     assert machine.needed == [Needs(inotify_instances=9, peers=2)]
 
 
-def test_what_only_passes_the_port_on_is_no_frontend() -> None:
+def test_port_forwarding_process_is_not_taken_for_the_frontend() -> None:
     machine, directory = (
         FakeMachine({8000: LocalProcess(7, {}, ("ssh", "-L", "8000:f:8000"))}),
         FakeDirectory(),
@@ -139,7 +139,7 @@ def test_what_only_passes_the_port_on_is_no_frontend() -> None:
     assert directory.asked == [("mine", {k: v for k, v in FILES.items() if k != "HOME"})]
 
 
-def test_a_prompt_that_stayed_is_followed_by_one_that_asks_for_the_order() -> None:
+def test_local_answer_is_followed_by_a_prompt_with_the_order_annotation() -> None:
     frontend = FakeFrontend(answers=[STAYED, CROSSED])
     observed = seen(frontend)
     assert (observed.plain, observed.crossing) == (STAYED, CROSSED)

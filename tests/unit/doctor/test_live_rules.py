@@ -80,7 +80,7 @@ def described(role: str, **changes: Any) -> Observed:
     return replace(FINE, workers=workers)
 
 
-def test_a_deployment_that_is_fine_has_nothing_else() -> None:
+def test_healthy_deployment_has_no_finding_but_facts() -> None:
     assert broken(FINE) == []
     assert {finding.rule: finding.value for finding in findings(FINE)} == {
         "answers": "demo, a prompt of 165 tokens",
@@ -153,7 +153,7 @@ def test_two_workers_that_do_not_fit_are_an_error_that_names_the_setting() -> No
     assert "kv_cache_config.dtype: prefill 'same', decode 'fp8'" in finding.instead
 
 
-def test_two_versions_are_a_note_and_an_older_worker_is_not_known() -> None:
+def test_different_versions_are_a_note_and_missing_ones_not_known() -> None:
     newer = {"trtllm_disagg": "0.2.0", "ai_dynamo": "1.6.1"}
     finding = the_one(described("decode", versions=newer))
     assert (finding.rule, finding.verdict) == ("versions", "note")
@@ -175,7 +175,7 @@ def test_a_request_that_took_another_way_is_an_error_with_the_way() -> None:
     assert all(lost in each.instead for each in found)
 
 
-def test_another_order_than_the_workers_say_is_a_note() -> None:
+def test_request_in_another_order_than_the_deployments_is_a_note() -> None:
     seen = traced(strategy="prefill_first", prefill_instance=None, decode_instance="42")
     finding = the_one(seen)
     assert (finding.rule, finding.verdict, finding.instead) == (
@@ -185,7 +185,7 @@ def test_another_order_than_the_workers_say_is_a_note() -> None:
     )
 
 
-def test_a_prompt_that_stays_is_a_note_when_one_that_must_cross_does() -> None:
+def test_local_request_is_a_note_when_an_ordered_one_crosses() -> None:
     stayed = traced(strategy="local", reason="short", prefill_instance=None, kv_transfer_bytes=None)
     finding = the_one(replace(stayed, ordered=ANSWER))
     assert (finding.rule, finding.verdict, finding.value) == ("order", "note", "local (short)")
@@ -214,7 +214,7 @@ def test_two_workers_that_the_frontend_chained_are_both_stages() -> None:
     assert [f.value for f in findings(seen) if f.rule == "both stages"] == ["yes, prefill f2 and decode 42"]
 
 
-def test_kv_that_did_not_move_is_an_error_and_kv_that_was_not_measured_is_not_known() -> None:
+def test_zero_kv_bytes_are_an_error_and_unmeasured_ones_not_known() -> None:
     finding = the_one(traced(kv_transfer_bytes=0))
     assert (finding.rule, finding.verdict) == ("KV moved", "error")
     finding = the_one(traced(kv_transfer_bytes=None))
@@ -225,13 +225,13 @@ def test_kv_that_did_not_move_is_an_error_and_kv_that_was_not_measured_is_not_kn
 @pytest.mark.parametrize(
     ("cached", "told"), [(160, "--publish-kv-events"), (0, "kv_cache_config.enable_block_reuse: true")]
 )
-def test_a_router_that_hears_of_no_block_is_an_error(cached: int, told: str) -> None:
+def test_router_without_kv_events_is_an_error(cached: int, told: str) -> None:
     finding = the_one(repeated(cached_tokens=cached, hit_rate=0.0))
     assert (finding.rule, finding.verdict) == ("KV events", "error")
     assert finding.instead.startswith(told)
 
 
-def test_a_router_that_does_not_look_or_guesses_is_a_note() -> None:
+def test_router_without_a_hit_rate_or_kv_events_is_a_note() -> None:
     finding = the_one(repeated(hit_rate=None))
     assert (finding.rule, finding.verdict) == ("KV events", "note")
     guessing = replace(FRONTEND, argv=(*FRONTEND.argv, "--no-router-kv-events"))

@@ -315,7 +315,7 @@ BROKEN: list[tuple[str, str, str, dict[str, Any]]] = [
     BROKEN,
     ids=[f"{name}-{verdict}" for name, verdict, *_ in BROKEN],
 )
-def test_a_pair_broken_in_one_place_is_told_about_that_place_only(
+def test_pair_with_one_fault_gets_exactly_that_finding(
     rule: str, verdict: str, instead: str, change: dict[str, Any]
 ) -> None:
     rows = diagnosed(**change)
@@ -325,12 +325,12 @@ def test_a_pair_broken_in_one_place_is_told_about_that_place_only(
     assert row.why
 
 
-def test_every_rule_is_broken_by_a_pair() -> None:
+def test_every_rule_has_a_pair_that_breaks_it() -> None:
     of_flags = {"flags", "strategy"}  # in test_command.py
     assert {rule.name for rule in RULES} - of_flags == {name for name, *_ in BROKEN}
 
 
-def test_older_tensorrt_llm_asks_for_more() -> None:
+def test_older_tensorrt_llm_gets_findings_of_its_missing_features() -> None:
     """Its transfers have no end by default, and its context servers do not overlap."""
     rows = diagnosed(
         {"disable_overlap_scheduler": False, f"{TRANSCEIVER}.kv_transfer_timeout_ms": GONE}, version="1.2.1"
@@ -351,7 +351,7 @@ def test_a_small_buffer_is_an_error_where_auto_is_the_cpp_transceiver(version: s
     assert findings(rows)["max_tokens_in_buffer"] == verdict
 
 
-def test_no_bound_of_the_python_transceiver_is_fine() -> None:
+def test_zero_max_tokens_in_buffer_of_the_python_transceiver_has_no_finding() -> None:
     no_bound = {f"{TRANSCEIVER}.max_tokens_in_buffer": 0}
     assert findings(diagnosed(no_bound, no_bound)) == {}
 
@@ -370,7 +370,7 @@ def test_empty_engine_files_give_notes_and_backend_nixl() -> None:
     assert row.prefill == "NIXL"
 
 
-def test_what_only_the_worker_knows_is_the_workers_row(tmp_path: Path) -> None:
+def test_setting_that_only_the_worker_refuses_is_the_row_worker(tmp_path: Path) -> None:
     """A file that passes all rules, and that the worker refuses all the same."""
     (tmp_path / "decode.yaml").write_text("backend: _autodeploy\n")
     asked = Deployment()
@@ -382,10 +382,10 @@ def test_what_only_the_worker_knows_is_the_workers_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gms_config", "checkpoint_format", "enable_tokenization_cache"])
-def test_an_argument_that_only_tensorrt_llm_has_is_no_misspelling(name: str) -> None:
+def test_argument_known_to_tensorrt_llm_only_has_no_finding(name: str) -> None:
     assert findings(diagnosed({name: {}})) == {}
 
 
-def test_several_faults_are_all_told_at_once() -> None:
+def test_several_faults_give_a_finding_each() -> None:
     rows = diagnosed({"max_beam_width": 2}, {"max_seq_len": 100, "dtype": "float16"})
     assert findings(rows) == {"max_beam_width": "error", "max_seq_len": "error", "dtype": "error"}

@@ -72,7 +72,7 @@ def test_a_parser_that_dynamo_lacks_is_refused_with_the_nearest(field: str, flag
         advertised(**unknown)
 
 
-def test_the_router_is_told_what_the_flags_say() -> None:
+def test_router_config_is_advertised_only_with_router_flags() -> None:
     router = advertised(router_flags=("--router-mode", "kv", "--no-router-track-active-blocks")).router
     assert router is not None
     assert advertised().router is None
@@ -88,7 +88,7 @@ def test_a_router_flag_that_dynamo_does_not_take_is_refused() -> None:
         advertised(router_flags=("--router-mode", "fast"))
 
 
-def test_the_card_has_all_of_it() -> None:
+def test_model_card_has_parsers_thinking_mode_and_structural_tag() -> None:
     card = ModelRuntimeConfig()
     advertised(
         guides=True,
@@ -101,14 +101,14 @@ def test_the_card_has_all_of_it() -> None:
     assert card.structural_tag["scope"] == "always"
 
 
-def test_a_card_of_a_worker_that_says_nothing_has_nothing() -> None:
+def test_model_card_without_flags_has_no_parsers_and_no_tag() -> None:
     card = ModelRuntimeConfig()
     advertised().put_on(card)
     assert (card.tool_call_parser, card.reasoning_parser, card.structural_tag) == (None, None, None)
 
 
 @pytest.mark.parametrize("excludes", [True, False])
-def test_the_card_says_whether_tools_are_left_out(excludes: bool) -> None:
+def test_model_card_has_the_exclude_tools_flag(excludes: bool) -> None:
     card = ModelRuntimeConfig()
     advertised(exclude_tools_when_tool_choice_none=excludes).put_on(card)
     assert card.exclude_tools_when_tool_choice_none is excludes
@@ -135,7 +135,7 @@ def test_a_topology_is_on_the_card(topology: Path, monkeypatch: pytest.MonkeyPat
     assert card.kv_transfer_preferred_weight == 0.5
 
 
-def test_without_a_topology_the_card_has_none() -> None:
+def test_model_card_without_topology_has_no_domains() -> None:
     card = ModelRuntimeConfig()
     advertised().put_on(card)
     assert not card.topology_domains

@@ -54,7 +54,7 @@ def test_what_is_no_command_is_refused_by_name(raw: Any, named: str) -> None:
         decode_command(raw)
 
 
-def test_only_orders_can_be_switched_to() -> None:
+def test_switch_to_a_strategy_that_is_not_switchable_is_refused() -> None:
     for to in STRATEGIES:
         asked = {"command": "switch", "to": to}
         if STRATEGIES[to].switchable:

@@ -63,7 +63,7 @@ def test_the_blocks_of_each_rank_follow_the_statistics() -> None:
     assert value(metrics, "dynamo_component_model_load_time_seconds") == 12.5
 
 
-def test_an_engine_that_does_not_tell_its_pool_at_the_start_is_shown_empty_until_it_does() -> None:
+def test_cache_usage_is_0_until_an_engine_of_unknown_capacity_reports_it() -> None:
     """TensorRT-LLM without get_kv_cache_capacity."""
     metrics = DynamoMetrics(WorkerConfig(model="llama", role=Role.DECODE), 0)
     usage = "dynamo_component_kvstats_gpu_cache_usage_percent"

@@ -46,7 +46,7 @@ def step(context: int = 0, generating: int = 0, used: int = 0, **more: Any) -> d
     }
 
 
-def test_steps_add_up_and_holdings_do_not() -> None:
+def test_tokens_of_steps_are_summed_and_used_blocks_are_not() -> None:
     metrics = made()
     metrics.update(step(context=100, used=7))
     metrics.update(step(context=20, generating=3, used=5))
@@ -60,7 +60,7 @@ def test_steps_add_up_and_holdings_do_not() -> None:
     }
 
 
-def test_steps_of_a_modelled_gpu_tell_how_late_they_were() -> None:
+def test_lateness_of_modelled_steps_is_summed_in_seconds() -> None:
     metrics = made()
     ran = {"numScheduledRequests": 1}
     for late, batch in ((2.0, ran), (3.0, ran), (3.0, {"numScheduledRequests": 0})):
@@ -87,7 +87,7 @@ def drafted(accepted: int, requests: int) -> dict[str, Any]:
     return {"specDecodingStats": {"numAcceptedTokens": accepted, "numRequestsWithDraftTokens": requests}}
 
 
-def test_accepted_draft_tokens_are_tokens() -> None:
+def test_accepted_draft_tokens_count_as_decode_tokens() -> None:
     """TensorRT-LLM: a step gives each request one token, and what it accepts of its draft (py_executor.py)."""
     metrics = made()
     metrics.update(step(generating=4, **drafted(accepted=6, requests=3)))
@@ -95,7 +95,7 @@ def test_accepted_draft_tokens_are_tokens() -> None:
     assert shown(metrics)["decode_tokens_total"] == 4 + 6 + 1
 
 
-def test_of_the_other_ranks_drafts_the_first_ones_share_is_taken() -> None:
+def test_draft_tokens_of_other_ranks_are_estimated_from_rank_0() -> None:
     """TensorRT-LLM tells all ranks of attention DP those of rank 0."""
     metrics = made()
     metrics.update(step(generating=3, attentionDpRank=0, **drafted(accepted=6, requests=3)))
@@ -114,11 +114,11 @@ def test_handoffs_and_pulls_are_shown_where_the_engine_knows_them() -> None:
     assert shown(metrics)["handoffs_held"] == 1
 
 
-def test_nothing_of_the_engine_is_shown_before_it_has_said_anything() -> None:
+def test_no_engine_metric_is_shown_before_the_first_statistic() -> None:
     assert shown(made()) == OWN
 
 
-def test_the_age_of_the_oldest_handoff_grows_while_the_engine_says_nothing() -> None:
+def test_age_of_the_oldest_handoff_grows_between_statistics() -> None:
     metrics = made(clock=(clock := Clock()))
     metrics.update(step(numHandoffsHeld=2, oldestHandoffAt=clock() - 3))
     metrics.update(step(numHandoffsHeld=1, oldestHandoffAt=clock() - 1, attentionDpRank=1))
@@ -166,7 +166,7 @@ def prefill(checkpoints: Checkpoints) -> Iterator[Core]:
     core.close()
 
 
-def test_a_handoff_that_is_let_go_shows_without_another_step(prefill: Core) -> None:
+def test_released_handoff_changes_the_metrics_without_another_step(prefill: Core) -> None:
     request_id = prefill.add([5] * 40, request_type="context_only")
     prefill.run(request_id)
     held = prefill.stats[-1]

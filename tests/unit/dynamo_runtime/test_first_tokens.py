@@ -44,7 +44,7 @@ async def served(raw: dict[str, Any], source: Source | None) -> Context:
     return context
 
 
-async def test_a_request_is_bound_to_its_rank_and_told_once_before_its_first_token_leaves() -> None:
+async def test_request_is_bound_to_its_rank_and_the_first_token_is_notified_once() -> None:
     context = await served(raw_request(routing={"dp_rank": 3}), Source())
     assert (context.ranks, context.notices) == ([3], [1])
 

@@ -52,7 +52,7 @@ async def watching(thaws: list[float], clock: Clock, error: Exception | None = N
             await watcher
 
 
-async def test_a_freeze_is_told_once() -> None:
+async def test_freeze_is_reported_once() -> None:
     thaws: list[float] = []
     clock = Clock()
     async with watching(thaws, clock):
@@ -64,7 +64,7 @@ async def test_a_freeze_is_told_once() -> None:
             assert len(thaws) == count
 
 
-async def test_a_busy_moment_is_no_freeze() -> None:
+async def test_delay_of_3_seconds_is_not_reported_as_a_freeze() -> None:
     thaws: list[float] = []
     clock = Clock()
     async with watching(thaws, clock):
@@ -73,7 +73,7 @@ async def test_a_busy_moment_is_no_freeze() -> None:
     assert not thaws
 
 
-async def test_the_watch_goes_on_when_discovery_cannot_be_told(caplog: pytest.LogCaptureFixture) -> None:
+async def test_freeze_watch_continues_when_registering_again_fails(caplog: pytest.LogCaptureFixture) -> None:
     thaws: list[float] = []
     clock = Clock()
     async with watching(thaws, clock, OSError("no directory")):
@@ -83,7 +83,7 @@ async def test_the_watch_goes_on_when_discovery_cannot_be_told(caplog: pytest.Lo
     assert "restart it" in caplog.text
 
 
-async def test_what_is_told_again_is_what_was_there() -> None:
+async def test_renew_registers_only_what_was_registered() -> None:
     worker, registration, _ = stage_state("decode", "decode_first")
     await worker.apply("decode_first")
     await worker.renew()

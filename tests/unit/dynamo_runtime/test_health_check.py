@@ -21,7 +21,7 @@ def test_without_one_a_probe_is_one_token_before_all_others() -> None:
     assert payload[PROBE] is True
 
 
-def test_a_payload_is_json_or_a_file_of_it(tmp_path: Path) -> None:
+def test_health_check_payload_is_read_from_json_or_a_file(tmp_path: Path) -> None:
     (tmp_path / "probe.json").write_text(GIVEN)
     assert health_check_payload(GIVEN) == health_check_payload(f"@{tmp_path}/probe.json") == READ
 

@@ -51,13 +51,13 @@ def test_whole_blocks_are_stored_together() -> None:
     assert forwarded(event) == [Stored(list(range(10, 18)), [4, 4], [1, 2], None, None)]
 
 
-def test_the_parent_is_where_the_blocks_hang() -> None:
+def test_stored_event_keeps_the_parent_hash() -> None:
     (event,) = forwarded(stored(block(2, [1, 2, 3, 4]), parent=1))
     assert isinstance(event, Stored)
     assert event.parent_hash == 1
 
 
-def test_the_salt_is_kept() -> None:
+def test_stored_event_keeps_the_cache_salt() -> None:
     (event,) = forwarded(stored(block(2, [1, 2, 3, 4], cache_salt="tenant-1")))
     assert isinstance(event, Stored)
     assert event.cache_salt == "tenant-1"
@@ -85,7 +85,7 @@ def test_the_end_of_what_was_left_out_is_left_out() -> None:
     assert forwarded(first, removed(2), removed(3, 1))[1:] == [Removed([1])]
 
 
-def test_a_hash_that_was_left_out_can_come_back_whole() -> None:
+def test_hash_of_a_skipped_partial_block_can_be_stored_as_a_full_block() -> None:
     events = forwarded(stored(block(2, [5])), removed(2), stored(block(2, [5, 6, 7, 8])), removed(2))
     assert events == [Stored([5, 6, 7, 8], [4], [2], None, None), Removed([2])]
 
@@ -98,11 +98,11 @@ def test_a_hash_that_was_left_out_can_come_back_whole() -> None:
         {"type": "something new"},
     ],
 )
-def test_other_events_say_nothing_to_the_router(data: dict[str, Any]) -> None:
+def test_other_events_are_not_forwarded(data: dict[str, Any]) -> None:
     assert forwarded({"event_id": 0, "data": data}) == []
 
 
-def test_only_the_widest_window_counts() -> None:
+def test_only_events_of_the_widest_attention_window_are_forwarded() -> None:
     """With sliding windows each block is told of once per window, under another hash."""
     created: dict[str, Any] = {"type": "created", "num_blocks_per_cache_level": [9]}
     events = forwarded(
@@ -126,7 +126,7 @@ def test_only_the_widest_window_counts() -> None:
         ([(0, 0), (0, 1), (2, 1)], ["KV event 2 came where 1 was due"]),
     ],
 )
-def test_a_gap_is_a_warning(
+def test_gap_in_event_ids_logs_a_warning(
     ids: list[tuple[int, int | None]], warnings: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     events = [removed(event_id=event_id) for event_id, _ in ids]
@@ -154,7 +154,7 @@ def test_events_without_ids_have_no_gaps(caplog: pytest.LogCaptureFixture) -> No
 
 
 @given(st.integers(0, 2**64 - 1))
-def test_signed_keeps_every_bit(number: int) -> None:
+def test_signed_hash_has_the_same_64_bits(number: int) -> None:
     assert signed(number) % 2**64 == number
     assert -(2**63) <= signed(number) < 2**63
 

@@ -81,7 +81,7 @@ async def test_relayed_requests_are_waited_for_however_idle_the_engine_is() -> N
     assert len(await answering) == 1
 
 
-async def test_what_runs_for_too_long_is_handed_back_before_the_runtime_ends(
+async def test_requests_beyond_drain_seconds_are_handed_back_before_the_runtime_ends(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     place, drain = Place(), WorkerDrain()
@@ -111,7 +111,7 @@ async def test_the_grace_period_comes_before_anything_is_waited_for() -> None:
     assert place.done == ["leave", "leave"]
 
 
-async def test_a_worker_leaves_once() -> None:
+async def test_second_reason_to_leave_is_ignored() -> None:
     place, drain = Place(), WorkerDrain()
     leaver = leaving(place, drain, recording_engine())
     leaver.leave("its engine died")
@@ -158,7 +158,7 @@ async def stages() -> AsyncIterator[dict[Role, Engine]]:
         await stats.stop()
 
 
-async def test_an_engine_that_tells_in_steps_only_is_given_one_when_its_worker_leaves(
+async def test_leaving_worker_gives_an_idle_engine_a_step_to_get_a_statistic(
     tensorrt_llm: ModuleType,
 ) -> None:
     """Decode has the KV; without a request TensorRT-LLM says so to no reader, and this would last for the lease."""
@@ -172,7 +172,7 @@ async def test_an_engine_that_tells_in_steps_only_is_given_one_when_its_worker_l
         assert engine.handoffs.count() == 0
 
 
-async def test_an_engine_whose_steps_tell_of_kv_that_is_held_keeps_its_worker(
+async def test_leaving_worker_waits_while_statistics_show_held_kv(
     tensorrt_llm: ModuleType,
 ) -> None:
     async with stages() as engines:
@@ -193,7 +193,7 @@ async def prefilled(engine: Engine) -> GenerateRequest:
     return asked.with_handoff(await LocalPrefill(engine)(asked, FakeContext()))
 
 
-async def test_an_engine_that_has_told_nothing_is_given_no_step() -> None:
+async def test_leaving_worker_gives_no_step_to_an_engine_without_statistics() -> None:
     place, engine = Place(), recording_engine()
     engine.handoffs.hold()
     leaving(place, WorkerDrain(), engine, seconds=0.2).leave("it was told to stop")

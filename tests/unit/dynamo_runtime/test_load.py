@@ -55,7 +55,7 @@ async def test_a_record_without_cache_counts_is_no_load(record: dict[str, Any]) 
     assert published.load.loads == [(None, 0)]
 
 
-async def test_the_router_hears_of_an_idle_worker_at_once() -> None:
+async def test_empty_load_is_published_at_the_start() -> None:
     published = Published()
     await published.publisher.start()
     assert published.load.loads == [(None, 0)]

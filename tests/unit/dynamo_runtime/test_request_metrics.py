@@ -100,7 +100,7 @@ def phase(stage: Any) -> GenerateRequest:
     return msgspec.structs.replace(request(4), phase_request=PhaseRequest(stage))
 
 
-def test_a_phase_is_no_whole_request() -> None:
+def test_phase_is_counted_apart_from_whole_requests() -> None:
     metrics = RequestMetrics()
     asked = phase("decode")
     asked.trace.facts |= {KV_TRANSFER_MS: 500.0, KV_TRANSFER_BYTES: 4096}

@@ -126,7 +126,7 @@ async def test_a_handler_raises_dynamos_errors(
     assert "Traceback" not in "".join(format_exception(caught.value)).partition("\n")[2]
 
 
-def test_an_overloaded_worker_says_529() -> None:
+def test_overload_error_becomes_http_529() -> None:
     overloaded = to_dynamo(OverloadedError("full"))
     assert isinstance(overloaded, dynamo_errors.HttpError)
     assert overloaded.code == OverloadedError.status == 529
@@ -146,7 +146,9 @@ def test_only_leaving_errors_map_to_exceptions_that_quarantine_an_instance(error
     assert not isinstance(to_dynamo(error), blacklisting)
 
 
-async def test_a_bug_of_ours_fails_the_request_only(caplog: pytest.LogCaptureFixture) -> None:
+async def test_unexpected_exception_fails_only_its_request_and_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with pytest.raises(dynamo_errors.Unknown, match="KeyError: 'x'"):
         await handled(failing(KeyError("x")))
     assert "request request-1 failed unexpectedly" in caplog.text
@@ -263,7 +265,7 @@ def test_a_peers_error_arrives_as_the_kind_that_it_was(
     assert str(translated).endswith(message)
 
 
-async def test_a_worker_without_a_second_stage_calls_nobody() -> None:
+async def test_picking_an_instance_of_no_stage_raises() -> None:
     with pytest.raises(AssertionError):
         await NoStage().pick(request())
 

@@ -28,7 +28,7 @@ def test_a_taken_port_is_named_and_free_again_later() -> None:
 
 
 @pytest.mark.parametrize("port", ["", "-1", "0"])
-def test_no_port_and_any_port_are_taken(port: str) -> None:
+def test_missing_or_zero_system_port_is_accepted(port: str) -> None:
     wanting(port)
 
 

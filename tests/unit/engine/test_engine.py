@@ -62,7 +62,7 @@ def test_a_null_leaves_the_engines_default() -> None:
     assert sampling_of(sampling_options=None, output_options=None) == nothing
 
 
-def test_no_limit_of_top_k_is_zero() -> None:
+def test_top_k_minus_1_becomes_0() -> None:
     assert sampling_of(sampling_options={"top_k": -1}).top_k == 0
 
 
@@ -130,7 +130,7 @@ def test_a_guide_becomes_guided_decoding_params(guided: dict[str, Any], params: 
 
 
 @pytest.mark.parametrize("guided", [{}, {"json": None}, {"choice": None}])
-def test_empty_guided_decoding_is_none(guided: dict[str, Any]) -> None:
+def test_empty_guided_decoding_gives_no_guide(guided: dict[str, Any]) -> None:
     assert sampling_of(sampling_options={"guided_decoding": guided}).guided_decoding is None
 
 
@@ -208,7 +208,7 @@ def test_handoff_ids_differ_between_workers() -> None:
 # -- health, load, size
 
 
-async def test_an_engine_is_healthy_unless_it_says_otherwise() -> None:
+async def test_engine_is_alive_unless_its_health_check_fails() -> None:
     engine = recording_engine()
     for healthy in (True, False):
         engine.llm.is_healthy = healthy
@@ -236,7 +236,7 @@ def test_a_health_check_that_blocks_does_not_keep_the_event_loop_from_ending() -
     assert len(checks) == 1
 
 
-async def test_idle_as_the_embedded_engine_tells_it() -> None:
+async def test_engine_that_counts_requests_is_idle_when_none_is_active() -> None:
     engine = recording_engine(recording={})
     assert await engine.is_idle()
     result = engine.start_agg(request(3))
@@ -245,7 +245,7 @@ async def test_idle_as_the_embedded_engine_tells_it() -> None:
     assert await engine.is_idle()
 
 
-def test_a_length_that_the_engine_does_not_tell_is_not_guessed(tmp_path: Path) -> None:
+def test_max_seq_len_is_none_when_the_engine_does_not_report_it(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 640}))
     assert recording_engine(model=str(tmp_path), max_seq_len=None).max_seq_len is None
     assert recording_engine(model=str(tmp_path), max_seq_len=99).max_seq_len == 99
@@ -265,12 +265,12 @@ def test_an_engine_that_is_not_installed_is_named() -> None:
         load_api("tensorrt_llm")
 
 
-def test_auto_is_what_is_installed() -> None:
+def test_auto_engine_is_embedded_without_tensorrt_llm() -> None:
     assert resolve_engine("auto") == "embedded"
     assert resolve_engine("embedded") == "embedded"
     assert resolve_engine("tensorrt_llm") == "tensorrt_llm"
 
 
-def test_an_engine_that_does_not_tell_its_length_gets_every_prompt_that_it_might_take() -> None:
+def test_engine_without_max_seq_len_gets_prompts_of_any_length() -> None:
     engine = Engine(load_api("recording"), llm=object(), max_seq_len=4096)
     assert engine.longest_prompt >= 1_000_000

@@ -49,7 +49,7 @@ def told(affinity: Affinity, keys: dict[str, Any], **args: Any) -> tuple[Any, An
         (Affinity(is_on=True), {"agent_context": "text"}, {}, (None, None)),
     ],
 )
-def test_the_engine_hears_of_conversation_and_rank(
+def test_conversation_and_rank_reach_the_engine(
     affinity: Affinity, keys: dict[str, Any], args: dict[str, Any], heard: tuple[Any, Any]
 ) -> None:
     assert told(affinity, keys, **args) == heard

@@ -44,7 +44,7 @@ async def looks(stall: Stall) -> int:
     return stall.num_looks
 
 
-async def test_looks_count_while_something_runs_and_nothing_comes(engine: Engine) -> None:
+async def test_stall_counts_looks_without_output_while_requests_run(engine: Engine) -> None:
     stall = Stall(engine)
     assert await looks(stall) == 0, "nothing runs"
     running = Running(engine)
@@ -56,7 +56,7 @@ async def test_looks_count_while_something_runs_and_nothing_comes(engine: Engine
     assert [await looks(stall) for _ in range(2)] == [0, 0]
 
 
-async def test_requests_that_come_and_clients_that_leave_are_no_sign_of_life(engine: Engine) -> None:
+async def test_new_requests_and_cancels_do_not_reset_the_stall_count(engine: Engine) -> None:
     stall, first = Stall(engine), Running(engine)
     assert await looks(stall) == 1
     second = Running(engine)
@@ -69,7 +69,7 @@ async def test_requests_that_come_and_clients_that_leave_are_no_sign_of_life(eng
     await leftover_tasks()
 
 
-async def test_a_request_that_fails_is_a_sign_of_life(engine: Engine) -> None:
+async def test_failed_request_resets_the_stall_count(engine: Engine) -> None:
     stall, still = Stall(engine), Running(engine)
     assert await looks(stall) == 1
     engine.llm.scripts.append(Script(error=RuntimeError("bad request")))
@@ -88,7 +88,7 @@ async def test_an_ended_request_whose_client_does_not_read_is_no_stall(engine: E
     await chunks.aclose()
 
 
-async def test_what_stands_still_is_said_with_the_flag(engine: Engine) -> None:
+async def test_stall_reason_names_the_flag(engine: Engine) -> None:
     still = Running(engine)
     async with asyncio.timeout(30):
         assert "(--engine-stall-timeout)" in await until_stalled(engine, 0.01)
@@ -105,7 +105,7 @@ async def test_what_stands_still_is_said_with_the_flag(engine: Engine) -> None:
         ("tensorrt_llm", 0.0, 0.0),
     ],
 )
-def test_only_engines_that_do_not_watch_their_steps_are_watched_unless_told(
+def test_stall_timeout_defaults_to_off_for_engines_that_watch_their_steps(
     engine_name: str, given: float | None, seconds: float
 ) -> None:
     config = WorkerConfig(model="org/model", engine=engine_name, engine_stall_timeout=given)

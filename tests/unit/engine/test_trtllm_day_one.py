@@ -97,7 +97,7 @@ def publishers_of(llm: Any) -> list[PollingPublisher]:
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["statistics", "cache-events"])
-async def test_a_reader_that_blocks_blocks_no_request(which: int) -> None:
+async def test_blocking_statistics_reader_runs_in_its_own_thread(which: int) -> None:
     llm = BlockingReaders(least_seconds=0.6)
     publisher = publishers_of(llm)[which]
     await publisher.start()
@@ -108,7 +108,7 @@ async def test_a_reader_that_blocks_blocks_no_request(which: int) -> None:
     assert max(llm.timeouts) <= 0.01
 
 
-async def test_an_engine_with_no_news_is_asked_less_and_less_often() -> None:
+async def test_polls_of_an_engine_without_news_become_rarer() -> None:
     publisher = StatsForwarder(BlockingReaders(), RecordingLoadSink(), RecordingStatsSink())
     asked: list[float] = []
     publisher.records = lambda: asked.append(time.monotonic()) or _nothing()  # type: ignore[method-assign, func-returns-value]
@@ -306,7 +306,7 @@ def test_uncategorised_error_is_classified_by_its_message(message: str, kind: ty
 
 
 @pytest.mark.parametrize("message", [GENERATION_TRANSFER_ERROR, *OTHER_TRANSFER_ERRORS])
-async def test_a_kv_transfer_that_fails_climbs_the_fallback(pair: DayOne, message: str) -> None:
+async def test_failed_kv_transfer_goes_to_the_next_fallback_step(pair: DayOne, message: str) -> None:
     pair.decode.scripts.append(Script(error=RequestError(message)))
     chunks = await collect(pair.generate, request())
     assert tokens_of(chunks) == expected_tokens(5)
@@ -334,7 +334,9 @@ async def test_a_handoff_that_may_be_read_keeps_the_worker(tensorrt_llm: ModuleT
 
 
 @pytest.mark.parametrize("order", ORDERS)
-async def test_a_worker_whose_requests_are_over_is_idle(order: str, tensorrt_llm: ModuleType) -> None:
+async def test_worker_without_requests_is_idle_unless_its_kv_may_be_read(
+    order: str, tensorrt_llm: ModuleType
+) -> None:
     both = Both(order)
     day = both.day_one(order)
     await collect(day.generate, request())
@@ -400,7 +402,7 @@ def test_an_engine_without_requests_may_hold_kv_that_decode_has_still_to_read(sa
     assert held.count() == 1
 
 
-def test_an_idle_engine_that_says_nothing_more_has_let_go() -> None:
+def test_handoffs_count_as_released_after_an_idle_second_without_statistics() -> None:
     held = HandoffsHeld(60.0, clock := Clock())
     held.hold()
     clock.now = 0.1
@@ -466,7 +468,7 @@ async def test_a_check_that_never_answers_is_a_death(tensorrt_llm: ModuleType) -
     never.set()
 
 
-async def test_what_the_executor_has_noted_is_a_death_although_no_check_returns(
+async def test_fatal_error_of_the_executor_is_a_death_while_health_checks_hang(
     tensorrt_llm: ModuleType,
 ) -> None:
     engine, never = opened(), threading.Event()
@@ -476,7 +478,7 @@ async def test_what_the_executor_has_noted_is_a_death_although_no_check_returns(
     never.set()
 
 
-async def test_a_loop_that_the_dead_engine_holds_up_ends_with_its_process(tensorrt_llm: ModuleType) -> None:
+async def test_process_ends_when_a_dead_engine_blocks_the_event_loop(tensorrt_llm: ModuleType) -> None:
     engine = opened()
     ended, held_up = threading.Event(), threading.Event()
     health = EngineHealth(engine, lambda reason: None, TIMES, lambda reason: ended.set())
@@ -497,7 +499,7 @@ async def test_a_loop_that_the_dead_engine_holds_up_ends_with_its_process(tensor
         ((0.0, 0.0, 0.0), HealthTimes(between=0.05, check=math.inf, shutdown=math.inf)),
     ],
 )
-def test_the_settings_say_how_often_and_how_long(
+def test_health_check_times_follow_the_settings(
     given: tuple[float, float, float], expected: HealthTimes
 ) -> None:
     times = HealthTimes.of(*given)
@@ -543,7 +545,7 @@ async def test_a_probe_that_is_cancelled_is_aborted(tensorrt_llm: ModuleType) ->
 
 
 @pytest.mark.parametrize("death", [ValueError("a shape"), RequestError("a shape"), OSError("a shape")])
-async def test_what_the_engine_has_died_of_is_no_fault_of_the_next_request(
+async def test_request_that_meets_a_dead_engine_raises_worker_leaving(
     death: Exception, tensorrt_llm: ModuleType
 ) -> None:
     engine = opened()
@@ -613,7 +615,7 @@ async def test_the_length_is_the_engines_or_unknown(
     assert engine.max_seq_len == known
 
 
-async def test_an_answer_of_unknown_room_is_as_long_as_the_engine_has_it(tensorrt_llm: ModuleType) -> None:
+async def test_unknown_max_tokens_is_left_to_the_engine(tensorrt_llm: ModuleType) -> None:
     engine = opened()
     engine.start_agg(request(max_tokens=None))
     (call,) = engine.llm.calls_of("generate_async")
@@ -663,7 +665,7 @@ async def test_a_request_with_text_only_is_not_refused(keys: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("said", ["tcp://h:1", ["tcp://h:1"]])
-async def test_an_endpoint_is_a_string_however_the_engine_says_it(
+async def test_context_endpoint_is_normalised_to_a_string(
     said: Any, tensorrt_llm: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill, decode = opened(), opened()
@@ -692,7 +694,7 @@ async def test_a_version_that_is_too_old_is_refused_by_name(version: str) -> Non
 
 @pytest.mark.parametrize("version", ["1.3.0rc21", "1.3.0rc22", "1.3.0rc29"])
 @pytest.mark.parametrize("order", ORDERS)
-async def test_ids_are_made_whatever_the_function_takes(version: str, order: str) -> None:
+async def test_global_request_ids_are_made_with_every_versions_signature(version: str, order: str) -> None:
     with mounted_recording_llm(PESSIMISTIC, version):
         day = Both(order).day_one(order)
         assert tokens_of(await collect(day.generate, request())) == expected_tokens(5)
@@ -717,7 +719,7 @@ async def test_a_request_runs_on_the_rank_that_the_router_chose(tensorrt_llm: Mo
         await collect(LocalAgg(engine), request(routing={"dp_rank": 2}))
 
 
-async def test_a_rank_of_another_worker_is_none_of_this_one(tensorrt_llm: ModuleType) -> None:
+async def test_dp_rank_is_not_passed_to_another_worker(tensorrt_llm: ModuleType) -> None:
     raw = DYNAMO.encode(request(routing={"dp_rank": 1}), PREFILL)
     assert decode_request(raw).dp_rank is None
 
@@ -742,7 +744,7 @@ async def test_each_rank_has_events_and_load_of_its_own(tensorrt_llm: ModuleType
     assert load.loads == [(0, 0), (1, 0)]
 
 
-async def test_what_one_rank_drops_another_keeps() -> None:
+async def test_cached_block_dropped_by_one_rank_stays_on_others() -> None:
     cached = CachedPrefixes(4)
     for rank in (0, 1):
         cached.of_rank(rank).publish_stored([1, 2, 3, 4], [4], [9])
@@ -761,13 +763,13 @@ async def test_attention_dp_with_an_engine_that_takes_no_rank_is_refused(tensorr
 # -- one place says what happens without
 
 
-def test_the_documents_table_is_the_codes() -> None:
+def test_capabilities_table_of_the_page_matches_the_code() -> None:
     text = (Path(__file__).parents[3] / "docs" / "explanation" / "tensorrt-llm.md").read_text()
     for capability in CAPABILITIES:
         assert f"| {capability.name} | {capability.without} |" in text
 
 
-async def test_the_stand_in_can_do_what_tensorrt_llm_can(tensorrt_llm: ModuleType) -> None:
+async def test_stand_in_has_the_capabilities_of_tensorrt_llm(tensorrt_llm: ModuleType) -> None:
     assert [each.name for each in CAPABILITIES if each in opened().capabilities] == [
         "take a rank of attention DP"
     ]

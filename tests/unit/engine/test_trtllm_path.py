@@ -82,7 +82,7 @@ def test_the_fixture_is_the_only_tensorrt_llm(tensorrt_llm: ModuleType) -> None:
     assert sys.modules["tensorrt_llm"] is tensorrt_llm
 
 
-def test_mounting_leaves_everything_as_it_was() -> None:
+def test_mounted_stand_in_is_removed_from_sys_modules_after_the_block() -> None:
     before = {name: module for name, module in sys.modules.items() if name.startswith("tensorrt_llm")}
     with mounted_recording_llm() as inner:
         assert sys.modules["tensorrt_llm"] is inner
@@ -179,7 +179,7 @@ async def test_an_aggregated_request_is_one_call_with_upstreams_arguments() -> N
     assert call == {"inputs": PROMPT, "sampling_params": sampling, "streaming": True}
 
 
-async def test_a_file_that_wants_no_tokenizer_does_not_fail_every_request() -> None:
+async def test_skip_tokenizer_init_in_a_file_has_no_effect() -> None:
     """TensorRT-LLM would want each request to say which token ends it."""
     engine = opened(Role.AGG, override_engine_args='{"skip_tokenizer_init": true}')
     generate = build_generate(worker(Role.AGG)[0], engine, RecordingStageClient())
@@ -187,7 +187,7 @@ async def test_a_file_that_wants_no_tokenizer_does_not_fail_every_request() -> N
 
 
 @pytest.mark.parametrize("strategy", ORDERS)
-async def test_both_phases_of_a_request(strategy: str) -> None:
+async def test_both_phases_give_tensorrt_llm_the_expected_calls(strategy: str) -> None:
     generate, prefill, decode, client = pair(strategy)
     asked = decode_request(
         raw_request(
@@ -252,7 +252,7 @@ async def test_a_handoff_of_the_python_transceiver_reaches_decode() -> None:
 
 
 @pytest.mark.parametrize("strategy", ORDERS)
-async def test_an_abort_is_the_results_own(strategy: str) -> None:
+async def test_abort_goes_to_the_result_and_not_the_engine(strategy: str) -> None:
     generate, _, decode, client = pair(strategy)
     context = FakeContext()
     chunks = generate(request(max_tokens=50), context)

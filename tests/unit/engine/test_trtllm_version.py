@@ -10,14 +10,14 @@ from trtllm_disagg.errors import ConfigError
 IN_ORDER = ["1.2.1", "1.3.0rc5", "1.3.0rc5.post1", "1.3.0rc9", "1.3.0rc22", "1.3.0", "1.4.0rc1"]
 
 
-def test_order_is_that_of_releases() -> None:
+def test_versions_sort_in_order_of_release() -> None:
     versions = [TrtllmVersion.parse(text) for text in IN_ORDER]
     backwards = versions[::-1]
     assert sorted(backwards) == versions
     assert [str(version) for version in versions] == IN_ORDER
 
 
-def test_a_local_part_is_no_part_of_the_order() -> None:
+def test_local_version_part_does_not_affect_the_order() -> None:
     assert TrtllmVersion.parse("1.3.0rc29+cu13") == NEWEST_KNOWN > OLDEST_SERVED
 
 
@@ -27,7 +27,7 @@ def test_anything_else_is_refused_by_name(text: str) -> None:
         TrtllmVersion.parse(text)
 
 
-def test_what_is_not_installed_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_without_tensorrt_llm_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     from importlib import metadata
 
     def missing(name: str) -> str:

@@ -61,7 +61,7 @@ class AdmittingWorker:
         return str(caught.value)
 
 
-async def test_one_more_than_may_wait_is_refused_before_any_work() -> None:
+async def test_request_beyond_max_queued_requests_is_refused_before_any_work() -> None:
     worker = AdmittingWorker(max_queued_requests=2)
     await worker.start()
     await worker.start()
@@ -72,7 +72,7 @@ async def test_one_more_than_may_wait_is_refused_before_any_work() -> None:
     assert worker.queued == (2, 20)
 
 
-async def test_a_request_with_a_first_token_does_not_wait_any_more() -> None:
+async def test_request_with_a_first_token_no_longer_counts_as_queued() -> None:
     worker = AdmittingWorker(max_queued_requests=1)
     running = await worker.start()
     await worker.refusal()
@@ -143,14 +143,14 @@ async def test_bounds_change_while_requests_wait() -> None:
         ({"max_batch_size": 128, "max_queued_requests": 10, "max_queued_tokens": 0}, 10, 0),
     ],
 )
-def test_without_flags_the_engines_sizes_say_how_many_may_wait(
+def test_default_admission_bounds_follow_the_batch_size(
     settings: dict[str, Any], requests: int, tokens: int
 ) -> None:
     limits = LiveState.of(WorkerConfig(model="m", **settings), 32).thresholds.value
     assert (limits["max_queued_requests"], limits["max_queued_tokens"]) == (requests, tokens)
 
 
-async def test_a_flood_is_told_in_the_log_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_flood_of_refused_requests_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     worker = AdmittingWorker(max_queued_requests=1)
     await worker.start()
     for _ in range(50):

@@ -60,7 +60,7 @@ def joined(chunks: list[TokenChunk]) -> TokenChunk:
     max_tokens=st.integers(1, 20),
     logprobs=st.sampled_from([None, 1, 3]),
 )
-async def test_however_late_the_reader_is_the_answer_is_the_same(
+async def test_answer_does_not_depend_on_the_readers_delays(
     pauses: list[int], max_tokens: int, logprobs: int | None
 ) -> None:
     late = await chunks_of(start(Script(), max_tokens, logprobs), pauses)
@@ -70,12 +70,12 @@ async def test_however_late_the_reader_is_the_answer_is_the_same(
     assert all(chunk.completion_usage is None for chunk in late[:-1])
 
 
-async def test_what_came_meanwhile_is_one_chunk() -> None:
+async def test_outputs_that_came_while_the_reader_waited_are_one_chunk() -> None:
     chunks = await chunks_of(start(Script(), 12), [0, 100])
     assert [len(chunk.token_ids) for chunk in chunks] == [1, 11]
 
 
-async def test_a_token_that_is_alone_does_not_wait() -> None:
+async def test_single_token_is_delivered_at_once() -> None:
     gate = asyncio.Semaphore(0)
     async with aclosing(newest_states(start(Script(gate=gate)), ignore)) as states:
         for length in range(1, 6):
@@ -100,14 +100,14 @@ async def test_an_error_comes_behind_the_tokens_before_it() -> None:
     assert lengths[-1] == 5
 
 
-async def test_leaving_ends_the_reading() -> None:
+async def test_closing_the_reader_cancels_the_read_ahead_task() -> None:
     gate = asyncio.Semaphore(1)
     async with aclosing(newest_states(start(Script(gate=gate)), ignore)) as states:
         await anext(states)
     assert not [task for task in asyncio.all_tasks() if task.get_name() == "read-ahead"]
 
 
-async def test_outputs_are_told_while_the_caller_is_busy() -> None:
+async def test_callback_gets_outputs_while_the_reader_is_busy() -> None:
     told = 0
 
     def tell() -> None:

@@ -53,7 +53,7 @@ def way_of(asked: GenerateRequest) -> tuple[str, str]:
     return asked.trace.strategy, asked.trace.reason
 
 
-async def test_a_worker_that_decodes_all_it_has_room_for_sends_the_next_request_on() -> None:
+async def test_auto_uses_the_other_order_when_the_batch_is_full() -> None:
     _, decode, _ = workers_of_auto()
     own = [await begun(decode) for _ in range(ROOM)]
     sent_on = await begun(decode)

@@ -29,7 +29,7 @@ _STEPS = st.lists(
 
 
 @given(_STEPS, st.lists(st.integers(0, 1), max_size=9), st.sampled_from([None, "s"]))
-def test_after_any_events_the_index_knows_what_a_model_of_the_cache_knows(
+def test_cached_prefix_index_matches_a_model_after_any_events(
     steps: list[tuple[str, int, int, str | None]], tail: list[int], salt: str | None
 ) -> None:
     index = CachedPrefix(BLOCK)
@@ -70,7 +70,7 @@ def test_the_last_token_is_always_computed() -> None:
     assert [index.num_cached([1, 2, 3, 4, 5][:count]) for count in range(1, 6)] == [0, 1, 2, 3, 4]
 
 
-def test_it_knows_what_the_engine_knows(checkpoints: Checkpoints) -> None:
+def test_cached_prefix_index_predicts_the_engines_cached_tokens(checkpoints: Checkpoints) -> None:
     """Of every prompt, before it is asked: what the engine then says it had."""
     kv = {"max_tokens": 12 * SIZE, "event_buffer_max_size": 10_000, "enable_partial_reuse": False}
     core = Core(checkpoints(), kv_cache_config=kv)

@@ -59,7 +59,7 @@ async def test_background_work_that_fails_is_logged_by_its_name(caplog: pytest.L
     assert "a bug" in caplog.text
 
 
-async def test_the_guard_aborts_once() -> None:
+async def test_repeated_abort_reaches_the_result_once() -> None:
     result = start()
     guard = AbortGuard(result, FakeContext())
     guard.abort()
@@ -78,7 +78,7 @@ async def test_a_deferred_abort_waits_until_it_may() -> None:
     assert result.aborts == [0]
 
 
-async def test_may_abort_aborts_nothing_by_itself() -> None:
+async def test_may_abort_without_an_abort_aborts_nothing() -> None:
     result = start()
     guard = AbortGuard(result, FakeContext(), deferred=True)
     guard.may_abort()
@@ -171,7 +171,7 @@ async def test_an_abort_waits_for_the_first_output() -> None:
     assert result.outputs[0].finish_reason == "cancelled"
 
 
-async def test_a_reader_that_is_cancelled_has_the_kv_arrive_all_the_same() -> None:
+async def test_abort_of_a_cancelled_decode_waits_until_the_kv_has_arrived() -> None:
     gate = asyncio.Semaphore(0)
     result = generation_only(Script(gate=gate))
 

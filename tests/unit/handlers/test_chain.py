@@ -82,7 +82,7 @@ class Phases:
             self.closed += 1
 
 
-def test_a_handoff_is_released_once() -> None:
+def test_repeated_release_of_a_handoff_calls_back_once() -> None:
     calls: list[int] = []
     handoff = Handoff(FIRST, None, on_release=lambda handoff: calls.append(1))
     handoff.release()
@@ -162,7 +162,7 @@ def released(pair: Pair, order: str) -> int:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-async def test_closed_at_the_first_token(order: str) -> None:
+async def test_stream_closed_after_the_first_token_releases_the_kv(order: str) -> None:
     pair = bare_pair(order)
     chunks = pair.generate(request(), FakeContext())
     await anext(chunks)
@@ -209,7 +209,7 @@ async def test_a_client_that_leaves_ends_both_phases(strategy: str, chunks_read:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-async def test_a_cancelled_task_leaves_nothing(order: str) -> None:
+async def test_cancelled_handler_task_leaves_no_kv_at_any_step(order: str) -> None:
     """Wherever it is: the handler is cancelled at every step that it takes."""
     for steps in range(40):
         pair = bare_pair(order)
@@ -251,7 +251,7 @@ async def test_a_failure_of_prefills_engine_calls_no_decode(strategy: str) -> No
 
 
 @pytest.mark.parametrize("order", ORDERS)
-async def test_kv_that_is_gone_is_no_fault_of_the_engine(order: str) -> None:
+async def test_missing_kv_raises_peer_unavailable(order: str) -> None:
     """Under `bare_pair` nothing is tried again."""
     pair = bare_pair(order)
     chunks = pair.generate(request(), FakeContext())

@@ -73,7 +73,7 @@ courses = st.builds(
 
 @settings(max_examples=400)
 @given(courses)
-def test_on_every_way_out_the_kv_is_fetched_or_released_once(course: Course) -> None:
+def test_every_exit_of_a_chain_fetches_or_releases_the_kv_once(course: Course) -> None:
     asyncio.run(run(course))
 
 

@@ -28,7 +28,7 @@ ALLOWED = (
         ["disagg:local", "disagg:sideways"],
     ],
 )
-async def test_what_is_no_annotation_is_named_with_those_that_are(order: str, words: list[str]) -> None:
+async def test_unknown_annotation_is_refused_with_the_allowed_ones(order: str, words: list[str]) -> None:
     """A misspelt wish must not be heard as none."""
     with pytest.raises(InvalidRequestError) as caught:
         await collect(make_pair(order).generate, request(4, annotations=words))
@@ -42,14 +42,14 @@ async def test_two_orders_contradict_each_other(order: str) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-async def test_what_is_not_for_us_is_not_looked_at(order: str) -> None:
+async def test_annotations_without_the_prefix_are_ignored(order: str) -> None:
     asked = request(4, annotations=["query_instance_id:", "disagg:local", "disagg:local"])
     assert tokens_of(await collect(make_pair(order).generate, asked)) == expected_tokens(4)
     assert asked.trace.strategy == "local"
 
 
 @pytest.mark.parametrize("order", ORDERS)
-async def test_an_order_of_a_newer_worker_is_no_mistake_of_the_client(order: str) -> None:
+async def test_unknown_strategy_asked_by_a_worker_raises_peer_unavailable(order: str) -> None:
     asked = request(4, errand={"stage": "whole", "strategy": "decode_twice"})
     with pytest.raises(PeerUnavailableError, match="does not know the strategy 'decode_twice'"):
         await collect(make_pair(order).generate, asked)

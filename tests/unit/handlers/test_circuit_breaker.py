@@ -116,13 +116,15 @@ async def fail(stage: CircuitBreakerClient, times: int = 1) -> None:
             await call(stage)
 
 
-async def test_what_is_well_passes() -> None:
+async def test_healthy_instance_answers_unchanged_through_the_breaker() -> None:
     assert await call(with_breaker(Stage(i1=well))) == (1, [{"token_ids": [1]}, {"token_ids": [2]}])
 
 
 @pytest.mark.parametrize("after", [0, 2])
 @pytest.mark.parametrize("error", [PeerUnavailableError("x"), StageTimeoutError("x"), EngineError("x")])
-async def test_an_instance_that_fails_twice_is_left_alone_for_a_while(error: DisaggError, after: int) -> None:
+async def test_breaker_opens_after_two_failures_and_closes_after_its_time(
+    error: DisaggError, after: int
+) -> None:
     clock = Clock()
     stage = with_breaker(Stage(i1=failing(error, after), i2=well), clock)
     await fail(stage)
@@ -165,7 +167,7 @@ async def test_with_every_instance_skipped_one_of_them_is_called() -> None:
     assert (await call(stage))[0] == 1
 
 
-async def test_a_client_that_leaves_a_silent_instance_is_no_success_of_it() -> None:
+async def test_client_leaving_a_silent_instance_does_not_reset_its_failures() -> None:
     async def until_its_client_leaves() -> AsyncGenerator[dict[str, Any], None]:
         for nothing in ():
             yield nothing
@@ -180,7 +182,7 @@ async def test_a_client_that_leaves_a_silent_instance_is_no_success_of_it() -> N
     assert stage.num_healthy() == 0
 
 
-async def test_without_instances_none_is_picked() -> None:
+async def test_picking_without_instances_raises_no_instance() -> None:
     with pytest.raises(NoInstanceError):
         await with_breaker(Stage()).pick(request())
 
@@ -214,7 +216,7 @@ async def test_a_slow_reader_is_no_fault_of_an_instance() -> None:
     assert len(answers) == 2
 
 
-async def test_each_answer_has_its_own_time() -> None:
+async def test_idle_timeout_restarts_with_each_chunk() -> None:
     async def slow() -> AsyncGenerator[dict[str, Any], None]:
         for number in range(6):
             await asyncio.sleep(0.2)
@@ -236,7 +238,7 @@ async def test_a_cancelled_task_stays_cancelled_when_the_timer_fires_too() -> No
         await waiting
 
 
-async def test_depth_is_the_waiting_calls_beyond_one_for_each_instance() -> None:
+async def test_queue_depth_is_waiting_calls_minus_instances() -> None:
     stage = with_breaker(Stage(i1=silent, i2=silent))
     depths = []
     tasks = []
@@ -262,7 +264,7 @@ async def let_go(gate: asyncio.Semaphore, pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-async def test_a_second_stage_that_hangs_is_replaced(order: str) -> None:
+async def test_hanging_second_stage_is_replaced_after_its_timeout(order: str) -> None:
     pair = make_pair(order, prefill_timeout=0.5, first_decode_token_timeout=0.5)
     second = pair.decode if order == "prefill_first" else pair.prefill
     gate = asyncio.Semaphore(0)
@@ -276,7 +278,7 @@ async def test_a_second_stage_that_hangs_is_replaced(order: str) -> None:
 
 
 @pytest.mark.parametrize(("order", "word"), [("prefill_first", "prefill"), ("decode_first", "decode")])
-async def test_a_phase_that_hangs_here_ends_too(order: str, word: str) -> None:
+async def test_hanging_phase_on_the_own_engine_raises_stage_timeout(order: str, word: str) -> None:
     pair = make_pair(order, prefill_timeout=0.5, first_decode_token_timeout=0.5, on_missing_stage="fail")
     own = pair.prefill if order == "prefill_first" else pair.decode
     gate = asyncio.Semaphore(0)
@@ -296,7 +298,7 @@ async def test_an_instance_that_does_not_describe_itself_is_given_up_and_skipped
     assert (await stage.pick(request())).instance_id == 2
 
 
-async def test_a_description_does_not_make_up_for_calls_that_fail() -> None:
+async def test_successful_describe_does_not_reset_failures_of_calls() -> None:
     stage = with_breaker(Stage(i1=failing(PeerUnavailableError("gone")), i2=well))
     for _ in range(2):
         instance = await stage.pick(request())

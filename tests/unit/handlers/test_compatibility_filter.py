@@ -71,7 +71,7 @@ def fitting_stage(stage: Stage, **settings: float) -> CompatibilityFilter:
     return CompatibilityFilter(stage, partial(require_callable, described("decode")), **settings)
 
 
-async def test_an_instance_that_does_not_fit_is_left_out_and_told_once(
+async def test_incompatible_instance_is_skipped_and_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     stage = Stage(described(weights="bbbb"), described())
@@ -119,7 +119,7 @@ async def test_an_instance_that_is_gone_is_forgotten() -> None:
     assert list(fits.fitting) == [2]
 
 
-async def test_a_queue_without_workers_is_no_way() -> None:
+async def test_prefill_queue_without_workers_raises_no_instance() -> None:
     queue, workers = RecordingStageClient(), Stage()
     attended = RequireConsumers(queue, workers)
     with pytest.raises(NoInstanceError, match="no prefill worker is in discovery"):

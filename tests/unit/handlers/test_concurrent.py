@@ -76,7 +76,7 @@ async def test_many_requests_at_once_get_one_answer_and_leave_both_sides_idle(
 
 @pytest.mark.parametrize("moment", ["at once", "after a token"])
 @pytest.mark.parametrize("order", ORDERS)
-async def test_a_client_that_leaves_frees_both_sides(
+async def test_client_that_leaves_frees_blocks_on_both_engines(
     engines: dict[Role, Engine], order: str, moment: str
 ) -> None:
     generate, client = pair(engines, order)
@@ -141,7 +141,7 @@ async def two_tokens(
     yield TokenChunk([2], finish_reason="length")
 
 
-async def test_both_phases_meet_at_one_place_and_the_push_ends_with_decode() -> None:
+async def test_concurrent_push_ends_when_decode_ends() -> None:
     push = ScriptedPush()
     answer = await collect(concurrent(push, two_tokens), request())
     assert tokens_of(answer) == [1, 2]
@@ -187,7 +187,9 @@ def test_an_unreachable_engine_is_refused_before_it_serves() -> None:
         LocalPush(recording_engine())
 
 
-async def test_a_prefill_worker_that_cannot_be_met_is_named(engines: dict[Role, Engine]) -> None:
+async def test_prefill_worker_without_context_endpoint_raises_peer_unavailable(
+    engines: dict[Role, Engine],
+) -> None:
     push = RemotePush(RecordingStageClient(), engines[Role.DECODE])
     with pytest.raises(PeerUnavailableError, match="ctx_info_endpoint") as error:
         await push.open_rendezvous(request())
@@ -201,6 +203,8 @@ async def test_a_prompt_that_is_too_long_is_refused_before_a_stage_is_asked() ->
 
 
 @pytest.mark.parametrize(("role", "strategy"), [(Role.AGG, "decode_first"), (Role.DECODE, "router")])
-def test_only_a_worker_that_dispatches_both_phases_can_do_so(role: Role, strategy: str) -> None:
+def test_generation_first_is_refused_for_roles_and_strategies_without_dispatch(
+    role: Role, strategy: str
+) -> None:
     with pytest.raises(ConfigError, match="--schedule-style: 'generation_first'"):
         WorkerConfig(model="m", role=role, strategy=strategy, schedule_style=ScheduleStyle.GENERATION_FIRST)

@@ -70,7 +70,7 @@ def test_a_long_prompt_stays_when_the_queue_is_full(depth: int, remote: bool) ->
 
 
 @pytest.mark.parametrize(("length", "remote"), [(7, False), (8, True), (9, True)])
-def test_so_many_uncached_tokens_are_remote(length: int, remote: bool) -> None:
+def test_prefill_of_non_cached_tokens_or_more_is_remote(length: int, remote: bool) -> None:
     assert decider("non_cached_tokens", non_cached_tokens=8)(prompt(length)).remote is remote
 
 
@@ -79,13 +79,13 @@ def test_non_cached_tokens_zero_is_never() -> None:
 
 
 @pytest.mark.parametrize(("uncached", "reason"), [(39, "cached"), (40, "long"), (41, "long")])
-def test_isl_bounding_sends_what_is_long(uncached: int, reason: str) -> None:
+def test_isl_bounding_at_the_token_threshold_goes_remote(uncached: int, reason: str) -> None:
     rule = decider("isl_bounding", cached=holding(1000), eff_isl_threshold=40)
     assert rule(prompt(1000 + uncached)).reason == reason
 
 
 @pytest.mark.parametrize(("cached", "reason"), [(48, "cached"), (44, "low_hit_ratio"), (52, "cached")])
-def test_isl_bounding_sends_what_is_little_cached(cached: int, reason: str) -> None:
+def test_isl_bounding_with_a_low_hit_ratio_goes_remote(cached: int, reason: str) -> None:
     """A hundred tokens, of which 48, 44 and 52 are there: 0.52, 0.56 and 0.48 are to compute."""
     rule = decider("isl_bounding", cached=holding(cached), eff_isl_ratio_threshold=0.53)
     assert rule(prompt(100)).reason == reason
@@ -120,7 +120,7 @@ def test_blocks_of_another_salt_do_not_count() -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("length", "strategy", "reason"), [(8, "local", "short"), (9, "order", "long")])
-async def test_a_short_request_stays_where_it_came(
+async def test_decider_decides_where_a_request_of_each_length_runs(
     order: str, length: int, strategy: str, reason: str
 ) -> None:
     pair = make_pair(order, prefill_decider="length", thresholds={"max_local_prefill_length": 8})
@@ -174,7 +174,9 @@ def test_a_change_is_seen_by_the_next_decision_and_logged(caplog: pytest.LogCapt
         ({"max_prefill_queue_size": 1, "max_local_prefill_length": None}, "max_local_prefill_length: None"),
     ],
 )
-def test_a_bad_change_changes_nothing(values: dict[str, Any], message: str) -> None:
+def test_invalid_threshold_change_is_refused_and_changes_nothing(
+    values: dict[str, Any], message: str
+) -> None:
     live = live_state()
     before = live.thresholds.value
     with pytest.raises(ConfigError, match=message):

@@ -65,7 +65,7 @@ async def test_requests_are_counted_until_their_end() -> None:
     assert drain.num_running == 0
 
 
-async def test_a_leaving_worker_finishes_what_runs_and_what_still_comes() -> None:
+async def test_leaving_worker_finishes_running_and_new_requests() -> None:
     drain, stream = WorkerDrain(), Stream()
     generate = drain.tracking(stream, no_observer)
     first = Client(generate)
@@ -104,7 +104,7 @@ async def test_a_request_with_a_slow_client_is_handed_back_with_its_next_token()
     await cutting
 
 
-async def test_an_answer_that_has_ended_stays_whole_at_the_end() -> None:
+async def test_finished_answer_is_not_cut_at_the_end_of_the_drain() -> None:
     drain, stream = WorkerDrain(), Stream()
     stream.go_on.set()
     chunks = drain.tracking(stream, no_observer)(request(), FakeContext())
@@ -125,7 +125,7 @@ async def test_a_request_that_comes_after_the_end_goes_elsewhere() -> None:
         await collect(drain.tracking(Stream(), no_observer), request())
 
 
-async def test_an_answer_without_an_end_is_never_a_silent_one_while_the_worker_leaves() -> None:
+async def test_answer_without_finish_reason_raises_while_the_worker_leaves() -> None:
     """A runtime that is shut down stops the contexts of all requests, and strategies end for that without a word."""
     drain, stream, context = WorkerDrain(), Stream(last=None), FakeContext()
     stream.go_on.set()
@@ -153,7 +153,7 @@ async def test_a_cancelled_request_is_cancelled_and_not_handed_back() -> None:
     await until(lambda: drain.num_running == 0)
 
 
-async def test_the_first_reason_counts() -> None:
+async def test_first_reason_to_leave_is_the_one_that_is_reported() -> None:
     drain = WorkerDrain()
     drain.begin("its engine died")
     drain.begin("it was told to stop")
@@ -162,7 +162,7 @@ async def test_the_first_reason_counts() -> None:
         await collect(drain.tracking(Stream(), no_observer), request())
 
 
-async def test_other_errors_stay_what_they_are() -> None:
+async def test_drain_passes_on_other_errors_unchanged() -> None:
     async def fails(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         yield TokenChunk([1])
         raise EngineError("boom")

@@ -84,7 +84,7 @@ def of_peer(error: DisaggError, peer: int) -> DisaggError:
     st.sampled_from([{}, {"presence_penalty": 0.5}]),
     st.sampled_from([always_replay, replay_if_needed]),
 )
-def test_every_token_once_wherever_ways_fail(
+def test_each_token_is_sent_once_wherever_fallback_steps_fail(
     failures: list[int], sampling: dict[str, Any], replays: Replays
 ) -> None:
     """Appended or replayed."""
@@ -99,7 +99,7 @@ def test_every_token_once_wherever_ways_fail(
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (3, 7, 10)
 
 
-async def test_only_the_end_was_lost() -> None:
+async def test_failure_after_the_last_token_sends_only_the_finish_reason() -> None:
     seen: Seen = []
 
     async def endless(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
@@ -128,7 +128,9 @@ async def test_only_the_end_was_lost() -> None:
     ids=lambda value: type(value).__name__,
 )
 @pytest.mark.parametrize("after", [0, 2])
-async def test_the_category_of_the_error_decides(error: DisaggError, goes_on: bool, after: int) -> None:
+async def test_error_category_decides_whether_the_next_fallback_step_runs(
+    error: DisaggError, goes_on: bool, after: int
+) -> None:
     seen: Seen = []
     asked = request(5)
     climbing = collect(
@@ -144,7 +146,7 @@ async def test_the_category_of_the_error_decides(error: DisaggError, goes_on: bo
     assert len(seen) == 1 + goes_on
 
 
-async def test_only_a_dead_engine_takes_a_request_to_the_other_stage() -> None:
+async def test_other_stage_step_runs_only_when_the_own_engine_is_dead() -> None:
     seen: Seen = []
     steps = [
         FallbackStep("other_instance", way(seen, 2, failing(WorkerLeavingError("engine died")))),
@@ -174,7 +176,7 @@ async def test_the_log_names_each_failed_step_and_the_one_that_is_tried(
     assert tried == "other_instance failed after 2 tokens (gone); trying local"
 
 
-async def test_a_dead_engine_and_no_other_stage_hand_the_request_back() -> None:
+async def test_dead_engine_without_other_stage_raises_worker_leaving() -> None:
     seen: Seen = []
     steps = [
         FallbackStep("other_instance", way(seen, 2, failing(WorkerLeavingError("engine died")))),
@@ -201,7 +203,7 @@ async def test_a_dead_first_engine_costs_no_answer(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ORDERS)
-async def test_two_dead_engines_do_not_send_a_request_to_and_fro(strategy: str) -> None:
+async def test_relayed_request_is_not_relayed_back_when_both_engines_are_dead(strategy: str) -> None:
     pair = make_pair(strategy)
     first = pair.prefill if strategy == "prefill_first" else pair.decode
     first.scripts.append(Script(error=RequestError("it died")))
@@ -234,7 +236,7 @@ async def test_an_instance_that_failed_is_avoided() -> None:
     assert [r.avoid for r in seen] == [frozenset(), {10}, {10, 11}]
 
 
-async def test_none_there_is_asked_once() -> None:
+async def test_stage_without_instances_is_tried_once() -> None:
     seen: Seen = []
     missing = FallbackStep("other_instance", way(seen, 0, failing(NoInstanceError("none"))))
     asked = request()
@@ -243,7 +245,7 @@ async def test_none_there_is_asked_once() -> None:
     assert asked.trace.fallbacks == ["local: none"]
 
 
-async def test_a_client_that_left_is_not_served_on() -> None:
+async def test_no_fallback_step_runs_for_a_client_that_left() -> None:
     seen: Seen = []
     context = FakeContext()
 
@@ -262,9 +264,7 @@ async def test_a_client_that_left_is_not_served_on() -> None:
 @pytest.mark.parametrize(
     ("sampling", "replays"), [({"presence_penalty": 0.2}, replay_if_needed), ({}, always_replay)]
 )
-async def test_an_answer_that_is_drawn_keeps_its_seed_on_a_replay(
-    sampling: dict[str, Any], replays: Replays
-) -> None:
+async def test_sampled_answer_keeps_its_seed_on_replay(sampling: dict[str, Any], replays: Replays) -> None:
     seen: Seen = []
     drawn = request(5, sampling_options={"temperature": 1.0, **sampling})
     await collect(
@@ -281,7 +281,7 @@ async def test_an_answer_that_is_drawn_keeps_its_seed_on_a_replay(
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("fails_at", [0, 1, 3])
-async def test_a_second_stage_that_fails_is_replaced_by_this_worker(order: str, fails_at: int) -> None:
+async def test_failing_second_stage_is_replaced_by_the_own_engine(order: str, fails_at: int) -> None:
     pair = make_pair(order)
     serve = pair.client.serve
     assert serve is not None
@@ -308,7 +308,7 @@ async def test_a_second_stage_that_fails_is_replaced_by_this_worker(order: str, 
 
 
 @pytest.mark.parametrize("order", ORDERS)
-async def test_kv_that_does_not_arrive_is_computed_here(order: str) -> None:
+async def test_kv_lost_after_the_first_token_is_recomputed_locally(order: str) -> None:
     """Between the first token, which the client has, and the second one."""
     pair = make_pair(order, max_tries=1)
     pair.decode.scripts.append(Script(error=KvTransferError("the sender is gone")))

@@ -98,7 +98,7 @@ async def test_a_cancelled_decode_of_the_embedded_engine_is_aborted_at_its_first
 
 
 @pytest.mark.parametrize("ends_with", ["length", "not_finished"])
-async def test_how_context_only_ends_is_not_the_end_of_the_answer(ends_with: str) -> None:
+async def test_finish_reason_of_context_only_is_dropped(ends_with: str) -> None:
     engine = recording_engine()
     engine.llm.scripts.append(Script(ends_with=ends_with))
     handoff = await prefill(engine)
@@ -221,7 +221,7 @@ async def test_a_drain_fetches_one_token_and_drops_it() -> None:
     assert [result.outputs[0].length for result in engine.llm.results] == [1]
 
 
-async def test_a_drain_never_fails(caplog: pytest.LogCaptureFixture) -> None:
+async def test_failed_drain_logs_no_warning_and_leaves_no_task(caplog: pytest.LogCaptureFixture) -> None:
     engine, closed = recording_engine(), recording_engine()
     asked = await prefilled()
     LLM.kv_store.clear()
@@ -283,7 +283,7 @@ async def test_a_request_of_an_engine_that_died_goes_on_elsewhere(phase: str) ->
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode", "both"])
-async def test_an_engine_that_gave_up_is_a_timeout(phase: str) -> None:
+async def test_engine_finish_reason_timeout_raises_stage_timeout_error(phase: str) -> None:
     engine = recording_engine()
     engine.llm.scripts.append(Script(ends_with="timeout"))
     with pytest.raises(StageTimeoutError):

@@ -54,7 +54,7 @@ def decoder(perf_metrics: Any, sinks: list[RequestSink], *, measures: bool = Tru
 
 
 @pytest.mark.usefixtures("no_leaks")
-async def test_a_transfer_is_told_with_the_answer_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+async def test_transfer_time_and_size_are_in_answer_log_and_metrics(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="trtllm_disagg.handlers.trace")
     counts = RequestMetrics()
     for _ in range(2):
@@ -78,14 +78,16 @@ async def test_a_transfer_is_told_with_the_answer_and_counted(caplog: pytest.Log
     [(CAME, False), (NOTHING_CAME, True), (None, True), (RequestPerfMetrics(timing_metrics=None), True)],  # type: ignore[arg-type]
     ids=["unasked", "no transfer", "no measurements", "no times"],
 )
-async def test_what_was_not_measured_is_not_told(perf_metrics: Any, measures: bool) -> None:
+async def test_transfer_without_measurement_is_in_no_answer_and_no_metric(
+    perf_metrics: Any, measures: bool
+) -> None:
     counts = RequestMetrics()
     chunks = await collect(decoder(perf_metrics, [counts], measures=measures), await prefilled())
     assert chunks[-1].engine_data is None
     assert shown(counts.registry)["kv_transfer_seconds_count"] == 0
 
 
-def test_what_did_not_happen_is_not_among_the_numbers() -> None:
+def test_request_metrics_omit_times_that_did_not_occur() -> None:
     cancelled = Measured(10.0, first_scheduled=10.5)
     assert metrics_dict(cancelled, "cancelled", 0, only_choice=True) == {
         FINISHED_REASON: "cancelled",

@@ -49,7 +49,7 @@ def migrated(raw: dict[str, Any], chunks: list[TokenChunk]) -> GenerateRequest:
 
 @pytest.mark.parametrize("sampling", [{"seed": 7}, {}, PENALTY], ids=["seeded", "drawn", "penalty"])
 @pytest.mark.parametrize("count", [1, 3, 5])
-async def test_the_rest_is_that_of_the_same_answer(sampling: dict[str, Any], count: int) -> None:
+async def test_migrated_request_continues_with_the_same_tokens(sampling: dict[str, Any], count: int) -> None:
     raw = raw_request(6, sampling_options=sampling)
     first, second = Worker(), Worker()
     whole = await collect(resume_migrated(first, always_replay), decode_request(raw))
@@ -63,7 +63,7 @@ async def test_the_rest_is_that_of_the_same_answer(sampling: dict[str, Any], cou
     assert "migration_link" not in asked.raw
 
 
-async def test_a_request_may_move_twice() -> None:
+async def test_request_migrated_twice_continues_with_the_same_tokens() -> None:
     raw = raw_request(6, sampling_options={})
     whole = await collect(resume_migrated(Worker(), always_replay), decode_request(raw))
     once = await collect(resume_migrated(Worker(), always_replay), migrated(raw, whole[:2]))
@@ -73,12 +73,12 @@ async def test_a_request_may_move_twice() -> None:
     assert tokens_of([*whole[:2], *once[:2], *twice]) == tokens_of(whole)
 
 
-async def test_only_the_first_chunk_says_how_the_request_began() -> None:
+async def test_only_the_first_chunk_has_the_migration_link() -> None:
     chunks = await collect(resume_migrated(Worker(), always_replay), request(4))
     assert [chunk.worker_trace_link is not None for chunk in chunks] == [True, False, False, False]
 
 
-async def test_nothing_is_computed_when_only_the_end_is_missing() -> None:
+async def test_migrated_request_with_all_tokens_gets_only_its_end() -> None:
     raw = raw_request(3)
     whole = await collect(resume_migrated(Worker(), always_replay), decode_request(raw))
     lost = [*whole[:2], replace_end(whole[2])]
@@ -92,7 +92,7 @@ def replace_end(chunk: TokenChunk) -> TokenChunk:
     return TokenChunk(chunk.token_ids, worker_trace_link=chunk.worker_trace_link)
 
 
-async def test_two_halves_of_different_answers_are_not_glued_together() -> None:
+async def test_migrated_answer_that_begins_differently_is_an_error() -> None:
     raw = raw_request(6)
     whole = await collect(resume_migrated(Worker(), always_replay), decode_request(raw))
     other = TokenChunk([4711], worker_trace_link=whole[0].worker_trace_link)
@@ -100,7 +100,7 @@ async def test_two_halves_of_different_answers_are_not_glued_together() -> None:
         await collect(resume_migrated(Worker(), always_replay), migrated(raw, [other]))
 
 
-async def test_an_engine_that_is_not_exact_goes_on_as_dynamo_has_it_where_that_is_right() -> None:
+async def test_inexact_engine_takes_a_migrated_request_unchanged() -> None:
     raw = raw_request(6, sampling_options={"seed": 7})
     worker = Worker()
     delivered = [TokenChunk([1, 2], worker_trace_link=MigrationLink(len(PROMPT), 0).encode())]
@@ -122,14 +122,14 @@ async def test_an_engine_that_is_not_exact_goes_on_as_dynamo_has_it_where_that_i
         {"trace_id": 5, "span_id": None},
     ],
 )
-async def test_a_link_that_says_nothing_changes_nothing(link: Any) -> None:
+async def test_invalid_migration_link_changes_nothing(link: Any) -> None:
     worker = Worker()
     asked = decode_request(raw_request(4, sampling_options={"seed": 1}, migration_link=link))
     await collect(resume_migrated(worker, always_replay), asked)
     assert worker.asked == [asked]
 
 
-async def test_what_another_worker_sends_is_left_alone() -> None:
+async def test_relayed_request_is_not_resumed_again() -> None:
     """It has been looked at there."""
     worker = Worker()
     asked = msgspec.structs.replace(

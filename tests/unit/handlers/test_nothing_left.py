@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
 @pytest.mark.parametrize("strategy", worker_side())
-async def test_only_the_end_is_left(strategy: str) -> None:
+async def test_request_with_max_tokens_0_gets_only_a_finish_reason(strategy: str) -> None:
     """No engine is asked: each would make a token."""
     pair = make_pair(strategy)
     asked = request(0)
@@ -28,6 +28,6 @@ async def test_only_the_end_is_left(strategy: str) -> None:
     assert not pair.decode.results
 
 
-def test_less_than_nothing_is_a_mistake() -> None:
+def test_negative_max_tokens_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="max_tokens=-1 is not allowed; expected at least 1"):
         decode_request(raw_request(stop_conditions={"max_tokens": -1}))

@@ -92,7 +92,7 @@ def test_a_prefill_worker_keeps_a_request_while_only_decode_is_full(
         assert asked.trace.facts["occupancy_age_ms"] == 100
 
 
-def test_a_decode_worker_asks_the_other_stage_however_full_that_is() -> None:
+def test_decode_occupancy_on_a_decode_worker_is_always_remote() -> None:
     assert decider(1.0, role=Role.DECODE)(request()) == (True, "always")
 
 
@@ -129,7 +129,7 @@ async def begun(generate: Generate, asked: GenerateRequest) -> AsyncGenerator[To
 
 
 @pytest.mark.parametrize("limits", [{"max_concurrent": 2}, {"max_budget_tokens": 2 * 13}])
-async def test_no_more_requests_are_kept_than_fit_until_one_of_them_ends(limits: dict[str, Any]) -> None:
+async def test_kept_requests_are_bounded_until_one_ends(limits: dict[str, Any]) -> None:
     kept, local, remote = RunningRequests(), Slow(), Slow()
     generate = conditional(decider(1.0, kept=kept, **limits), kept.counting(local), remote)
     asked = [request(token_ids=[1, 2, 3], max_tokens=10) for _ in range(4)]
@@ -248,7 +248,7 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def test_the_occupancy_of_a_stage_is_the_mean_of_those_that_tell_it() -> None:
+async def test_stage_occupancy_is_the_mean_of_instances_with_a_valid_report() -> None:
     told: list[Any] = [
         {"kv_occupancy": 0.9},
         {"kv_occupancy": 0.5},
@@ -267,7 +267,7 @@ async def test_the_occupancy_of_a_stage_is_the_mean_of_those_that_tell_it() -> N
     assert occupancy.now() == pytest.approx((0.7, 0.2))
 
 
-async def test_each_instance_is_asked_once_in_a_while_however_many_requests_come() -> None:
+async def test_occupancy_is_polled_at_intervals_with_any_number_of_requests() -> None:
     there = stage({"kv_occupancy": 0.5})
     clock = Clock()
     occupancy = StageOccupancy(there, clock)
@@ -281,7 +281,7 @@ async def test_each_instance_is_asked_once_in_a_while_however_many_requests_come
     assert there.instances[0].asked == 2
 
 
-async def test_what_an_instance_said_is_forgotten_when_it_goes_or_says_no_more() -> None:
+async def test_occupancy_of_an_instance_is_dropped_when_it_leaves_or_stops_reporting() -> None:
     there = stage({"kv_occupancy": 1.0}, {"kv_occupancy": 0.0})
     clock = Clock()
     occupancy = StageOccupancy(there, clock)
@@ -305,7 +305,7 @@ def test_own_occupancy_is_the_mean_over_ranks_and_zero_before_the_first_step() -
     assert own.share == pytest.approx(0.9)
 
 
-def test_own_occupancy_of_an_engine_that_rests_is_zero() -> None:
+def test_own_occupancy_is_zero_after_clear() -> None:
     own = OwnOccupancy()
     own.update({"kvCacheStats": {"usedNumBlocks": 95, "maxNumBlocks": 100}})
     own.clear()
@@ -339,7 +339,7 @@ async def test_requests_beyond_the_fallback_budget_are_overloaded(limits: dict[s
     await (await begun(generate, asked)).aclose()
 
 
-async def test_one_request_alone_may_be_longer_than_the_token_budget() -> None:
+async def test_single_fallback_request_may_exceed_the_token_budget() -> None:
     generate = within_fallback_budget(Slow(), live(max_local_fallback_tokens=5))
     await (await begun(generate, request(token_ids=[1, 2, 3], max_tokens=10))).aclose()
 

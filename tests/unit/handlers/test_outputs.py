@@ -33,7 +33,7 @@ def advance(cursor: OutputCursor, *args: Any, **kwargs: Any) -> TokenChunk:
     return chunk
 
 
-def test_a_chunk_has_what_is_new() -> None:
+def test_chunk_has_only_new_tokens() -> None:
     cursor = OutputCursor(3)
     assert advance(cursor, [5]).token_ids == [5]
     assert advance(cursor, [5, 6, 7]).token_ids == [6, 7]
@@ -80,7 +80,7 @@ def test_the_given_count_of_cached_tokens_wins_over_the_engines(
 @pytest.mark.parametrize(
     ("was_fetched", "shown", "told"), [(True, 10, {"cached_tokens_engine_reported": 30}), (False, 30, None)]
 )
-def test_of_kv_that_was_fetched_only_what_this_engine_had_counts(
+def test_fetched_kv_does_not_count_as_cached(
     was_fetched: bool, shown: int, told: dict[str, int] | None
 ) -> None:
     """To TensorRT-LLM all of it is cached."""
@@ -93,7 +93,7 @@ def test_of_kv_that_was_fetched_only_what_this_engine_had_counts(
     assert last.engine_data == told
 
 
-def test_an_engine_that_gave_up_is_a_timeout() -> None:
+def test_engine_finish_reason_timeout_raises_stage_timeout_error() -> None:
     with pytest.raises(StageTimeoutError):
         OutputCursor(3).advance(result_of([5], "timeout"))
 
@@ -143,7 +143,7 @@ def test_plain_numbers_are_the_logprobs_of_the_chosen_tokens() -> None:
     cuts=st.lists(st.integers(0, 12), max_size=6),
     skip=st.integers(0, 3),
 )
-def test_however_the_engine_groups_them_each_token_comes_once(
+def test_each_token_comes_once_with_any_grouping_of_outputs(
     tokens: list[int], cuts: list[int], skip: int
 ) -> None:
     cursor = OutputCursor(1, skip=skip)

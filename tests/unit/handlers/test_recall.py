@@ -155,7 +155,7 @@ async def test_a_recall_is_of_one_attempt_and_not_of_its_request() -> None:
     assert kinds(lossy.both.engines[Role.DECODE].llm) == ["generation_only"] * 2
 
 
-async def test_a_prefill_is_recalled_however_long_it_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_recall_releases_a_prefill_that_ends_much_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recall, "NOTICE_SECONDS", 0.0)
     lossy, gate = Lossy(), asyncio.Semaphore(0)
     lossy.both.engines[Role.PREFILL].llm.scripts.append(Script(gate=gate))
@@ -187,7 +187,7 @@ async def test_what_a_dead_decode_worker_has_not_taken_is_fetched_by_another_one
     assert kinds(lossy.both.engines[Role.DECODE].llm) == ["generation_only"] * 3
 
 
-async def test_the_next_prefill_says_what_was_taken_before_it() -> None:
+async def test_next_prefill_request_reports_the_previous_attempt_as_taken() -> None:
     lossy = Lossy(num_lost=0)
     way = lossy.both.clients[Role.PREFILL]
     for _ in range(3):
@@ -198,7 +198,7 @@ async def test_the_next_prefill_says_what_was_taken_before_it() -> None:
     assert way.notices == []
 
 
-async def test_what_was_taken_is_said_again_when_the_prefill_that_said_it_is_lost() -> None:
+async def test_taken_report_is_repeated_when_its_prefill_request_fails() -> None:
     instance, notices = RecordingStageClient(), Notices(sender=2)
     notices.taken(instance, before := notices.prefill(instance))
     asked = notices.prefill(instance)
@@ -208,7 +208,7 @@ async def test_what_was_taken_is_said_again_when_the_prefill_that_said_it_is_los
     assert notices.prefill(instance).taken == before.attempts
 
 
-async def test_a_decode_worker_says_what_it_has_taken_and_once_for_all(
+async def test_collected_taken_reports_are_sent_in_one_notice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(recall, "COLLECT_SECONDS", 0.05)
@@ -254,7 +254,7 @@ class Prefiller:
         return self.num_taken_back
 
 
-async def test_a_worker_that_is_missing_at_two_looks_is_gone() -> None:
+async def test_worker_missing_at_two_looks_counts_as_gone() -> None:
     assert Prefiller().looks({3}, {3}, {3}) == 1
 
 
@@ -268,7 +268,7 @@ async def test_a_worker_that_was_never_seen_cannot_be_gone() -> None:
     assert Prefiller(seen=False).looks({3}, {2, 3}, {3}, {3}) == 1
 
 
-async def test_kv_of_a_worker_that_is_gone_waits_for_one_that_can_fetch_it() -> None:
+async def test_kv_of_a_lost_worker_is_drained_once_a_decode_worker_is_there() -> None:
     worker = Prefiller()
     assert worker.looks(set(), set(), set()) == 0
     assert worker.looks({4}) == 1
@@ -291,14 +291,14 @@ async def test_kv_whose_lease_has_ended_is_not_fetched() -> None:
     assert worker.looks({3}, {3}) == 0
 
 
-async def test_a_worker_without_a_number_is_not_missed() -> None:
+async def test_unnumbered_sender_is_never_taken_for_gone() -> None:
     assert Prefiller(sender=None).looks({3}, {3}) == 0
 
 
 # -- notices are no requests
 
 
-async def test_a_notice_is_heard_by_a_worker_that_refuses_requests(caplog: pytest.LogCaptureFixture) -> None:
+async def test_notice_is_handled_by_a_worker_that_refuses_requests(caplog: pytest.LogCaptureFixture) -> None:
     heard: list[GenerateRequest] = []
 
     class Sink:
@@ -323,7 +323,7 @@ async def test_a_notice_is_heard_by_a_worker_that_refuses_requests(caplog: pytes
     assert (len(heard), sink.ended_requests, caplog.text) == (1, 0, "")
 
 
-async def test_an_instance_that_hears_notices_still_counts_as_silent() -> None:
+async def test_delivered_notices_do_not_reset_the_failures_of_an_instance() -> None:
     silent = RecordingStageClient()
     breaker = CircuitBreaker(2, 60.0)
 
@@ -342,7 +342,7 @@ async def test_an_instance_that_hears_notices_still_counts_as_silent() -> None:
     assert breaker.num_open() == 1
 
 
-async def test_an_older_worker_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_worker_that_refuses_notices_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recall, "COLLECT_SECONDS", 0.0)
 
     class Older(RecordingStageClient):
@@ -357,7 +357,7 @@ async def test_an_older_worker_is_told_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(older.notices) == 1
 
 
-def test_no_more_attempts_are_named_at_once_than_a_worker_reads() -> None:
+def test_body_with_too_many_taken_attempts_is_refused() -> None:
     named = [f"{number:x}" for number in range(MOST_ATTEMPTS + 1)]
     read = decode_request({"token_ids": [1], "errand": {"stage": "prefill", "taken": named[1:]}})
     assert read.phase_request is not None

@@ -73,7 +73,7 @@ class Prefill:
 # -- prefill
 
 
-async def test_the_answer_becomes_a_handoff_that_goes_on() -> None:
+async def test_remote_prefill_answer_becomes_a_handoff() -> None:
     prefill = Prefill(PREFILLED)
     handoff = await prefill()
     assert handoff.first == TokenChunk([7], log_probs=[-0.5])
@@ -81,7 +81,7 @@ async def test_the_answer_becomes_a_handoff_that_goes_on() -> None:
     assert prefill.client.requests == [raw_request(errand={"stage": "prefill"})]
 
 
-async def test_release_drains_once_with_the_handoff() -> None:
+async def test_repeated_release_drains_the_handoff_once() -> None:
     prefill = Prefill(PREFILLED)
     handoff = await prefill()
     assert prefill.drained == []
@@ -114,7 +114,7 @@ async def test_an_answer_without_a_handoff_is_final() -> None:
         ([{"token_ids": [7], "kv_transfer_params": {}}], "unreadable handoff", 0),
     ],
 )
-async def test_a_bad_answer_is_the_peers_fault_and_its_kv_is_let_go(
+async def test_invalid_prefill_answer_raises_peer_unavailable_and_drains_its_kv(
     answers: list[Any], message: str, drains: int
 ) -> None:
     prefill = Prefill(*answers)
@@ -124,7 +124,7 @@ async def test_a_bad_answer_is_the_peers_fault_and_its_kv_is_let_go(
     assert len(prefill.drained) == drains
 
 
-async def test_an_error_after_the_answer_lets_its_kv_go() -> None:
+async def test_error_after_the_prefill_answer_drains_its_kv() -> None:
     prefill = Prefill(PREFILLED, error=PeerUnavailableError("died"))
     with pytest.raises(PeerUnavailableError, match="died"):
         await prefill()

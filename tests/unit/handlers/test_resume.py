@@ -17,14 +17,14 @@ from trtllm_disagg.types import TokenChunk, Usage
 DELIVERED = expected_tokens(3)
 
 
-def test_nothing_delivered_is_the_request_itself() -> None:
+def test_remainder_without_delivered_tokens_is_the_request() -> None:
     asked, chunk = request(), TokenChunk([1])
     rest = remainder_of(asked, [])
     assert rest.request is asked
     assert rest.new(chunk) is chunk
 
 
-def test_what_is_delivered_becomes_prompt() -> None:
+def test_delivered_tokens_are_appended_to_the_prompt() -> None:
     asked = request(8, stop_conditions={"max_tokens": 8, "min_tokens": 5, "other": 1})
     rest = remainder_of(asked, DELIVERED)
     assert rest.request.token_ids == rest.request.raw["token_ids"] == PROMPT + DELIVERED
@@ -33,13 +33,13 @@ def test_what_is_delivered_becomes_prompt() -> None:
     assert (asked.token_ids, asked.raw["stop_conditions"]["max_tokens"]) == (PROMPT, 8)
 
 
-def test_no_limit_stays_none() -> None:
+def test_remainder_of_a_request_without_max_tokens_has_none() -> None:
     rest = remainder_of(request(None), DELIVERED)
     assert rest.request.stop.max_tokens is None
     assert rest.request.raw["stop_conditions"]["max_tokens"] is None
 
 
-def test_the_usage_is_that_of_the_whole_answer() -> None:
+def test_usage_of_an_appended_answer_is_that_of_the_whole() -> None:
     last = TokenChunk([9], finish_reason="stop", completion_usage=Usage.of(6, 5, 6))
     new = Appended(request(), DELIVERED).new(last)
     assert new is not None
@@ -55,20 +55,22 @@ def test_the_usage_is_that_of_the_whole_answer() -> None:
         {"guided_decoding": {"regex": "a*"}},
     ],
 )
-def test_what_depends_on_more_than_text_is_replayed(sampling: dict[str, Any]) -> None:
+def test_request_with_penalties_or_a_guide_is_replayed(sampling: dict[str, Any]) -> None:
     asked = request(sampling_options=sampling)
     rest = remainder_of(asked, DELIVERED)
     assert isinstance(rest, Replayed)
     assert rest.request is asked
 
 
-def test_no_penalty_is_none() -> None:
+def test_neutral_penalties_allow_appending() -> None:
     sampling = {"presence_penalty": 0.0, "repetition_penalty": 1.0}
     assert isinstance(remainder_of(request(sampling_options=sampling), DELIVERED), Appended)
 
 
 @given(st.integers(1, 12), st.integers(0, 12), st.lists(st.integers(0, 12), max_size=6))
-def test_a_replay_gives_what_is_new_once(length: int, num_delivered: int, cuts: list[int]) -> None:
+def test_replay_drops_delivered_tokens_with_any_chunks(
+    length: int, num_delivered: int, cuts: list[int]
+) -> None:
     """However the answer is cut into chunks."""
     tokens = list(range(100, 100 + length))
     num_delivered = min(num_delivered, length)
@@ -89,12 +91,12 @@ def test_a_replay_gives_what_is_new_once(length: int, num_delivered: int, cuts: 
     assert all(chunk.token_ids or chunk.finish_reason for chunk in new)
 
 
-def test_another_answer_is_never_glued_on() -> None:
+def test_replay_that_begins_differently_is_an_error() -> None:
     with pytest.raises(EngineError, match="began it differently"):
         Replayed(request(), [1, 2]).new(TokenChunk([1, 3]))
 
 
-def test_an_answer_that_only_lost_its_end() -> None:
+def test_answer_with_all_its_tokens_has_ended_and_gets_an_end_chunk() -> None:
     assert has_ended(request(3), DELIVERED)
     assert not has_ended(request(4), DELIVERED)
     assert not has_ended(request(None), DELIVERED)

@@ -87,7 +87,9 @@ def selectors() -> list[Selector]:
 @given(
     st.sets(st.integers(1, 9), max_size=5), st.frozensets(st.integers(1, 9), max_size=5), st.integers(0, 4)
 )
-async def test_never_one_that_is_gone_or_has_failed(ids: set[int], avoid: frozenset[int], which: int) -> None:
+async def test_selector_picks_no_instance_that_is_gone_or_has_failed(
+    ids: set[int], avoid: frozenset[int], which: int
+) -> None:
     selected = stage(Directory(*ids), selectors()[which])
     asked = request()
     for each in avoid:
@@ -106,12 +108,12 @@ async def test_instances_with_equal_load_take_turns(selector: Selector) -> None:
     assert chosen == {1: 3, 2: 3, 3: 3}
 
 
-async def test_random_takes_every_instance() -> None:
+async def test_random_selector_picks_every_instance() -> None:
     selector = Random(random.Random(0))
     assert {await selector.choose(request(), [1, 2, 3]) for _ in range(50)} == {1, 2, 3}
 
 
-async def test_the_least_loaded_one() -> None:
+async def test_least_loaded_picks_the_fewest_tokens_in_flight() -> None:
     load = InFlight()
     selector = LeastLoaded(load)
     load.add(1, 10)
@@ -121,7 +123,7 @@ async def test_the_least_loaded_one() -> None:
     assert await selector.choose(request(), [1, 2]) == 1
 
 
-async def test_the_best_cached_one_unless_it_is_too_busy() -> None:
+async def test_kv_selector_picks_the_best_cached_instance_unless_its_load_outweighs_it() -> None:
     load = InFlight()
     selector = BestCached(cached(i1=64), load)
     assert [await selector.choose(request(), [1, 2, 3]) for _ in range(3)] == [1, 1, 1]
@@ -129,7 +131,7 @@ async def test_the_best_cached_one_unless_it_is_too_busy() -> None:
     assert await selector.choose(request(), [1, 2, 3]) in (2, 3)
 
 
-async def test_a_router_that_cannot_tell_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_failing_kv_router_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     selector = BestCached(unable, InFlight())
     for _ in range(5):
         await selector.choose(request(), [1])
@@ -166,7 +168,7 @@ async def test_a_router_that_hangs_is_asked_again_after_a_pause() -> None:
     assert asked == 2
 
 
-async def test_a_router_that_works_again_may_fail_again(caplog: pytest.LogCaptureFixture) -> None:
+async def test_kv_router_failure_is_logged_again_after_a_recovery(caplog: pytest.LogCaptureFixture) -> None:
     outcomes = iter([unable, cached(i2=10), cached(i2=10), unable])
     selector = BestCached(lambda asked: next(outcomes)(asked), InFlight())
     for _ in range(4):
@@ -175,7 +177,9 @@ async def test_a_router_that_works_again_may_fail_again(caplog: pytest.LogCaptur
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 5))
-async def test_the_least_loaded_one_balances(lengths: list[int], num_instances: int) -> None:
+async def test_least_loaded_keeps_loads_within_one_request_of_the_mean(
+    lengths: list[int], num_instances: int
+) -> None:
     """Greedy: no instance ever has more than the average and one request."""
     load = InFlight()
     selector = LeastLoaded(load)
@@ -193,7 +197,7 @@ async def test_random_choices_repeat_with_the_same_seed() -> None:
     assert chosen[0] == chosen[1] != chosen[2]
 
 
-async def test_a_call_is_load_while_it_runs() -> None:
+async def test_running_call_counts_as_load_of_its_instance() -> None:
     load = InFlight()
     selected = SelectedStage(Directory(1), RoundRobin(), load, "decode")
     answers = (await selected.pick(request())).call({}, FakeContext())
@@ -211,7 +215,7 @@ def pinning(*words: str) -> GenerateRequest:
     return request(annotations=[NEXT + word for word in words])
 
 
-async def test_a_pin_is_kept() -> None:
+async def test_pinned_request_goes_to_its_pinned_instances() -> None:
     selected = stage(Directory(0x1A, 0x2B, 0x3C))
     assert {(await selected.pick(pinning("2b"))).instance_id for _ in range(5)} == {0x2B}
     assert {(await selected.pick(pinning("2b,3c"))).instance_id for _ in range(6)} == {0x2B, 0x3C}
@@ -225,11 +229,11 @@ async def test_ids_are_hexadecimal_or_decimal(word: str) -> None:
     assert (await selected.pick(asked)).instance_id == 0x2B
 
 
-async def test_what_can_be_read_as_both_is_hexadecimal() -> None:
+async def test_ambiguous_instance_id_is_read_as_hexadecimal() -> None:
     assert (await stage(Directory(10, 0x10)).pick(pinning("10"))).instance_id == 0x10
 
 
-async def test_the_largest_ids_there_are() -> None:
+async def test_largest_64_bit_instance_id_can_be_pinned() -> None:
     largest = (1 << 64) - 1
     for word in (f"{largest:x}", str(largest)):
         assert (await stage(Directory(1, largest)).pick(pinning(word))).instance_id == largest
@@ -244,7 +248,7 @@ async def test_each_key_by_which_dynamo_pins_is_followed(key: str) -> None:
     assert {(await selected.pick(asked)).instance_id for _ in range(4)} == {3}
 
 
-async def test_dynamos_pin_of_this_worker_is_no_wish() -> None:
+async def test_pin_to_this_worker_itself_is_ignored() -> None:
     selected = stage(Directory(1, 2), own_id=99)
     asked = request(routing={"decode_worker_id": 99, "prefill_worker_id": 99})
     selected.check(asked)
@@ -252,12 +256,12 @@ async def test_dynamos_pin_of_this_worker_is_no_wish() -> None:
     assert asked.trace.fallbacks == []
 
 
-async def test_an_annotation_is_stronger_than_a_header() -> None:
+async def test_next_annotation_wins_over_dynamos_pins() -> None:
     asked = request(annotations=[NEXT + "2"], routing={"prefill_worker_id": 1})
     assert {(await stage(Directory(1, 2)).pick(asked)).instance_id for _ in range(4)} == {2}
 
 
-async def test_of_another_workers_errand_only_what_fits_is_heard() -> None:
+async def test_pins_of_a_relayed_request_are_used_only_for_known_instances() -> None:
     """It was checked where it came in, against the instances that are seen from there."""
     selected = stage(Directory(1, 2))
     for asked, expected in (({"prefill_worker_id": 5}, {1, 2}), ({"prefill_worker_id": 2}, {2})):
@@ -283,12 +287,12 @@ async def test_of_another_workers_errand_only_what_fits_is_heard() -> None:
         ),
     ],
 )
-def test_a_stranger_is_refused(asked: GenerateRequest, message: str) -> None:
+def test_pin_to_an_unknown_instance_is_refused(asked: GenerateRequest, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         stage(Directory(0x1A, 0x2B)).check(asked)
 
 
-async def test_an_instance_that_is_gone_is_replaced_and_the_trace_says_so() -> None:
+async def test_pinned_instance_that_is_gone_is_replaced_with_a_trace_entry() -> None:
     directory = Directory(1, 2)
     selected = stage(directory)
     await selected.pick(pinning("2"))
@@ -302,7 +306,7 @@ async def test_an_instance_that_is_gone_is_replaced_and_the_trace_says_so() -> N
     assert len(asked.trace.fallbacks) == 1
 
 
-async def test_a_failed_pin_is_replaced_and_the_trace_says_so() -> None:
+async def test_pinned_instance_that_failed_is_replaced_with_a_trace_entry() -> None:
     selected = stage(Directory(1, 2))
     asked = pinning("2").avoiding(2)
     selected.check(asked)
@@ -310,7 +314,7 @@ async def test_a_failed_pin_is_replaced_and_the_trace_says_so() -> None:
     assert asked.trace.fallbacks == ["other_instance: pinned decode instance 2 failed or is skipped"]
 
 
-async def test_of_several_pins_those_that_are_left_count() -> None:
+async def test_remaining_pins_are_used_when_one_has_failed() -> None:
     selected = stage(Directory(1, 2, 3))
     asked = pinning("2,3").avoiding(2)
     assert {(await selected.pick(asked)).instance_id for _ in range(4)} == {3}
@@ -328,7 +332,7 @@ def test_only_the_last_instances_are_remembered() -> None:
         selected.check(pinning("1f4"))
 
 
-def test_a_prompt_of_no_tokens_is_no_load() -> None:
+def test_empty_prompt_adds_no_load() -> None:
     """The worker that gets it refuses it."""
     load = InFlight()
     load.add(7, 0)

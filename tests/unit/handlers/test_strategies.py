@@ -108,7 +108,7 @@ async def test_one_token_never_reaches_decode(order: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-async def test_a_stop_later_is_decodes(strategy: str) -> None:
+async def test_stop_token_after_the_first_token_ends_the_decode(strategy: str) -> None:
     pair = make_pair(strategy)
     pair.prefill.scripts.append(Script(tokens=[5]))
     pair.decode.scripts.append(Script(tokens=[5, 6, EOS_TOKEN, 7]))
@@ -119,7 +119,7 @@ async def test_a_stop_later_is_decodes(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-async def test_the_first_token_leaves_before_decode_is_asked(order: str) -> None:
+async def test_first_token_is_sent_before_decode_starts(order: str) -> None:
     pair = make_pair(order)
     chunks = pair.generate(request(**WITH_LOGPROBS), FakeContext())
     first = await anext(chunks)
@@ -167,7 +167,7 @@ async def test_a_second_stage_decode_worker_needs_a_prefill_result() -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-async def test_a_request_is_forwarded_with_its_unknown_keys_and_left_alone(strategy: str) -> None:
+async def test_forwarded_request_keeps_unknown_keys_and_the_original_is_unchanged(strategy: str) -> None:
     pair = make_pair(strategy)
     asked = request()
     before = copy.deepcopy(asked.raw)

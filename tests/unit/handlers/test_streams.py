@@ -42,7 +42,7 @@ class Doubling(PerRequestStream[int]):
         self.num_finished += 1
 
 
-async def test_the_first_element_is_its_own_and_the_others_are_those_of_the_rest() -> None:
+async def test_wrapped_stream_computes_only_its_first_element() -> None:
     inner = Doubling(Numbers(4).read())
     outer = Doubling(inner)
     async with aclosing(outer):

@@ -167,7 +167,7 @@ def test_every_file_that_a_container_names_is_mounted(key: Path) -> None:
         assert named <= there
 
 
-def test_engine_configs_come_as_they_are(tmp_path: Path) -> None:
+def test_config_map_has_engine_configs_unchanged(tmp_path: Path) -> None:
     (config_map,) = (each for each in rendered(*flags()) if each["kind"] == "ConfigMap")
     for role in ("prefill", "decode"):
         assert config_map["data"][f"{role}.yaml"] == (CONFIGS / "llama-3.1-8b" / f"{role}.yaml").read_text()

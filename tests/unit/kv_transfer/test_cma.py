@@ -30,7 +30,7 @@ print(create_transport("DEFAULT", OneHost(), needs_cma=True).name, create_transp
 """
 
 
-def test_without_the_right_nixl_is_refused_by_name_and_default_falls_back() -> None:
+def test_without_process_vm_readv_nixl_is_refused_and_default_falls_back() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _LOCKED_DOWN], capture_output=True, text=True, check=True, timeout=60
     )
@@ -53,5 +53,7 @@ def test_default_is_nixl_where_process_vm_readv_is_allowed() -> None:
     [(OneHost(), "cpu", True), (OneHost(), "cuda", False), (Network("10.0.0.1", b"k" * 32), "cpu", False)],
     ids=repr,
 )
-def test_it_is_needed_between_workers_on_one_host(scope: TransferScope, device: str, needed: bool) -> None:
+def test_cma_is_needed_only_between_workers_on_one_host(
+    scope: TransferScope, device: str, needed: bool
+) -> None:
     assert needs_cma(scope, device) is needed

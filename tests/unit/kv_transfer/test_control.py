@@ -129,7 +129,7 @@ def test_confirming_ends_the_lease_and_wakes_the_engine(server: Server, client: 
     assert not client.finish(handle, SECONDS)
 
 
-def test_a_receiver_has_its_answer_before_the_senders_engine_is_told(
+def test_finish_is_answered_before_the_senders_engine_is_notified(
     server: Server, client: ControlClient
 ) -> None:
     server.listens.clear()
@@ -173,7 +173,9 @@ def test_a_changed_handle_is_not_confirmed_and_ends_nothing(server: Server, clie
     assert client.finish(handle, SECONDS)
 
 
-def test_beginning_tells_whether_there_is_something_to_read(server: Server, client: ControlClient) -> None:
+def test_begin_is_true_only_for_the_unchanged_handle_of_a_held_lease(
+    server: Server, client: ControlClient
+) -> None:
     handle = server.lease()
     assert client.begin(handle, SECONDS)
     assert len(server.leases) == 1
@@ -182,7 +184,7 @@ def test_beginning_tells_whether_there_is_something_to_read(server: Server, clie
     assert not client.begin(handle, SECONDS)
 
 
-def test_beginning_too_late_is_told_apart_from_a_wrong_handle(server: Server, client: ControlClient) -> None:
+def test_begin_after_the_leases_end_raises_a_transfer_error(server: Server, client: ControlClient) -> None:
     server.leases.seconds = 0.0
     with pytest.raises(KvTransferError, match="ended before the KV was read"):
         client.begin(server.lease(), SECONDS)
@@ -248,7 +250,7 @@ def test_a_peer_for_which_there_is_no_thread_is_refused_and_the_next_one_served(
     assert server.control.num_connections == 1
 
 
-def test_silence_is_an_error_after_the_deadline(
+def test_control_request_without_an_answer_times_out(
     client: ControlClient, authentication: PeerAuthentication
 ) -> None:
     listener, endpoint = authentication.listen()
@@ -273,7 +275,7 @@ def test_an_unreadable_message_ends_its_connection_and_no_other(
     assert client.metadata(endpoint, SECONDS) == METADATA
 
 
-def test_garbage_is_warned_of_once_a_minute(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_messages_are_logged_once_a_minute(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         for _ in range(20):
             with server.connect() as connection:
@@ -282,7 +284,7 @@ def test_garbage_is_warned_of_once_a_minute(server: Server, caplog: pytest.LogCa
     assert sum("hung up on" in record.message for record in caplog.records) == 1
 
 
-def test_a_message_without_end_is_not_waited_for(server: Server, client: ControlClient) -> None:
+def test_oversized_control_message_closes_the_connection(server: Server, client: ControlClient) -> None:
     with server.connect() as connection:
         connection.sendall(struct.pack("<I", MAX_MESSAGE_BYTES + 1))
         assert is_hung_up(connection)
@@ -290,14 +292,16 @@ def test_a_message_without_end_is_not_waited_for(server: Server, client: Control
 
 
 @pytest.mark.parametrize("said", [b"", b"\x10"], ids=["idle", "half a frame"])
-def test_a_peer_that_says_no_more_is_hung_up_on(tight: Server, said: bytes) -> None:
+def test_connection_that_falls_silent_is_closed(tight: Server, said: bytes) -> None:
     with tight.connect() as connection:
         connection.sendall(said)
         assert is_hung_up(connection)
     wait_until(lambda: tight.control.num_connections == 0)
 
 
-def test_connections_are_limited_and_come_free(tight: Server, client: ControlClient) -> None:
+def test_connection_beyond_the_limit_is_closed_until_another_one_ends(
+    tight: Server, client: ControlClient
+) -> None:
     held = [tight.connect() for _ in range(TIGHT.connections)]
     for connection in held:
         connection.settimeout(SECONDS)
@@ -400,7 +404,7 @@ def test_another_user_gets_no_answer() -> None:
         server.control.close()
 
 
-def test_another_user_behind_a_name_that_came_free_is_no_peer() -> None:
+def test_socket_name_taken_over_by_another_user_is_refused() -> None:
     require()
     server = Server(SameUserAuthentication())
     server.control.close()
@@ -428,7 +432,7 @@ def test_a_peer_with_another_key_is_refused_by_either_end(caplog: pytest.LogCapt
 @pytest.mark.parametrize(
     "said", [b"GET / HTTP/1.1\r\n\r\n", struct.pack("<I", 10) + GET_METADATA, os.urandom(4096)]
 )
-def test_what_is_no_tls_gets_nothing_but_an_alert(said: bytes) -> None:
+def test_bytes_that_are_no_tls_are_answered_by_a_tls_alert_at_most(said: bytes) -> None:
     server = Server(NETWORK.authentication())
     try:
         place = place_of(server.control.endpoint)
@@ -447,7 +451,7 @@ def test_what_is_no_tls_gets_nothing_but_an_alert(said: bytes) -> None:
         server.control.close()
 
 
-def test_a_flood_of_silent_connections_keeps_no_peer_out() -> None:
+def test_peer_connects_during_a_flood_of_silent_connections() -> None:
     server = Server(NETWORK.authentication())
     place = place_of(server.control.endpoint)
     flood = [socket.create_connection(place, timeout=SECONDS) for _ in range(3 * Limits().newcomers)]
@@ -462,7 +466,7 @@ def test_a_flood_of_silent_connections_keeps_no_peer_out() -> None:
         server.control.close()
 
 
-def test_an_engine_of_one_host_talks_to_no_network_and_the_other_way_round() -> None:
+def test_local_and_network_engines_refuse_each_others_endpoints() -> None:
     local, network = ControlClient(SameUserAuthentication()), ControlClient(NETWORK.authentication())
     with pytest.raises(KvTransferError, match="is on another host"):
         local.metadata("tcp://127.0.0.1:9", SECONDS)

@@ -98,7 +98,7 @@ def test_names_and_both_kinds_of_addresses_are_endpoints(endpoint: str) -> None:
 
 
 @given(st.binary())
-def test_bytes_either_are_a_handle_or_are_refused(data: bytes) -> None:
+def test_random_bytes_are_refused_as_a_handle(data: bytes) -> None:
     with pytest.raises(HandoffRefusedError):
         decode_handle(data)
 
@@ -111,7 +111,7 @@ def test_unknown_fields_and_huge_messages_are_refused() -> None:
         decode_handle(b"x" * (MAX_BYTES + 1))
 
 
-def test_equal_layouts_fit_together_and_others_say_every_difference() -> None:
+def test_layout_mismatch_is_refused_with_every_difference() -> None:
     LAYOUT.require_same(KvLayout("model-a", 4, 32, 2, 16, "float32"))
     with pytest.raises(HandoffRefusedError) as refused:
         LAYOUT.require_same(KvLayout("model-b", 4, 16, 2, 16, "float32"))

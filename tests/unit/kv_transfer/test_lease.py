@@ -31,7 +31,7 @@ def grant(table: LeaseTable, request_id: int = 1, blocks: list[int] | None = Non
     return lease
 
 
-def test_done_is_confirmed_once(table: LeaseTable) -> None:
+def test_lease_can_be_finished_once(table: LeaseTable) -> None:
     lease = grant(table)
     assert table.finish(lease.id, lease.digest)
     assert not table.finish(lease.id, lease.digest)
@@ -40,7 +40,7 @@ def test_done_is_confirmed_once(table: LeaseTable) -> None:
     assert not table.has_ended_early(lease.id)
 
 
-def test_another_digest_ends_nothing(table: LeaseTable) -> None:
+def test_finish_with_a_wrong_id_or_digest_keeps_the_lease(table: LeaseTable) -> None:
     lease = grant(table)
     assert not table.finish(lease.id, b"x" * 16)
     assert not table.finish(b"x" * 16, lease.digest)
@@ -54,7 +54,7 @@ def test_a_lease_without_a_handle_cannot_be_finished(table: LeaseTable) -> None:
     assert not table.finish(lease.id, b"x" * 16)
 
 
-def test_the_end_of_the_time_is_exact(table: LeaseTable, clock: Clock) -> None:
+def test_finish_at_the_exact_end_of_the_lease_is_refused(table: LeaseTable, clock: Clock) -> None:
     in_time, too_late = grant(table, 1), grant(table, 2)
     clock.now = SECONDS - 0.001
     assert table.finish(in_time.id, in_time.digest)
@@ -65,7 +65,7 @@ def test_the_end_of_the_time_is_exact(table: LeaseTable, clock: Clock) -> None:
     assert table.expired_total == 1
 
 
-def test_a_read_that_begins_has_the_whole_time_once(table: LeaseTable, clock: Clock) -> None:
+def test_begin_extends_a_lease_once(table: LeaseTable, clock: Clock) -> None:
     lease = grant(table)
     clock.now = SECONDS - 1
     assert table.begin(lease.id, lease.digest)
@@ -97,7 +97,7 @@ def test_expired_leases_are_taken_without_being_asked_for(table: LeaseTable, clo
     assert not table.finish(lease.id, lease.digest)
 
 
-def test_a_request_can_give_its_lease_back(table: LeaseTable) -> None:
+def test_request_can_release_its_lease_once(table: LeaseTable) -> None:
     grant(table, 7)
     assert table.release_request(7)
     assert not table.release_request(7)
@@ -181,7 +181,7 @@ TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
 
 
-def test_of_many_threads_exactly_one_ends_a_lease(table: LeaseTable) -> None:
+def test_concurrent_finish_succeeds_in_exactly_one_thread(table: LeaseTable) -> None:
     leases = [grant(table, i) for i in range(200)]
     start, wins = threading.Barrier(4), list[bool]()
 

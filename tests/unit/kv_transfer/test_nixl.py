@@ -50,7 +50,7 @@ def unscripted(agents: ScriptedAgents) -> Iterator[None]:
         agent.state = agent.failure = None
 
 
-def test_a_read_without_end_times_out_and_says_that_it_may_land_later(
+def test_read_beyond_its_timeout_raises_with_may_land_later(
     pools: tuple[Pool, Pool], agents: ScriptedAgents
 ) -> None:
     sender, receiver = pools
@@ -159,7 +159,7 @@ def without_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_nixl")
-def test_default_falls_back_to_shared_memory_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_default_falls_back_to_shared_memory_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         transport = create_transport("DEFAULT", ONE_HOST)
     assert transport.name == "SHARED_MEMORY"

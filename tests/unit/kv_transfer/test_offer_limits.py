@@ -48,12 +48,12 @@ def fill(book: OfferBook, peer: str, first: int) -> int:
     raise AssertionError("without end")
 
 
-def test_one_peer_cannot_fill_the_book(book: OfferBook) -> None:
+def test_offers_of_one_peer_are_limited_and_leave_room_for_others(book: OfferBook) -> None:
     assert fill(book, "pid 1", 0) == 1024
     assert book.offered(offer(9000), "pid 2") == b"ok"
 
 
-def test_all_peers_together_have_a_limit_which_time_lifts(book: OfferBook, clock: Clock) -> None:
+def test_offers_of_all_peers_are_limited_until_old_ones_expire(book: OfferBook, clock: Clock) -> None:
     taken = [fill(book, f"pid {peer}", 10_000 * peer) for peer in range(5)]
     assert taken == [1024, 1024, 1024, 1024, 0]
     clock.now = MAX_OFFER_SECONDS
@@ -61,7 +61,7 @@ def test_all_peers_together_have_a_limit_which_time_lifts(book: OfferBook, clock
 
 
 @pytest.mark.parametrize("seconds", [1e6, MAX_OFFER_SECONDS + 1, float("inf"), float("nan"), -1.0])
-def test_an_offer_for_ever_is_no_message(seconds: float) -> None:
+def test_offer_without_a_valid_duration_is_not_decoded(seconds: float) -> None:
     message = msgspec.msgpack.encode(offer(1, seconds=seconds))
     with pytest.raises(msgspec.ValidationError, match="seconds"):
         msgspec.msgpack.decode(message, type=Offer)

@@ -160,7 +160,7 @@ def test_an_answer_about_a_prefill_that_has_ended_meanwhile_drops_no_metadata(pe
 
 
 @pytest.mark.parametrize("peers", [False], indirect=True)
-def test_a_prefill_that_ended_without_a_word_fails_and_its_engine_is_asked_anew(peers: ScriptedPeers) -> None:
+def test_request_that_prefill_has_forgotten_fails_and_drops_its_metadata(peers: ScriptedPeers) -> None:
     expected = expect_one(peers)
     assert expected.error is not None
     assert "ended this request without a notice or a failure message" in str(expected.error)

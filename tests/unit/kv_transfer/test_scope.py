@@ -41,7 +41,7 @@ def test_without_kv_transfer_no_key_is_asked_for() -> None:
     refuse_unsupported(llm_args(embedded={"transfer_host": "10.0.0.1"}))
 
 
-def test_the_setting_goes_before_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_file_setting_wins_over_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY_FILE_VARIABLE, str(write_key(tmp_path, b"variable" * 4)))
     assert choose_scope("10.0.0.1", None) == Network("10.0.0.1", b"variable" * 4)
     assert choose_scope("10.0.0.1", write_key(tmp_path)) == Network("10.0.0.1", b"k" * 32)
@@ -78,14 +78,14 @@ def test_a_short_or_missing_key_is_refused(tmp_path: Path) -> None:
         choose_scope("10.0.0.1", tmp_path / "missing")
 
 
-def test_a_key_is_not_shown() -> None:
+def test_repr_of_a_network_scope_hides_the_key() -> None:
     assert "kkk" not in repr(Network("10.0.0.1", b"k" * 32))
 
 
 # -- what UCX may use
 
 
-def test_on_one_host_ucx_opens_no_port_whatever_the_environment_says(
+def test_ucx_tls_of_the_environment_is_ignored_on_one_host(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     for chosen in ("tcp", "cma,tcp", "all", "posix,cma,self,rc"):

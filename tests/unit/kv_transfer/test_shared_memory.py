@@ -24,9 +24,7 @@ ids = st.lists(st.integers(0, 30), unique=True)
 
 
 @given(ids, ids)
-def test_runs_cover_every_pair_once_and_are_as_long_as_they_can_be(
-    remote: list[int], local: list[int]
-) -> None:
+def test_common_runs_cover_every_pair_once_and_are_maximal(remote: list[int], local: list[int]) -> None:
     size = min(len(remote), len(local))
     theirs, mine = np.asarray(remote[:size], np.int32), np.asarray(local[:size], np.int32)
     runs = common_runs(theirs, mine)
@@ -75,7 +73,7 @@ def test_peers_that_come_at_the_same_time_do_not_disturb_each_other() -> None:
         pool.close()
 
 
-def test_closing_gives_the_file_descriptor_back() -> None:
+def test_closed_pool_leaves_no_file_descriptor() -> None:
     before = set(os.listdir("/proc/self/fd"))
     pool = Pool("SHARED_MEMORY", 8, "sender")
     pool.close()

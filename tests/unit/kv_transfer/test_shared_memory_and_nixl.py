@@ -63,7 +63,7 @@ def test_each_block_arrives_at_its_place_and_no_other_is_touched(
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(pairs=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 10)), min_size=1, max_size=8))
-def test_what_is_written_arrives_at_its_place_and_nowhere_else(
+def test_written_blocks_arrive_at_their_places_only(
     pools: tuple[Pool, Pool], pairs: list[tuple[int, int]]
 ) -> None:
     target, writer = pools
@@ -90,7 +90,7 @@ def test_a_pool_starts_empty(make_pool: MakePool) -> None:
     assert not make_pool().kv.any()
 
 
-def test_a_forgotten_peer_can_be_met_again(pools: tuple[Pool, Pool]) -> None:
+def test_forgotten_peer_can_be_read_again(pools: tuple[Pool, Pool]) -> None:
     sender, receiver = pools
     for _ in range(2):
         sender.fill(5.0)
@@ -100,7 +100,7 @@ def test_a_forgotten_peer_can_be_met_again(pools: tuple[Pool, Pool]) -> None:
         receiver.transport.forget(sender.card)
 
 
-def test_a_pool_that_reads_serves_as_well(make_pool: MakePool) -> None:
+def test_pool_can_read_and_be_read(make_pool: MakePool) -> None:
     """A worker that was switched from decode to prefill."""
     first, second = make_pool(8, "first"), make_pool(8, "second")
     first.fill(1.0)
@@ -148,7 +148,7 @@ def test_an_unreadable_address_is_an_error(pools: tuple[Pool, Pool], address: by
         pools[1].read(card, [0], [0])
 
 
-def test_a_card_that_lies_about_its_size_is_an_error(pools: tuple[Pool, Pool]) -> None:
+def test_metadata_with_more_blocks_than_the_pool_raises_a_transfer_error(pools: tuple[Pool, Pool]) -> None:
     card = msgspec.structs.replace(pools[0].card, sender="liar", num_blocks=9)
     with pytest.raises(KvTransferError, match="liar"):
         pools[1].read(card, [8], [0])

@@ -151,7 +151,7 @@ def is_connected(sender: Pool) -> bool:
     )
 
 
-def test_it_is_what_default_means_between_hosts_and_refused_on_one() -> None:
+def test_default_is_tls_between_hosts_and_tls_is_refused_on_one_host() -> None:
     chosen = create_transport("DEFAULT", NETWORK)
     has_rdma = bool(glob.glob("/sys/class/infiniband/*"))
     assert chosen.name == ("NIXL" if has_rdma else "TLS")

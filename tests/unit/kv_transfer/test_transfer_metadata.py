@@ -68,7 +68,7 @@ def test_a_hundred_requests_load_metadata_once_each_way(
 
 
 @pytest.mark.parametrize("style", ["pull", "push"])
-def test_a_request_moves_fewer_pieces_than_blocks(duo: Engines, style: str) -> None:
+def test_neighbouring_blocks_are_moved_as_one_piece(duo: Engines, style: str) -> None:
     """After some coming and going, so that the pools are not in their first order."""
     mover = duo.decode_transport if style == "pull" else duo.prefill_transport
     before = len(mover.transfers)

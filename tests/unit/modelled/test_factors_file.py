@@ -53,7 +53,7 @@ def test_a_file_that_became_bad_changes_nothing(file: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "[]", '{"prefill_factor": 1}', '{"prefill_factor": 0, "decode_factor": 1}']
 )
-def test_an_engine_does_not_start_with_a_file_that_says_no_factors(file: Path, text: str) -> None:
+def test_factors_file_without_valid_factors_is_refused_at_the_start(file: Path, text: str) -> None:
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"modelled\.factors_file"):
         ModelledTestCore(modelled={"factors_file": str(file)})

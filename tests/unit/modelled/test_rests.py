@@ -84,7 +84,7 @@ _ENGINES: list[dict[str, Any]] = [
 
 @settings(deadline=None, max_examples=50)
 @given(_ARRIVALS, st.sampled_from(_ENGINES))
-def test_all_is_told_at_the_same_moments_with_and_without_rests(
+def test_outputs_come_at_the_same_times_with_and_without_rests(
     arrivals: list[tuple[float, int, int]], engine: dict[str, Any]
 ) -> None:
     awake, resting = Driver(rests=False, **engine), Driver(rests=True, **engine)
@@ -112,7 +112,7 @@ def _stored_blocks(core: ModelledTestCore) -> list[Any]:
     return sorted(block["block_hash"] for blocks in stored for block in blocks)
 
 
-def test_silent_tokens_are_computed_in_a_few_looks() -> None:
+def test_undelivered_tokens_are_computed_in_few_steps_of_the_process() -> None:
     driver = Driver(rests=True)
     driver.serve([(0.0, 100, 2 * INTERVAL)])
     awake = Driver(rests=False)
@@ -151,7 +151,7 @@ def test_a_request_that_comes_during_a_rest_waits_for_the_step_that_runs_then() 
     ],
     ids=["each token is told", "a stop word may end it", "an end token may end it"],
 )
-def test_where_any_token_may_be_told_there_is_no_rest(request_of: dict[str, Any]) -> None:
+def test_engine_does_not_rest_while_any_token_may_be_delivered(request_of: dict[str, Any]) -> None:
     core = ModelledTestCore()
     request = core.add(prompt_of(64), 100, **request_of)
     core.step()
@@ -178,7 +178,7 @@ def test_a_rest_ends_before_statistics_are_old() -> None:
     core.run(request)
 
 
-def test_lateness_is_of_what_a_client_hears_not_of_what_it_does_not() -> None:
+def test_only_steps_with_delivered_tokens_count_as_late() -> None:
     clock, core, request = decoding()
     begun = len(core.stats)
     clock.time += core.engine.rest()
@@ -242,7 +242,7 @@ def test_while_the_connector_has_something_to_do_there_is_no_rest(
     assert core.engine.rest() == 0.0
 
 
-def test_a_process_that_is_late_computes_silent_steps_together_and_says_how_late_it_is() -> None:
+def test_late_process_batches_silent_steps_and_reports_its_lateness() -> None:
     clock, core, request = decoding()
     num_before = len(core.stats)
     clock.time += 0.05
@@ -264,7 +264,7 @@ def test_a_request_that_comes_to_a_late_process_is_in_its_next_step() -> None:
     core.run(first)
 
 
-def test_a_cancel_during_a_rest_is_told_before_the_next_one() -> None:
+def test_cancel_during_a_rest_is_delivered_before_the_next_rest() -> None:
     clock, core, request = decoding()
     other = core.add(prompt_of(64, salt=1), 500, stream_interval=500)
     core.step()
@@ -278,7 +278,7 @@ def test_a_cancel_during_a_rest_is_told_before_the_next_one() -> None:
     core.run(other)
 
 
-def test_a_refusal_during_a_rest_is_told_before_the_next_one() -> None:
+def test_refusal_during_a_rest_is_delivered_before_the_next_rest() -> None:
     clock, core, request = decoding()
     assert core.engine.rest() > 0
     clock.time += 0.01

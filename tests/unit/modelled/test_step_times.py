@@ -32,7 +32,7 @@ def test_ttft_and_itl_of_one_request_are_the_sums_of_their_steps() -> None:
     assert gaps == pytest.approx([decode_seconds(1, 600 + i) for i in range(3)], rel=1e-9)
 
 
-def test_a_cached_prefix_takes_no_time() -> None:
+def test_cached_prefix_adds_no_modelled_time() -> None:
     core = ModelledTestCore()
     core.generate(prompt_of(600), 2)
     first = core.seconds_of(prompt_of(600), 1)[0]
@@ -95,7 +95,7 @@ def test_idle_time_is_not_caught_up() -> None:
     assert core.seconds_of(prompt_of(64, salt=3), 1)[0] == pytest.approx(prefill_seconds(64), rel=1e-9)
 
 
-def test_a_step_that_this_process_was_too_slow_for_says_how_late_it_is() -> None:
+def test_late_modelled_step_reports_its_lateness() -> None:
     clock = VirtualClock()
     core = ModelledTestCore(clock)
     core.add(prompt_of(64), 3)
@@ -176,7 +176,7 @@ def test_modelled_time_never_runs_backwards_and_no_block_is_lost(
     core.close()
 
 
-def test_the_same_text_whatever_else_runs() -> None:
+def test_modelled_text_does_not_depend_on_other_requests() -> None:
     alone = ModelledTestCore().generate(prompt_of(100), 12)
     core = ModelledTestCore(max_num_tokens=64, max_batch_size=3)
     ids = [core.add(prompt_of(100, salt), 12) for salt in range(5)]
@@ -191,7 +191,7 @@ def test_a_prompt_that_ends_with_the_start_of_an_answer_goes_on_with_the_rest() 
     assert core.generate(prompt_of(50) + answer[:4], 6) == answer[4:]
 
 
-def test_the_pool_is_as_large_as_the_measurement_says_unless_it_is_bounded() -> None:
+def test_pool_has_the_measured_size_unless_max_tokens_bounds_it() -> None:
     assert ModelledTestCore().engine.blocks.num_blocks == MEASURED["kv_pool_tokens"] // 32
     bounded = ModelledTestCore(kv_cache_config={"max_tokens": 640})
     assert bounded.engine.blocks.num_blocks == 20

@@ -44,7 +44,7 @@ def handle() -> Any:
     )
 
 
-def test_a_step_of_one_chunk_or_of_decode_alone_takes_what_the_tables_say(handle: Any) -> None:
+def test_step_of_one_chunk_or_decode_alone_takes_the_tables_time(handle: Any) -> None:
     tables, _ = open_tables(args_of())
     for tokens, before in ((1, 0), (513, 0), (8192, 0), (2048, 6144), (32, 9000)):
         expected = handle.predict_prefill_latency(1, before + tokens, before)
@@ -64,7 +64,7 @@ def test_a_mixed_step_lies_between_its_largest_part_and_their_sum(handle: Any) -
 @pytest.mark.parametrize(
     ("batch", "prompt", "answer"), [(1, 4000, 32), (8, 1024, 64), (32, 256, 128), (16, 512, 16)]
 )
-def test_a_static_batch_takes_what_their_own_estimate_says(
+def test_static_batch_takes_the_time_of_the_tables_estimate(
     handle: Any, batch: int, prompt: int, answer: int
 ) -> None:
     core = ModelledTestCore(

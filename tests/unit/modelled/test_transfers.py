@@ -86,7 +86,7 @@ def test_a_write_takes_the_same_links_as_a_read_from_there(ends: list[End], cloc
     assert ends[1].seconds_to_read(ends[3], 1, at=10.0) == 15.5
 
 
-def test_the_slower_end_sets_the_pace(clock: VirtualClock, ends: list[End]) -> None:
+def test_transfer_takes_the_bandwidth_of_the_slower_end(clock: VirtualClock, ends: list[End]) -> None:
     slow = End("slow", clock, LinkCost(3.0, 0.0, 1.0))
     assert slow.seconds_to_read(ends[0], 2, at=10.0) == 16.5
     slow.transport.close()
@@ -102,7 +102,7 @@ def test_a_transfer_that_the_timeout_does_not_allow_fails_when_it_is_over(
     assert not raised.value.may_land_later
 
 
-def test_a_peer_that_has_ended_is_named(clock: VirtualClock, ends: list[End]) -> None:
+def test_transfer_from_a_closed_peer_raises_with_its_name(clock: VirtualClock, ends: list[End]) -> None:
     gone = End("gone", clock)
     gone.transport.close()
     with pytest.raises(KvTransferError, match="gone is gone"):

@@ -24,7 +24,7 @@ from trtllm_disagg.prefill_queue.broker import QueueLimits
 from trtllm_disagg.testing.recording import LLM
 
 
-async def test_a_pulled_prefill_and_a_local_decode_are_one_answer(queue: Queueing) -> None:
+async def test_pulled_prefill_and_local_decode_give_the_whole_answer(queue: Queueing) -> None:
     pushing, pulling = await queue.pusher(), await queue.puller(0xBEEF)
     asked = request(6)
 
@@ -71,7 +71,7 @@ async def test_in_prefill_first_any_prefill_worker_has_the_prefill_and_decode_ge
         await stage.idle()
 
 
-async def test_in_prefill_first_a_decode_worker_lets_go_of_what_no_decode_was_started_for(
+async def test_in_prefill_first_a_handoff_without_a_decode_is_released(
     nats: NatsServer, no_leaks: None
 ) -> None:
     async with queueing(nats, "prefill_first") as queue:
@@ -132,7 +132,7 @@ async def test_a_request_goes_to_no_instance_that_has_failed_it(queue: Queueing)
     assert (len(failed.llm.results), len(other.llm.results)) == (0, 6)
 
 
-async def test_where_only_that_one_is_there_the_request_fails(queue: Queueing) -> None:
+async def test_request_fails_when_the_only_worker_is_avoided(queue: Queueing) -> None:
     queue.limits = QueueLimits(offers=5)
     pushing = await queue.pusher()
     await queue.puller(1)
@@ -140,7 +140,7 @@ async def test_where_only_that_one_is_there_the_request_fails(queue: Queueing) -
         await collect(pushing.generate, request(3).avoiding(1))
 
 
-async def test_a_queue_that_has_failed_a_request_is_not_picked_again(queue: Queueing) -> None:
+async def test_avoided_queue_raises_peer_unavailable(queue: Queueing) -> None:
     pushing = await queue.pusher()
     with pytest.raises(PeerUnavailableError):
         await pushing.client.pick(request().avoiding(0))

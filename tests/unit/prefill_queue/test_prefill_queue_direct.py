@@ -29,7 +29,7 @@ async def decoding(queue: Queueing) -> tuple[Pushing, RecordingStageClient]:
     return await queue.pusher(stage=stage), stage
 
 
-async def test_what_nats_does_not_take_goes_to_a_prefill_worker(queue: Queueing) -> None:
+async def test_request_too_large_for_nats_goes_directly_to_a_prefill_worker(queue: Queueing) -> None:
     (pushing, stage), pulling = await decoding(queue), await queue.puller()
     asked = request(5, **LARGE)
 
@@ -62,7 +62,7 @@ async def test_a_request_with_a_pinned_prefill_worker_passes_the_queue_by(
     await stage.idle()
 
 
-async def test_in_prefill_first_such_a_prefill_stays_where_it_was_routed_to(
+async def test_request_too_large_for_nats_is_prefilled_locally_in_prefill_first(
     nats: NatsServer, no_leaks: None
 ) -> None:
     async with queueing(nats, "prefill_first") as queue:

@@ -92,7 +92,7 @@ async def test_a_worker_slower_than_the_ack_wait_keeps_its_item(queue: Queueing)
     assert len(slow.llm.results) + len(other.llm.results) == 1
 
 
-async def test_a_worker_that_was_given_up_and_answers_late_lets_go(queue: Queueing) -> None:
+async def test_late_answer_of_a_replaced_worker_is_released(queue: Queueing) -> None:
     queue.limits = QueueLimits(ack=ACK_SECONDS, beat=1000.0)
     pushing, slow = await queue.pusher(), await queue.puller(1)
     script, gate = blocked()
@@ -151,9 +151,7 @@ async def test_without_nats_requests_fail_at_once_and_go_on_when_it_is_back(queu
     await until(lambda: len(LLM.kv_store) == 0)
 
 
-async def test_a_server_that_comes_back_with_nothing_gets_its_stream_again(
-    tmp_path: Any, no_leaks: None
-) -> None:
+async def test_stream_is_recreated_on_a_server_that_lost_it(tmp_path: Any, no_leaks: None) -> None:
     server = NatsServer(tmp_path / "first")
     server.start()
     try:
@@ -246,7 +244,7 @@ async def num_in_stream(queue: Queueing) -> int:
         ({"errand": None}, "takes prefill requests only"),
     ],
 )
-async def test_a_request_that_is_none_is_refused_by_name(
+async def test_invalid_item_request_is_refused_by_name(
     queue: Queueing, broken: dict[str, Any], message: str
 ) -> None:
     pushing, pulling = await queue.pusher(), await queue.puller()
@@ -265,7 +263,7 @@ async def test_what_nats_does_not_take_is_refused_before_it_is_sent(queue: Queue
 
 
 @pytest.mark.parametrize("forged", [b"", b"\x00", b"\x91" * 100_000, b"x" * 1000])
-async def test_forged_words_to_a_pusher_harm_no_request(queue: Queueing, forged: bytes) -> None:
+async def test_forged_messages_to_a_pusher_harm_no_request(queue: Queueing, forged: bytes) -> None:
     pushing, pulling = await queue.pusher(), await queue.puller()
     script, gate = blocked()
     pulling.llm.scripts.append(script)

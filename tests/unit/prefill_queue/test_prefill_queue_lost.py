@@ -37,7 +37,7 @@ async def administrator(queue: Queueing) -> AsyncIterator[JetStreamContext]:
 
 
 @pytest.mark.parametrize("what", ["stream", "consumer"])
-async def test_what_is_deleted_in_nats_is_made_anew_and_waiting_requests_are_told(
+async def test_deleted_stream_or_consumer_is_recreated_and_waiting_requests_fail(
     queue: Queueing, what: str
 ) -> None:
     pushing, watching = await queue.pusher(), await queue.pusher()
@@ -60,7 +60,7 @@ async def test_what_is_deleted_in_nats_is_made_anew_and_waiting_requests_are_tol
     assert len(pulling.llm.results) == 1, "no caller waits for the other one any more"
 
 
-async def test_pulling_goes_on_after_a_deletion(queue: Queueing) -> None:
+async def test_pulling_continues_after_the_stream_was_deleted(queue: Queueing) -> None:
     pushing, pulling = await queue.pusher(), await queue.puller()
     assert tokens_of(await collect(pushing.generate, request(5))) == expected_tokens(5)
 
@@ -97,7 +97,7 @@ class HardOfHearing(Broker):
             yield
 
 
-async def test_an_answer_that_is_heard_late_is_still_good(queue: Queueing) -> None:
+async def test_answer_received_late_is_used(queue: Queueing) -> None:
     """Its pusher stood still for longer than its worker waits for a word. The handoff may be used by then."""
 
     async def late(hear: Hear, message: Msg) -> None:
@@ -113,7 +113,7 @@ async def test_an_answer_that_is_heard_late_is_still_good(queue: Queueing) -> No
     assert len(pulling.llm.results) == 1
 
 
-async def test_a_handoff_is_let_go_when_its_pusher_dies_of_the_answer(queue: Queueing) -> None:
+async def test_handoff_is_released_when_its_pusher_dies_with_the_answer(queue: Queueing) -> None:
     """NATS has delivered it to a puller that is gone by the time that a word is due."""
     ending: list[asyncio.Task[None]] = []
 
@@ -155,7 +155,7 @@ def test_workers_that_could_not_serve_a_request_together_are_of_another_kind(cha
     assert kind_of(described(**change)) != kind_of(described())
 
 
-def test_role_and_strategy_are_of_no_account() -> None:
+def test_kind_does_not_depend_on_role_and_strategy() -> None:
     """A switch changes the strategy, and the queue stays."""
     for change in ({"role": Role.DECODE}, {"config": {"strategy": "prefill_first"}}):
         assert kind_of(described(**change)) == kind_of(described())
@@ -175,7 +175,7 @@ async def test_deployments_of_another_kind_take_nothing_from_each_other(queue: Q
         assert asked.trace.facts["prefill_instance"] == "a"
 
 
-async def test_the_age_is_known_for_what_a_worker_waits_for_itself(queue: Queueing) -> None:
+async def test_queue_age_includes_an_item_held_by_a_hanging_puller(queue: Queueing) -> None:
     """A puller that has asked for an item may hang; to JetStream it is not waiting any more then."""
     queue.limits = QueueLimits(ack=0.8)
     pushing = await queue.pusher()

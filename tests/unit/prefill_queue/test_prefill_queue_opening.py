@@ -21,13 +21,13 @@ from trtllm_disagg.prefill_queue.messages import Names
 from trtllm_disagg.strategies import switchable
 
 
-async def test_a_worker_without_use_for_a_queue_opens_none() -> None:
+async def test_worker_without_queue_dispatch_opens_no_prefill_queue() -> None:
     config = WorkerConfig(model="m", role=Role.PREFILL)
     assert isinstance(await open_prefill_queue(config, "kind"), NoPrefillQueue)
     assert isinstance(await open_prefill_queue(WorkerConfig(model="m"), "kind"), NoPrefillQueue)
 
 
-def test_every_role_and_strategy_means_the_same_queue() -> None:
+def test_queue_name_does_not_depend_on_role_and_strategy() -> None:
     """A deployment that switched has workers that were started under either strategy."""
     configs = [
         WorkerConfig(model="m", role=role, strategy=strategy, prefill_dispatch="queue")
@@ -71,7 +71,7 @@ async def test_a_worker_that_may_push_after_a_switch_opens_it(role: Role, strate
         await open_prefill_queue(config, "kind", QueueLimits(connect=0.1))
 
 
-async def test_no_nats_server_is_said_before_anything_is_built() -> None:
+async def test_missing_nats_server_is_refused_without_its_password() -> None:
     config = WorkerConfig(
         model="m", role=Role.PREFILL, prefill_dispatch="queue", nats_server="nats://me:secret@127.0.0.1:1"
     )
@@ -132,7 +132,7 @@ def certificate(tmp_path: Path) -> tuple[Path, Path]:
     return certificate, key
 
 
-async def test_tls_is_spoken_or_nothing(
+async def test_tls_url_connects_only_to_a_server_with_tls(
     tmp_path: Path, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that offers none gets neither a password nor a prompt."""

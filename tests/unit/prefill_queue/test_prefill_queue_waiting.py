@@ -137,7 +137,7 @@ async def test_a_handoff_that_is_not_taken_is_released(queue: Queueing) -> None:
     await asyncio.gather(asked, return_exceptions=True)
 
 
-async def test_what_waits_too_long_fails_by_name_and_leaves_the_queue(queue: Queueing) -> None:
+async def test_item_beyond_queue_timeout_fails_and_leaves_the_queue(queue: Queueing) -> None:
     pushing = await queue.pusher(timeout=1.5)
     with pytest.raises(StageTimeoutError, match=r"within 1\.5 s \(--queue-timeout\)") as raised:
         await collect(pushing.generate, request(4))
@@ -148,7 +148,7 @@ async def test_what_waits_too_long_fails_by_name_and_leaves_the_queue(queue: Que
     assert len(pulling.llm.results) == 1
 
 
-async def test_a_worker_that_is_told_to_stop_ends_what_it_has_and_leaves_the_rest(queue: Queueing) -> None:
+async def test_leaving_worker_finishes_its_items_and_leaves_the_others(queue: Queueing) -> None:
     pushing = await queue.pusher()
     leaving = await queue.puller(1, max_items=1)
     script, gate = blocked()

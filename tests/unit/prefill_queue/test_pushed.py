@@ -66,11 +66,13 @@ async def what_happens(said: list[FromPuller], takes: bool) -> None:
 
 
 @given(said=st.lists(SAID, max_size=12), takes=st.booleans())
-def test_one_answer_is_taken_at_most_and_every_question_answered(said: list[FromPuller], takes: bool) -> None:
+def test_pushed_item_takes_one_answer_and_replies_to_every_message(
+    said: list[FromPuller], takes: bool
+) -> None:
     asyncio.run(what_happens(said, takes))
 
 
-async def test_an_answer_that_its_caller_did_not_live_to_take_is_refused() -> None:
+async def test_answer_not_taken_before_close_is_refused() -> None:
     replies: list[bool] = []
     pushed = Pushed(item(), 60.0, lambda claim: None, MAX_CLAIMS)
     pushed.receive(claim(1), lambda yes: None)
@@ -80,7 +82,7 @@ async def test_an_answer_that_its_caller_did_not_live_to_take_is_refused() -> No
     assert replies == [False]
 
 
-async def test_a_silent_worker_is_to_blame_and_a_beat_is_no_silence() -> None:
+async def test_silent_worker_times_out_and_beats_extend_the_timeout() -> None:
     pushed = Pushed(item(), 0.5, lambda claim: None, MAX_CLAIMS)
     pushed.receive(claim(1), lambda yes: None)
     for _ in range(6):
@@ -93,7 +95,7 @@ async def test_a_silent_worker_is_to_blame_and_a_beat_is_no_silence() -> None:
     pushed.close()
 
 
-async def test_an_error_names_the_instance_to_blame() -> None:
+async def test_error_of_a_pushed_item_has_its_peer() -> None:
     waiting, failing = (Pushed(item(), 60.0, lambda claim: None, MAX_CLAIMS) for _ in range(2))
     waiting.fail(DisaggError("NATS is gone"))
     failing.receive(claim(2), lambda yes: None)
@@ -106,7 +108,7 @@ async def test_an_error_names_the_instance_to_blame() -> None:
     assert isinstance(failing.outcome.exception(), EngineError)
 
 
-async def test_room_is_there_again_when_an_item_leaves() -> None:
+async def test_room_is_available_again_when_an_item_leaves() -> None:
     room = Room(max_items=2, max_tokens=100)
     room.enter("long", 5000)
     assert not room.is_there

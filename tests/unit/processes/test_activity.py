@@ -13,7 +13,7 @@ from trtllm_disagg.processes.activity import (
 )
 
 
-def test_what_was_told_last_is_read(tmp_path: Path) -> None:
+def test_last_reported_activity_is_read(tmp_path: Path) -> None:
     file = tmp_path / "decode-0.activity"
     reporter = FileReporter(file)
 
@@ -25,7 +25,7 @@ def test_what_was_told_last_is_read(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["decode-0.activity"]
 
 
-def test_a_share_that_grows_is_written_now_and_then_and_a_new_activity_at_once(tmp_path: Path) -> None:
+def test_progress_writes_are_rate_limited_and_new_activities_are_not(tmp_path: Path) -> None:
     file, clock = tmp_path / "a", Clock(100.0)
     reporter = FileReporter(file, clock)
 
@@ -41,11 +41,11 @@ def test_a_share_that_grows_is_written_now_and_then_and_a_new_activity_at_once(t
     assert str(read_activity(file)) == "warming up"
 
 
-def test_a_directory_that_is_gone_stops_no_worker(tmp_path: Path) -> None:
+def test_activity_report_into_a_missing_directory_raises_nothing(tmp_path: Path) -> None:
     FileReporter(tmp_path / "gone" / "a").tell("serving")
 
 
-def test_a_file_that_no_reporter_wrote_says_nothing(tmp_path: Path) -> None:
+def test_missing_or_invalid_activity_file_reads_as_no_activity(tmp_path: Path) -> None:
     file = tmp_path / "a"
     assert read_activity(file) == Activity()
 

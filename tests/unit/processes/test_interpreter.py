@@ -48,7 +48,7 @@ def test_modules_of_pythonpath_are_found(planted: Path) -> None:
     assert run(python("-c", "import my_plugin"), PYTHONPATH=str(mine)).stdout == "mine\n"
 
 
-def test_every_python_process_of_a_deployment_is_started_so(tmp_path: Path) -> None:
+def test_deployment_processes_start_python_with_safe_path(tmp_path: Path) -> None:
     config = DeploymentConfig("decode_first", "m", "m", tmp_path)
     processes = plan(config, system_ports=range(9000, 9010), environ={})
     assert {process.argv[:2] for process in processes} == {(sys.executable, "-P")}
@@ -56,11 +56,11 @@ def test_every_python_process_of_a_deployment_is_started_so(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("job", [{}, {"PMI_RANK": "0", "PMI_SIZE": "1"}])
-def test_the_engine_core_is_started_so(job: dict[str, str]) -> None:
+def test_engine_core_starts_python_with_safe_path(job: dict[str, str]) -> None:
     assert core_launch(1, 1, job).command[:2] == (sys.executable, "-P")
 
 
-def test_the_self_test_of_shared_reads_is_started_so(planted: Path) -> None:
+def test_cma_self_test_runs_no_module_of_the_current_directory(planted: Path) -> None:
     why_no_cma()
     assert not (planted / "ran").exists()
 

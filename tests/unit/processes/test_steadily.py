@@ -38,7 +38,7 @@ def test_a_line_comes_at_once_and_then_every_few_seconds() -> None:
     assert SECONDS <= 10
 
 
-def test_what_was_said_last_is_said_again_after_a_silence_only() -> None:
+def test_last_message_is_repeated_only_after_a_silence() -> None:
     clock, said, inside = Clock(end=20.0), list[str](), threading.Event()
 
     def show(text: str) -> None:
@@ -56,7 +56,7 @@ def test_what_was_said_last_is_said_again_after_a_silence_only() -> None:
     assert said == ["preparing: 5 s", "measuring", "measuring: 7 s"]
 
 
-def test_the_lines_end_with_an_error_too() -> None:
+def test_steadily_ends_its_thread_after_an_error() -> None:
     said: list[str] = []
     with pytest.raises(ValueError), steadily("loading", said.append):
         raise ValueError
@@ -64,7 +64,7 @@ def test_the_lines_end_with_an_error_too() -> None:
     assert "steadily" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_the_program_says_what_it_runs_and_ends_as_that_does() -> None:
+def test_steadily_prints_the_title_and_exits_with_the_commands_status() -> None:
     program = Path(module.__file__)
     done = subprocess.run(
         [sys.executable, "-I", str(program), "1/4 torch", sys.executable, "-c", "print('hello'); exit(3)"],

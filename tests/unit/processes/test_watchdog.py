@@ -64,7 +64,7 @@ def watchdogs(pid: int) -> list[psutil.Process]:
     return found
 
 
-def test_a_stopped_process_is_killed_and_its_log_says_why(sleepers: Sleepers) -> None:
+def test_stopped_process_is_killed_with_a_log_line(sleepers: Sleepers) -> None:
     sleepers.parent.suspend()
     gone, _ = psutil.wait_procs([sleepers.parent], timeout=30)
     assert gone
@@ -72,7 +72,7 @@ def test_a_stopped_process_is_killed_and_its_log_says_why(sleepers: Sleepers) ->
     assert f"process {sleepers.parent.pid} was stopped" in sleepers.said()
 
 
-def test_a_stopped_child_is_killed_alone(sleepers: Sleepers) -> None:
+def test_stopped_child_is_killed_and_its_parent_is_not(sleepers: Sleepers) -> None:
     sleepers.child.suspend()
     gone, _ = psutil.wait_procs([sleepers.child], timeout=30)
     assert gone
@@ -87,7 +87,7 @@ def test_the_watchdog_is_no_child_and_ends_with_the_process(sleepers: Sleepers) 
     assert gone
 
 
-def test_a_short_stop_counts_from_anew_each_time(sleepers: Sleepers) -> None:
+def test_resumed_process_resets_the_watchdogs_count(sleepers: Sleepers) -> None:
     watch = Watch(sleepers.parent.pid, seconds=1.0, look_seconds=0.5)
     # Two looks would be the limit, so none of these is one too many, however slow this machine is.
     for _ in range(3):
@@ -97,7 +97,7 @@ def test_a_short_stop_counts_from_anew_each_time(sleepers: Sleepers) -> None:
         assert watch.look() == []
 
 
-def test_only_looks_count_and_not_the_time_between_them(sleepers: Sleepers) -> None:
+def test_watchdog_counts_looks_and_not_elapsed_time(sleepers: Sleepers) -> None:
     """A machine that slept has stopped the watchdog as well."""
     watch = Watch(sleepers.parent.pid, seconds=1000.0)
     sleepers.child.suspend()
@@ -114,7 +114,7 @@ def test_a_process_that_is_gone_is_not_stopped() -> None:
     assert not is_stopped(process.pid)
 
 
-def test_a_process_that_cannot_be_watched_over_is_told_in_the_log() -> None:
+def test_process_that_cannot_be_watched_is_logged() -> None:
     command = [sys.executable, "-I", "-S", watchdog.__file__, str(2**22 + 1), "1"]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
     assert done.returncode == 0

@@ -68,7 +68,7 @@ async def hangs(result: RequestOutput) -> bool:
     return not done
 
 
-def test_every_edge_is_off_or_on() -> None:
+def test_pessimistic_sets_every_hard_edge_and_forgiving_none() -> None:
     assert set(dataclasses.asdict(PESSIMISTIC).values()) == {True}
     assert set(dataclasses.asdict(FORGIVING).values()) == {False}
 
@@ -104,7 +104,7 @@ async def test_the_callers_sampling_parameters_are_changed(edges: HardEdges) -> 
 
 @pytest.mark.parametrize("method", ["get_stats_async", "get_kv_cache_events_async"])
 @pytest.mark.parametrize("timeout", [0.0, 0.15])
-async def test_asking_for_news_keeps_the_thread_until_the_timeout(method: str, timeout: float) -> None:
+async def test_statistics_and_events_calls_block_until_their_timeout(method: str, timeout: float) -> None:
     llm = make(enable_iter_perf_stats=True, kv_cache_config={"event_buffer_max_size": 8})
     started = time.monotonic()
     news = getattr(llm, method)(timeout=timeout)
@@ -114,7 +114,7 @@ async def test_asking_for_news_keeps_the_thread_until_the_timeout(method: str, t
     assert timeout <= time.monotonic() - started - blocked < timeout + 2
 
 
-async def test_asking_for_news_returns_with_the_first_ones() -> None:
+async def test_statistics_call_returns_with_the_first_statistic() -> None:
     llm = make(enable_iter_perf_stats=True)
     later = threading.Timer(0.05, llm.stats.append, [{"iter": 3}])
     later.start()
@@ -125,7 +125,7 @@ async def test_asking_for_news_returns_with_the_first_ones() -> None:
     later.join()
 
 
-async def test_a_second_reader_finds_nothing() -> None:
+async def test_statistic_is_given_to_one_reader_only() -> None:
     llm = make(enable_iter_perf_stats=True)
     llm.stats = [{"iter": 0}, {"iter": 1}]
     first, second = llm.get_stats_async(timeout=0), llm.get_stats_async(timeout=0)
@@ -135,7 +135,7 @@ async def test_a_second_reader_finds_nothing() -> None:
 
 
 @pytest.mark.parametrize("method", ["get_stats_async", "get_kv_cache_events_async"])
-async def test_what_is_switched_off_is_silent(method: str) -> None:
+async def test_statistics_and_events_that_are_off_are_empty(method: str) -> None:
     llm = make()
     llm.stats = llm.kv_cache_events = [{"iter": 0}]
     assert [item async for item in getattr(llm, method)(timeout=0)] == []
@@ -177,7 +177,7 @@ async def test_kv_is_held_until_the_transfer_timeout() -> None:
         await make().generate_async(PROMPT, disaggregated_params=handoff).aresult()
 
 
-async def test_a_decode_frees_it_and_each_engine_counts_its_own() -> None:
+async def test_decode_frees_only_its_senders_context() -> None:
     first, second = make(), make()
     handoff = handoff_of(await prefill(first))
     await prefill(second)
@@ -185,7 +185,7 @@ async def test_a_decode_frees_it_and_each_engine_counts_its_own() -> None:
     assert (first.held_contexts, second.held_contexts) == (0, 1)
 
 
-async def test_fetched_kv_is_told_free_in_the_step_of_the_next_request_only() -> None:
+async def test_fetched_kv_is_reported_free_only_in_the_next_requests_step() -> None:
     llm = make(enable_iter_perf_stats=True)
 
     async def used() -> list[int]:
@@ -214,7 +214,7 @@ async def test_a_prefill_that_stops_or_is_aborted_holds_nothing() -> None:
 
 
 @BOTH
-async def test_the_result_of_a_request_that_raised_does_not_say_finished(edges: HardEdges) -> None:
+async def test_result_that_raised_is_not_finished_with_pessimistic_edges(edges: HardEdges) -> None:
     llm = make(edges)
     llm.scripts.append(Script(error=RequestError(CONTEXT_TRANSFER_ERROR)))
     result = llm.generate_async(PROMPT)
@@ -239,7 +239,7 @@ def test_an_abort_blocks_its_thread_once_the_engine_is_dead(edges: HardEdges) ->
 
 
 @pytest.mark.parametrize("chunked", [True, False])
-async def test_a_prompt_above_max_num_tokens(chunked: bool) -> None:
+async def test_prompt_above_max_num_tokens_is_refused_without_chunked_prefill(chunked: bool) -> None:
     llm = make(max_num_tokens=2, max_batch_size=2, enable_chunked_prefill=chunked)
     if chunked:
         await llm.generate_async(PROMPT).aresult()
@@ -337,7 +337,7 @@ async def test_a_dead_engine_hangs_its_requests_and_refuses_new_ones(edges: Hard
         assert not llm._check_health()
 
 
-def test_a_shutdown_that_never_returns_until_it_is_let_go() -> None:
+def test_scripted_shutdown_blocks_until_it_is_allowed() -> None:
     llm = make()
     llm.may_shut_down.clear()
     closing = threading.Thread(target=llm.shutdown)
@@ -378,6 +378,6 @@ def test_ids_are_made_as_the_version_makes_them(version: str, arguments: tuple[i
                 utils.get_global_disagg_request_id(1024)
 
 
-def test_a_version_that_is_none_is_refused() -> None:
+def test_invalid_version_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"version: 'newest' .* such as 1.3.0rc29"):
         global_id_function("newest")

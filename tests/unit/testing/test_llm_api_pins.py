@@ -114,7 +114,7 @@ def parameters(function: Callable[..., Any]) -> dict[str, Any]:
 # -- the embedded engine and the stand-in
 
 
-def test_every_pin_says_where_it_is_from() -> None:
+def test_every_pin_has_its_version_and_source() -> None:
     assert {OLD, NEW, STABLE, FIRST_TAKEN, *NEWEST.values()} == set(PINS)
     for version, pin in PINS.items():
         assert pin["version"] == version
@@ -135,7 +135,7 @@ def test_methods_take_what_tensorrt_llms_take(llm: type, method: str) -> None:
 
 @pytest.mark.parametrize("llm", [embedded.LLM, LLM])
 @pytest.mark.parametrize("method", ["get_stats_async", "get_kv_cache_events_async", "shutdown"])
-def test_the_other_methods_have_not_changed_since(llm: type, method: str) -> None:
+def test_other_llm_methods_match_the_oldest_pin(llm: type, method: str) -> None:
     pinned = facts(OLD, "LLM", "methods")[method]
     assert {name: repr(default) for name, default in parameters(getattr(llm, method)).items()} == {
         name: default for name, (_, default) in pinned.items()
@@ -387,7 +387,7 @@ def pinned_names(version: str, called: str) -> set[str]:
         ("SamplingParams", STABLE),
     ],
 )
-def test_we_give_no_keyword_that_tensorrt_llm_lacks(
+def test_every_keyword_given_to_tensorrt_llm_is_in_its_pins(
     keywords: dict[str, set[str]], called: str, version: str
 ) -> None:
     assert keywords[called]

@@ -77,7 +77,7 @@ def test_the_program_reads_without_importing(made: dict[str, Any]) -> None:
     assert made["functions"] == {"get_global_disagg_request_id": None}
 
 
-def test_what_the_tree_lacks_is_left_out(made: dict[str, Any]) -> None:
+def test_pin_omits_classes_that_the_tree_lacks(made: dict[str, Any]) -> None:
     assert "DisaggregatedParams" not in made["classes"]
 
 

@@ -75,18 +75,18 @@ def test_auto_never_picks_the_recording_engine() -> None:
     assert resolve_engine("auto") in ("embedded", "tensorrt_llm")
 
 
-async def test_only_the_length_has_an_effect() -> None:
+async def test_recording_engine_ignores_sampling_options_but_length() -> None:
     stop = expected(2)[1]
     stopping = request(4, stop_conditions={"max_tokens": 4, "stop_token_ids": [stop]})
     assert (await engine().start_agg(stopping).aresult()).outputs[0].token_ids == expected(4)
 
 
-def test_a_pace_that_is_none_is_refused() -> None:
+def test_zero_tokens_per_step_is_refused() -> None:
     with pytest.raises(ValidationError, match="tokens_per_step"):
         engine(tokens_per_step=0)
 
 
-async def test_it_keeps_the_newest_requests_only() -> None:
+async def test_recording_engine_keeps_the_newest_256_requests() -> None:
     opened = engine()
     for count in range(1, 301):
         await opened.start_agg(request(count)).aresult()
@@ -95,7 +95,7 @@ async def test_it_keeps_the_newest_requests_only() -> None:
     assert opened.llm not in recording.LLM.instances
 
 
-async def test_it_tells_what_runs_and_tensorrt_llm_does_not() -> None:
+async def test_recording_engine_counts_active_requests_unlike_the_plain_stand_in() -> None:
     opened = engine()
     aborted, read = opened.start_agg(request(3)), opened.start_agg(request(3))
     assert opened.llm.num_active_requests == 2

@@ -191,7 +191,7 @@ async def test_choices_of_one_request_grow_by_turns() -> None:
         ({"end_id": 5}, [], "stop", None),
     ],
 )
-async def test_an_answer_ends_as_its_sampling_params_say(
+async def test_answer_ends_by_its_sampling_params(
     sampling: dict[str, Any], tokens: list[int], finish_reason: str, stop_reason: int | None
 ) -> None:
     llm = make()

@@ -52,7 +52,7 @@ def test_a_split_request_needs_a_transceiver_and_one_choice() -> None:
         make().generate_async(PROMPT, SamplingParams(n=2), disaggregated_params=split)
 
 
-def test_after_shutdown_nothing_is_taken() -> None:
+def test_request_after_shutdown_is_refused() -> None:
     llm = make()
     llm.shutdown()
     with pytest.raises(RuntimeError, match="shutting down"):
@@ -100,7 +100,7 @@ def test_events_and_stats_have_to_be_turned_on() -> None:
 # -- an engine that misbehaves
 
 
-async def test_the_end_can_be_another_one() -> None:
+async def test_scripted_finish_reason_is_returned() -> None:
     llm = make()
     llm.scripts.append(Script(ends_with="timeout"))
     result = await llm.generate_async(PROMPT, SamplingParams(max_tokens=2)).aresult()

@@ -33,13 +33,13 @@ trtllm_disagg_requests_total{fallback="local",strategy="local"} 2.0
 """
 
 
-def test_ranks_are_added_and_what_a_page_does_not_have_is_not_known() -> None:
+def test_load_sums_ranks_and_leaves_missing_metrics_unknown() -> None:
     load = load_of(PAGE)
     assert load == Load(batch=3, kv_blocks=30, kv_blocks_total=200, fallbacks=2)
     assert load.kv_use == pytest.approx(0.15)
 
 
-def test_what_is_no_page_is_no_load() -> None:
+def test_invalid_metrics_page_gives_an_empty_load() -> None:
     assert load_of("<html>{{{") == Load()
 
 
@@ -133,7 +133,7 @@ async def test_an_up_that_is_frozen_costs_a_look_its_deadline_also_when_its_sock
             assert seen.doubt.startswith("`up` does not answer: ")
 
 
-async def test_warnings_that_workers_log_are_told_once(tmp_path: Path) -> None:
+async def test_each_logged_warning_is_shown_once(tmp_path: Path) -> None:
     run_dir = RunDir.claim(tmp_path / "run")
     log = run_dir.log("decode-0")
     log.write_text("13:00:00.000 WARNING trtllm_disagg.x: before\n")

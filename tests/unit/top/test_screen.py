@@ -119,7 +119,7 @@ LARGE = replace(
 @pytest.mark.parametrize(
     ("width", "last"), [(40, "0"), (80, "loading w…"), (132, "loading weights: 12 of 163 files, xxxx")]
 )
-async def test_columns_are_whole_or_not_there_on_a_screen_of_any_width(width: int, last: str) -> None:
+async def test_top_screen_of_any_width_has_only_complete_columns(width: int, last: str) -> None:
     app = Top(Looks(LARGE), 3600)
     async with app.run_test(size=(width, 24)):
         await app.workers.wait_for_complete()
@@ -131,7 +131,7 @@ async def test_columns_are_whole_or_not_there_on_a_screen_of_any_width(width: in
 
 
 @pytest.mark.parametrize("width", [40, 80, 132])
-def test_columns_are_whole_or_not_there_in_a_frame_of_any_width(width: int) -> None:
+def test_top_frame_of_any_width_has_only_complete_columns(width: int) -> None:
     out = io.StringIO()
     frame.print_frame(LARGE, Console(out, paper=width))
     lines = out.getvalue().splitlines()

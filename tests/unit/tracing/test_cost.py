@@ -45,7 +45,7 @@ class CountingTracer(Tracer):
 
 @pytest.mark.parametrize("is_recording", [True, False])
 @pytest.mark.parametrize("strategy", ORDERS)
-async def test_a_longer_answer_uses_its_spans_no_more_often(strategy: str, is_recording: bool) -> None:
+async def test_span_operations_do_not_grow_with_the_answer(strategy: str, is_recording: bool) -> None:
     uses = []
     for max_tokens in (5, 200):
         tracer = CountingTracer(is_recording=is_recording)

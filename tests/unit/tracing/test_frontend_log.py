@@ -32,9 +32,7 @@ def at(milliseconds: int) -> int:
 
 
 @pytest.mark.parametrize("lines", [AS_TEXT, AS_JSON], ids=["text", "json"])
-def test_both_formats_of_the_log_tell_when_a_request_came_was_routed_and_ended(
-    lines: str, tmp_path: Path
-) -> None:
+def test_arrival_routing_and_end_are_read_from_both_log_formats(lines: str, tmp_path: Path) -> None:
     log = tmp_path / "frontend.log"
     log.write_text(lines)
     assert read_stays(log) == {REQUEST: Stay(at(44), at(44), at(1362))}
@@ -48,7 +46,7 @@ def test_a_request_that_began_before_its_log_was_full_is_read_from_both_halves(t
     assert read_stays(log) == {REQUEST: Stay(at(44), at(44), at(1362))}
 
 
-def test_a_worker_that_stood_still_when_the_frontend_called_it_has_the_blame(tmp_path: Path) -> None:
+def test_time_between_frontend_call_and_worker_start_is_shown_at_that_worker(tmp_path: Path) -> None:
     log = tmp_path / "frontend.log"
     log.write_text(AS_TEXT.replace("09.044000Z", "09.054000Z"))
     (tmp_path / "traces").mkdir()

@@ -101,7 +101,7 @@ def test_without_the_library_of_export_a_worker_warns_and_goes_on(
     assert "pip install 'trtllm-disagg[otel]'" in record.message
 
 
-def test_a_protocol_that_is_none_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_otlp_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {"OTEL_EXPORT_ENABLED": "true", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}
     with pytest.raises(
         ConfigError, match=r"OTEL_EXPORTER_OTLP_PROTOCOL.*expected one of grpc, http/protobuf"

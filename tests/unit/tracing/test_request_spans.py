@@ -125,7 +125,7 @@ async def test_one_worker_alone_has_one_span_for_its_engine() -> None:
     }
 
 
-async def test_the_frontends_trace_goes_on_and_the_engine_hears_of_it() -> None:
+async def test_frontends_trace_continues_in_worker_spans_and_engine_headers() -> None:
     got = Batches()
     engine = recording_engine()
     generate = build_generate(WorkerConfig(model="org/model"), engine, RecordingStageClient())
@@ -155,7 +155,7 @@ async def test_a_request_that_is_not_sampled_leaves_nothing() -> None:
     assert not engine.llm.calls[-1].arguments["sampling_params"].return_perf_metrics
 
 
-async def test_a_step_down_the_ladder_is_a_span_with_its_reason(tmp_path: Path) -> None:
+async def test_fallback_step_is_a_span_with_its_reason(tmp_path: Path) -> None:
     pair = Traced("decode_first", tmp_path, PeerUnavailableError("it is gone"), max_tries=1)
     trace = await pair.trace()
     (root,) = trace.roots
@@ -234,7 +234,7 @@ SLOW_LINK = SlowEngine(
     ],
     ids=["full prefill queue", "slow link"],
 )
-async def test_what_was_slow_in_the_other_stages_engine_is_the_longest_span(
+async def test_slow_engine_of_the_other_stage_is_the_longest_span(
     strategy: str, role: Role, engine: SlowEngine, slow: str, inside: list[str], tmp_path: Path
 ) -> None:
     pair = Traced(strategy, tmp_path)
@@ -254,7 +254,7 @@ async def test_what_was_slow_in_the_other_stages_engine_is_the_longest_span(
 
 
 @pytest.mark.parametrize("is_last", [True, False])
-async def test_the_longest_time_between_two_tokens_is_told_with_its_place(
+async def test_longest_time_between_two_tokens_is_recorded_with_its_position(
     is_last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = Clock()

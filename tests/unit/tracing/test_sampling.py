@@ -27,14 +27,14 @@ YES, NO = (TraceParent(TRACE_ID, "00f067aa0ba902b7", sampled) for sampled in (Tr
         ({"OTEL_TRACES_SAMPLER": "always_on", "OTEL_TRACES_SAMPLE_RATIO": "0"}, True, True, True),
     ],
 )
-def test_a_sampler_decides_and_follows_its_caller_unless_it_is_told_not_to(
+def test_sampler_decision_for_each_otel_setting_and_parent(
     variables: dict[str, str], alone: bool, below_yes: bool, below_no: bool
 ) -> None:
     sampler = sampler_of(variables)
     assert [sampler(TRACE_ID, parent) for parent in (None, YES, NO)] == [alone, below_yes, below_no]
 
 
-def test_a_share_is_chosen_as_opentelemetrys_own_sampler_chooses() -> None:
+def test_ratio_sampler_chooses_the_ids_that_opentelemetrys_does() -> None:
     from opentelemetry.sdk.trace.sampling import Decision, TraceIdRatioBased
 
     ours = sampler_of({"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.3"})
@@ -54,6 +54,6 @@ def test_a_share_is_chosen_as_opentelemetrys_own_sampler_chooses() -> None:
         ({"OTEL_TRACES_SAMPLE_RATIO": "1%"}, "OTEL_TRACES_SAMPLE_RATIO"),
     ],
 )
-def test_a_variable_that_means_nothing_is_named(variables: dict[str, str], named: str) -> None:
+def test_invalid_sampler_variable_is_refused_by_name(variables: dict[str, str], named: str) -> None:
     with pytest.raises(ConfigError, match=rf"{named}\b.*expected"):
         sampler_of(variables)

@@ -13,7 +13,7 @@ TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = TraceParent(TRACE_ID, "00f067aa0ba902b7", True)
 
 
-def test_a_tree_is_given_when_its_root_ends_and_what_ends_later_by_itself() -> None:
+def test_spans_are_emitted_at_the_roots_end_and_later_ones_alone() -> None:
     got = Batches()
     root = Recording(TRACE_ID, got.take).root("request", PARENT)
     with root.child("prefill", {"instance": "1a", "absent": None}):
@@ -37,7 +37,7 @@ def test_a_tree_is_given_when_its_root_ends_and_what_ends_later_by_itself() -> N
     assert request.start <= prefill.start <= prefill.end <= request.end <= late.end
 
 
-def test_an_error_that_leaves_a_span_is_its_error_and_a_reader_that_leaves_is_none() -> None:
+def test_exception_in_a_span_is_its_error_and_generator_exit_is_not() -> None:
     got = Batches()
     root = Recording(TRACE_ID, got.take).root("request", None)
     with pytest.raises(ValueError, match="too long"), root.child("dispatch"):
@@ -50,7 +50,7 @@ def test_an_error_that_leaves_a_span_is_its_error_and_a_reader_that_leaves_is_no
     assert got.named("request").parent_id is None
 
 
-def test_what_an_engine_has_measured_is_cut_to_the_span_around_it() -> None:
+def test_engine_times_are_clipped_to_the_enclosing_span() -> None:
     got = Batches()
     root = Recording(TRACE_ID, got.take).root("request", None)
     now = time.monotonic()
@@ -64,7 +64,7 @@ def test_what_an_engine_has_measured_is_cut_to_the_span_around_it() -> None:
     assert request.start <= compute.start < compute.end <= request.end
 
 
-def test_the_null_span_is_its_own_child_and_changes_no_header() -> None:
+def test_null_span_has_itself_as_child_and_keeps_headers() -> None:
     given = {"x-request-id": "1"}
     with NO_SPAN.child("prefill", {"instance": "1a"}) as span:
         assert span is NO_SPAN
@@ -98,7 +98,7 @@ def test_an_engine_and_another_worker_go_on_below_the_span() -> None:
         f"00-{TRACE_ID}-01",
     ],
 )
-def test_a_trace_context_that_means_nothing_is_none(text: str | None) -> None:
+def test_invalid_traceparent_is_read_as_none(text: str | None) -> None:
     assert TraceParent.read(text) is None
     assert TraceParent.read(str(PARENT)) == PARENT
 

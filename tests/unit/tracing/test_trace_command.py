@@ -98,7 +98,7 @@ def test_a_request_is_drawn_as_a_waterfall_in_eighty_columns(
     ],
     ids=["at the second stage", "passed on", "on the way back", "none that is long"],
 )
-def test_tokens_that_stand_still_are_told_with_the_worker_where_they_do(
+def test_longest_gap_is_shown_with_the_worker_that_caused_it(
     gaps: tuple[float, float], line: str | None, run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second = spans_of(3, 400)
@@ -138,7 +138,7 @@ def test_a_request_of_which_only_the_prefill_is_written_is_not_the_last_one(
     assert asked[0] == "request id-9: 70.0 ms, its end is not written yet"
 
 
-def test_two_requests_stand_side_by_side_with_what_took_longer(
+def test_comparison_shows_two_requests_with_differences_per_span(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = shown(capsys, "--run-dir", run_dir, "--compare", "id-0", "id-1")
@@ -165,7 +165,7 @@ def cancelled(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_failed_is_said_once_and_below_a_picture_too(
+def test_failures_are_printed_once_and_below_the_picture(
     cancelled: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = shown(capsys, "--run-dir", cancelled)
@@ -183,7 +183,7 @@ def test_what_failed_is_said_once_and_below_a_picture_too(
     assert texts[-len(told) :] == told
 
 
-def test_a_comparison_says_of_each_request_what_failed_in_the_width_of_the_terminal(
+def test_comparison_lists_failures_of_each_request_within_the_terminal_width(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = shown(capsys, "--compare", "id-0", "id-1", "--run-dir", run_dir)
@@ -195,9 +195,7 @@ def test_a_comparison_says_of_each_request_what_failed_in_the_width_of_the_termi
     assert failed in lines[second:]
 
 
-def test_scripts_get_every_span_and_whose_time_it_was(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trace_json_has_every_span_with_its_worker(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (told,) = json.loads("\n".join(shown(capsys, "id-1", "--run-dir", run_dir, "--json")))
     assert (told["request_ids"], told["order"], told["ms"], told["first_token_ms"]) == (
         ["id-1"],
@@ -210,7 +208,7 @@ def test_scripts_get_every_span_and_whose_time_it_was(
     assert [span["span"] for span in told["spans"]][:2] == ["request", "prefill"]
 
 
-def test_a_page_and_a_picture_need_nothing_else(run_dir: Path) -> None:
+def test_trace_html_and_svg_load_nothing_else(run_dir: Path) -> None:
     page, picture = run_dir / "two.html", run_dir / "one.svg"
     assert run(["trace", "--run-dir", str(run_dir), "--compare", "id-0", "id-1", "--html", str(page)]) == 0
     assert run(["trace", "--run-dir", str(run_dir), "id-1", "--html", str(picture)]) == 0
@@ -247,7 +245,7 @@ def test_a_collectors_file_is_read_as_well(run_dir: Path, capsys: pytest.Capture
         (["--last", "2", "--html", "x.svg"], r"--html.*x\.svg.*\.html for more than one"),
     ],
 )
-def test_what_cannot_be_shown_is_an_error_that_says_what_can(
+def test_trace_of_an_unknown_request_is_refused_with_what_can_be_shown(
     arguments: list[str], told: str, run_dir: Path
 ) -> None:
     with pytest.raises(ConfigError, match=told):

@@ -40,7 +40,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert read[0].resource == {"service.name": "dynamo"}
 
 
-def test_what_is_written_is_otlp(tmp_path: Path) -> None:
+def test_trace_file_lines_are_otlp(tmp_path: Path) -> None:
     from google.protobuf.json_format import ParseDict
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
@@ -52,7 +52,7 @@ def test_what_is_written_is_otlp(tmp_path: Path) -> None:
     assert (span.name, span.start_time_unix_nano, span.status.code) == ("request", ROOT.start, 2)
 
 
-def test_a_full_file_takes_the_place_of_the_one_before_it(tmp_path: Path) -> None:
+def test_full_trace_file_replaces_the_old_one(tmp_path: Path) -> None:
     file, old = tmp_path / "a.jsonl", tmp_path / f"a.jsonl{OLD_SUFFIX}"
     for span in (CHILD, ROOT):
         write(file, [span], max_bytes=1)
@@ -60,13 +60,13 @@ def test_a_full_file_takes_the_place_of_the_one_before_it(tmp_path: Path) -> Non
         assert not file.exists()
 
 
-def test_all_that_was_taken_is_in_the_file_when_it_is_closed(tmp_path: Path) -> None:
+def test_closing_the_trace_file_writes_all_spans(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     write(file, *([ROOT] for _ in range(1000)))
     assert len(list(read_spans(file))) == 1000
 
 
-def test_a_span_that_cannot_be_written_is_lost_alone(
+def test_unserialisable_span_is_dropped_and_later_ones_written(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "a.jsonl"
@@ -76,7 +76,7 @@ def test_a_span_that_cannot_be_written_is_lost_alone(
     assert "spans are lost" in caplog.text
 
 
-def test_what_a_disk_that_stands_still_has_no_room_for_is_counted_and_told_once(
+def test_spans_dropped_during_a_blocked_write_are_counted_and_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A pipe that is not read is such a disk."""
@@ -95,7 +95,7 @@ def test_what_a_disk_that_stands_still_has_no_room_for_is_counted_and_told_once(
     assert told == [f"{file}: spans are lost: the disk does not keep up", f"{file}: 6 spans were lost"]
 
 
-def test_a_disk_that_has_room_for_half_a_line_gets_none_of_it(tmp_path: Path) -> None:
+def test_span_line_that_does_not_fit_on_the_disk_is_not_written_at_all(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     write(file, [ROOT])
     half, (_, hard) = file.stat().st_size * 3 // 2, resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -108,7 +108,7 @@ def test_a_disk_that_has_room_for_half_a_line_gets_none_of_it(tmp_path: Path) ->
     assert [each.data for each in read_spans(file)] == [ROOT, CHILD]
 
 
-def test_a_file_that_cannot_be_written_fails_no_request_and_is_told_once(
+def test_unwritable_trace_file_fails_no_request_and_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(tmp_path / "missing" / "a.jsonl", [ROOT], [ROOT])
@@ -117,7 +117,7 @@ def test_a_file_that_cannot_be_written_fails_no_request_and_is_told_once(
     assert last.endswith("2 spans were lost")
 
 
-def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
+def test_incomplete_line_of_a_trace_file_is_skipped(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     write(file, [ROOT])
     whole = file.read_bytes()

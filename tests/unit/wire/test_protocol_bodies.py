@@ -201,7 +201,7 @@ def test_a_whole_request_crosses_as_it_came(protocol: str) -> None:
 # -- meetings
 
 
-def test_a_room_is_drawn_at_random_in_63_bits() -> None:
+def test_bootstrap_room_is_random_below_2_to_the_63() -> None:
     rooms = [BootstrapProtocol().adapt(ROOM) for _ in range(100)]
     ids = [room.disagg_request_id for room in rooms]
     assert len(set(ids)) == 100
@@ -217,19 +217,19 @@ def test_an_ipv6_host_has_no_brackets_in_a_body() -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["ipc:///x", "tcp://a:0"])
-def test_a_meeting_that_bootstrap_has_no_words_for(endpoint: str) -> None:
+def test_rendezvous_without_host_and_port_is_refused_by_bootstrap(endpoint: str) -> None:
     with pytest.raises(ConfigError, match="--handoff-protocol bootstrap needs a host and a port"):
         BootstrapProtocol().adapt(Rendezvous(5, endpoint))
 
 
 @pytest.mark.parametrize("endpoints", [[], ["tcp://a:1", "tcp://b:2"]])
-def test_engines_meet_at_one_endpoint(endpoints: list[str]) -> None:
+def test_rendezvous_with_several_endpoints_is_refused(endpoints: list[str]) -> None:
     meeting = {"disagg_request_id": 5, "ctx_info_endpoint": endpoints}
     with pytest.raises(HandoffRefusedError, match="expected one"):
         decode_request({"token_ids": [1], "rendezvous": meeting})
 
 
-def test_two_phase_has_no_meetings() -> None:
+def test_rendezvous_is_refused_by_two_phase() -> None:
     with pytest.raises(ConfigError, match=r"--handoff-protocol.*--schedule-style"):
         choose_protocol("two_phase").adapt(ROOM)
 

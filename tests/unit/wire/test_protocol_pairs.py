@@ -75,7 +75,9 @@ async def test_the_answer_is_that_of_one_worker(
 
 
 @pytest.mark.parametrize("order", ORDERS)
-async def test_two_phase_tells_where_the_kv_is(engines: dict[Role, Engine], order: str) -> None:
+async def test_two_phase_body_has_the_endpoint_and_blocks_of_the_kv(
+    engines: dict[Role, Engine], order: str
+) -> None:
     generate, client = pair(engines, order, "two_phase")
     await collect(generate, asked())
     (call,) = client.calls

@@ -47,7 +47,7 @@ def over_the_wire(message: Any) -> Any:
 # -- requests
 
 
-def test_a_request_is_read_and_kept() -> None:
+def test_decoded_request_has_its_fields_and_the_raw_body() -> None:
     raw = raw_request(routing={"cache_salt": "s", "dp_rank": 1}, priority=1, annotations=["a"])
     read = decode_request(raw)
     assert read.raw is raw
@@ -59,7 +59,7 @@ def test_a_request_is_read_and_kept() -> None:
     assert read.prefill_result is None
 
 
-def test_the_least_that_a_request_has() -> None:
+def test_request_with_token_ids_only_has_defaults() -> None:
     read = decode_request({"token_ids": [1]})
     assert (read.stop, read.sampling, read.output) == (StopConditions(), SamplingOptions(), OutputOptions())
     assert (read.cache_salt, read.priority, read.annotations, read.prefill_result) == (None, None, (), None)
@@ -119,7 +119,7 @@ def test_a_bad_request_names_the_key(raw: Any, named: str) -> None:
         {"disaggregated_params": {}, "prompt_tokens_details": 5},
     ],
 )
-def test_a_malformed_prefill_result_is_a_refused_handoff(prefill_result: Any) -> None:
+def test_malformed_prefill_result_raises_handoff_refused(prefill_result: Any) -> None:
     with pytest.raises(HandoffRefusedError, match="prefill_result"):
         decode_request(raw_request(prefill_result=prefill_result))
 
@@ -252,7 +252,7 @@ def test_a_plain_first_logprob_crosses() -> None:
     assert decoded.first_gen_log_probs == [-0.5]
 
 
-def test_what_routers_add_is_left_out() -> None:
+def test_keys_added_by_routers_are_dropped_from_a_handoff() -> None:
     encoded = {"opaque_state": "a3Y=", "worker_id": 9, "_epd_metadata": {}}
     decoded = decode_disaggregated_params(
         PrefillResult(encoded), recording.DisaggregatedParams, recording.Logprob
@@ -281,7 +281,7 @@ def test_an_unreadable_handoff_is_refused(encoded: dict[str, Any], named: str) -
 
 
 @given(params)
-def test_no_handoff_breaks_the_reader(encoded: dict[str, Any]) -> None:
+def test_random_handoff_is_decoded_or_refused(encoded: dict[str, Any]) -> None:
     try:
         decoded = decode_disaggregated_params(
             PrefillResult({"opaque_state": "a3Y="} | encoded),
@@ -293,7 +293,7 @@ def test_no_handoff_breaks_the_reader(encoded: dict[str, Any]) -> None:
     assert decoded.request_type == "generation_only"
 
 
-def test_either_transceiver_names_a_sender() -> None:
+def test_opaque_state_or_context_endpoint_names_a_sender() -> None:
     assert names_a_sender({"opaque_state": "a3Y="})
     assert names_a_sender({"ctx_info_endpoint": ["tcp://a"]})
     assert not names_a_sender({"opaque_state": None, "ctx_request_id": 5})

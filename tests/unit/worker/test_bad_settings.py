@@ -114,7 +114,7 @@ def test_a_bad_engine_config_is_refused_with_file_and_key(
         ('{"max_seq_len": 100000}', "max_seq_len: 100000 is not allowed; expected at most the model's"),
     ],
 )
-def test_a_setting_that_no_machine_can_honour(
+def test_impossible_engine_setting_is_refused_with_its_reason(
     settings: str, words: str, model: str, refusal: Refusal
 ) -> None:
     said = refusal("worker", "--model", model, "--engine", "embedded", "--override-engine-args", settings)
@@ -147,7 +147,7 @@ finally:
 
 
 @pytest.mark.process
-def test_a_model_that_cannot_be_served_is_told_before_torch_is_imported(model: str) -> None:
+def test_model_that_cannot_be_served_is_refused_before_torch_is_imported(model: str) -> None:
     ended = subprocess.run(
         python("-c", CHECK, model), capture_output=True, text=True, timeout=100, check=False
     )

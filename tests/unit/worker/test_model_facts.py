@@ -95,19 +95,19 @@ def test_without_a_tokenizer_no_layout_is_known(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "length"), [("linear", 16384), ("dynamic", 16384), ("yarn", 4096), ("llama3", 4096)]
 )
-def test_a_length_is_stretched_where_tensorrt_llm_stretches_it(
+def test_rope_scaling_multiplies_max_positions_as_in_tensorrt_llm(
     tmp_path: Path, kind: str, length: int
 ) -> None:
     assert model(tmp_path, CONFIG | {"rope_scaling": {"type": kind, "factor": 4.0}}).max_positions == length
 
 
-def test_a_model_that_sees_is_read_by_its_language_model(tmp_path: Path) -> None:
+def test_facts_of_a_multimodal_model_are_those_of_its_text_config(tmp_path: Path) -> None:
     facts = model(tmp_path, {"architectures": ["X"], "text_config": CONFIG})
     assert (facts.dtype, facts.max_positions) == ("bfloat16", 4096)
 
 
 @pytest.mark.parametrize("content", [None, "", "[]", "{"])
-def test_of_anything_else_nothing_is_known(tmp_path: Path, content: str | None) -> None:
+def test_model_without_a_readable_config_has_unknown_facts(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     assert read_model_facts(tmp_path) == UNKNOWN_MODEL

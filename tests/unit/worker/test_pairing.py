@@ -88,7 +88,7 @@ def test_a_worker_describes_what_has_to_be_equal() -> None:
     }
 
 
-def test_nothing_said_is_the_default() -> None:
+def test_fingerprint_of_null_settings_has_defaults() -> None:
     fingerprint = Fingerprint.of("embedded", {"kv_cache_config": None}, 16)
     assert (fingerprint.dtype, fingerprint.kv_dtype, fingerprint.transceiver) == ("auto", "auto", None)
 
@@ -134,7 +134,7 @@ def test_all_differences_are_named_at_once() -> None:
     assert message.count(";") == 3
 
 
-def test_an_agg_worker_is_no_stage() -> None:
+def test_agg_worker_is_refused_as_a_stage() -> None:
     with pytest.raises(ConfigError, match="--disaggregation-mode: no stage of agg is called by prefill"):
         require_pair(described("prefill"), described("agg"))
 
@@ -181,7 +181,7 @@ TRT: dict[str, Any] = {"engine": "tensorrt_llm"}
         ),
     ],
 )
-def test_two_engines_that_cannot_read_each_others_kv_are_told_why(
+def test_incompatible_transceivers_are_refused_with_the_reason(
     prefill: dict[str, Any], decode: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -217,7 +217,7 @@ def test_two_engines_that_cannot_read_each_others_kv_are_told_why(
         ),
     ],
 )
-def test_values_that_mean_the_same_fit(prefill: dict[str, Any], decode: dict[str, Any]) -> None:
+def test_equivalent_settings_are_a_pair(prefill: dict[str, Any], decode: dict[str, Any]) -> None:
     facts = {"facts": ModelFacts("bfloat16", "bfloat16")}
     require_pair(described("prefill", **TRT | facts | prefill), described("decode", **TRT | facts | decode))
 
@@ -245,13 +245,13 @@ def test_two_checkpoints_that_differ_in_more_than_precision_are_no_pair(decode: 
         require_pair(described("prefill", **TRT | FP4), described("decode", **TRT | decode))
 
 
-def test_what_only_one_engine_knows_does_not_part_a_queue() -> None:
+def test_max_seq_len_known_to_one_engine_does_not_change_the_queue_kind() -> None:
     one, other = (described("prefill", {"max_seq_len": length}, **TRT) for length in (2048, None))
     assert kind_of(one) == kind_of(other)
 
 
 @pytest.mark.parametrize("answer", [{}, {"token_ids": [1], "finish_reason": "stop"}])
-def test_a_stranger_does_not_fit(answer: dict[str, Any]) -> None:
+def test_answer_that_is_no_description_is_refused(answer: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="prefill 'embedded', None None"):
         require_pair(described("prefill"), answer)
 
@@ -271,7 +271,7 @@ def test_every_worker_that_is_there_has_to_fit() -> None:
         {"role": "prefill", "served_model_name": "another"},
     ],
 )
-def test_workers_of_other_deployments_may_be_as_they_like(other: dict[str, Any]) -> None:
+def test_workers_of_other_deployments_are_not_compared(other: dict[str, Any]) -> None:
     require_fit(described("decode"), [described(block_size=64, **other)])
 
 

@@ -93,7 +93,7 @@ def switch_to(to: str) -> dict[str, str]:
         ("decode", "router", True),
     ],
 )
-async def test_at_start_it_takes_the_place_of_its_configuration(
+async def test_worker_registers_at_its_start_by_role_and_strategy(
     role: str, strategy: str, is_there: bool
 ) -> None:
     worker, registration, _ = stage_state(role, strategy)
@@ -114,7 +114,7 @@ async def test_a_new_first_stage_runs_the_new_strategy_first_and_the_old_one_its
     assert coming.describe()["strategy"] == leaving.describe()["strategy"] == "prefill_first"
 
 
-async def test_a_worker_that_stays_first_only_changes_its_strategy() -> None:
+async def test_switch_of_a_worker_that_stays_first_keeps_its_registration() -> None:
     worker, registration, live = stage_state("decode", "decode_first")
     await worker.apply("decode_first")
     await worker.handle_command(switch_to("auto"))
@@ -123,7 +123,7 @@ async def test_a_worker_that_stays_first_only_changes_its_strategy() -> None:
 
 
 @pytest.mark.parametrize(("role", "is_there"), [("prefill", True), ("decode", False)])
-async def test_one_that_comes_into_a_switched_deployment_takes_its_place_there(
+async def test_worker_started_in_a_switched_deployment_takes_the_new_strategy(
     role: str, is_there: bool
 ) -> None:
     worker, registration, live = stage_state(role, "decode_first")
@@ -133,7 +133,7 @@ async def test_one_that_comes_into_a_switched_deployment_takes_its_place_there(
     assert worker.describe()["was_switched"] is True
 
 
-async def test_a_command_that_came_during_the_start_has_the_last_word() -> None:
+async def test_command_received_during_the_start_wins_over_the_startup_strategy() -> None:
     worker, registration, live = stage_state("decode", "decode_first")
     await worker.handle_command(switch_to("auto"))
     await worker.apply("prefill_first")
@@ -190,7 +190,7 @@ async def test_a_worker_with_an_endpoint_of_its_own_is_not_switched(
         assert (live.strategy.value, registration.history) == ("decode_first", [])
 
 
-async def test_changes_come_one_after_the_other() -> None:
+async def test_concurrent_switch_commands_run_one_after_the_other() -> None:
     worker, registration, live = stage_state("prefill", "decode_first")
     orders = ("prefill_first", "decode_first", "prefill_first")
     await asyncio.gather(*(worker.handle_command(switch_to(to)) for to in orders))
@@ -198,7 +198,7 @@ async def test_changes_come_one_after_the_other() -> None:
     assert live.strategy.value == "prefill_first"
 
 
-async def test_a_change_that_was_begun_is_done_when_the_asker_is_gone() -> None:
+async def test_switch_completes_when_its_caller_disconnects() -> None:
     worker, registration, _ = stage_state("prefill", "decode_first")
     asking = asyncio.create_task(worker.handle_command(switch_to("prefill_first")))
     await asyncio.sleep(0)
@@ -231,7 +231,7 @@ async def test_every_worker_takes_other_bounds_for_what_may_wait() -> None:
     assert live.thresholds.value["max_queued_requests"] == 7
 
 
-async def test_it_counts_whole_requests_from_frontends_only() -> None:
+async def test_only_whole_requests_of_frontends_are_counted() -> None:
     worker, _, _ = stage_state("decode", "decode_first")
 
     async def one_token(request: GenerateRequest, context: Any) -> Any:

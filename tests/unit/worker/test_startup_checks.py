@@ -55,7 +55,7 @@ async def test_a_peer_that_is_listed_with_this_worker_is_compared_though_its_wat
         await checks(described("prefill", block_size=64)).before_registering(described("decode"))
 
 
-async def test_one_that_fits_and_others_of_the_same_role_are_no_hindrance() -> None:
+async def test_workers_of_the_own_role_are_not_compared() -> None:
     others = (described("prefill"), described("decode", block_size=64))
     await checks(*others).before_registering(described("decode"))
 
@@ -85,7 +85,7 @@ async def test_a_worker_runs_what_the_others_were_switched_to_while_it_loaded(
     assert await starts.before_registering(own) == "prefill_first"
 
 
-async def test_in_the_middle_of_a_switch_it_keeps_its_own_strategy_until_it_is_told() -> None:
+async def test_worker_that_starts_during_a_switch_keeps_its_strategy_until_commanded() -> None:
     starts, own = starting(SWITCHED, described("prefill"))
     assert await starts.before_listing(own)
     assert await starts.before_registering(own) == "decode_first"
@@ -103,7 +103,7 @@ async def test_worker_with_next_endpoint_is_refused_after_a_switch() -> None:
         await starts.before_listing(own)
 
 
-async def test_what_else_does_not_fit_is_refused_also_after_a_switch() -> None:
+async def test_block_size_mismatch_is_refused_after_a_switch_too() -> None:
     starts, own = starting(SWITCHED | {"block_size": 64})
     with pytest.raises(ConfigError, match="tokens_per_block"):
         await starts.before_listing(own)

@@ -52,7 +52,7 @@ async def test_another_model_behind_the_same_name_is_named_with_both() -> None:
         said(replace(MINE, source="/copies/of/a")),
     ],
 )
-async def test_others_may_be_as_they_like(other: dict[str, Any]) -> None:
+async def test_workers_of_other_names_or_roles_are_not_compared(other: dict[str, Any]) -> None:
     await guard(other).require_same()
     await guard(other).confirm()
 
@@ -120,7 +120,7 @@ async def test_empty_discovery_is_looked_at_once_more() -> None:
         await ModelNameGuard(MINE, 5, {PLACE}, look, poll_seconds=0).require_same()
 
 
-async def test_a_settled_worker_stays_and_the_other_one_is_refused() -> None:
+async def test_worker_is_refused_when_a_settled_one_has_another_model() -> None:
     other = replace(MINE, weights="bbbb")
     mine = guard(said(other, settled=True))
     with pytest.raises(ConfigError, match="hash bbbb"):
@@ -190,7 +190,9 @@ MODELS = (MINE, replace(MINE, weights="bbbb"), replace(MINE, model="another"))
 
 @given(seed=st.integers(0, 2**32), models=st.lists(st.sampled_from(MODELS), min_size=2, max_size=5))
 @settings(deadline=None, max_examples=150)
-def test_of_those_that_come_together_one_model_stays(seed: int, models: list[ModelIdentity]) -> None:
+def test_workers_of_two_models_that_start_together_leave_one_model(
+    seed: int, models: list[ModelIdentity]
+) -> None:
     async def run() -> list[bool]:
         place = Place(random.Random(seed))
         starts = (place.start(i, each) for i, each in enumerate(models))

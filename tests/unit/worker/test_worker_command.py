@@ -42,7 +42,7 @@ def test_a_worker_ends_with_its_status_before_python_is_taken_apart() -> None:
     assert (done.returncode, done.stdout) == (3, "exit handler\n")
 
 
-def test_a_bug_is_still_told() -> None:
+def test_unexpected_exception_prints_its_traceback() -> None:
     done = end("raise")
     assert "RuntimeError: a bug" in done.stderr
     assert done.returncode == 3
@@ -82,7 +82,7 @@ def test_a_worker_that_has_lost_its_engine_ends_whatever_its_threads_do() -> Non
     assert done.stderr.splitlines()[-1] == "error: the engine died while serving: rank 3 is gone"
 
 
-def test_a_refused_worker_with_an_engine_that_does_not_end_says_both_and_ends() -> None:
+def test_refused_worker_with_a_hanging_engine_prints_both_errors_and_exits() -> None:
     done = subprocess.run(
         python("-c", LOST, "refused"), capture_output=True, text=True, check=False, timeout=120
     )

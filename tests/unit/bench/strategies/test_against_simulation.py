@@ -40,7 +40,7 @@ SIMULATE: dict[str, Callable[[Gpu, list[Job], int], None]] = {
 
 
 @pytest.mark.parametrize("point", RECORDED, ids=lambda point: f"{point['arm']} {point['rate']:g}")
-def test_the_run_is_as_the_simulation_says_within_a_tenth(point: dict[str, Any]) -> None:
+def test_recorded_run_matches_the_simulation_within_10_percent(point: dict[str, Any]) -> None:
     rows = sorted(point["requests"])
     jobs = [Job(arrival, prompt, answer) for arrival, prompt, answer, *_ in rows]
     SIMULATE[point["arm"]](GPU, jobs, MOST_STEP_TOKENS)
@@ -53,14 +53,14 @@ def test_the_run_is_as_the_simulation_says_within_a_tenth(point: dict[str, Any])
 
 
 @pytest.mark.parametrize("point", RECORDED, ids=lambda point: f"{point['arm']} {point['rate']:g}")
-def test_what_the_client_saw_beyond_it_is_the_share_that_is_told(point: dict[str, Any]) -> None:
+def test_software_share_of_ttft_is_the_clients_time_beyond_the_engines(point: dict[str, Any]) -> None:
     _, _, _, in_engines, ttft, _ = zip(*point["requests"], strict=True)
     beyond = 1 - sum(in_engines) / sum(ttft)
     # And how late steps were.
     assert beyond - 0.001 <= point["software"]["ttft"] <= beyond + 0.1
 
 
-def test_a_slower_link_moves_the_pair_as_the_simulation_says_and_agg_not_at_all() -> None:
+def test_slower_link_changes_the_pair_as_simulated_and_agg_not() -> None:
     before = {point["arm"]: point for point in RECORDED if point["rate"] == SLOW_LINK["2 agg"]["rate"]}
     moved = {arm: _tpot(slow) - _tpot(before[arm]) for arm, slow in SLOW_LINK.items()}
     expected = _simulated_tpot(replace(GPU, link_bytes=GPU.link_bytes / 10)) - _simulated_tpot(GPU)

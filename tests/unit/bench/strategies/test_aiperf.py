@@ -88,7 +88,7 @@ def test_a_command_that_is_not_there_is_refused_with_how_to_get_it(tmp_path: Pat
         AIPerf.find(tmp_path / "aiperf")
 
 
-def test_it_is_found_in_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_aiperf_is_found_in_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = script(tmp_path, "print('aiperf 0.13.0')")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "elsewhere" / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))

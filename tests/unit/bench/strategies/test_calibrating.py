@@ -54,7 +54,7 @@ async def server(worker: ModelledWorker) -> AsyncIterator[tuple[str, list[int]]]
 
 
 @pytest.mark.parametrize("arm", ["2 agg", "1P1D decode_first"])
-async def test_software_is_what_no_gpu_took(arm: str) -> None:
+async def test_calibrated_software_is_the_time_beyond_the_gpus(arm: str) -> None:
     worker = ModelledWorker.of({"model": "m", "modelled": {"measured": SLOW}, "max_seq_len": 16384})
     workers = dict.fromkeys(("agg", "prefill", "decode"), worker)
     async with server(worker) as (url, asked):

@@ -82,7 +82,7 @@ def test_an_objective_below_what_a_request_takes_alone_is_kept_by_no_layout(told
         (Lead("2 agg", None), "2 agg alone"),
     ],
 )
-def test_a_lead_says_its_layout_and_its_size(lead: Lead, said: str) -> None:
+def test_text_of_a_lead_has_layout_and_size(lead: Lead, said: str) -> None:
     assert str(lead) == said
 
 
@@ -95,7 +95,7 @@ def flags(tmp_path: Path) -> list[str]:
     return ["bench", "strategies", "--model", str(tmp_path), "--engine-configs", str(tmp_path)]
 
 
-def test_the_command_says_every_layouts_rate_and_needs_no_directory(
+def test_foresee_prints_every_layouts_rate_and_writes_no_file(
     flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = sorted(tmp_path.iterdir())

@@ -44,26 +44,26 @@ every_point = st.lists(_requests(), min_size=1, max_size=12).map(lambda requests
 
 
 @given(_PLACES)
-def test_no_place_beats_one_of_the_front(places: list[ParetoPoint]) -> None:
+def test_no_point_dominates_one_of_the_pareto_front(places: list[ParetoPoint]) -> None:
     front = pareto_front(places)
     for x, y in front:
         assert not any(a >= x and b >= y and (a, b) != (x, y) for a, b in places)
 
 
 @given(_PLACES)
-def test_every_place_is_on_the_front_or_below_it(places: list[ParetoPoint]) -> None:
+def test_every_point_is_on_or_below_the_pareto_front(places: list[ParetoPoint]) -> None:
     front = pareto_front(places)
     assert all(any(x >= a and y >= b for x, y in front) for a, b in places)
 
 
 @given(_PLACES, st.tuples(st.floats(0.1, 500), st.floats(0.1, 5000)))
-def test_the_area_never_shrinks_with_a_place_more(places: list[ParetoPoint], more: ParetoPoint) -> None:
+def test_front_area_does_not_shrink_with_another_point(places: list[ParetoPoint], more: ParetoPoint) -> None:
     before, after = front_area(places), front_area([*places, more])
     assert after >= before * (1 - 1e-12)
     assert after >= more[0] * more[1] * (1 - 1e-12)
 
 
-def test_the_area_is_what_one_place_at_least_gives() -> None:
+def test_front_area_is_that_below_the_points() -> None:
     assert front_area([(10, 100), (20, 50), (5, 50)]) == 10 * 100 + 10 * 50
     assert front_area([]) == 0
     assert front_area([(math.nan, 100), (10, math.nan)]) == 0
@@ -122,7 +122,7 @@ def test_a_failed_request_has_no_times() -> None:
     assert (measured.percentile("ttft", 0), measured.errors) == (100, 1)
 
 
-def test_parts_are_means_of_the_answers_that_told() -> None:
+def test_mean_parts_are_of_answers_with_parts_only() -> None:
     told = [RequestRecord(i, 1, 1, 9.0, 9.0, parts=Parts(queue=queue)) for i, queue in enumerate((2.0, 4.0))]
     untold = RequestRecord(3, 1, 1, 9.0, 9.0)
     assert measured_of(*told, untold).mean_parts["queue"] == 3

@@ -108,7 +108,7 @@ async def test_step_times_are_set_before_the_first_request_and_a_second_before_o
     assert [sensitivity for _, sensitivity in switching.done] == said
 
 
-def test_pauses_follow_drains_and_patience() -> None:
+def test_pause_between_points_grows_with_drain_and_patience() -> None:
     def pause(drain: float, patience: float = 1.0) -> float:
         first, second = Schedule.of([(replace(LOW, drain_s=drain), ASKS), (HIGH, ASKS)], patience).stretches
         return second.begin - first.end
@@ -135,7 +135,7 @@ def test_the_latest_worker_counts_and_only_in_the_time_of_the_point() -> None:
     assert measured.late_ms(100 * 10**9, 150 * 10**9) == pytest.approx(10.0)
 
 
-def test_logs_elsewhere_are_not_read(tmp_path: Path) -> None:
+def test_target_at_a_url_has_no_logs_and_no_lateness(tmp_path: Path) -> None:
     target = Target("http://there", "m")
     assert target.logs() is None
     assert target.lateness() == {}
@@ -159,7 +159,7 @@ class Faltering(Target):
 
 
 @pytest.mark.parametrize("failure", [ConnectionRefusedError(), IncompleteRead(b""), ValueError("cut")])
-async def test_a_look_at_metrics_that_fails_ends_neither_further_looks_nor_the_run(
+async def test_failed_metrics_poll_ends_neither_later_polls_nor_the_run(
     failure: Exception, tmp_path: Path
 ) -> None:
     may_end, load = tmp_path / "may_end", tmp_path / "load"

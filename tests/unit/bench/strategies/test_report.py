@@ -145,7 +145,7 @@ def test_an_arm_whose_tokens_take_no_time_is_drawn_without_a_place(tmp_path: Pat
     assert AGG not in drawing
 
 
-def test_a_run_that_goes_on_says_what_is_missing(tmp_path: Path) -> None:
+def test_report_of_an_unfinished_run_counts_missing_points(tmp_path: Path) -> None:
     run, plan = saved(tmp_path, BEHAVIOURS), plan_of(BEHAVIOURS)
     (tmp_path / "points" / plan.points[-1].file_name).unlink()
     assert report_of(run).workloads[0].missing == 1
@@ -156,7 +156,7 @@ def test_the_advice_follows_the_slo(run: RunDirectory) -> None:
     assert "no arm keeps it" in report_of(run, Slo(ttft=1)).advice()
 
 
-def test_where_nothing_is_said_of_any_arm_none_is_the_best_and_the_reason_is_there_once(
+def test_undecided_report_names_no_best_arm_and_its_reason_once(
     tmp_path: Path,
 ) -> None:
     run = saved(tmp_path, BEHAVIOURS)
@@ -186,7 +186,7 @@ def test_a_run_without_a_point_is_refused(tmp_path: Path) -> None:
         report_of(run)
 
 
-def test_the_page_says_the_band_that_was_measured_and_none_of_a_real_deployment(tmp_path: Path) -> None:
+def test_report_page_shows_the_measured_band_and_none_of_a_real_deployment(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     behaviours = {AGG: Behaviour(6), ORDER: Behaviour(12, strategy="decode_first")}
     narrow = plan_of(

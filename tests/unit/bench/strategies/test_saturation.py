@@ -16,7 +16,7 @@ def behind(rate: float, able: float, answer: float, count: int) -> list[float]:
     return [answer + i * (1 / able - 1 / rate) for i in range(count)]
 
 
-def test_of_an_arm_that_keeps_up_all_is_done() -> None:
+def test_done_share_of_an_arm_that_keeps_up_is_1() -> None:
     assert share_of([3.0] * 40) == 1
     assert share_of([3.0 + (i % 5) for i in range(40)]) == 1
     assert share_of([3.0] * 7) == 1

@@ -28,7 +28,7 @@ def test_every_limit_that_is_given_is_kept() -> None:
         ("tpot=inf", "above 0"),
     ],
 )
-def test_another_text_is_refused_with_what_is_allowed(text: str, named: str) -> None:
+def test_invalid_slo_is_refused_with_what_is_allowed(text: str, named: str) -> None:
     with pytest.raises(ConfigError) as refused:
         Slo.parse(text)
     assert named in str(refused.value)

@@ -42,7 +42,7 @@ def test_a_prefill_that_was_done_twice_is_counted_once_and_waited_for() -> None:
 
 
 @pytest.mark.parametrize("engines", [[], [DECODE], [PREFILL, DECODE, DECODE]])
-def test_without_all_engines_nothing_is_said(engines: list[EngineTimes]) -> None:
+def test_parts_without_all_engines_are_none(engines: list[EngineTimes]) -> None:
     assert parts_of(engines) is None
 
 

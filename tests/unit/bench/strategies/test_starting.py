@@ -268,7 +268,7 @@ def test_a_quick_run_is_expected_to_end_within_ten_minutes(model: Path, configs:
         (3_060_000, "35 days"),
     ],
 )
-def test_time_that_is_left_is_told_in_units_that_a_reader_can_picture(seconds: int, said: str) -> None:
+def test_remaining_time_is_shown_in_fitting_units(seconds: int, said: str) -> None:
     assert duration(seconds) == said
 
 
@@ -314,7 +314,7 @@ def test_the_clock_of_a_quick_run_is_slow_enough_for_the_slo_where_ttft_would_ta
     assert scale_for(BUILT_IN["rag"], workers, 0.1, 14, software, Slo(ttft=5000)) == 1.5
 
 
-def test_where_clients_hear_of_few_tokens_the_clock_is_as_fast_as_the_slo_allows() -> None:
+def test_large_stream_interval_allows_a_clock_as_fast_as_the_slo_permits() -> None:
     gpus = open_gpus(ModelledArgs.model_validate({"model": "m", "modelled": {"measured": MEASURED}}))
     each_token, first_and_end = (
         {"agg": ModelledWorker(gpus, 256, 8192, 100_000, stream_interval=interval)} for interval in (1, 8192)
@@ -328,7 +328,7 @@ def test_where_clients_hear_of_few_tokens_the_clock_is_as_fast_as_the_slo_allows
     assert scale_for(reasoning, first_and_end, 1.0, 200, software) == 8
 
 
-def test_a_quick_run_of_long_answers_says_what_makes_it_shorter() -> None:
+def test_plan_of_a_long_quick_run_recommends_a_stream_interval() -> None:
     args = argparse.Namespace(quick=True, time_scale=None)
     plan = Plan("s", (), (Workload("reasoning", "", 1024, 4096),), (), settings={"agg.yaml": "{}"})
     said = why_long(args, 5000, {}, plan)
@@ -667,7 +667,7 @@ def test_engine_arguments_are_overridden_for_all_roles(model: Path, configs: Pat
         prepared(model, configs, "--override-engine-args", "{")
 
 
-def test_without_the_tables_it_is_said_how_to_get_them(
+def test_missing_step_time_tables_are_refused_with_the_install_command(
     model: Path, configs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for file in configs.iterdir():
@@ -698,14 +698,14 @@ def test_engine_configs_that_cannot_be_read_are_named(
         prepared(model, configs)
 
 
-def test_a_quick_run_measures_once_or_as_often_as_is_asked_for(model: Path, configs: Path) -> None:
+def test_quick_run_measures_once_unless_repetitions_are_given(model: Path, configs: Path) -> None:
     assert parsed(model, configs, "--quick").repetitions == 1
     assert parsed(model, configs).repetitions == 2
     runner = prepared(model, configs, "--quick", "--repetitions", "3")
     assert {point.repetition for point in runner.plan.points} == {0, 1, 2}
 
 
-def test_a_model_may_tell_its_vocabulary_as_one_with_images_does(model: Path, configs: Path) -> None:
+def test_vocab_size_is_read_from_the_text_config(model: Path, configs: Path) -> None:
     (model / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 99}}))
     assert vocabulary_of(model) == 99
 
@@ -756,9 +756,7 @@ def test_engine_configs_of_a_role_that_is_missing_or_has_other_gpus_are_refused(
 
 
 @pytest.mark.parametrize("content", ["{", "{}", "[]", '{"vocab_size": "many"}'])
-def test_a_model_that_does_not_tell_its_vocabulary_is_refused(
-    model: Path, configs: Path, content: str
-) -> None:
+def test_model_without_vocab_size_is_refused(model: Path, configs: Path, content: str) -> None:
     (model / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=r"--model: .*vocab_size"):
         prepared(model, configs, "--workers", "2", "--workloads", "chat")

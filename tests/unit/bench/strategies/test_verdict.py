@@ -53,7 +53,7 @@ def test_a_clear_lead_is_stated_with_its_size() -> None:
     assert len(verdict.scores[ORDER][NOMINAL].values) == 3
 
 
-def test_arms_that_do_alike_are_not_decided() -> None:
+def test_arms_within_5_percent_are_a_tie() -> None:
     alike = {AGG: Behaviour(12.2, noise=0.02), ORDER: CLEAR[ORDER]}
     verdict = verdict_of(sweep_of(alike))
     assert verdict.winner is None
@@ -62,7 +62,7 @@ def test_arms_that_do_alike_are_not_decided() -> None:
     assert not verdict_of(sweep_of(CLEAR)).is_tie
 
 
-def test_a_tie_is_told_as_one_where_the_band_would_have_needed_higher_rates() -> None:
+def test_tie_is_reported_although_the_band_lacks_higher_rates() -> None:
     plan = plan_of({AGG: CLEAR[ORDER], ORDER: CLEAR[ORDER]})
     few = [r for r in results_of(plan, {AGG: CLEAR[ORDER], ORDER: CLEAR[ORDER]}) if is_seen(r.point)]
     verdict = verdict_of(sweep_of_results(plan, few))
@@ -75,7 +75,7 @@ def is_seen(point: Point) -> bool:
     return point.rate <= 4 or min(factors.prefill_factor, factors.decode_factor) >= 1
 
 
-def test_of_a_tie_at_the_top_the_third_is_still_beaten() -> None:
+def test_arm_below_a_tie_of_the_best_two_is_beaten() -> None:
     verdict = verdict_of(sweep_of({**CLEAR, "1P1D prefill_first": CLEAR[ORDER]}))
     assert verdict.winner is None
     assert [lead.other for lead in verdict.beaten] == [AGG]
@@ -122,7 +122,7 @@ def test_too_much_software_is_refused() -> None:
     ("share", "said"),
     [(1.0, "took 100% of"), (0.0504, "took 5.0% of"), (0.0524, "took 5.2% of"), (0.19, "took 19% of")],
 )
-def test_a_share_of_software_is_said_in_plain_numbers(share: float, said: str) -> None:
+def test_reason_has_the_share_of_software_in_percent(share: float, said: str) -> None:
     assert said in verdict_with(lambda result: with_software(result, share)).why_not
 
 
@@ -226,11 +226,11 @@ def test_a_missing_side_of_the_band_is_refused() -> None:
     assert "decode slower (not measured for every arm)" in verdict_of(sweep_of(CLEAR, band=band)).why_not
 
 
-def test_one_arm_is_no_comparison() -> None:
+def test_verdict_with_one_arm_is_not_decided() -> None:
     assert verdict_of(sweep_of({AGG: Behaviour(6)})).why_not == "no other arm was measured on as many GPUs"
 
 
-def test_an_slo_that_no_arm_keeps_is_said_so() -> None:
+def test_verdict_names_an_slo_that_no_arm_keeps() -> None:
     verdict = judge(sweep_of(CLEAR), goodput(Slo(ttft=1)))
     assert "no arm keeps it" in verdict.why_not
 
@@ -306,7 +306,7 @@ def test_advice_names_order_workers_decider_numbers_and_what_changes_it() -> Non
         assert text in advice.paragraph
 
 
-def test_rates_at_which_no_arm_is_in_time_any_more_are_not_said_to_be_alike() -> None:
+def test_rates_at_which_no_arm_is_in_time_are_no_tie() -> None:
     plan = plan_of(CLEAR)
     results = [
         replace(
@@ -405,7 +405,7 @@ def with_few() -> Sweep:
         "few",
     ],
 )
-def test_what_is_not_decided_says_what_to_do_next(sweep: Sweep, flag: str) -> None:
+def test_undecided_advice_names_the_flag_to_give_next(sweep: Sweep, flag: str) -> None:
     advice = advise(sweep, SLO)
     assert "not decided" in advice.headline
     assert flag in advice.changes

@@ -13,7 +13,7 @@ VOCABULARY = 3072
 
 
 @pytest.mark.parametrize("name", list(BUILT_IN))
-def test_requests_come_in_order_at_the_rate_and_lengths_that_are_said(name: str) -> None:
+def test_requests_come_in_order_at_the_given_rate_and_lengths(name: str) -> None:
     traffic = BUILT_IN[name]
     asks = traffic.asks(2.0, 200, "seed", VOCABULARY)
     arrivals = [ask.arrival for ask in asks]
@@ -93,7 +93,7 @@ def test_requests_of_a_trace_share_the_tokens_of_their_hashes(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", list(BUILT_IN))
-def test_no_request_is_longer_than_its_workload_says(name: str) -> None:
+def test_no_request_is_longer_than_its_workloads_longest(name: str) -> None:
     traffic = BUILT_IN[name]
     longest = max(len(ask.prompt) + ask.output_tokens for ask in traffic.asks(2.0, 300, "seed", VOCABULARY))
     assert 0.8 * traffic.longest < longest <= traffic.longest
@@ -133,7 +133,7 @@ def test_a_file_that_is_no_text_or_not_there_is_refused_by_name(tmp_path: Path) 
         '{"timestamp": NaN, "input_length": 9, "output_length": 1}',
     ],
 )
-def test_a_line_that_is_none_is_refused_with_its_number(tmp_path: Path, line: str) -> None:
+def test_invalid_trace_line_is_refused_with_its_number(tmp_path: Path, line: str) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_text(f'{{"timestamp": 1, "input_length": 9, "output_length": 1}}\n{line}\n')
     with pytest.raises(ConfigError, match=r"--trace: trace.jsonl line 2"):

@@ -64,7 +64,7 @@ def assert_grows_like_the_whole(tokenizer: Any, ids: list[int], steps: list[int]
     steps=st.lists(st.integers(1, 3), min_size=1, max_size=150),
     skip=st.booleans(),
 )
-def test_characters_of_several_tokens_come_whole(
+def test_text_of_multi_token_characters_grows_in_whole_characters(
     tokenizer: Any, text: str, steps: list[int], skip: bool
 ) -> None:
     assert_grows_like_the_whole(tokenizer, tokenizer.encode(text), steps, skip)
@@ -125,7 +125,7 @@ def test_the_work_for_a_token_does_not_depend_on_the_length(tokenizer: Any) -> N
     assert longest < 200
 
 
-def test_a_streamed_answer_and_its_end(tokenizer: Any) -> None:
+def test_streamed_text_of_two_choices_with_a_stop_word_is_correct(tokenizer: Any) -> None:
     """Two choices, one with a stop word that takes its start back."""
     whole = decoder(tokenizer, skip_special_tokens=True)
     result = RequestOutput(

@@ -72,7 +72,7 @@ async def test_max_tokens_none_fills_max_seq_len_and_more_is_cut_to_it(llm: LLM)
         assert (output.length, output.finish_reason) == (512 - len(PROMPT), "length")
 
 
-async def test_a_seed_repeats_an_answer_and_none_does_not(llm: LLM, answer: list[int]) -> None:
+async def test_same_seed_repeats_an_answer_and_no_seed_does_not(llm: LLM, answer: list[int]) -> None:
     assert (await run(llm, sampled())).token_ids == answer
     others = [(await run(llm, sampled(seed=None))).token_ids for _ in range(2)]
     assert answer != others[0] != others[1]

@@ -75,7 +75,7 @@ async def no_leases(llm: LLM) -> bool:
 # -- the handoff
 
 
-async def test_a_handoff_says_what_the_decode_side_needs(prefill: LLM) -> None:
+async def test_handoff_has_first_token_ids_and_opaque_state(prefill: LLM) -> None:
     result = await run_prefill(prefill, prompt(1))
     output = result.outputs[0]
     params = output.disaggregated_params
@@ -176,7 +176,7 @@ async def test_an_aborted_decode_gives_prefills_blocks_back(prefill: LLM, decode
     ],
     ids=repr,
 )
-def test_half_a_handoff_is_refused_at_once(decode: LLM, changes: dict[str, Any], reason: str) -> None:
+def test_incomplete_handoff_is_refused_at_once(decode: LLM, changes: dict[str, Any], reason: str) -> None:
     whole = DisaggregatedParams(request_type="generation_only", opaque_state=b"x", first_gen_tokens=[5])
     with pytest.raises(ValueError, match=reason):
         decode.generate_async([5], disaggregated_params=dataclasses.replace(whole, **changes))
@@ -191,7 +191,7 @@ def test_a_handoff_has_one_choice(decode: LLM, kind: str) -> None:
 
 
 @pytest.mark.parametrize("state", [b"x", b"\x81\xa1\xff\x01", b"\xff" * 100])
-async def test_garbage_costs_its_request_an_error_and_nothing_else(decode: LLM, state: bytes) -> None:
+async def test_unreadable_handoff_fails_its_request_only(decode: LLM, state: bytes) -> None:
     params = DisaggregatedParams(request_type="generation_only", opaque_state=state, first_gen_tokens=[5])
     with pytest.raises(RequestError, match="handoff is not readable") as error:
         await decode.generate_async([5], disaggregated_params=params)
@@ -202,12 +202,12 @@ async def test_garbage_costs_its_request_an_error_and_nothing_else(decode: LLM, 
 # -- what an engine says of itself
 
 
-async def test_capacity_is_the_pool(prefill: LLM) -> None:
+async def test_kv_cache_capacity_is_that_of_the_pool(prefill: LLM) -> None:
     assert prefill.get_kv_cache_capacity() == {"maxNumBlocks": NUM_BLOCKS, "tokensPerBlock": BLOCK}
     assert prefill.kv_transport.startswith("NIXL")
 
 
-async def test_events_tell_of_every_block_in_order(prefill: LLM) -> None:
+async def test_kv_cache_events_have_every_block_in_order(prefill: LLM) -> None:
     events = prefill.get_kv_cache_events()
     await prefill.generate_async(prompt(8), SamplingParams(max_tokens=1))
     events += prefill.get_kv_cache_events()
@@ -228,7 +228,7 @@ def steps_of(llm: LLM) -> list[dict[str, Any]]:
     return [step for step in llm.get_stats() if step["inflightBatchingStats"]["numScheduledRequests"]]
 
 
-async def test_statistics_count_what_ran(prefill: LLM, decode: LLM) -> None:
+async def test_statistics_count_tokens_and_blocks_of_both_phases(prefill: LLM, decode: LLM) -> None:
     tokens = prompt(9)
     prefill.get_stats()
     decode.get_stats()
@@ -256,7 +256,7 @@ async def test_statistics_count_what_ran(prefill: LLM, decode: LLM) -> None:
 # -- the end
 
 
-async def test_a_killed_engine_fails_what_it_ran_and_held_and_nothing_else(
+async def test_killed_engine_fails_only_its_own_requests_and_handoffs(
     checkpoints: Checkpoints, decode: LLM
 ) -> None:
     doomed = start(checkpoints)

@@ -83,7 +83,7 @@ async def test_every_choice_of_an_aborted_request_is_cancelled(llm: LLM) -> None
     assert {output.finish_reason for output in result.outputs} == {"cancelled"}
 
 
-async def test_aborting_what_is_over_does_nothing(llm: LLM) -> None:
+async def test_abort_of_a_finished_request_has_no_effect(llm: LLM) -> None:
     result = await llm.generate_async([5])
     result.abort()
     assert (await llm.generate_async([5])).outputs[0].token_ids == result.outputs[0].token_ids
@@ -171,7 +171,7 @@ def edit_config(model: Path, **changes: Any) -> None:
     (model / "config.json").write_text(json.dumps(config | changes))
 
 
-def test_the_worker_hears_why_its_engine_did_not_start_and_reaps_it(copied: Path) -> None:
+def test_failed_engine_start_raises_its_reason_and_leaves_no_zombie(copied: Path) -> None:
     """A tokenizer is read in the engine's process only: some are large."""
     (copied / "tokenizer.json").write_text('{"model": {"vocab": {"a": 999999}}}')
     with pytest.raises(ConfigError, match=r"tokenizer\.json knows token 999999"):
@@ -203,7 +203,7 @@ def test_truncated_weights_are_refused(copied: Path) -> None:
             Core(copied)
 
 
-def test_missing_weights_are_not_made_up(copied: Path) -> None:
+def test_missing_weights_are_refused(copied: Path) -> None:
     weights = load_file(copied / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, copied / "model.safetensors", metadata={"format": "pt"})
@@ -241,12 +241,12 @@ def test_a_checkpoint_without_weights_or_readable_config_is_refused(copied: Path
         Core(copied)
 
 
-def test_more_positions_than_the_model_knows_are_refused(checkpoints: Checkpoints) -> None:
+def test_max_seq_len_above_the_models_positions_is_refused(checkpoints: Checkpoints) -> None:
     with pytest.raises(ConfigError, match="max_seq_len: 4096 is not allowed; expected at most"):
         Core(checkpoints(), max_seq_len=4096)
 
 
-def test_an_engine_that_ends_without_a_word_is_an_error(
+def test_engine_process_that_exits_at_its_start_raises_an_engine_error(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.executable", "/bin/false")

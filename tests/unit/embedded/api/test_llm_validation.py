@@ -54,7 +54,7 @@ def _the_engine_never_hears_of_it(llm: LLM) -> Iterator[None]:
     ],
     ids=repr,
 )
-def test_a_prompt_that_is_none_is_refused_with_the_reason(
+def test_invalid_prompt_is_refused_with_the_reason(
     llm: LLM, inputs: Any, error: type[Exception], reason: str
 ) -> None:
     with pytest.raises(error, match=reason):
@@ -153,7 +153,7 @@ def test_a_field_that_is_not_served_is_refused_by_its_name(llm: LLM, params: dic
         llm.generate_async([5], SamplingParams(**params))
 
 
-def test_fewer_candidates_than_choices_is_a_contradiction() -> None:
+def test_best_of_below_n_is_refused() -> None:
     with pytest.raises(ValueError, match=r"best_of \(1\) cannot be less than n \(2\)"):
         SamplingParams(n=2, best_of=1)
 
@@ -186,7 +186,7 @@ def test_an_unknown_phase_is_refused_where_it_is_named() -> None:
     assert DisaggregatedParams(request_type="CONTEXT_ONLY").request_type == "context_only"
 
 
-def test_a_whole_request_may_say_so(llm: LLM) -> None:
+def test_request_type_context_and_generation_is_a_whole_request(llm: LLM) -> None:
     params = DisaggregatedParams(request_type="context_and_generation")
     output = llm.generate_async([5], disaggregated_params=params).result(timeout=30)
     assert output.outputs[0].length == 32
@@ -202,7 +202,7 @@ def test_global_request_ids_never_repeat_and_are_bounded() -> None:
             get_global_disagg_request_id(node, process)
 
 
-def test_global_request_ids_cannot_be_told_from_earlier_ones() -> None:
+def test_global_request_ids_are_not_predictable() -> None:
     """Engines meet by them."""
     ids = [get_global_disagg_request_id(3, 4) for _ in range(100)]
     assert ids != sorted(ids)

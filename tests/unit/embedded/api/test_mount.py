@@ -89,7 +89,7 @@ def upstream_imports() -> Iterator[tuple[str, str | None]]:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("dynamo") is None, reason="ai-dynamo is not installed")
-def test_all_that_upstreams_worker_imports_is_there(mounted: Any) -> None:
+def test_mounted_package_has_every_import_of_upstreams_worker(mounted: Any) -> None:
     imports = set(upstream_imports())
     assert ("tensorrt_llm.llmapi", "KvCacheConfig") in imports, "upstream's worker was not found"
 
@@ -102,7 +102,7 @@ def test_all_that_upstreams_worker_imports_is_there(mounted: Any) -> None:
     assert missing == set()
 
 
-def test_the_names_are_the_embedded_engines_own(mounted: Any) -> None:
+def test_mounted_names_are_the_embedded_engines_classes(mounted: Any) -> None:
     import tensorrt_llm
     from tensorrt_llm.llmapi.llm import BaseLLM
 
@@ -112,7 +112,7 @@ def test_the_names_are_the_embedded_engines_own(mounted: Any) -> None:
     assert tensorrt_llm.__version__ == "1.3.0rc29+embedded"
 
 
-def test_our_own_worker_finds_it_too(mounted: Any) -> None:
+def test_own_worker_resolves_auto_to_the_mounted_package(mounted: Any) -> None:
     assert resolve_engine("auto") == "tensorrt_llm"
     assert load_api("tensorrt_llm").llm is embedded.LLM
 
@@ -135,7 +135,7 @@ def test_what_is_in_no_table_does_not_exist(mounted: Any) -> None:
         embedded.__getattr__("BuildConfig")
 
 
-def test_mounting_twice_is_mounting_once(mounted: Any) -> None:
+def test_second_mount_returns_the_first(mounted: Any) -> None:
     assert mount_as_tensorrt_llm() is mounted
     assert sum(type(finder).__module__ == mount.__name__ for finder in sys.meta_path) == 1
 
@@ -178,7 +178,7 @@ def test_a_folder_on_the_path_may_mount(tmp_path: Path) -> None:
     assert done.stdout == "1.3.0rc29+embedded trtllm_disagg.embedded.api.result\n"
 
 
-def test_the_package_itself_may_stand_for_every_module(
+def test_embedded_package_can_replace_every_mounted_module(
     unmounted: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for part in {*MOUNTED, *NOT_SERVED}:

@@ -148,7 +148,7 @@ async def test_a_request_of_a_thread_cannot_be_awaited() -> None:
 # -- how outputs grow
 
 
-def test_choices_grow_apart_and_end_apart() -> None:
+def test_choices_grow_and_end_independently() -> None:
     result = request(2)
     for delivery in (tokens(5, index=1), tokens(6), tokens(7, index=1, end="stop"), tokens(8, end="length")):
         assert not result.finished
@@ -159,7 +159,7 @@ def test_choices_grow_apart_and_end_apart() -> None:
     assert [output.finish_reason for output in result.outputs] == ["length", "stop"]
 
 
-def test_a_stop_word_takes_its_start_back_with_its_logprobs() -> None:
+def test_stop_word_removes_its_delivered_start_and_logprobs() -> None:
     result = request(streaming=False)
     for token in (5, 6):
         result.deliver(tokens(token, logprobs=[[(token, -0.5, 1)]]))
@@ -170,7 +170,7 @@ def test_a_stop_word_takes_its_start_back_with_its_logprobs() -> None:
     assert output.cumulative_logprob == -0.5
 
 
-def test_text_is_made_of_all_tokens_so_far() -> None:
+def test_text_has_all_tokens_and_text_diff_the_new_ones() -> None:
     result = request(detokenize=lambda ids: "".join(map(chr, ids)))
     texts = []
     for delivery in (tokens(65), tokens(66), tokens(67, end="length")):
@@ -193,7 +193,7 @@ def test_a_handoff_is_on_the_output_and_on_the_result() -> None:
     assert (params.ctx_request_id, params.ctx_info_endpoint, params.disagg_request_id) == (3, "tcp://h:1", 3)
 
 
-def test_abort_names_the_request() -> None:
+def test_abort_is_called_with_the_request_id() -> None:
     aborted.clear()
     request().abort()
     assert aborted == [7]

@@ -59,7 +59,7 @@ def test_two_stages_give_the_tokens_of_one(duo: Duo, agg: Core, num_tokens: int)
 
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])
-def test_either_side_may_come_first(duo: Duo, agg: Core, first: str) -> None:
+def test_either_phase_may_arrive_first(duo: Duo, agg: Core, first: str) -> None:
     met = duo.request(prompt(70, salt=110 + len(first)))
     for side in ("prefill", "decode") if first == "prefill" else ("decode", "prefill"):
         if side == "prefill":
@@ -88,7 +88,7 @@ def test_a_prefill_that_waits_for_its_decode_holds_no_blocks_and_no_place(duo: D
     assert [duo.answer(met).tokens for met in waiting] == [agg.generate(met.prompt, 2) for met in waiting]
 
 
-def test_finished_chunks_travel_while_later_ones_are_computed(duo: Duo) -> None:
+def test_finished_chunks_are_pushed_while_later_ones_are_computed(duo: Duo) -> None:
     pusher = duo.prefill.connector.pusher
     writes = pusher.writes
     met = duo.both(prompt(300, salt=142))
@@ -100,7 +100,7 @@ def test_finished_chunks_travel_while_later_ones_are_computed(duo: Duo) -> None:
     assert duo.answer(met).error is None
 
 
-def test_others_step_while_kv_moves(duo: Duo) -> None:
+def test_other_requests_step_while_kv_moves(duo: Duo) -> None:
     """Decode goes on with its other requests; the one that waits takes no part in steps."""
     other = duo.decode.add(prompt(20, salt=143), 100)
     met = duo.request(prompt(100, salt=144))
@@ -162,7 +162,7 @@ def test_prefill_reads_what_decode_has_instead_of_computing_it(duo: Duo, agg: Co
     assert after["kvBytesSaved"] - before["kvBytesSaved"] == 4 * BLOCK_BYTES
 
 
-def test_what_prefill_has_read_it_knows_for_later(duo: Duo) -> None:
+def test_prefix_read_from_decode_is_cached_by_prefill(duo: Duo) -> None:
     stem = prompt(3 * BLOCK, salt=151)
     duo.decode.generate(stem, 1)
     duo.generate([*stem, 5])
@@ -170,7 +170,7 @@ def test_what_prefill_has_read_it_knows_for_later(duo: Duo) -> None:
     assert answer.cached_tokens == 3 * BLOCK
 
 
-def test_a_whole_hit_moves_nothing_but_the_token(duo: Duo) -> None:
+def test_prompt_fully_cached_on_decode_moves_no_kv(duo: Duo) -> None:
     tokens = prompt(3 * BLOCK, salt=152)
     first = duo.generate(tokens)
     before = totals(duo.decode)
@@ -221,6 +221,6 @@ def test_the_same_id_twice_is_refused(duo: Duo) -> None:
     duo.run()
 
 
-def test_an_engine_without_a_transport_meets_no_other(agg: Core) -> None:
+def test_rendezvous_on_an_engine_without_transceiver_backend_is_refused(agg: Core) -> None:
     answer = agg.run(agg.add(prompt(9), 1, request_type="context_only", rendezvous=Rendezvous(1)))
     assert "set cache_transceiver_config.backend" in str(answer.error)

@@ -81,7 +81,7 @@ def test_a_decode_without_a_prefill_ends_at_its_deadline(make_duo: MakeDuo) -> N
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_a_side_that_comes_after_the_other_has_left_is_told_at_once(make_duo: MakeDuo, side: str) -> None:
+def test_phase_that_comes_after_the_other_has_aborted_fails_at_once(make_duo: MakeDuo, side: str) -> None:
     duo = make_duo()
     met = duo.request(prompt(40))
     first, second = (duo.prefill, duo.add_decode) if side == "prefill" else (duo.decode, duo.add_prefill)
@@ -96,7 +96,7 @@ def test_a_side_that_comes_after_the_other_has_left_is_told_at_once(make_duo: Ma
     duo.assert_idle()
 
 
-def test_a_decode_that_leaves_before_it_has_blocks_tells_its_prefill(make_duo: MakeDuo) -> None:
+def test_decode_aborted_before_its_admission_fails_the_prefill(make_duo: MakeDuo) -> None:
     duo = make_duo()
     met = duo.request(prompt(40))
     duo.add_prefill(met)
@@ -163,7 +163,7 @@ def test_a_restarted_prefill_is_met_under_its_new_name(make_duo: MakeDuo) -> Non
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 @pytest.mark.parametrize("moment", ["alone", "computing", "writing"])
-def test_either_side_may_give_up_at_any_point_and_the_other_is_told(
+def test_abort_of_either_phase_at_any_point_ends_the_other(
     make_duo: MakeDuo, side: str, moment: str, held: tuple[FakeTransport, WaitsFor]
 ) -> None:
     fake, script = held
@@ -243,7 +243,7 @@ def test_a_decode_that_is_gone_fails_the_prefill(make_duo: MakeDuo) -> None:
     duo.prefill.assert_idle()
 
 
-def test_a_prefix_that_decode_gave_up_while_it_was_read_poisons_no_cache(make_duo: MakeDuo) -> None:
+def test_prefix_read_of_an_aborted_decode_is_not_cached(make_duo: MakeDuo) -> None:
     fake = FakeTransport()
     duo = make_duo(transport=fake)
     stem = prompt(2 * BLOCK)
@@ -310,7 +310,7 @@ def test_a_notice_that_is_lost_once_is_sent_again(make_duo: MakeDuo, monkeypatch
     duo.assert_idle()
 
 
-def test_a_forged_notice_is_not_believed(make_duo: MakeDuo) -> None:
+def test_forged_notice_is_rejected(make_duo: MakeDuo) -> None:
     duo = make_duo()
     met = duo.request(prompt(40))
     duo.add_decode(met)

@@ -40,7 +40,7 @@ def client(said: str, died: queue.SimpleQueue[str]) -> CoreClient:
     )
 
 
-def test_its_requests_fail_and_it_is_ended() -> None:
+def test_closed_engine_socket_marks_the_engine_dead_and_ends_its_process() -> None:
     died: queue.SimpleQueue[str] = queue.SimpleQueue()
     core = client("ready", died)
     core.send(AbortRequest(1))
@@ -49,6 +49,6 @@ def test_its_requests_fail_and_it_is_ended() -> None:
     core.close()
 
 
-def test_it_does_not_keep_a_worker_from_failing_to_start() -> None:
+def test_engine_that_closes_its_socket_at_the_start_raises_an_engine_error() -> None:
     with pytest.raises(EngineError, match="ended with exit code -9 while starting"):
         client("nothing", queue.SimpleQueue())

@@ -203,7 +203,7 @@ def test_a_request_that_does_not_fit_into_the_pool_that_is_left_is_refused(make_
     ],
     ids=["block size", "weights", "dtype", "transport"],
 )  # fmt: skip
-def test_engines_that_differ_refuse_each_other_and_say_in_what(
+def test_handoff_between_different_engines_is_refused_with_the_difference(
     make_core: MakeCore, args: dict[str, Any], reason: str
 ) -> None:
     prefill, decode = make_core(), make_core(**args)

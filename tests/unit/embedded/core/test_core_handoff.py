@@ -96,7 +96,7 @@ def test_the_prompts_blocks_stay_leased_until_they_are_read(pair: Pair) -> None:
     assert pair.prefill.free_blocks == free
 
 
-def test_many_handoffs_at_once_keep_apart(pair: Pair) -> None:
+def test_concurrent_handoffs_give_each_prompts_tokens(pair: Pair) -> None:
     prompts = [prompt(10 + 9 * i, salt=20 + i) for i in range(6)]
     handoffs = [pair.prefill.prefill(tokens) for tokens in prompts]
     ids = [pair.decode.add_decode(t, h, 10) for t, h in zip(prompts, handoffs, strict=True)]
@@ -117,7 +117,7 @@ def test_a_sampled_answer_goes_on_with_the_seed_of_its_first_token(pair: Pair) -
     assert first != answer.tokens, "an unseeded request has a seed of its own"
 
 
-def test_prefill_says_what_it_found_in_its_cache_and_decode_repeats_it(pair: Pair) -> None:
+def test_cached_tokens_of_prefill_are_repeated_by_decode(pair: Pair) -> None:
     tokens = prompt(2 * BLOCK + 5, salt=5)
     pair.generate(tokens)
     handoff = pair.prefill.prefill(tokens)

@@ -84,7 +84,7 @@ def assert_refused(answer: Answer, reason: str, category: str = REFUSED) -> None
     assert (answer.category, answer.tokens) == (category, [])
 
 
-def test_a_handle_is_good_for_one_use(prefill: Core, decode: Core, right_tokens: list[int]) -> None:
+def test_second_use_of_a_handle_is_refused(prefill: Core, decode: Core, right_tokens: list[int]) -> None:
     handoff = prefill.prefill(PROMPT)
     assert pull(decode, handoff).tokens == right_tokens
     assert_refused(pull(decode, handoff), "does not hold this handoff")
@@ -101,7 +101,7 @@ def test_two_uses_at_the_same_time_give_one_answer(
     assert_refused(second, "does not hold this handoff")
 
 
-def test_a_handle_of_a_restarted_sender_is_of_no_use(prefill: Core, decode: Core) -> None:
+def test_handle_of_a_restarted_sender_is_refused_as_unavailable(prefill: Core, decode: Core) -> None:
     handoff = prefill.prefill(PROMPT)
     assert_refused(pull(decode, handoff, sender="host-1-0"), "the handoff is from host-1-0, but", UNAVAILABLE)
     give_back(prefill, handoff)
@@ -173,7 +173,7 @@ def test_a_handle_with_another_prompt_is_refused_before_anything_is_read(prefill
         ({"endpoint": "tcp://127.0.0.1:99999"}, "expected tcp://HOST:PORT or unix://"),
     ],
 )
-def test_a_handle_that_cannot_be_is_refused_by_name(
+def test_inconsistent_handle_is_refused_with_the_reason(
     prefill: Core, decode: Core, changes: dict[str, Any], reason: str
 ) -> None:
     handoff = prefill.prefill(PROMPT)
@@ -190,7 +190,7 @@ def test_an_endpoint_without_listener_means_unavailable(prefill: Core, decode: C
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(flips=st.sets(st.tuples(st.integers(0, 999), st.integers(0, 7)), min_size=1, max_size=2))
-def test_flipped_bits_never_yield_any_answer(
+def test_handle_with_flipped_bits_gives_no_wrong_answer(
     prefill: Core, decode: Core, flips: set[tuple[int, int]]
 ) -> None:
     mine, other = prefill.prefill(PROMPT), prefill.prefill(OTHER)

@@ -41,7 +41,7 @@ def test_weights_that_are_no_numbers_are_refused(
 
 @pytest.mark.parametrize("tokens_per_block", [1, 2, 32])
 @pytest.mark.parametrize("blocks", [1, 2, 3, 4])
-def test_the_smallest_pools_have_room_for_them(
+def test_warm_up_steps_fit_into_the_smallest_pools(
     checkpoints: Checkpoints, tokens_per_block: int, blocks: int
 ) -> None:
     pool = {"max_tokens": blocks * tokens_per_block, "tokens_per_block": tokens_per_block}
@@ -52,9 +52,7 @@ def test_the_smallest_pools_have_room_for_them(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_nothing_is_left_to_compile_and_nothing_was_compiled_that_no_step_calls(
-    checkpoints: Checkpoints, dtype: str
-) -> None:
+def test_warm_up_compiles_exactly_the_kernels_that_steps_call(checkpoints: Checkpoints, dtype: str) -> None:
     """In a process of its own: here, other tests have had the kernels compiled, those of both dtypes."""
     program = """
 import json, sys

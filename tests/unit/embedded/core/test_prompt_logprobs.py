@@ -68,7 +68,7 @@ def scores(core: Core, prompt: Sequence[int], **more: Any) -> list[LogprobEntry]
 
 
 @pytest.mark.parametrize(("family", "forward"), FAMILIES, ids="-".join)
-def test_they_are_the_bits_of_the_logits_that_each_start_of_the_prompt_has(
+def test_prompt_logprobs_are_bitwise_those_of_each_prompt_prefix(
     make_core: MakeCore, monkeypatch: pytest.MonkeyPatch, family: str, forward: str
 ) -> None:
     core = make_core(family, embedded={"forward": forward})
@@ -76,7 +76,7 @@ def test_they_are_the_bits_of_the_logits_that_each_start_of_the_prompt_has(
     assert scores(core, prompt) == expected(core, prompt, monkeypatch)
 
 
-def test_chunks_a_cached_prefix_and_other_requests_change_nothing(make_core: MakeCore) -> None:
+def test_prompt_logprobs_are_the_same_chunked_cached_and_batched(make_core: MakeCore) -> None:
     whole = scores(make_core(), PROMPT)
     assert len(whole) == len(PROMPT)
     core = make_core(max_num_tokens=64, enable_chunked_prefill=True)
@@ -89,7 +89,7 @@ def test_chunks_a_cached_prefix_and_other_requests_change_nothing(make_core: Mak
     assert core.answers[asked[0], 0].cached_tokens == 0
 
 
-def test_each_choice_has_its_own_for_the_token_that_it_drew(make_core: MakeCore) -> None:
+def test_prompt_logprobs_of_each_choice_end_with_its_own_token(make_core: MakeCore) -> None:
     core = make_core()
     drawing = SamplingSpec(max_tokens=3, greedy=False, temperature=3.0, seed=1, prompt_logprobs=0)
     request = core.add(PROMPT[:40], sampling=drawing, choices=2)
@@ -141,7 +141,7 @@ def test_a_step_has_logits_of_a_bounded_number_of_tokens(
     assert max(sizes) == 64
 
 
-def test_the_prefill_of_a_handoff_has_them(make_core: MakeCore) -> None:
+def test_context_only_prefill_returns_prompt_logprobs(make_core: MakeCore) -> None:
     whole = scores(make_core(), PROMPT)
     core = make_core(cache_transceiver_config={"backend": "SHARED_MEMORY"})
     answer = core.run(

@@ -34,13 +34,13 @@ def watch(failures: Failures) -> Iterator[StepWatch]:
     watch.close()
 
 
-def test_a_step_that_hangs_is_told_once(watch: StepWatch, failures: Failures) -> None:
+def test_hanging_step_is_reported_once(watch: StepWatch, failures: Failures) -> None:
     with watch:
         assert failures.came.wait(10)
     assert failures.reasons == ["a step has not ended after 0.2 s (embedded.step_timeout_seconds)"]
 
 
-def test_many_steps_that_end_and_a_long_pause_are_no_hang(failures: Failures) -> None:
+def test_short_steps_and_a_pause_are_not_reported_as_a_hang(failures: Failures) -> None:
     watch = StepWatch(1.0, failures)
     for _ in range(100):
         with watch:

@@ -22,7 +22,9 @@ def said_until_the_end(core: Core, request_id: int) -> list[TokenOutput]:
     ("interval", "counts"),
     [(1, [1] * 10), (2, [1, 1, 2, 2, 2, 2]), (4, [1, 3, 4, 2]), (10, [1, 9]), (99, [1, 9])],
 )
-def test_tokens_come_in_such_parts(checkpoints: Checkpoints, interval: int, counts: list[int]) -> None:
+def test_tokens_arrive_in_parts_of_the_stream_interval(
+    checkpoints: Checkpoints, interval: int, counts: list[int]
+) -> None:
     core = Core(checkpoints())
     usual = core.generate(PROMPT, 10)
     request_id = core.add(PROMPT, stream_interval=interval, sampling=SamplingSpec(max_tokens=10, logprobs=0))
@@ -36,7 +38,7 @@ def test_tokens_come_in_such_parts(checkpoints: Checkpoints, interval: int, coun
     core.close()
 
 
-def test_what_was_kept_comes_with_a_cancel(checkpoints: Checkpoints) -> None:
+def test_cancel_delivers_the_tokens_that_were_kept_back(checkpoints: Checkpoints) -> None:
     core = Core(checkpoints())
     usual = core.generate(PROMPT, 10)
     request_id = core.add(PROMPT, 300, stream_interval=8)

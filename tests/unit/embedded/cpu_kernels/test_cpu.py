@@ -30,9 +30,7 @@ AMX = BFLOAT16 | {"amx_bf16", "amx_tile"}
         ("riscv64", frozenset(), CpuFeatures("torch")),
     ],
 )
-def test_the_level_of_a_machine_is_that_of_its_flags(
-    machine: str, flags: frozenset[str], expected: CpuFeatures
-) -> None:
+def test_cpu_level_follows_the_cpu_flags(machine: str, flags: frozenset[str], expected: CpuFeatures) -> None:
     assert features_of({}, machine, flags) == expected
 
 
@@ -55,7 +53,7 @@ def test_the_level_of_a_machine_is_that_of_its_flags(
     ],
     ids=str,
 )
-def test_a_level_is_no_higher_than_any_library_was_told(
+def test_cpu_level_is_bounded_by_library_variables(
     environment: dict[str, str], expected: CpuFeatures
 ) -> None:
     assert features_of(environment, "x86_64", AMX) == expected
@@ -72,7 +70,7 @@ def test_a_level_that_the_machine_does_not_have_is_refused() -> None:
         features_of({SETTING: "avx2"}, "aarch64", frozenset({"asimd"}))
 
 
-def test_it_is_told_to_the_log_in_few_words() -> None:
+def test_cpu_features_text_for_each_level() -> None:
     told = [str(features_of({}, "x86_64", flags)) for flags in (AMX, BFLOAT16, AVX2)]
     assert told == ["avx512 with bfloat16 and AMX", "avx512 with bfloat16", "avx2"]
 

@@ -64,7 +64,9 @@ def test_what_was_compiled_is_loaded_afterwards(
     assert len(kept(tmp_path)) == 1
 
 
-def test_other_argument_types_are_another_entry(tmp_path: Path, new_kernel: Callable[[], Any]) -> None:
+def test_kernel_cache_has_an_entry_for_each_argument_type(
+    tmp_path: Path, new_kernel: Callable[[], Any]
+) -> None:
     kernel = new_kernel()
     assert (kernel(4), kernel(0.25)) == (8, 0.5)
     assert len(kept(tmp_path)) == 2
@@ -87,7 +89,7 @@ def test_a_damaged_entry_is_compiled_again(
     assert (after(4), compiled_and_loaded(after)) == (8, (0, 1))
 
 
-def test_a_folder_that_is_gone_costs_only_the_time(
+def test_missing_kernel_folder_compiles_without_caching(
     tmp_path: Path, said: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     class Own(Kernel):
@@ -101,7 +103,7 @@ def test_a_folder_that_is_gone_costs_only_the_time(
     assert "cannot keep a compiled kernel" in caplog.text
 
 
-def test_what_a_killed_writer_left_is_removed(tmp_path: Path, new_kernel: Callable[[], Any]) -> None:
+def test_draft_of_a_killed_writer_is_removed(tmp_path: Path, new_kernel: Callable[[], Any]) -> None:
     assert new_kernel()(4) == 8
     (entry,) = kept(tmp_path)
     entry.replace(entry.with_suffix(".123.draft"))
@@ -197,7 +199,9 @@ def test_a_second_process_waits_for_the_first_one_and_loads(start: Callable[[], 
     assert second.until("SciPy") == "SciPy is not imported"
 
 
-def test_a_kernel_that_another_process_compiles_is_left_to_it(start: Callable[..., Process]) -> None:
+def test_kernel_being_compiled_by_another_process_is_not_compiled_twice(
+    start: Callable[..., Process],
+) -> None:
     first = start()
     first.until("inside")
     second = start("unless-taken")
@@ -217,7 +221,7 @@ def test_a_kernel_that_no_process_compiles_is_compiled_ahead_once(new_kernel: Ca
     assert (compiled_and_loaded(first), compiled_and_loaded(second)) == ((1, 0), (0, 1))
 
 
-def test_waiting_for_several_kernels_is_said_once(
+def test_wait_for_several_kernels_is_reported_once(
     tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     locks, others = CompileLocks(said.append), CompileLocks(said.append)

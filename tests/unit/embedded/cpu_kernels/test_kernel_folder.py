@@ -14,14 +14,14 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_the_first_choice_is_beside_the_source(tmp_path: Path) -> None:
+def test_kernel_folder_is_beside_the_source_if_writable(tmp_path: Path) -> None:
     folder = kernel_folder("v1", {"HOME": str(tmp_path / "home")}, tmp_path)
     assert folder == tmp_path / "__pycache__" / "kernels" / "v1"
     assert mode(folder) == 0o700
     assert kernel_folder("v1", {}, tmp_path) == folder
 
 
-def test_the_operators_choice_comes_before_that(tmp_path: Path) -> None:
+def test_numba_cache_dir_wins_over_the_folder_beside_the_source(tmp_path: Path) -> None:
     folder = kernel_folder("v1", {"NUMBA_CACHE_DIR": str(tmp_path / "mine")}, tmp_path)
     assert folder == tmp_path / "mine" / "trtllm-disagg" / "v1"
 

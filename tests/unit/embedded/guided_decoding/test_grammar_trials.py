@@ -114,7 +114,7 @@ def test_a_grammar_that_needs_too_much_memory_is_refused(start: TrialStart) -> N
     heard.trials.close()
 
 
-def test_a_process_that_does_not_get_on_is_ended_and_the_grammar_not_blamed(start: TrialStart) -> None:
+def test_trial_process_without_cpu_time_is_killed_and_the_grammar_not_refused(start: TrialStart) -> None:
     heard = Heard(msgspec.structs.replace(start, cpu_seconds=60.0, wall_seconds=0.2))
     for request in (1, 2):
         heard.enter(request, ENDLESS)
@@ -141,7 +141,7 @@ def test_a_grammar_with_a_process_that_is_killed_is_tried_again(start: TrialStar
     heard.trials.close()
 
 
-def test_others_go_on_while_a_grammar_is_tried(heard: Heard) -> None:
+def test_other_requests_pass_while_a_grammar_is_tried(heard: Heard) -> None:
     heard.enter(1, FINE)
     assert heard.next() == (1, None)
     heard.enter(2, ENDLESS)
@@ -150,7 +150,7 @@ def test_others_go_on_while_a_grammar_is_tried(heard: Heard) -> None:
     assert [heard.next()[0] for _ in range(3)] == [3, 4, 2]
 
 
-def test_a_verdict_is_remembered(heard: Heard, start: TrialStart) -> None:
+def test_refused_grammar_is_refused_again_without_a_trial(heard: Heard, start: TrialStart) -> None:
     heard.enter(1, ENDLESS)
     _, first = heard.next()
     heard.enter(2, ENDLESS)
@@ -171,7 +171,7 @@ def test_a_cancelled_request_is_neither_sent_nor_refused(heard: Heard) -> None:
     assert heard.trials.cancel(3) is None
 
 
-def test_what_waits_when_the_engine_ends_is_let_go(start: TrialStart) -> None:
+def test_closing_grammar_trials_drops_waiting_requests(start: TrialStart) -> None:
     heard = Heard(msgspec.structs.replace(start, cpu_seconds=60.0))
     heard.enter(1, ENDLESS)
     heard.trials.close()

@@ -107,7 +107,7 @@ def test_structural_tags_constrain_what_follows_their_trigger(core: Core) -> Non
         guide.advance(token)
 
 
-def test_choices_are_guided_each_by_itself(core: Core) -> None:
+def test_each_choice_follows_the_guide_independently(core: Core) -> None:
     request = core.add(PROMPT, sampling=guided(GuidedDecodingParams(regex=REGEX), seed=3), choices=4)
     core.run(request)
     texts = [text_of(core.answers[request, i].tokens) for i in range(4)]
@@ -133,7 +133,7 @@ def test_disaggregated_gives_the_same_tokens(
     cores[1].assert_idle()
 
 
-def test_neighbours_do_not_matter(core: Core) -> None:
+def test_guided_answer_is_the_same_alone_and_in_a_batch(core: Core) -> None:
     specs = [
         guided(GuidedDecodingParams(json=SCHEMA), seed=1, logprobs=1),
         SamplingSpec(max_tokens=40),

@@ -30,7 +30,7 @@ from trtllm_disagg.errors import ConfigError, InvalidRequestError
 # -- ends
 
 
-def test_the_end_is_allowed_exactly_when_the_grammar_is_complete(core: Core) -> None:
+def test_end_token_is_allowed_only_when_the_grammar_is_complete(core: Core) -> None:
     guide = guide_of(core, regex("a{2}b?"))
     seen = []
     for token in tokens_of("aab"):
@@ -57,7 +57,7 @@ def test_max_tokens_cuts_the_answer_off(core: Core) -> None:
     assert (len(answer.tokens), answer.finish_reason) == (7, "length")
 
 
-def test_ignore_eos_shows_the_end_once(core: Core) -> None:
+def test_ignore_eos_returns_the_grammars_end_token_once(core: Core) -> None:
     """The caller wants to see stop tokens; but nothing can follow this one."""
     answer = run(core, regex("abc", end_ids=()))
     assert (answer.tokens, answer.finish_reason) == ([*tokens_of("abc"), EOS], "stop")
@@ -66,7 +66,7 @@ def test_ignore_eos_shows_the_end_once(core: Core) -> None:
 @pytest.mark.parametrize(
     "own_end", [{"end_ids": (0,)}, {"end_ids": (), "stop_words": ((0,),), "stop_reasons": (0,)}]
 )
-def test_the_callers_own_end_replaces_the_models(core: Core, own_end: dict[str, Any]) -> None:
+def test_end_id_of_the_request_replaces_the_models(core: Core, own_end: dict[str, Any]) -> None:
     answer = run(core, regex("abc", **own_end))
     assert (text_of(answer.tokens), answer.finish_reason) == ("abc", "stop")
 
@@ -77,7 +77,7 @@ def test_a_stop_word_ends_within_the_grammar(core: Core) -> None:
     assert (text_of(answer.tokens), answer.stop_reason) == ("a", "bb")
 
 
-def test_bad_tokens_yield_only_where_the_grammar_leaves_nothing_else(core: Core) -> None:
+def test_bad_tokens_are_used_only_where_the_grammar_allows_nothing_else(core: Core) -> None:
     bad = tuple(tokens_of("b"))
     assert text_of(run(core, regex("a[bc]d", bad_token_ids=bad)).tokens) == "acd"
     assert text_of(run(core, regex("abd", bad_token_ids=bad)).tokens) == "abd"
@@ -94,7 +94,7 @@ def test_an_answer_that_is_complete_with_its_first_token_is_the_same_split(
     cores[1].assert_idle()
 
 
-def test_an_empty_answer_ends_at_prefill(cores: tuple[Core, Core], core: Core) -> None:
+def test_grammar_with_an_empty_answer_ends_at_prefill(cores: tuple[Core, Core], core: Core) -> None:
     for answer in (run(core, regex("")), run_split(cores, regex(""))):
         assert (answer.tokens, answer.finish_reason, answer.handoff) == ([], "stop", None)
 
@@ -102,7 +102,7 @@ def test_an_empty_answer_ends_at_prefill(cores: tuple[Core, Core], core: Core) -
 # -- what goes wrong costs its own request only
 
 
-def test_a_grammar_that_the_tokenizer_does_not_know(core: Core) -> None:
+def test_grammar_with_an_unknown_token_is_refused_and_other_requests_continue(core: Core) -> None:
     params = GuidedDecodingParams(grammar="start: <|no_such_token|>")
     running = core.add(PROMPT, 20)
     answer = run(core, guided(params))

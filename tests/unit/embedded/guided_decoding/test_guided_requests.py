@@ -210,6 +210,6 @@ def test_a_guide_that_is_not_empty_or_not_given_is_taken(guided: dict[str, Any] 
     request(sampling_options={"guided_decoding": guided})
 
 
-def test_what_echo_becomes_is_refused_by_the_name_that_the_client_used() -> None:
+def test_refusal_of_prompt_logprobs_names_echo() -> None:
     with pytest.raises(InvalidRequestError, match=r"echo \(or prompt_logprobs\) is not served"):
         require_splittable(request(output_options={"prompt_logprobs": 1}), gets_prompt_logprobs=False)

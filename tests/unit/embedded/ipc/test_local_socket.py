@@ -21,7 +21,7 @@ print(intruder.recv(1))
 """
 
 
-def test_both_ends_talk_and_no_file_is_made() -> None:
+def test_local_socket_transfers_bytes_without_a_file() -> None:
     listener, address = listen()
     with listener, connect(address) as here, accept(listener) as there:
         here.sendall(b"x")
@@ -45,7 +45,7 @@ def test_accept_keeps_the_listener_s_time_limit() -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_a_process_of_another_user_is_hung_up_on_and_the_next_one_is_accepted() -> None:
+def test_connection_of_another_user_is_closed_and_the_next_one_accepted() -> None:
     listener, address = listen()
     with listener, ThreadPoolExecutor(1) as pool:
         listener.settimeout(20)

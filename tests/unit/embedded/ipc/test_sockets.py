@@ -33,7 +33,7 @@ def received(link: Link[Message], count: int) -> list[Message]:
     return messages
 
 
-def test_several_messages_come_at_once_and_nothing_is_nothing(ends: tuple[Link[Message], ...]) -> None:
+def test_waiting_messages_are_received_together(ends: tuple[Link[Message], ...]) -> None:
     here, there = ends
     assert there.receive(wait=False) == []
     for i in range(3):
@@ -73,7 +73,7 @@ def test_several_threads_send_and_no_message_is_torn(ends: tuple[Link[Message], 
         assert [i for i, _ in messages if i // 1000 == k] == list(range(1000 * k, 1000 * k + 50))
 
 
-def test_what_was_said_before_the_end_comes_before_the_end(ends: tuple[Link[Message], ...]) -> None:
+def test_messages_before_the_close_are_received_before_eof(ends: tuple[Link[Message], ...]) -> None:
     here, there = ends
     there.send((9, b"never read"))
     here.send((1, b"last word"))
@@ -85,7 +85,7 @@ def test_what_was_said_before_the_end_comes_before_the_end(ends: tuple[Link[Mess
     there.send((2, b"unread"))
 
 
-def test_an_end_that_goes_in_the_middle_of_a_message_is_gone(ends: tuple[Link[Message], ...]) -> None:
+def test_peer_closed_within_a_message_is_eof(ends: tuple[Link[Message], ...]) -> None:
     here, there = ends
     here.send((1, LARGE))
     here.close()

@@ -118,7 +118,7 @@ step = st.tuples(
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(step, min_size=30, max_size=60))
-def test_in_any_order_each_block_has_one_state_and_the_router_knows_what_is_known(
+def test_block_states_and_events_are_consistent_after_any_operations(
     steps: list[tuple[str, int]],
 ) -> None:
     simulation = Simulation()
@@ -177,7 +177,7 @@ def test_a_known_block_that_would_be_kept_does_not_count_as_available() -> None:
     assert not blocks.can_allocate(3, besides=known)
 
 
-def test_content_evicted_under_a_later_block_is_committed_again_in_ours() -> None:
+def test_evicted_parent_content_is_committed_again_from_the_own_block() -> None:
     log = KvEventLog(100, 64)
     blocks = BlockManager(4, SIZE, enable_reuse=True, events=log)
     tokens = [1, 2, 3, 4]
@@ -193,7 +193,7 @@ def test_content_evicted_under_a_later_block_is_committed_again_in_ours() -> Non
     replay.apply(log.take())
 
 
-def test_without_reuse_nothing_becomes_known() -> None:
+def test_without_block_reuse_no_block_is_cached() -> None:
     blocks = manager(reuse=False)
     blocks.release(store(blocks, [1, 2, 3, 4]))
     assert blocks.known_keys() == set()

@@ -17,7 +17,7 @@ def filled() -> KvPool:
 
 
 @given(block=st.integers(0, BLOCKS - 1), layer=st.integers(0, LAYERS - 1), offset=st.integers(0, SLOTS - 1))
-def test_a_place_leads_to_the_key_and_the_value_of_every_layer(block: int, layer: int, offset: int) -> None:
+def test_row_of_a_place_has_key_and_value_of_every_layer(block: int, layer: int, offset: int) -> None:
     pool = filled()
     place = block * pool.rows_per_block + offset
     assert torch.equal(pool.rows[place + pool.key_row(layer)], pool.kv[block, layer, 0, offset])
@@ -25,14 +25,14 @@ def test_a_place_leads_to_the_key_and_the_value_of_every_layer(block: int, layer
 
 
 @given(st.lists(st.integers(0, BLOCKS - 1), min_size=1, unique=True), st.integers(0, LAYERS - 1))
-def test_the_blocks_of_a_sequence_come_one_behind_the_other(blocks: list[int], layer: int) -> None:
+def test_keys_and_values_of_blocks_are_concatenated_in_order(blocks: list[int], layer: int) -> None:
     pool = filled()
     keys, values = pool.keys_and_values(layer, torch.tensor(blocks))
     for made, kind in ((keys, 0), (values, 1)):
         assert torch.equal(made, pool.kv[blocks, layer, kind].reshape(-1, HEADS, DIM))
 
 
-def test_rows_are_the_pool_and_not_a_copy() -> None:
+def test_rows_share_the_pools_memory() -> None:
     pool = filled()
     pool.rows[pool.rows_per_block + pool.value_row(1)] = -1
     assert (pool.kv[1, 1, 1, 0] == -1).all()

@@ -36,7 +36,7 @@ def test_the_known_block_that_shares_most_of_the_start_is_found_below_its_parent
     assert blocks.match_start(parent, [], b"") is None
 
 
-def test_a_block_that_is_taken_over_is_not_known_any_more() -> None:
+def test_block_taken_over_is_removed_from_the_cache() -> None:
     log = KvEventLog(100, 64)
     blocks = BlockManager(4, 2, enable_reuse=True, events=log)
     held = store(blocks, [1, 2, 3, 4])
@@ -64,7 +64,7 @@ def test_a_block_whose_start_was_copied_is_evicted_last() -> None:
     assert blocks.allocate(1) == new
 
 
-def test_what_a_request_costs_does_not_depend_on_the_size_of_the_pool() -> None:
+def test_cost_of_a_request_does_not_depend_on_the_pool_size() -> None:
     """Counted in Python calls and lines, not in seconds: the same at any load of the machine."""
     assert lines_run_by_a_request(1 << 10) == lines_run_by_a_request(1 << 15)
 

@@ -23,7 +23,7 @@ def shared(a: tuple[int, ...], b: tuple[int, ...]) -> int:
         st.tuples(st.sampled_from(PARENTS), st.lists(st.integers(0, 2), max_size=SIZE)), max_size=8
     ),
 )
-def test_the_index_finds_what_looking_at_every_block_finds(
+def test_partial_index_matches_a_linear_search(
     changes: list[tuple[bool, tuple[bytes, tuple[int, ...]]]], wanted: list[tuple[bytes, list[int]]]
 ) -> None:
     index, known = PartialIndex(), dict[int, tuple[bytes, tuple[int, ...]]]()

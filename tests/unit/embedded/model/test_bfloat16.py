@@ -122,7 +122,7 @@ def test_schedules_differ_by_no_more_than_the_tolerance(
 @pytest.mark.parametrize(
     "kinds", [("auto", "float32"), ("float32", "auto"), ("float32", "bfloat16")], ids="-".join
 )
-def test_engines_that_compute_otherwise_hand_over_to_each_other(
+def test_handoff_between_bfloat16_and_float32_weights_gives_tolerable_logits(
     kinds: tuple[str, str], checkpoints: Checkpoints, recorder: Recorder
 ) -> None:
     """The KV of a bfloat16 model is bfloat16, whatever computes it: a worker with bfloat16 products and one without

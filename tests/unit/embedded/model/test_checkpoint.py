@@ -43,7 +43,7 @@ def refused(model: Path, words: str, dtype: str = "auto") -> None:
         ("rope_parameters", {"rope_type": "sideways"}, r"rope_type: 'sideways' is not allowed"),
     ],
 )
-def test_a_configuration_of_nonsense_is_refused(model: Path, key: str, value: Any, words: str) -> None:
+def test_invalid_config_json_value_is_refused(model: Path, key: str, value: Any, words: str) -> None:
     edit(model / "config.json", **{key: value})
     with pytest.raises(ConfigError, match=words):
         read_shape(model, "auto")

@@ -65,7 +65,7 @@ def test_a_draw_is_that_of_the_sorted_vocabulary_in_any_batch(
 
 @pytest.mark.parametrize("vocabulary", [SMALL, LARGE])
 @pytest.mark.parametrize("limit", [{"top_k": 7}, {"top_p": 0.02}], ids=repr)
-def test_of_equals_the_first_are_kept(vocabulary: int, limit: dict[str, float]) -> None:
+def test_of_equal_logits_the_first_tokens_are_kept(vocabulary: int, limit: dict[str, float]) -> None:
     scores = torch.zeros(1, vocabulary)
     count = 7 if "top_k" in limit else round(0.02 * vocabulary)
     tokens = {draw(scores, [sequence(spec(**limit), seed=i)])[0] for i in range(40)}
@@ -75,7 +75,7 @@ def test_of_equals_the_first_are_kept(vocabulary: int, limit: dict[str, float]) 
 
 @pytest.mark.parametrize("u", [0.0, 1.0 - 2.0**-53])
 @pytest.mark.parametrize("limit", [{}, {"top_k": 7}, {"top_p": 0.5}, {"min_p": 0.3}], ids=repr)
-def test_the_ends_of_the_range_are_tokens_that_may_come(
+def test_draws_at_the_ends_of_the_range_give_possible_tokens(
     u: float, limit: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(draw_module, "uniform", lambda *_: u)
@@ -86,7 +86,7 @@ def test_the_ends_of_the_range_are_tokens_that_may_come(
         assert torch.isfinite(scores[0, token])
 
 
-def test_a_top_p_that_rounding_keeps_out_of_reach() -> None:
+def test_top_p_just_below_1_draws_no_impossible_token() -> None:
     for seed in range(30):
         scores = scores_of(1, LARGE, ties=False, seed=seed)
         scores[:, ::50] = -1e3

@@ -89,7 +89,7 @@ def test_greedy_tokens_are_those_of_transformers_when_all_run_together(
     assert {length: engine.answers[i, 0].tokens for length, i in ids.items()} == expected
 
 
-def test_the_path_that_cuda_takes(
+def test_transformers_modules_forward_gives_the_expected_tokens(
     family: str,
     checkpoints: Checkpoints,
     expected: dict[int, list[int]],

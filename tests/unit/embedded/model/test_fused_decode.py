@@ -68,7 +68,9 @@ def test_every_step_has_the_bits_of_the_unfused_one(
     assert max(compared) == len(PROMPTS)
 
 
-def test_closing_ends_the_other_threads(checkpoints: Checkpoints, threads: int) -> None:
+def test_closing_the_core_ends_the_threads_of_the_fused_decode(
+    checkpoints: Checkpoints, threads: int
+) -> None:
     core = Core(checkpoints("llama"))
     model: Any = core.engine.model
     runner = model.runner

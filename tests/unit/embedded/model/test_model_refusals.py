@@ -65,7 +65,9 @@ STATED = (
 
 
 @pytest.mark.parametrize("key", STATED)
-def test_what_a_family_has_a_default_for_must_be_stated(make_model: MakeModel, key: str) -> None:
+def test_config_json_key_with_a_family_default_is_refused_when_missing(
+    make_model: MakeModel, key: str
+) -> None:
     model = make_model()
     edit(model / "config.json", **{key: ...})
     assert f"config.json {key}: None is not allowed" in refusal(model)
@@ -93,7 +95,7 @@ def test_what_a_family_has_a_default_for_must_be_stated(make_model: MakeModel, k
         ("quantization_config", {"quant_method": "unknown"}),
     ],
 )
-def test_a_value_that_no_model_has(make_model: MakeModel, key: str, value: object) -> None:
+def test_impossible_config_json_value_is_refused(make_model: MakeModel, key: str, value: object) -> None:
     model = make_model()
     edit(model / "config.json", **{key: value})
     assert re.search(
@@ -109,20 +111,20 @@ def test_rotations_that_are_not_served_are_refused(make_model: MakeModel, key: s
     assert f"{key}.rope_type: '{kind}' is not allowed; expected one of default, linear" in refusal(model)
 
 
-def test_a_rotation_by_a_factor_that_is_no_number(make_model: MakeModel) -> None:
+def test_rope_factor_that_is_no_number_is_refused(make_model: MakeModel) -> None:
     model = make_model()
     edit(model / "config.json", rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": "x"})
     assert "rope_parameters.factor: 'x' is not allowed; expected a number above 0" in refusal(model)
 
 
-def test_more_experts_for_a_token_than_there_are(make_model: MakeModel) -> None:
+def test_more_experts_per_token_than_experts_is_refused(make_model: MakeModel) -> None:
     model = make_model("mixtral")
     edit(model / "config.json", num_experts_per_tok=7)
     assert "num_experts_per_tok: 7 is not allowed; expected at most the 6 experts" in refusal(model)
 
 
 @pytest.mark.parametrize("found", ["</s>", ["1"], {"a": 1}, 99_999, -1, True])
-def test_an_end_token_that_is_none(make_model: MakeModel, found: object) -> None:
+def test_invalid_eos_token_id_is_refused(make_model: MakeModel, found: object) -> None:
     model = make_model()
     edit(model / "generation_config.json", eos_token_id=found)
     assert "generation_config.json eos_token_id: " in refusal(model)
@@ -189,7 +191,7 @@ def test_a_model_with_packed_weights_is_refused_as_quantised(make_model: MakeMod
     assert "is quantised (model.layers.0.mlp.down_proj.qweight" in refusal(model)
 
 
-def test_experts_in_one_piece_are_left_to_transformers(make_model: MakeModel) -> None:
+def test_missing_expert_weights_are_refused_in_one_line(make_model: MakeModel) -> None:
     """It says what it misses in a report of many lines, which is made one here."""
     model = make_model("mixtral")
     weights = load_file(model / "model.safetensors")
@@ -211,7 +213,9 @@ def test_experts_in_one_piece_are_left_to_transformers(make_model: MakeModel) ->
     ],
     ids=str,
 )
-def test_a_header_that_lies_is_refused(make_model: MakeModel, changes: dict[str, Any]) -> None:
+def test_safetensors_header_that_contradicts_the_file_is_refused(
+    make_model: MakeModel, changes: dict[str, Any]
+) -> None:
     file = make_model() / "model.safetensors"
     raw = file.read_bytes()
     (length,) = struct.unpack("<Q", raw[:8])
@@ -225,7 +229,7 @@ def test_a_header_that_lies_is_refused(make_model: MakeModel, changes: dict[str,
 # -- files
 
 
-def test_an_index_that_names_other_places_is_refused(make_model: MakeModel) -> None:
+def test_weight_index_with_paths_outside_the_model_is_refused(make_model: MakeModel) -> None:
     model = make_model()
     index = model / "model.safetensors.index.json"
     names = load_file(model / "model.safetensors").keys()
@@ -238,7 +242,7 @@ def test_an_index_that_names_other_places_is_refused(make_model: MakeModel) -> N
     assert "lacks lm_head.weight, which model.safetensors.index.json says is there" in refusal(model)
 
 
-def test_weights_under_another_name(make_model: MakeModel) -> None:
+def test_weights_under_another_file_name_are_refused(make_model: MakeModel) -> None:
     model = make_model()
     (model / "model.safetensors").rename(model / "weights.safetensors")
     assert "has neither model.safetensors nor model.safetensors.index.json" in refusal(model)

@@ -27,7 +27,7 @@ def linear(outputs: int, inputs: int, dtype: torch.dtype, bias: bool = True) -> 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-def test_a_row_has_the_same_bits_in_any_company(outputs: int, inputs: int, bias: bool) -> None:
+def test_packed_row_has_the_same_bits_in_any_batch(outputs: int, inputs: int, bias: bool) -> None:
     packed = PackedLinear(linear(outputs, inputs, torch.float32, bias))
     x = torch.randn(MOST_ROWS + 20, inputs)
     with torch.inference_mode():

@@ -68,7 +68,7 @@ def test_the_configuration_is_the_one_that_transformers_reads(family: str, check
         ("gemma2", {}),
     ],
 )
-def test_what_is_not_plain_is_left_to_transformers(
+def test_unsupported_config_is_not_read_as_plain(
     family: str, changes: dict[str, Any], checkpoints: Checkpoints
 ) -> None:
     raw = raw_config(checkpoints(family)) | changes

@@ -26,7 +26,7 @@ def blocks(shape: ModelShape, max_seq_len: int | None = None, *, device: str = "
     return num_kv_blocks(args, shape, torch.device(device))
 
 
-def test_a_stated_size_is_taken(shape: ModelShape) -> None:
+def test_max_tokens_sets_the_pool_size(shape: ModelShape) -> None:
     assert blocks(shape, max_tokens=1000) == 62
 
 

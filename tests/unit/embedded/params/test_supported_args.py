@@ -85,7 +85,7 @@ def test_default_engine_arguments_are_not_refused() -> None:
         ({"cache_transceiver_config": {"backend": "UCX"}}, "cache_transceiver_config.backend"),
     ],
 )
-def test_what_would_change_answers_is_refused_by_name(values: dict[str, Any], key: str) -> None:
+def test_argument_that_would_change_answers_is_refused_by_name(values: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         refuse_unsupported(llm_args(**values))
     assert key in str(caught.value)
@@ -106,18 +106,18 @@ def test_what_would_change_answers_is_refused_by_name(values: dict[str, Any], ke
         {"embedded": {"num_threads": 2, "cpu_affinity": [0, 1], "device": "cpu"}},
     ],
 )
-def test_what_is_built_passes(values: dict[str, Any]) -> None:
+def test_supported_engine_arguments_are_accepted(values: dict[str, Any]) -> None:
     assert refuse_unsupported(llm_args(**values)) == []
 
 
-def test_the_kv_pool_may_be_told_the_dtype_of_the_model() -> None:
+def test_kv_cache_dtype_other_than_the_models_is_refused() -> None:
     kv_config = {"dtype": "bfloat16"}
     assert refuse_unsupported(llm_args(dtype="bfloat16", kv_cache_config=kv_config)) == []
     with pytest.raises(ConfigError, match="auto or float32"):
         refuse_unsupported(llm_args(dtype="float32", kv_cache_config=kv_config))
 
 
-def test_tuning_for_gpus_is_named_but_harmless() -> None:
+def test_gpu_tuning_arguments_are_accepted_with_a_note() -> None:
     args = llm_args(
         cuda_graph_config=None,
         disable_overlap_scheduler=True,
@@ -142,7 +142,7 @@ def test_unknown_names_are_refused() -> None:
             model.model_validate({"model": "m", "xyz": 1})
 
 
-def test_tensorrt_llms_own_leniency() -> None:
+def test_null_sizes_and_load_format_spellings_are_accepted_as_tensorrt_llm_does() -> None:
     assert llm_args(max_batch_size=None).max_batch_size == 2048
     assert llm_args(sampler_type="auto") == llm_args()
     for spelling in ("DUMMY", "dummy", 1, LoadFormat.DUMMY):
@@ -163,13 +163,13 @@ def test_the_arguments_survive_json() -> None:
         ({"embedded": {"num_threads": 100_000}}, "num_threads"),
     ],
 )
-def test_numbers_that_would_break_what_they_are_for(values: dict[str, Any], key: str) -> None:
+def test_numbers_out_of_range_are_refused(values: dict[str, Any], key: str) -> None:
     with pytest.raises(ValidationError, match=key):
         llm_args(**values)
 
 
 @pytest.mark.parametrize("cpu", [-1, 9999])
-def test_processors_that_are_not_there_are_refused(cpu: int) -> None:
+def test_cpu_affinity_with_missing_processors_is_refused(cpu: int) -> None:
     with pytest.raises(
         ConfigError, match=rf"embedded\.cpu_affinity: \[{cpu}\] is not allowed; expected processors"
     ):

@@ -65,7 +65,7 @@ def test_no_sequence_is_admitted_while_another_is_paused() -> None:
     engine.drain()
 
 
-def test_what_is_put_aside_is_not_computed_again() -> None:
+def test_swapped_out_tokens_are_not_computed_again() -> None:
     tokens = {}
     for swap_tokens in (0, 10_000):
         engine = busy(embedded={"swap_tokens": swap_tokens})
@@ -77,7 +77,7 @@ def test_what_is_put_aside_is_not_computed_again() -> None:
     assert tokens[0] > tokens[10_000]
 
 
-def test_the_space_aside_is_bounded() -> None:
+def test_swapped_out_blocks_are_bounded_by_swap_tokens() -> None:
     engine = busy(embedded={"swap_tokens": 4 * 16})
     most = 0
     while engine.scheduler.unfinished():
@@ -95,7 +95,7 @@ def test_more_run_at_once_than_with_guaranteed_blocks() -> None:
     assert at_once == {"MAX_UTILIZATION": 4, "GUARANTEED_NO_EVICT": 1}
 
 
-def test_the_last_one_left_waits_for_leases_that_hold_its_blocks() -> None:
+def test_last_paused_sequence_waits_for_leased_blocks() -> None:
     engine = Engine(4, args={"scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"}})
     leased = engine.blocks.allocate(2)
     engine.scheduler.add(sequence(1, 30, max_tokens=30))

@@ -15,7 +15,7 @@ from tests.support.scheduling import Engine, sequence
         ("FORCE_CHUNK", [(1, 32), (2, 32), (3, 10)]),
     ],
 )
-def test_prompts_share_a_step_as_the_policy_says(policy: str, shares: list[tuple[int, int]]) -> None:
+def test_prompts_share_a_step_by_the_chunking_policy(policy: str, shares: list[tuple[int, int]]) -> None:
     engine = Engine(64, args={"max_num_tokens": 128, "scheduler_config": {"context_chunking_policy": policy}})
     for request_id, num_prompt in ((1, 200), (2, 40), (3, 10)):
         engine.scheduler.add(sequence(request_id, num_prompt))

@@ -33,7 +33,7 @@ def of_requests(core: Core) -> list[dict[str, Any]]:
     return [entry for stat in core.stats for entry in stat["requestStats"]]
 
 
-def test_a_decode_tells_of_the_transfer_when_it_is_measured(prefill: Core, decode: Core) -> None:
+def test_decode_statistics_have_the_transfer_only_when_measured(prefill: Core, decode: Core) -> None:
     # Another prompt, all of which has to come, too.
     for arrived, prompt in ((None, PROMPT), (time.monotonic(), PROMPT[::-1])):
         decode.stats.clear()
@@ -55,7 +55,7 @@ def test_waiting_requests_are_counted_too(decode: Core) -> None:
     assert of_requests(decode)[-1]["stage"] == "GENERATION_COMPLETE"
 
 
-def test_a_choice_that_is_paused_says_so(checkpoints: Checkpoints) -> None:
+def test_paused_choice_is_marked_in_request_statistics(checkpoints: Checkpoints) -> None:
     policy = {"capacity_scheduler_policy": "MAX_UTILIZATION"}
     pool = {"max_tokens": 128, "tokens_per_block": 16, "enable_block_reuse": False}
     core = Core(

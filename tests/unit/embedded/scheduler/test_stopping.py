@@ -36,18 +36,18 @@ def test_a_stop_token_is_not_returned_but_named() -> None:
     assert verdict([5, 6], **stop, include_stop=True) == Verdict(finish_reason="stop", stop_reason=6)
 
 
-def test_a_stop_word_of_several_tokens_takes_its_start_back() -> None:
+def test_stop_word_of_several_tokens_trims_its_start() -> None:
     found = verdict([4, 5, 6], **stops((5, 6)))
     assert found == Verdict(emit=False, trim=1, finish_reason="stop", stop_reason="stop (5, 6)")
     assert verdict([4, 5], **stops((5, 6))) == GO_ON
 
 
-def test_a_stop_word_never_reaches_into_the_prompt() -> None:
+def test_stop_word_does_not_match_prompt_tokens() -> None:
     assert verdict([5], **stops((9, 5))) == GO_ON
     assert verdict([9, 5], **stops((9, 5))).finish_reason == "stop"
 
 
-def test_the_first_stop_word_that_fits_is_the_reason() -> None:
+def test_first_matching_stop_word_is_the_stop_reason() -> None:
     assert verdict([4, 5], **stops((5,), (4, 5))).stop_reason == "stop (5,)"
 
 

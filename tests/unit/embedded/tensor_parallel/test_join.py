@@ -40,7 +40,7 @@ def all_maps() -> Iterator[str]:
 
 
 @pytest.mark.usefixtures("tidy")
-def test_a_rank_alone_does_not_wait_for_ever() -> None:
+def test_rank_without_its_leader_ends_within_the_join_timeout() -> None:
     command = [MPIEXEC, "-disable-auto-cleanup", "-n", "2", sys.executable, "-c", JOIN]
     done = subprocess.run(command, capture_output=True, timeout=40)
     assert done.returncode != 0

@@ -56,7 +56,7 @@ def test_two_ranks_share_each_request_whatever_attention_dp_says(checkpoints: Ch
         assert num_ranks_of(llm.args) == 1
 
 
-def test_two_ranks_tell_the_logprobs_of_the_prompt_that_one_tells(checkpoints: Checkpoints) -> None:
+def test_prompt_logprobs_of_two_ranks_equal_those_of_one(checkpoints: Checkpoints) -> None:
     params = SamplingParams(max_tokens=2, prompt_logprobs=2, ignore_eos=True, end_id=1)
     prompt = [5 + i % 200 for i in range(300)]
     with two_ranks(checkpoints()) as llm:
@@ -165,7 +165,7 @@ def test_a_killed_worker_leaves_no_rank_behind_not_even_a_stopped_one(checkpoint
     assert_gone(ranks)
 
 
-def test_ranks_of_a_job_join(checkpoints: Checkpoints) -> None:
+def test_ranks_started_by_mpiexec_serve_together(checkpoints: Checkpoints) -> None:
     command = [MPIEXEC, "-n", "2", sys.executable, "-c", SERVE, str(checkpoints()), "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
     assert done.returncode == 0, done.stderr
@@ -216,9 +216,7 @@ def test_launchers_that_cannot_be_joined_are_named(environment: dict[str, str], 
         ("glibc.malloc.hugetlb=0", "glibc.malloc.hugetlb=0"),
     ],
 )
-def test_an_engine_asks_for_huge_pages_unless_its_environment_says_otherwise(
-    given: str, expected: str
-) -> None:
+def test_engine_process_gets_huge_pages_unless_glibc_tunables_decides(given: str, expected: str) -> None:
     assert core_launch(1, 1, {"GLIBC_TUNABLES": given}).environment["GLIBC_TUNABLES"] == expected
 
 

@@ -99,7 +99,7 @@ def test_any_model_of_known_layer_names_can_be_cut(size: int) -> None:
     assert sum(part.shape[-1] for part in others) == 101 - 101 // size, "each has its part of the vocabulary"
 
 
-def test_the_parts_hold_no_more_than_their_part() -> None:
+def test_sharded_layers_hold_only_their_share_of_bytes() -> None:
     model = model_of()
 
     def bytes_of(group: RankGroup) -> int:

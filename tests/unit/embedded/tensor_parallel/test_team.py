@@ -105,7 +105,7 @@ def row() -> Row:
     return Row.of(sequence, 5)
 
 
-def test_a_step_says_what_a_forward_needs_and_no_more(pair: Pair) -> None:
+def test_step_message_has_only_what_a_forward_needs(pair: Pair) -> None:
     pair.leader.commands.send(Built())
     led = pair.team.broadcasting(Runner(lambda: torch.ones(1)))
     assert led.run([row()]).tolist() == [1.0]
@@ -132,7 +132,7 @@ def test_a_rank_that_dies_is_named(pair: Pair) -> None:
     assert pair.lost.get(timeout=_SECONDS) == f"rank 1 of the engine (process {os.getpid()}) died"
 
 
-def test_a_rank_that_fails_says_why(pair: Pair) -> None:
+def test_failure_of_a_rank_is_reported_with_its_error(pair: Pair) -> None:
     pair.leader.lifeline.send(Broken("RuntimeError", "bad kernel"))
     assert pair.lost.get(timeout=_SECONDS) == "rank 1 of the engine: RuntimeError: bad kernel"
     pair.end_of_other()
