@@ -186,7 +186,8 @@ def conditional(decider: Decider, local: Generate, remote: Generate) -> Generate
 class Auto:
     """`--disaggregation-strategy auto`: the order of each request, by length, queues and health of the other stage.
 
-    local: little to compute, a queue in front of the other stage, or no healthy instance there.
+    local: little to compute, a queue in front of the other stage, or no healthy instance there; then with the limits of
+    a fallback, `--on-missing-stage` and `--max-local-fallbacks`.
 
     Otherwise the order that has this worker as first stage; the other order when this worker's engine decodes as much
     as fits into its batch, so that another decode worker can be found.
@@ -195,32 +196,37 @@ class Auto:
     def __init__(
         self,
         decider: Decider,
-        ways: dict[str, Generate],
+        routes: dict[str, Generate],
         orders: tuple[str, str],
+        alone: Generate | None,
         num_healthy: Callable[[], int],
         has_room: Callable[[], bool],
     ) -> None:
-        """`orders`: this worker's own, and the other one. `num_healthy`: instances of the other stage. `has_room`: one
-        more answer fits into the batch of this worker's engine.
+        """`orders`: this worker's own, and the other one. `alone` answers in place of the other stage; None: no worker
+        may. `num_healthy`: instances of the other stage. `has_room`: one more answer fits into the batch of this
+        worker's engine.
         """
         self._decider = decider
-        self._ways = ways
+        self._routes = routes
+        self._alone = alone
         self._own, self._other = orders
         self._num_healthy = num_healthy
         self._has_room = has_room
 
     def __call__(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         with request.span.child("decide"):
-            name, reason = self._chosen(request)
+            name, reason, generate = self._chosen(request)
         request.trace.chose(name, f"auto_{reason}")
-        return self._ways[name](request, context)
+        return generate(request, context)
 
-    def _chosen(self, request: GenerateRequest) -> tuple[str, str]:
+    def _chosen(self, request: GenerateRequest) -> tuple[str, str, Generate]:
+        """(the strategy, why, its route)"""
         decision = self._decider(request)
         if not decision.remote:
-            return "local", decision.reason
+            return "local", decision.reason, self._routes["local"]
         if self._num_healthy() == 0:
-            return "local", "no_peer"
+            own = self._own, "no_peer", self._routes[self._own]
+            return own if self._alone is None else ("local", "no_peer", self._alone)
         if not self._has_room():
-            return self._other, "busy"
-        return self._own, decision.reason
+            return self._other, "busy", self._routes[self._other]
+        return self._own, decision.reason, self._routes[self._own]

@@ -13,12 +13,14 @@ import msgspec
 from trtllm_disagg.errors import (
     DisaggError,
     EngineError,
+    InvalidRequestError,
     NoInstanceError,
     OverloadedError,
     PeerUnavailableError,
     StageTimeoutError,
     WorkerLeavingError,
 )
+from trtllm_disagg.handlers.remote import name_of
 from trtllm_disagg.tracing.spans import NO_SPAN, Span
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk, Usage
 
@@ -166,7 +168,7 @@ class FallbackStep(NamedTuple):
 def with_fallback(steps: Sequence[FallbackStep], replays: Replays = replay_if_needed) -> Generate:
     """A way to answer that tries the steps in order until one finishes the answer.
 
-    The caller's faults are final, and so are errors of this worker's own engine, unless it is dead. Each step makes
+    The caller's faults are final, and so is an EngineError of this worker's own engine. Each step makes
     a handoff of its own. An instance that has failed is not called again for this request.
     """
 
@@ -195,6 +197,9 @@ def with_fallback(steps: Sequence[FallbackStep], replays: Replays = replay_if_ne
                 if progress.is_over:
                     log.info("request %s: failed after its end: %s", context.id(), error)
                     return
+                if isinstance(rest, Appended) and isinstance(error, InvalidRequestError) and progress.error:
+                    # The request is valid: the engine refuses it with the tokens that were appended to its prompt.
+                    raise progress.error from None
                 if context.is_stopped() or not _may_go_on(error):
                     raise
                 progress.failed(step, error)
@@ -225,6 +230,8 @@ class _Progress:
         #: The error that the request fails with when no step is left.
         self.error: DisaggError | None = None
         self._failed_step = ""
+        #: For the log: the strategy, or the fallback step.
+        self._failed_name = ""
         self._last_found_no_instance = False
         self._has_lost_engine = False
 
@@ -235,6 +242,7 @@ class _Progress:
 
     def failed(self, step: FallbackStep, error: DisaggError) -> None:
         self._failed_step = step.to
+        self._failed_name = step.to if self.error is not None else self.request.trace.strategy
         self._last_found_no_instance = isinstance(error, NoInstanceError)
         # The failure of the last instance is a better reason than that there is no other one.
         if self.error is None or not self._last_found_no_instance:
@@ -247,9 +255,10 @@ class _Progress:
         """Record that `step` is tried next, and return the span for it."""
         assert self.error is not None, "the first step is no fallback"
         request, error = self.request, self.error
+        where = "" if error.peer is None else f" at {name_of(error.peer)}"
         log.warning(
-            "request %s: %s failed after %d tokens (%s); trying %s",
-            *(context.id(), self._failed_step, len(self.delivered), error, step.to),
+            "request %s: %s failed after %d tokens%s (%s); trying %s",
+            *(context.id(), self._failed_name, len(self.delivered), where, error, step.to),
         )
         request.trace.fell_back(step.to, error)
         request.trace.strategy = step.strategy or request.trace.strategy

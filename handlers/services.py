@@ -251,7 +251,7 @@ def _require_consumers(config: WorkerConfig, queue: StageClient, workers: StageC
     """Under `--on-missing-stage local` no request waits in the queue while there is no prefill worker. A prefill worker
     needs no check: it pulls itself.
     """
-    may_wait = config.role is Role.PREFILL or config.on_missing_stage == "fail"
+    may_wait = config.role is Role.PREFILL or not _may_answer_alone(config)
     return queue if may_wait else RequireConsumers(queue, workers)
 
 
@@ -266,7 +266,8 @@ def _strategy_router(
     """The ways to answer: `local`, each order of the two phases with its fallback steps, and `auto`. A deployment's own
     order has the decider before it, which may keep a request on this worker.
     """
-    ways = _orders_with_fallback_steps(config, parts, stage, live, replays)
+    fallback_local = within_fallback_budget(LocalAgg(parts.engine), live.thresholds)
+    ways = _orders_with_fallback_steps(config, parts, stage, fallback_local, replays)
     kept = sources.kept.counting(LocalAgg(parts.engine))
     decider = create_decider(config.prefill_decider, sources, live.thresholds)
     deployed = {name: conditional(decider, kept, way) for name, way in ways.items()}
@@ -279,6 +280,7 @@ def _strategy_router(
         create_auto_decider(config.prefill_decider, sources, live.thresholds),
         ways,
         (own_order, relayed_order),
+        fallback_local if _may_answer_alone(config) else None,
         stage.num_healthy,
         lambda: parts.engine.answering.count + prefilling.count < config.max_batch_size,
     )
@@ -305,17 +307,21 @@ def _relayed_orders(role: Role) -> list[str]:
 
 
 def _orders_with_fallback_steps(
-    config: WorkerConfig, parts: StrategyParts, stage: StageClient, live: LiveState, replays: Replays
+    config: WorkerConfig, parts: StrategyParts, stage: StageClient, local: Generate, replays: Replays
 ) -> dict[str, Generate]:
     own_ways = {name: build_strategy(name, parts) for name in _own_orders(parts.role)}
     relays = {name: relayed(stage, name) for name in _relayed_orders(parts.role)}
     relayed_order = _relayed_orders(parts.role)[0]
     relay = FallbackStep(Fallback.OTHER_STAGE, relays[relayed_order], relayed_order, without_engine=True)
-    local = within_fallback_budget(LocalAgg(parts.engine), live.thresholds)
     return {
         name: with_fallback(_fallback_steps(config, first, local, relay), replays)
         for name, first in (own_ways | relays).items()
     }
+
+
+def _may_answer_alone(config: WorkerConfig) -> bool:
+    """When the other stage fails."""
+    return config.on_missing_stage == "local"
 
 
 def _fallback_steps(
@@ -325,7 +331,7 @@ def _fallback_steps(
     worker's engine.
     """
     steps = [FallbackStep(Fallback.OTHER_INSTANCE, first)] * config.max_tries
-    if config.on_missing_stage == "local":
+    if _may_answer_alone(config):
         steps.append(FallbackStep(Fallback.LOCAL, local, "local"))
     return steps + [relay] * config.max_tries
 

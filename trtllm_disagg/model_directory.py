@@ -38,7 +38,8 @@ def model_directory(model: str, key: str = FLAG, revision: str | None = None) ->
     """
     if not is_hub_name(model):
         if revision is not None:
-            raise ConfigError.bad_value("--revision", revision, f"no value with the directory {model}")
+            revision_key = "--revision" if key == FLAG else "revision"
+            raise ConfigError.bad_value(revision_key, revision, f"no value with the directory {model}")
         return Path(model)
     cached = _snapshot(model, revision)
     if cached is not None and _is_complete(cached):

@@ -20,9 +20,9 @@ from tests.support.deployments import MODEL_NAME, Served, demo_config, served
 from tests.support.pools import pool_in_a_child
 from tests.support.strangers import UID, as_stranger, require
 from trtllm_disagg.kv_transfer.access import SameUserAuthentication
-from trtllm_disagg.kv_transfer.base import PeerMetadata
+from trtllm_disagg.kv_transfer.base import PeerMetadata, decoded_address
 from trtllm_disagg.kv_transfer.control import ControlClient
-from trtllm_disagg.kv_transfer.nixl import NixlAddress, address_of
+from trtllm_disagg.kv_transfer.nixl import NixlAddress
 
 TRANSPORTS = ("NIXL", "SHARED_MEMORY")
 #: Of a pool in a child: float32 0 and 1.
@@ -115,7 +115,7 @@ def test_attack_on_every_port_and_socket_as_another_user_gains_nothing(deploymen
     stolen = metadata_cache(unix_sockets(pids, STREAM))
     assert len(stolen) == 2
     transport = stolen[0].transport
-    base = address_of(stolen[0]).base if transport == "NIXL" else 0
+    base = decoded_address(stolen[0], NixlAddress).base if transport == "NIXL" else 0
     aim = {
         "tcp": listening(pids),
         "stream": unix_sockets(pids, STREAM),
@@ -159,7 +159,7 @@ def test_stolen_transfer_metadata_gives_another_user_no_kv(deployment: Served) -
 
 
 def nothing_by_nixl(metadata: PeerMetadata) -> None:
-    address = address_of(metadata)
+    address = decoded_address(metadata, NixlAddress)
     nowhere = msgspec.structs.replace(address, base=1 << 20)
     for tls, aim in (("tcp", address), ("tcp", nowhere), ("posix,cma,self", address), ("all", address)):
         result = attack(metadata, aim, tls)
@@ -170,7 +170,7 @@ def test_the_same_attacks_succeed_where_a_port_or_the_user_is_open() -> None:
     """So the ones above would show it."""
     require()
     with pool_in_a_child("NIXL", "network") as (card, _):
-        result = attack(card, address_of(card), "tcp")
+        result = attack(card, decoded_address(card, NixlAddress), "tcp")
     assert result["read"].startswith(FIRST_NUMBERS), result
     assert result["wrote"]
     with pool_in_a_child("SHARED_MEMORY") as (card, _):

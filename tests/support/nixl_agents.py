@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import queue
 from typing import Any
 
 from nixl_cu12._api import nixl_agent
+
+from trtllm_disagg.testing.fake_transport import WaitsFor
 
 
 class ScriptedAgent(nixl_agent):  # type: ignore[misc]
@@ -17,15 +20,37 @@ class ScriptedAgent(nixl_agent):  # type: ignore[misc]
         #: Raised where the agent is given time.
         self.failure: Exception | None = None
         self.num_added = 0
+        self.forgotten: list[str] = []
+        #: The next transfer waits for this.
+        self.held: WaitsFor | None = None
+        self._is_copying = False
+        #: What the agent is asked to do while that transfer waits.
+        self.asked_meanwhile: queue.SimpleQueue[str] = queue.SimpleQueue()
         #: Where each own list of blocks begins that a transfer was prepared with.
         self.own_tables: list[int] = []
 
     def transfer(self, handle: Any, *args: Any) -> Any:
+        held, self.held = self.held, None
+        if held is not None:
+            self._is_copying = True
+            held.wait()
+            self._is_copying = False
         state = super().transfer(handle, *args)
         return self.state or state
 
     def check_xfer_state(self, handle: Any) -> Any:
         return self.state or super().check_xfer_state(handle)
+
+    def release_xfer_handle(self, handle: Any) -> None:
+        if self._is_copying:
+            self.asked_meanwhile.put("release")
+        super().release_xfer_handle(handle)
+
+    def remove_remote_agent(self, agent: str) -> Any:
+        if self._is_copying:
+            self.asked_meanwhile.put("forget")
+        self.forgotten.append(agent)
+        return super().remove_remote_agent(agent)
 
     def add_remote_agent(self, metadata: bytes) -> Any:
         self.num_added += 1

@@ -84,6 +84,24 @@ def test_each_revision_has_its_snapshot(
     assert servable_model(NAME, revision=revision) == cache.snapshot
 
 
+def test_an_engine_serves_the_revision_that_it_is_given(
+    cache: HubCache, checkpoints: Checkpoints, offline: None
+) -> None:
+    cache.add(checkpoints("llama"))
+    other = cache.snapshot.with_name("4567cdef")
+    shutil.copytree(checkpoints("llama", seed=1), other)
+    (cache.snapshot.parents[1] / "refs" / "v2").write_text(other.name)
+    with LLM(model=NAME, revision="v2") as llm:
+        assert llm.args.model == other
+
+
+def test_an_engine_names_a_revision_that_is_not_there(cache: HubCache, offline: None, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"^model: .*has no {NAME} at revision v3"):
+        LLM(model=NAME, revision="v3")
+    with pytest.raises(ConfigError, match=r"^revision: 'v3' is not allowed; expected no value with the dir"):
+        LLM(model=tmp_path, revision="v3")
+
+
 def test_a_revision_that_is_not_there_is_named(cache: HubCache, offline: None) -> None:
     with pytest.raises(ConfigError, match=f"has no {NAME} at revision v3.*hf download {NAME} --revision v3"):
         model_directory(NAME, revision="v3")

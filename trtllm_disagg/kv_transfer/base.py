@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import sys
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 
-from trtllm_disagg.errors import HandoffRefusedError
+from trtllm_disagg.errors import HandoffRefusedError, KvTransferError
+from trtllm_disagg.kv_transfer.handle import UNREADABLE
+from trtllm_disagg.processes.proc_stat import ProcessMark
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
+
+#: A transport's buffer beside the pool has this size: what it reads at once when blocks are not read in place.
+STAGING_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +71,15 @@ class KvLayout(msgspec.Struct, frozen=True):
 
 
 def prompt_digest(prompt: Sequence[int], cache_salt: str) -> bytes:
-    """Binds a handoff to its prompt: 16 bytes over the token ids and the cache salt."""
+    """Binds a handoff to its prompt: 16 bytes over the token ids and the cache salt. Raises OverflowError for an id
+    outside of 32 bits.
+    """
     # The salt at a fixed length, so that it cannot be mistaken for tokens.
     hasher = hashlib.blake2b(hashlib.blake2b(cache_salt.encode()).digest(), digest_size=16)
-    hasher.update(b"".join(token.to_bytes(4, "little") for token in prompt))
+    tokens = array("I", prompt)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    hasher.update(tokens)
     return hasher.digest()
 
 
@@ -78,6 +92,20 @@ class PeerMetadata(msgspec.Struct, frozen=True):
     num_blocks: int
     #: The transport's own format; for an engine of several ranks see tensor_parallel/transfers.py.
     address: bytes
+
+
+def decoded_address(peer: PeerMetadata, kind: type[T]) -> T:
+    """Raises KvTransferError for metadata of another transport."""
+    try:
+        return msgspec.msgpack.decode(peer.address, type=kind)
+    except UNREADABLE as error:
+        raise KvTransferError(f"the metadata of {peer.sender} has an unreadable address: {error}") from error
+
+
+def require_running(peer: PeerMetadata, process: ProcessMark) -> None:
+    """Raises KvTransferError when the peer's process, which is on this host, has ended."""
+    if not process.is_running:
+        raise KvTransferError(f"{peer.sender} is gone (pid {process.pid})")
 
 
 def _never() -> bool:

@@ -37,7 +37,7 @@ from trtllm_disagg.kv_transfer.messages import (
     Reply,
     Request,
 )
-from trtllm_disagg.processes.framing import UnreadableError, framed, receive_frame
+from trtllm_disagg.processes.framing import AT_ONCE, UnreadableError, framed, receive_whole_frame
 
 _REMEMBERED = 1024
 #: A client closes a connection that it has not used for this long: the server hangs up after `Limits.idle`.
@@ -205,7 +205,7 @@ class ControlServer:
         self._listener.close()
 
     def _converse(self, connection: socket.socket, peer: str) -> None:
-        while (message := receive_message(connection, self._limits)) is not None:
+        while (message := receive_message(connection, self._limits, AT_ONCE)) is not None:
             request = _decoded(message)
             try:
                 connection.sendall(framed(self._answer(request, peer)))
@@ -252,8 +252,13 @@ class ControlClient:
     after any failure.
     """
 
-    def __init__(self, authentication: PeerAuthentication) -> None:
+    def __init__(
+        self, authentication: PeerAuthentication, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
         self._authentication = authentication
+        # Each peer has a thread, and each of them changes these.
+        self._lock = threading.Lock()
         self._connections: dict[str, _Connection] = {}
 
     def metadata(self, endpoint: str, timeout: float) -> PeerMetadata:
@@ -281,7 +286,9 @@ class ControlClient:
         return self._ask(endpoint, message, timeout)
 
     def drop(self, endpoint: str) -> None:
-        if connection := self._connections.pop(endpoint, None):
+        with self._lock:
+            connection = self._connections.pop(endpoint, None)
+        if connection is not None:
             connection.socket.close()
 
     def close(self) -> None:
@@ -301,7 +308,7 @@ class ControlClient:
             connection = self._connection(endpoint, timeout)
             connection.settimeout(seconds)
             connection.sendall(framed(_encoder.encode(question)))
-            return receive_frame(connection, seconds=seconds, max_bytes=MAX_MESSAGE_BYTES)
+            return receive_whole_frame(connection, seconds=seconds, max_bytes=MAX_MESSAGE_BYTES)
         except KvTransferError:
             self.drop(endpoint)
             raise
@@ -313,13 +320,17 @@ class ControlClient:
             raise kind(f"the peer's control channel {endpoint}: {reason}") from error
 
     def _connection(self, endpoint: str, timeout: float) -> socket.socket:
-        now = time.monotonic()
-        known = self._connections.get(endpoint)
-        if known is not None and now - known.used > _STALE_SECONDS:
-            self.drop(endpoint)
-            known = None
-        if known is None:
-            connection = self._authentication.connect(endpoint, timeout)
-            known = self._connections[endpoint] = _Connection(connection, now)
-        known.used = now
-        return known.socket
+        now = self._clock()
+        with self._lock:
+            known = self._connections.get(endpoint)
+            if known is not None and now - known.used <= _STALE_SECONDS:
+                known.used = now
+                return known.socket
+            # Those of peers that have ended, too.
+            stale = [place for place, each in self._connections.items() if now - each.used > _STALE_SECONDS]
+        for place in stale:
+            self.drop(place)
+        connection = self._authentication.connect(endpoint, timeout)
+        with self._lock:
+            self._connections[endpoint] = _Connection(connection, now)
+        return connection

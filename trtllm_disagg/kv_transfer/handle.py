@@ -19,7 +19,7 @@ TCP, UNIX = "tcp", "unix"
 EXPECTED = "tcp://HOST:PORT or unix://@NAME:NUMBER"
 
 _ENDPOINT = re.compile(
-    r"(?:tcp://(\[[0-9a-fA-F:]+\]|[0-9A-Za-z.-]+)|unix://(@[0-9A-Za-z.-]{1,64})):(\d{1,5})", re.ASCII
+    r"(?:tcp://(\[[0-9a-fA-F:]+\]|[0-9A-Za-z._-]+)|unix://(@[0-9A-Za-z.-]{1,64})):(\d{1,5})", re.ASCII
 )
 _MAX_LENGTH = 256
 VERSION = 1

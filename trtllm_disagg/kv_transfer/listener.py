@@ -120,9 +120,20 @@ class PeerListener:
                 connection.close()
                 continue
             self._make_room(newcomer)
-            threading.Thread(
-                target=self._receive, args=(newcomer, peer), name=f"{self._name}-peer", daemon=True
-            ).start()
+            self._serve(newcomer, peer)
+
+    def _serve(self, newcomer: socket.socket, peer: str) -> None:
+        """On a thread of its own; a peer for which the system has none is refused, and may come again."""
+        thread = threading.Thread(
+            target=self._receive, args=(newcomer, peer), name=f"{self._name}-peer", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._warn("%s: refused a connection: %s", self._name, error)
+            newcomer.close()
+            with self._lock:
+                self._newcomers.pop(newcomer, None)
 
     def _make_room(self, newcomer: socket.socket) -> None:
         """Close the oldest unauthenticated connection of too many, so that a flood of them keeps no peer out."""
@@ -172,12 +183,12 @@ def _hang_up(connection: socket.socket) -> None:
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
-def receive_message(connection: socket.socket, limits: Limits) -> bytes | None:
+def receive_message(connection: socket.socket, limits: Limits, at_once: int = 1) -> bytes | None:
     """The next frame, within `idle` and `frame` seconds; None when the peer has hung up. The answer then
-    has `frame` seconds to be sent.
+    has `frame` seconds to be sent. `at_once`: more than one byte where nothing follows a message before its answer.
     """
     connection.settimeout(limits.idle)
-    first = connection.recv(1)
+    first = connection.recv(at_once)
     if not first:
         return None
     message = receive_frame(connection, seconds=limits.frame, max_bytes=MAX_MESSAGE_BYTES, begun=first)

@@ -94,7 +94,9 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="offer"
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
-    """Decode to prefill: I have given up. Answered STOPPED once nothing can be written any more, BUSY before."""
+    """Decode to prefill: I have given up. Answered STOPPED once nothing can be written any more, BUSY before, and
+    STRANGER by another engine.
+    """
 
     prefill: Name
     request: RequestId

@@ -25,8 +25,13 @@ import torch
 
 from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.kv_transfer.access import OneHost, TransferScope
-from trtllm_disagg.kv_transfer.base import PeerMetadata, ReadTimeoutError
-from trtllm_disagg.kv_transfer.handle import UNREADABLE
+from trtllm_disagg.kv_transfer.base import (
+    STAGING_BYTES,
+    PeerMetadata,
+    ReadTimeoutError,
+    decoded_address,
+    require_running,
+)
 from trtllm_disagg.kv_transfer.host import huge_page_tensor, new_memory
 from trtllm_disagg.processes.proc_stat import ProcessMark, own_mark
 
@@ -108,18 +113,31 @@ class NixlAddress(msgspec.Struct, frozen=True):
     #: Set on one host, where UCX finds the peer by its process id, even if another process has that id now.
     process: ProcessMark | None
 
-    def require_running(self, peer: PeerMetadata) -> None:
-        """Raises KvTransferError when the peer's process has ended."""
-        if self.process is not None and not self.process.is_running:
-            raise KvTransferError(f"{peer.sender} is gone (pid {self.process.pid})")
+    @property
+    def has_ended(self) -> bool:
+        """The peer's process is known to have ended."""
+        return self.process is not None and not self.process.is_running
 
 
-def address_of(peer: PeerMetadata) -> NixlAddress:
-    """Raises KvTransferError for metadata that are not of this transport."""
-    try:
-        return msgspec.msgpack.decode(peer.address, type=NixlAddress)
-    except UNREADABLE as error:
-        raise KvTransferError(f"the metadata of {peer.sender} has an unreadable address: {error}") from error
+class _SerialAgent:
+    """NIXL's agent, one call at a time.
+
+    NIXL has a lock for that, which a transfer holds while it copies. Calls that wait for it keep Python's global lock
+    (to release a handle, to forget a peer), so that one peer's copy would stop the whole engine.
+    """
+
+    def __init__(self, agent: Any) -> None:
+        self._agent = agent
+        self._lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._agent, name)
+
+        def call(*args: Any) -> Any:
+            with self._lock:
+                return method(*args)
+
+        return call
 
 
 @dataclass(slots=True)
@@ -172,7 +190,7 @@ class NixlTransport:
             sync_mode=self._api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
         )
         self._name = sender
-        self._agent = self._new_agent(sender, config)
+        self._agent = _SerialAgent(self._new_agent(sender, config))
         with ucx_environment(ucx_settings(self._scope, self._pool.device.type, os.environ)):
             self._agent.create_backend("UCX", {"ucx_error_handling_mode": ucx_error_mode(self._scope)})
         self._registration = self._register(self._pool)
@@ -205,8 +223,10 @@ class NixlTransport:
         try:
             with self._forgotten_if_it_fails("READ", peer):
                 into = self._own_table(buffer.memory, count, block_bytes)
-                self._transfer("READ", peer, blocks, into, np.arange(count), block_bytes, timeout)
-                into.release()
+                try:
+                    self._transfer("READ", peer, blocks, into, np.arange(count), block_bytes, timeout)
+                finally:
+                    self._agent.release_dlist_handle(into)
         except ReadTimeoutError:
             self._lost.append(buffer)
             raise
@@ -219,11 +239,7 @@ class NixlTransport:
             self._give_back(buffer)
 
     def forget(self, peer: PeerMetadata) -> None:
-        if remote := self._remotes.pop(peer.sender, None):
-            # The peer may be dead already; its handles are of no use either way.
-            _release_all(remote)
-            with contextlib.suppress(Exception):
-                self._agent.remove_remote_agent(remote.agent)
+        self._forget(peer.sender)
 
     def progress(self) -> None:
         # A receiver that dies while it connects must not end the service for the others.
@@ -234,10 +250,10 @@ class NixlTransport:
         if self._agent is None:
             return
         for remote in self._remotes.values():
-            _release_all(remote)
+            self._release_tables(remote)
         self._remotes.clear()
         with contextlib.suppress(Exception):
-            self._local.release()
+            self._agent.release_dlist_handle(self._local)
         for registration in (*(buffer.registration for buffer in self._free), self._registration):
             with contextlib.suppress(Exception):
                 self._agent.deregister_memory(registration)
@@ -277,19 +293,39 @@ class NixlTransport:
         table[:, 2] = self._device
         return self._agent.prep_xfer_dlist(agent, table, self._memory)
 
-    def _connected(self, peer: PeerMetadata) -> _Remote:
-        """Raises KvTransferError when the peer's process has ended, or is not the one that it was."""
+    def _connected(self, operation: Operation, peer: PeerMetadata) -> _Remote:
+        """Raises KvTransferError when the peer's process has ended, or is not the one that it was. A read of a known
+        peer does without that look: no lease confirms what it read of another process.
+        """
         remote = self._remotes.get(peer.sender)
-        if remote is None:
-            address = address_of(peer)
-            added = self._agent.add_remote_agent(address.metadata)
-            name = added.decode() if isinstance(added, bytes) else str(added)
-            if name != peer.sender:
-                self._agent.remove_remote_agent(name)
-                raise KvTransferError(f"the metadata of {peer.sender} is that of {name}")
-            remote = self._remotes[peer.sender] = _Remote(name, address)
-        remote.address.require_running(peer)
+        address = decoded_address(peer, NixlAddress) if remote is None else remote.address
+        if address.process is not None and (remote is None or operation == "WRITE"):
+            require_running(peer, address.process)
+        return remote or self._add(peer, address)
+
+    def _add(self, peer: PeerMetadata, address: NixlAddress) -> _Remote:
+        # A restarted worker has another name; NIXL would keep all that it knows about the old one.
+        for sender in [sender for sender, known in self._remotes.items() if known.address.has_ended]:
+            self._forget(sender)
+        added = self._agent.add_remote_agent(address.metadata)
+        name = added.decode() if isinstance(added, bytes) else str(added)
+        if name != peer.sender:
+            self._agent.remove_remote_agent(name)
+            raise KvTransferError(f"the metadata of {peer.sender} is that of {name}")
+        remote = self._remotes[peer.sender] = _Remote(name, address)
         return remote
+
+    def _forget(self, sender: str) -> None:
+        if remote := self._remotes.pop(sender, None):
+            # The peer may be dead already; its handles are of no use either way.
+            self._release_tables(remote)
+            with contextlib.suppress(Exception):
+                self._agent.remove_remote_agent(remote.agent)
+
+    def _release_tables(self, remote: _Remote) -> None:
+        for table in remote.tables.values():
+            with contextlib.suppress(Exception):
+                self._agent.release_dlist_handle(table)
 
     def _copy(self, sources: np.ndarray, targets: np.ndarray) -> int:
         assert self._pool is not None
@@ -331,7 +367,7 @@ class NixlTransport:
         timeout: float,
     ) -> None:
         """`local`: the prepared list that `local_blocks` are in."""
-        remote = self._connected(peer)
+        remote = self._connected(operation, peer)
         if block_bytes not in remote.tables:
             base = remote.address.base
             remote.tables[block_bytes] = self._table(remote.agent, base, peer.num_blocks, block_bytes)
@@ -341,18 +377,22 @@ class NixlTransport:
         handle = self._agent.make_prepped_xfer(
             operation, local, local_ids, remote.tables[block_bytes], remote_ids
         )
-        state = self._agent.transfer(handle)
         deadline = time.monotonic() + timeout
-        while state == "PROC":
-            if time.monotonic() > deadline:
-                raise ReadTimeoutError(
-                    f"{_DOING[operation]} {peer.sender} took longer than {timeout:.1f} s",
-                    may_land_later=True,
-                    has_ended=_LateTransfer(self._agent, handle).has_ended,
-                )
-            time.sleep(_POLL_SECONDS)
-            state = self._agent.check_xfer_state(handle)
-        handle.release()
+        is_late = False
+        try:
+            state = self._agent.transfer(handle)
+            while state == "PROC":
+                if is_late := time.monotonic() > deadline:
+                    raise ReadTimeoutError(
+                        f"{_DOING[operation]} {peer.sender} took longer than {timeout:.1f} s",
+                        may_land_later=True,
+                        has_ended=_LateTransfer(self._agent, handle).has_ended,
+                    )
+                time.sleep(_POLL_SECONDS)
+                state = self._agent.check_xfer_state(handle)
+        finally:
+            if not is_late:
+                self._agent.release_xfer_handle(handle)
         if state != "DONE":
             raise KvTransferError(f"NIXL {operation} ended in state {state}")
 
@@ -361,7 +401,8 @@ class NixlTransport:
             for i, buffer in enumerate(self._free):
                 if buffer.memory.nbytes >= nbytes:
                     return self._free.pop(i)
-        memory = huge_page_tensor((nbytes,), torch.uint8)
+        # All of one size, so that none is ever too small for the next read.
+        memory = huge_page_tensor((max(nbytes, STAGING_BYTES),), torch.uint8)
         return _Buffer(memory, self._register(memory))
 
     def _give_back(self, buffer: _Buffer) -> None:
@@ -385,11 +426,5 @@ class _LateTransfer:
         with contextlib.suppress(Exception):
             if not self._has_ended and self._agent.check_xfer_state(self._handle) == "DONE":
                 self._has_ended = True
-                self._handle.release()
+                self._agent.release_xfer_handle(self._handle)
         return self._has_ended
-
-
-def _release_all(remote: _Remote) -> None:
-    for table in remote.tables.values():
-        with contextlib.suppress(Exception):
-            table.release()

@@ -12,8 +12,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from trtllm_disagg.errors import DisaggError, HandoffRefusedError, KvTransferError
@@ -26,7 +26,12 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_MAX_WORKERS = 64
+#: Of one engine: so many peers at a time have a thread of their own, but for one.
+MAX_PEER_THREADS = 64
+#: The key of the thread that all further peers share.
+_OTHERS = "others"
+#: The peers that restart come under new names; the metadata of the old ones must not pile up.
+_MAX_KNOWN = 1024
 _BUSY_SECONDS = 0.001
 _IDLE_SECONDS = 0.02
 
@@ -42,7 +47,7 @@ def take_all(arrivals: queue.SimpleQueue[T]) -> list[T]:
 
 class PeerMetadataCache:
     """Peers' metadata by endpoint; loaded at the first contact, dropped when the peer is lost or has restarted. Used on
-    the peer's worker thread.
+    the peer's thread.
     """
 
     def __init__(self, client: ControlClient, check: Callable[[PeerMetadata], None], seconds: float) -> None:
@@ -74,19 +79,22 @@ class PeerMetadataCache:
         metadata = self._client.metadata(endpoint, self._seconds)
         self._check(metadata)
         self.loads += 1
+        if len(self.known) >= _MAX_KNOWN:
+            self.known.pop(next(iter(self.known)), None)
         self.known[endpoint] = metadata
         return metadata
 
 
-class PeerWorkers:
+class PeerThreads:
     """One thread per peer runs its work in order: a peer that stalls delays no other peer's transfers."""
 
     def __init__(self) -> None:
-        self._workers: dict[str, ThreadPoolExecutor] = {}
-        #: What each has to do.
+        #: Each thread's work; None ends it.
+        self._queues: dict[str, queue.SimpleQueue[Callable[[], None] | None]] = {}
+        self._threads: list[threading.Thread] = []
+        #: The number of works that each thread has not finished.
         self._pending: Counter[str] = Counter()
-        # Again by the same thread, for work that has ended before its callback is added.
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._closed = False
 
     def submit(self, endpoint: str, work: Callable[..., None], *args: Any) -> None:
@@ -95,36 +103,49 @@ class PeerWorkers:
             if not self._closed:
                 key = self._place_for(endpoint)
                 self._pending[key] += 1
-                self._workers[key].submit(work, *args).add_done_callback(lambda _: self._done(key))
+                self._queues[key].put(partial(work, *args))
 
     def close(self) -> None:
         """Wait for running work; drop the work that has not begun."""
         with self._lock:
             self._closed = True
-            workers = list(self._workers.values())
-        for worker in workers:
-            worker.shutdown(wait=False, cancel_futures=True)
-        for worker in workers:
-            worker.shutdown(wait=True)
+            for waiting in self._queues.values():
+                take_all(waiting)
+                waiting.put(None)
+        for thread in self._threads:
+            thread.join()
 
     def _place_for(self, endpoint: str) -> str:
         """The key of the peer's thread. When there are too many peers (restarts, forgeries), idle threads end; when all
-        are busy, one thread is shared by all further peers.
+        are busy, one thread is shared by all further peers, until it has done all their work: two threads for one peer
+        would share its connection.
         """
-        if endpoint not in self._workers and len(self._workers) >= _MAX_WORKERS - 1:
-            for idle in [key for key in self._workers if not self._pending[key]]:
-                self._workers.pop(idle).shutdown(wait=False)
-        has_place = endpoint in self._workers or len(self._workers) < _MAX_WORKERS - 1
-        key = endpoint if has_place else "others"
-        if key not in self._workers:
-            self._workers[key] = ThreadPoolExecutor(1, "kv-peer")
+        if endpoint not in self._queues and len(self._queues) >= MAX_PEER_THREADS - 1:
+            for idle in [key for key in self._queues if not self._pending[key]]:
+                self._queues.pop(idle).put(None)
+        has_room = len(self._queues) < MAX_PEER_THREADS - 1 and not self._pending[_OTHERS]
+        key = endpoint if endpoint in self._queues or has_room else _OTHERS
+        if key not in self._queues:
+            self._start(key)
         return key
 
-    def _done(self, key: str) -> None:
-        with self._lock:
-            self._pending[key] -= 1
-            if not self._pending[key]:
-                del self._pending[key]
+    def _start(self, key: str) -> None:
+        waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        thread = threading.Thread(target=self._run, args=(key, waiting), name="kv-peer", daemon=True)
+        thread.start()
+        self._threads = [thread, *(each for each in self._threads if each.is_alive())]
+        self._queues[key] = waiting
+
+    def _run(self, key: str, waiting: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+        while (work := waiting.get()) is not None:
+            try:
+                work()
+            except Exception:
+                log.exception("work for the peer %s failed unexpectedly", key)
+            with self._lock:
+                self._pending[key] -= 1
+                if not self._pending[key]:
+                    del self._pending[key]
 
 
 @dataclass(slots=True, eq=False)
@@ -142,7 +163,7 @@ class LateTransfers:
     it has ended.
     """
 
-    def __init__(self, workers: PeerWorkers, on_news: Callable[[], None], seconds: float) -> None:
+    def __init__(self, workers: PeerThreads, on_news: Callable[[], None], seconds: float) -> None:
         """`seconds` pass between two checks."""
         self._workers = workers
         self._on_news = on_news
@@ -207,27 +228,32 @@ class LateTransfers:
 
 
 class DeathWatch:
-    """Decides whether the process at an endpoint has ended, and can send no more bytes. Used on the peer's worker."""
+    """Decides whether an engine's process has ended, and can send no more bytes. Used on the peer's thread."""
 
-    def __init__(self, client: ControlClient, endpoint: str, timeouts: KvTimeouts) -> None:
+    def __init__(self, client: ControlClient, endpoint: str, name: str, timeouts: KvTimeouts) -> None:
         self._client = client
         self._endpoint = endpoint
+        self._name = name
         self._timeouts = timeouts
-        #: When the endpoint first refused a connection, if it has refused all since.
+        #: When the engine was first found to be gone, if it has been each time since.
         self._gone_since: float | None = None
 
     def is_dead(self) -> bool:
-        """True once nothing has listened there for `KvTimeouts.dead` seconds."""
+        """True once the engine has not listened there for `KvTimeouts.dead` seconds."""
+        if not self._is_gone():
+            self._gone_since = None
+            return False
+        now = time.monotonic()
+        self._gone_since = now if self._gone_since is None else self._gone_since
+        return now - self._gone_since >= self._timeouts.dead
+
+    def _is_gone(self) -> bool:
         try:
-            self._client.metadata(self._endpoint, self._timeouts.control)
+            return self._client.metadata(self._endpoint, self._timeouts.control).sender != self._name
         except PeerGoneError:
-            now = time.monotonic()
-            self._gone_since = now if self._gone_since is None else self._gone_since
-            return now - self._gone_since >= self._timeouts.dead
+            return True
         except KvTransferError:  # slow, or stopped
-            pass
-        self._gone_since = None
-        return False
+            return False
 
 
 class Outcome(NamedTuple):
@@ -258,7 +284,7 @@ class Peers:
         self.timeouts = timeouts
         self.client = ControlClient(authentication)
         self.metadata = PeerMetadataCache(self.client, self._require_fits, timeouts.control)
-        self.workers = PeerWorkers()
+        self.workers = PeerThreads()
         self.late = LateTransfers(self.workers, on_news, timeouts.ask)
 
     def peer_with(self, endpoint: str, name: str, blocks: list[int]) -> PeerMetadata:
@@ -272,9 +298,9 @@ class Peers:
             )
         return metadata
 
-    def attempt(self, endpoint: str, transfer: Callable[[], None]) -> Outcome:
-        """Never raises, because the engine waits for the end of this transfer. After a failure the next
-        transfer with this peer starts without cached state.
+    def attempt(self, endpoint: str, name: str, transfer: Callable[[], None]) -> Outcome:
+        """A transfer with the engine `name`. Never raises, because this engine waits for the transfer's end. After a
+        failure the next transfer with this peer starts without cached state.
         """
         late = None
         try:
@@ -283,7 +309,7 @@ class Peers:
         except ReadTimeoutError as timeout:
             error: DisaggError = KvTransferError(str(timeout))
             if timeout.may_land_later:
-                watch, has_ended = DeathWatch(self.client, endpoint, self.timeouts), timeout.has_ended
+                watch, has_ended = self.death_watch(endpoint, name), timeout.has_ended
                 late = LateTransfer(endpoint, lambda: has_ended() or watch.is_dead())
         except Exception as raised:
             error = as_disagg_error(raised, endpoint)
@@ -295,6 +321,9 @@ class Peers:
             except Exception:
                 log.exception("cleaning up after a KV transfer with %s failed", endpoint)
         return Outcome(error, late)
+
+    def death_watch(self, endpoint: str, name: str) -> DeathWatch:
+        return DeathWatch(self.client, endpoint, name, self.timeouts)
 
     def send(self, endpoint: str, message: FromDecode | FromPrefill) -> bytes:
         """Return the peer's answer. Raises KvTransferError."""

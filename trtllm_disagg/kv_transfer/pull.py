@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import socket
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -91,6 +93,10 @@ class Pull:
     handle: KvHandle
     remote: list[int]
     local: list[int]
+    #: Returns False when the request has been aborted: a pull that has not begun does not begin then.
+    is_wanted: Callable[[], bool] = lambda: True
+    #: The pull does not begin after this time. Set by `KvReceiver.start`.
+    end: float = math.inf
     bytes_moved: int = 0
     #: With `late`, the read may still write into `local`: those blocks must not be used before it has ended.
     outcome: Outcome = SUCCESS
@@ -102,12 +108,16 @@ class KvReceiver:
     Each sender has a thread of its own for one pull at a time: a sender that stalls delays no other sender's pulls.
     """
 
-    def __init__(self, peers: Peers, on_finished: Callable[[], None]) -> None:
+    def __init__(
+        self, peers: Peers, on_finished: Callable[[], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._peers = peers
         self._on_finished = on_finished
+        self._clock = clock
         self._finished: queue.SimpleQueue[Pull] = queue.SimpleQueue()
 
     def start(self, pull: Pull) -> None:
+        pull.end = self._clock() + self._peers.timeouts.transfer
         self._peers.workers.submit(pull.handle.endpoint, self._run, pull)
 
     def release(self, handle: KvHandle) -> None:
@@ -120,11 +130,25 @@ class KvReceiver:
     # -- on the sender's worker
 
     def _run(self, pull: Pull) -> None:
-        pull.outcome = self._peers.attempt(pull.handle.endpoint, lambda: self._pull(pull))
-        if isinstance(pull.outcome.error, KvTransferError):
-            self._release(pull.handle)  # frees the blocks if the sender is still alive
+        handle = pull.handle
+        if reason := self._why_not(pull):
+            pull.outcome = Outcome(KvTransferError(reason))
+        else:
+            pull.outcome = self._peers.attempt(handle.endpoint, handle.sender, lambda: self._pull(pull))
         self._finished.put(pull)
         self._on_finished()
+        # The engine does not wait for that. It frees the blocks if the sender is still alive and the lease not over.
+        if isinstance(pull.outcome.error, KvTransferError) and self._clock() < pull.end:
+            self._release(handle)
+
+    def _why_not(self, pull: Pull) -> str:
+        """Why the pull does not begin any more; else empty."""
+        if not pull.is_wanted():
+            return "the request was aborted before its KV was read"
+        if self._clock() >= pull.end:
+            seconds = self._peers.timeouts.transfer
+            return f"{pull.handle.sender} was busy, or did not answer, for {seconds:g} s: its KV was not read"
+        return ""
 
     def _pull(self, pull: Pull) -> None:
         handle, client, timeouts = pull.handle, self._peers.client, self._peers.timeouts

@@ -15,12 +15,11 @@ import msgspec
 import numpy as np
 
 from trtllm_disagg.errors import KvTransferError
-from trtllm_disagg.kv_transfer.base import KvTimeouts, PeerMetadata
+from trtllm_disagg.kv_transfer.base import PeerMetadata
 from trtllm_disagg.kv_transfer.handle import is_endpoint
 from trtllm_disagg.kv_transfer.messages import Failure, Notice, Offer, Reply, StillOffered, Watch, Withdraw
 from trtllm_disagg.kv_transfer.peers import SUCCESS, Outcome, Peers, take_all
 
-_TIMEOUTS = KvTimeouts()
 _REMEMBERED = 4096
 _MAX_OFFERS = 4096
 #: Offers of one peer: more than its batch holds, but several peers are needed to fill the book.
@@ -90,9 +89,10 @@ class OfferBook:
         layout: bytes,
         on_news: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
-        timeouts: KvTimeouts = _TIMEOUTS,
+        stop_seconds: float = 1.0,
     ) -> None:
-        self._stop_seconds = timeouts.stop
+        """A withdrawal waits `stop_seconds` for a write that has begun."""
+        self._stop_seconds = stop_seconds
         self._name = name
         self._layout = layout
         self._on_news = on_news
@@ -137,9 +137,9 @@ class OfferBook:
         return Reply.OK
 
     def withdrawn(self, withdraw: Withdraw) -> bytes:
-        """STOPPED: the blocks are decode's own again. BUSY: not yet, ask again."""
+        """STOPPED: the blocks are decode's own again. BUSY: not yet, ask again. STRANGER: this is another engine."""
         if withdraw.prefill != self._name:
-            return Reply.STOPPED  # the engine that was meant is dead
+            return Reply.STRANGER
         with self._lock:
             self._withdrawn.append(withdraw.ticket)
             known = self._open.get(withdraw.request)
@@ -267,7 +267,7 @@ class KvPusher:
         with push.operation() as allowed:
             outcome = Outcome(KvTransferError(GIVEN_UP))
             if allowed:
-                outcome = self._peers.attempt(push.offer.endpoint, move)
+                outcome = self._peers.attempt(push.offer.endpoint, push.offer.decode, move)
                 if outcome.error is None:
                     return
                 if outcome.late is not None and not filled:

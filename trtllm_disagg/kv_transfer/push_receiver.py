@@ -15,7 +15,7 @@ import msgspec
 
 from trtllm_disagg.errors import DisaggError, HandoffRefusedError, KvTransferError, OverloadedError
 from trtllm_disagg.kv_transfer.access import PeerGoneError
-from trtllm_disagg.kv_transfer.handle import UNREADABLE
+from trtllm_disagg.kv_transfer.handle import UNIX, UNREADABLE, scheme_of
 from trtllm_disagg.kv_transfer.messages import (
     MAX_OFFER_SECONDS,
     Failure,
@@ -97,7 +97,8 @@ class PushReceiver:
             self._waiting.pop(expected.ticket, None)
             if expected.stopped:
                 return None
-        late = LateTransfer(expected.endpoint, lambda: self._withdraw(expected))
+        watch = self._peers.death_watch(expected.endpoint, expected.prefill)
+        late = LateTransfer(expected.endpoint, lambda: self._withdraw(expected) or watch.is_dead())
         self._peers.late.add(late)
         return late
 
@@ -192,7 +193,9 @@ class PushReceiver:
         try:
             return self._peers.send(expected.endpoint, question) == Reply.STOPPED
         except PeerGoneError:
-            return True
+            # On one host a process writes by system calls, and none outlives it. Between hosts what it has sent may
+            # still be on its way.
+            return scheme_of(expected.endpoint) == UNIX
         except KvTransferError:
             return False
 
@@ -204,21 +207,12 @@ class PushReceiver:
                 waiting = [e for e in self._waiting.values() if e.prefill]
             for endpoint, prefill in {(e.endpoint, e.prefill) for e in waiting}:
                 mine = [e.ticket for e in waiting if e.prefill == prefill and e.endpoint == endpoint]
-                self._once(endpoint, self._watch, endpoint, prefill, mine)
-
-    def _once(self, endpoint: str, work: Callable[..., None], *args: object) -> None:
-        """Run the work on the peer's worker thread, unless the same work already waits there."""
-        key = f"{work.__name__} {endpoint}"
-
-        def run() -> None:
-            self._watching.discard(key)
-            work(*args)
-
-        if key not in self._watching:
-            self._watching.add(key)
-            self._peers.workers.submit(endpoint, run)
+                if endpoint not in self._watching:  # one question at a time
+                    self._watching.add(endpoint)
+                    self._peers.workers.submit(endpoint, self._watch, endpoint, prefill, mine)
 
     def _watch(self, endpoint: str, prefill: str, tickets: list[bytes]) -> None:
+        self._watching.discard(endpoint)
         try:
             lost = _tickets.decode(self._peers.send(endpoint, Watch(prefill, tickets)))
             reason = f"prefill worker {prefill} ended this request without a notice or a failure message"
@@ -226,8 +220,9 @@ class PushReceiver:
             lost, reason = tickets, f"prefill worker {prefill} is gone"
         except (KvTransferError, *UNREADABLE):
             return  # the peer may come back; every expectation has a deadline
-        # Requests that ended while the question was on its way do not show that their engine has lost any.
-        replies = [self._settle(ticket, error=KvTransferError(reason), stopped=True) for ticket in lost]
+        # Not known to have stopped: a withdrawal asks that first. Requests that ended while the question was on its way
+        # do not show that their engine has lost any.
+        replies = [self._settle(ticket, error=KvTransferError(reason), stopped=False) for ticket in lost]
         if Reply.TAKEN in replies:
             self._peers.metadata.drop(endpoint)
 

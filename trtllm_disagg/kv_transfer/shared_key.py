@@ -16,10 +16,11 @@ from pathlib import Path
 
 from trtllm_disagg.errors import ConfigError, KvTransferError
 from trtllm_disagg.keys import read_private_file
-from trtllm_disagg.kv_transfer.handle import TCP, join_endpoint, scheme_of, split_endpoint
+from trtllm_disagg.kv_transfer.handle import TCP, is_endpoint, join_endpoint, scheme_of, split_endpoint
 
 _BACKLOG = 128
 KEY = "embedded.transfer_key_file"
+_HOST_KEY = "embedded.transfer_host"
 _MIN_KEY_BYTES = 32
 _MAX_KEY_BYTES = 1 << 16
 _HOW = "head -c 32 /dev/urandom | base64 > FILE && chmod 600 FILE, and the same file on every host"
@@ -48,7 +49,13 @@ class SharedKeyAuthentication:
 
     def listen(self) -> tuple[socket.socket, str]:
         listener = _listen(self._host)
-        return listener, join_endpoint(self._host, listener.getsockname()[1])
+        endpoint = join_endpoint(self._host, listener.getsockname()[1])
+        if not is_endpoint(endpoint):
+            listener.close()
+            raise ConfigError.bad_value(
+                _HOST_KEY, self._host, "a host name, or an address without a zone (%...), that peers accept"
+            )
+        return listener, endpoint
 
     def screen(self, connection: socket.socket) -> tuple[socket.socket, str]:
         """The peer has not proven yet that it has the key."""
@@ -91,7 +98,7 @@ class SharedKeyAuthentication:
 
 
 def _listen(host: str) -> socket.socket:
-    key, expected = "embedded.transfer_host", "an address of this machine that decode workers can connect to"
+    key, expected = _HOST_KEY, "an address of this machine that decode workers can connect to"
     if host in ("0.0.0.0", "::"):
         raise ConfigError.bad_value(key, host, expected)
     try:

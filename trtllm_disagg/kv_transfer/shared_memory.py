@@ -20,12 +20,8 @@ import torch
 
 from trtllm_disagg.errors import ConfigError, KvTransferError
 from trtllm_disagg.kv_transfer.access import TransferScope
-from trtllm_disagg.kv_transfer.base import PeerMetadata, common_runs
-from trtllm_disagg.kv_transfer.handle import UNREADABLE
+from trtllm_disagg.kv_transfer.base import PeerMetadata, common_runs, decoded_address, require_running
 from trtllm_disagg.processes.proc_stat import ProcessMark, own_mark
-
-#: Every page from the start; otherwise the first read of each block would pay for its pages.
-_PRESENT = mmap.MAP_SHARED | mmap.MAP_POPULATE
 
 
 class _Address(msgspec.Struct, frozen=True):
@@ -70,7 +66,8 @@ class SharedMemoryTransport:
         nbytes = math.prod(shape) * dtype.itemsize
         self._fd = os.memfd_create("trtllm-disagg-kv", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, nbytes)
-        self._memory = mmap.mmap(self._fd, nbytes, flags=_PRESENT)
+        # Every page from the start; otherwise each block's first write would pay for its pages.
+        self._memory = mmap.mmap(self._fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         pool = torch.frombuffer(self._memory, dtype=dtype).view(shape)
         self._blocks = pool.view(torch.uint8).numpy().reshape(shape[0], -1)
         return pool
@@ -131,18 +128,17 @@ class SharedMemoryTransport:
         """The peer's pool, mapped once for each kind of access. A dead peer's memory lives on here, so its process
         is asked for first.
         """
-        try:
-            address = msgspec.msgpack.decode(peer.address, type=_Address)
-            if not address.process.is_running:
-                raise KvTransferError(f"{peer.sender} is gone (pid {address.process.pid})")
-            mapping = mappings.get(peer.sender)
-            if mapping is None:
-                self._unmap_the_dead(mappings)
+        address = decoded_address(peer, _Address)
+        require_running(peer, address.process)
+        mapping = mappings.get(peer.sender)
+        if mapping is None:
+            self._unmap_the_dead(mappings)
+            try:
                 mapping = self._map(peer, address, access)
-                with self._lock:
-                    mappings[peer.sender] = mapping
-        except (OSError, *UNREADABLE) as error:
-            raise KvTransferError(f"cannot map the KV pool of {peer.sender}: {error}") from error
+            except (OSError, ValueError, OverflowError) as error:
+                raise KvTransferError(f"cannot map the KV pool of {peer.sender}: {error}") from error
+            with self._lock:
+                mappings[peer.sender] = mapping
         return mapping
 
     def _unmap_the_dead(self, mappings: dict[str, _Mapping]) -> None:
@@ -157,7 +153,8 @@ class SharedMemoryTransport:
         fd = os.open(f"/proc/{address.process.pid}/fd/{address.fd}", access | os.O_CLOEXEC)
         writes = mmap.PROT_WRITE if access == os.O_RDWR else 0
         try:
-            memory = mmap.mmap(fd, address.nbytes, flags=_PRESENT, prot=mmap.PROT_READ | writes)
+            # Not MAP_POPULATE: the engine would stop until all of the peer's pool is mapped, 0.2 s per GiB.
+            memory = mmap.mmap(fd, address.nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | writes)
         finally:
             os.close(fd)
         return _Mapping(address, memory, np.frombuffer(memory, np.uint8).reshape(peer.num_blocks, -1))

@@ -11,7 +11,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated
 
 import msgspec
@@ -24,7 +24,7 @@ from trtllm_disagg.kv_transfer.base import PeerMetadata, ReadTimeoutError, runs_
 from trtllm_disagg.kv_transfer.handle import UNREADABLE
 from trtllm_disagg.kv_transfer.host import new_memory
 from trtllm_disagg.kv_transfer.listener import MAX_MESSAGE_BYTES, Limits, PeerListener, receive_message
-from trtllm_disagg.processes.framing import UnreadableError, framed, receive_frame
+from trtllm_disagg.processes.framing import UnreadableError, framed, receive_frame, seconds_left
 
 _LIMITS = Limits()
 #: A peer that sends nothing for this long is considered dead.
@@ -55,7 +55,7 @@ _requests = msgspec.msgpack.Decoder(Fetch | Store)
 class TlsTransport:
     name = "TLS"
 
-    def __init__(self, scope: TransferScope) -> None:
+    def __init__(self, scope: TransferScope, clock: Callable[[], float] = time.monotonic) -> None:
         if not isinstance(scope, Network):
             raise ConfigError.bad_value(
                 "cache_transceiver_config.backend",
@@ -63,6 +63,7 @@ class TlsTransport:
                 "DEFAULT, NIXL or SHARED_MEMORY on one host; TLS is for an embedded.transfer_host that is not loopback",
             )
         self._authentication = scope.authentication()
+        self._clock = clock
         self._blocks = np.empty((0, 0), np.uint8)
         self._listener: PeerListener | None = None
         self._lock = threading.Lock()
@@ -153,7 +154,8 @@ class TlsTransport:
                 doing = "writing KV to" if writes else "reading KV from"
                 # Bytes that were sent may still be on their way into the peer's blocks.
                 raise ReadTimeoutError(
-                    f"{doing} {peer.sender} took longer than {timeout:.1f} s", may_land_later=writes
+                    f"{doing} {peer.sender} took longer than {timeout:.1f} s",
+                    may_land_later=writes and connection is not None,
                 ) from error
             if isinstance(error, KvTransferError):
                 raise
@@ -163,17 +165,26 @@ class TlsTransport:
                 connection.close()
             raise
         with self._lock:
-            self._idle.setdefault(endpoint, []).append((connection, time.monotonic()))
+            self._idle.setdefault(endpoint, []).append((connection, self._clock()))
 
     def _take_idle(self, endpoint: str) -> socket.socket | None:
-        """The idle connection that was used last, unless the peer may have closed it by now."""
+        """The idle connection that was used last, unless the peer may have closed it by now. Then all such connections
+        are closed, those of peers that have ended, too.
+        """
+        oldest = self._clock() - _LIMITS.idle / 2
         with self._lock:
             idle = self._idle.get(endpoint, [])
-            connection, used = idle.pop() if idle else (None, 0.0)
-        if connection is not None and time.monotonic() - used > _LIMITS.idle / 2:
-            connection.close()
-            return None
-        return connection
+            if idle and idle[-1][1] >= oldest:
+                return idle.pop()[0]
+            every = [(place, *each) for place, connections in self._idle.items() for each in connections]
+            self._idle = {}
+            for place, connection, used in every:
+                if used >= oldest:
+                    self._idle.setdefault(place, []).append((connection, used))
+        for _, connection, used in every:
+            if used < oldest:
+                connection.close()
+        return None
 
     # -- the pool owner's end
 
@@ -211,21 +222,13 @@ def _endpoint_of(peer: PeerMetadata) -> str:
     return peer.address.decode(errors="replace")
 
 
-def _seconds_left(deadline: float) -> float:
-    """Seconds until the deadline. Raises TimeoutError after it."""
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError
-    return left
-
-
 def _send_request(connection: socket.socket, request: Fetch | Store, deadline: float) -> None:
-    connection.settimeout(_seconds_left(deadline))
+    connection.settimeout(seconds_left(deadline))
     connection.sendall(framed(msgspec.msgpack.encode(request)))
 
 
 def _require_ok(peer: PeerMetadata, connection: socket.socket, deadline: float) -> None:
-    answer = receive_frame(connection, seconds=_seconds_left(deadline), max_bytes=MAX_MESSAGE_BYTES)
+    answer = receive_frame(connection, seconds=seconds_left(deadline), max_bytes=MAX_MESSAGE_BYTES)
     if answer != _OK:
         raise KvTransferError(f"{peer.sender} refused: {answer.decode(errors='replace')[:200]}")
 
@@ -235,15 +238,18 @@ def _bytes_of(blocks: np.ndarray) -> memoryview:
 
 
 def _send(connection: socket.socket, blocks: np.ndarray, deadline: float) -> None:
-    connection.settimeout(_seconds_left(deadline))
-    connection.sendall(_bytes_of(blocks))
+    view = _bytes_of(blocks)
+    for start in range(0, len(view), _PIECE_BYTES):
+        # TLS applies the timeout to each of its records, of 16 KiB.
+        connection.settimeout(seconds_left(deadline))
+        connection.sendall(view[start : start + _PIECE_BYTES])
 
 
 def _receive(connection: socket.socket, blocks: np.ndarray, deadline: float) -> None:
     view = _bytes_of(blocks)
     for start in range(0, len(view), _PIECE_BYTES):
         piece = view[start : start + _PIECE_BYTES]
-        connection.settimeout(min(_seconds_left(deadline), _SILENCE_SECONDS))  # a system call: once per piece
+        connection.settimeout(min(seconds_left(deadline), _SILENCE_SECONDS))  # a system call: once per piece
         while piece:
             count = connection.recv_into(piece)
             if not count:

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 from trtllm_disagg.embedded import LLM as EmbeddedLLM
 from trtllm_disagg.embedded.core.core_client import CoreClient
 from trtllm_disagg.embedded.params.llm_args import EmbeddedConfig, core_args
-from trtllm_disagg.embedded.params.supported_args import check_marks
+from trtllm_disagg.embedded.params.supported_args import check_marks, in_directory
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.model_directory import model_directory
 from trtllm_disagg.modelled.config import ModelledArgs, checked
 
 __all__ = ["LLM", "LlmArgs"]
@@ -38,7 +37,7 @@ class LLM(EmbeddedLLM):
 
     def _read_args(self, model: str | Path, **given: Any) -> ModelledArgs:
         own = checked(given.pop("modelled", None) or {})
-        args = ModelledArgs(model=model_directory(str(model), "model"), modelled=own, **given)
+        args = in_directory(ModelledArgs(model=model, modelled=own, **given))
         if args.embedded != EmbeddedConfig():
             raise ConfigError.bad_value("embedded", given["embedded"], "no value, on the modelled engine")
         if ignored := check_marks(args, "modelled"):

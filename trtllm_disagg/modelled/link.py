@@ -16,8 +16,7 @@ import msgspec
 import numpy as np
 
 from trtllm_disagg.errors import HandoffRefusedError, KvTransferError
-from trtllm_disagg.kv_transfer.base import PeerMetadata, ReadTimeoutError
-from trtllm_disagg.kv_transfer.handle import UNREADABLE
+from trtllm_disagg.kv_transfer.base import PeerMetadata, ReadTimeoutError, decoded_address, require_running
 from trtllm_disagg.modelled.clock import Clock
 from trtllm_disagg.processes.proc_stat import ProcessMark, own_mark
 
@@ -118,13 +117,9 @@ class LinkTransport:
         return _Address(own_mark(), self._in.fd, self._out.fd, self._cost)
 
     def _other(self, peer: PeerMetadata) -> _Address:
-        try:
-            address = msgspec.msgpack.decode(peer.address, type=_Address)
-        except UNREADABLE as error:
-            raise KvTransferError(f"{peer.sender} has no modelled link: {error}") from error
+        address = decoded_address(peer, _Address)
         # Another process may have this id now, and something else open under these descriptors.
-        if not address.process.is_running:
-            raise KvTransferError(f"{peer.sender} is gone (pid {address.process.pid})")
+        require_running(peer, address.process)
         mine, theirs = self._cost.time_scale, address.cost.time_scale
         if mine != theirs:
             raise HandoffRefusedError(f"modelled.time_scale is {mine:g} here and {theirs:g} at {peer.sender}")

@@ -169,6 +169,12 @@ def _runtimes_fit(prefill: Description, decode: Description) -> bool:
     return len(runtimes) == 1 or _AUTO in runtimes or None in runtimes
 
 
+def _transports_fit(prefill: Description, decode: Description) -> bool:
+    """DEFAULT depends on what a process finds on its machine. Unknown before the engine is loaded."""
+    transports = {prefill.get("kv_transport"), decode.get("kv_transport")}
+    return len(transports) == 1 or None in transports
+
+
 def _versions_fit(prefill: Description, decode: Description) -> bool:
     """One version writes the handoff and the other reads it, and most versions have changed its fields."""
     versions = {prefill.get("trtllm_version"), decode.get("trtllm_version")}
@@ -192,6 +198,12 @@ PROPERTIES = (
     _equal("kv_dtype", "kv_cache_config.dtype"),
     _equal("dtype", "dtype"),
     _equal("transceiver", "cache_transceiver_config.backend"),
+    Property(
+        "kv_transport",
+        "how KV moves under cache_transceiver_config.backend (name it on both instead of DEFAULT)",
+        _transports_fit,
+        is_in_kind=False,
+    ),
     Property(
         "transceiver_runtime", "cache_transceiver_config.transceiver_runtime", _runtimes_fit, is_in_kind=False
     ),
@@ -219,6 +231,7 @@ def describe_worker(
             "schedule_style": config.schedule_style.value,
             "handoff_protocol": config.handoff_protocol,
             "prefill_dispatch": config.prefill_dispatch,
+            "kv_transport": None,
             "ctx_info_endpoint": None,
             "ctx_dp_rank": None,
             "versions": {"trtllm_disagg": __version__, "ai_dynamo": _dynamo_version()},
@@ -245,11 +258,18 @@ def fixed_by(config: WorkerConfig) -> list[str]:
 
 
 def with_engine(
-    own: dict[str, Any], block_size: int, ctx_info_endpoint: str | None, ctx_dp_rank: int | None = None
+    own: dict[str, Any],
+    block_size: int,
+    ctx_info_endpoint: str | None,
+    ctx_dp_rank: int | None = None,
+    kv_transport: str | None = None,
 ) -> dict[str, Any]:
-    """This worker's description with what only the running engine knows: tokens per block, and its KV endpoint."""
+    """This worker's description with what only the running engine knows: tokens per block, its KV endpoint, and how KV
+    moves.
+    """
     return own | {
         "block_size": block_size,
+        "kv_transport": kv_transport,
         "ctx_info_endpoint": ctx_info_endpoint,
         "ctx_dp_rank": ctx_dp_rank,
     }

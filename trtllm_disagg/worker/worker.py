@@ -158,7 +158,10 @@ class _Worker:
         try:
             for missing in engine.capabilities.missing():
                 log.info("the engine cannot %s", missing)
-            own = with_engine(own, _capacity(config, engine)[0], engine.ctx_info_endpoint, engine.ctx_dp_rank)
+            block_size, _ = _capacity(config, engine)
+            # TensorRT-LLM does not report what DEFAULT means there; `transceiver` resolves it.
+            transport = None if config.engine_spec.is_tensorrt_llm else engine.kv_transport
+            own = with_engine(own, block_size, engine.ctx_info_endpoint, engine.ctx_dp_rank, transport)
             await self._serve(engine, own, load_seconds)
         finally:
             await asyncio.to_thread(self.tracer.close)

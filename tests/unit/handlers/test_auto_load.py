@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from tests.support.handling import collect, request, until
+from tests.support.queueing import NoWorkers
 from tests.support.recording_pair import recording_engine
 from tests.support.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
+from trtllm_disagg.errors import NoInstanceError, OverloadedError
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
@@ -116,6 +118,34 @@ async def test_a_request_with_both_phases_at_once_takes_one_place() -> None:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
     await to_prefill.idle()
+
+
+def worker_without_peers(**settings: Any) -> Generate:
+    config = WorkerConfig(
+        model="org/model",
+        role=Role.DECODE,
+        strategy="auto",
+        thresholds={"max_local_prefill_length": 8},
+        **settings,
+    )
+    return build_generate(config, recording_engine(), NoWorkers(), instance_id=2)
+
+
+async def test_without_peers_a_long_prompt_fails_if_no_worker_may_answer_alone() -> None:
+    asked = request(token_ids=PROMPT)
+    with pytest.raises(NoInstanceError):
+        await collect(worker_without_peers(on_missing_stage="fail"), asked)
+    assert way_of(asked) == ("decode_first", "auto_no_peer")
+
+
+async def test_without_peers_long_prompts_have_the_budget_of_a_fallback() -> None:
+    decode = worker_without_peers(max_local_fallbacks=1)
+    asked, chunks = await begun(decode)
+    assert way_of(asked) == ("local", "auto_no_peer")
+    with pytest.raises(OverloadedError, match="--max-local-fallbacks 1"):
+        await collect(decode, request(token_ids=PROMPT))
+    await collect(decode, request(token_ids=PROMPT[:8]))
+    await chunks.aclose()
 
 
 async def test_decodes_that_prefill_workers_ask_for_take_room_here() -> None:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.day_one import PESSIMISM, Both
 from tests.support.handling import ORDERS, collect, expected_tokens, request, tokens_of
 from tests.support.recording_pair import make_pair, recording_engine
 from tests.support.stage_client import FakeContext, RecordingStageClient
@@ -37,6 +38,8 @@ from trtllm_disagg.handlers.fallback import (
 )
 from trtllm_disagg.handlers.select import BestCached, InFlight, SelectedStage
 from trtllm_disagg.handlers.services import build_generate
+from trtllm_disagg.testing.hard_edges import PESSIMISTIC
+from trtllm_disagg.testing.mounted import mounted_recording_llm
 from trtllm_disagg.testing.recording import LLM, RequestError, Script
 from trtllm_disagg.testing.recording_result import scripted_token
 from trtllm_disagg.types import Generate, GenerateRequest, PhaseRequest, RequestContext, TokenChunk, Usage
@@ -169,11 +172,19 @@ async def test_the_log_names_each_failed_step_and_the_one_that_is_tried(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     full = way([], 0, failing(OverloadedError("too many run here alone")))
-    steps = [FallbackStep("other_instance", way([], 2, failing(PeerUnavailableError("gone"))))]
+    steps = [
+        FallbackStep("other_instance", way([], 2, failing(of_peer(PeerUnavailableError("gone"), 0x1A2B))))
+    ]
+    asked = request(5)
+    asked.trace.chose("decode_first", "default")
     with pytest.raises(OverloadedError):
-        await collect(with_fallback([*steps, FallbackStep("local", full)]), request(5))
-    (tried,) = (message.partition(": ")[2] for message in caplog.messages)
-    assert tried == "other_instance failed after 2 tokens (gone); trying local"
+        await collect(
+            with_fallback([*steps, FallbackStep("local", full), FallbackStep("direct", full)]), asked
+        )
+    assert [message.partition(": ")[2] for message in caplog.messages] == [
+        "decode_first failed after 2 tokens at instance 1a2b (gone); trying local",
+        "local failed after 2 tokens (too many run here alone); trying direct",
+    ]
 
 
 async def test_dead_engine_without_other_stage_raises_worker_leaving() -> None:
@@ -315,6 +326,19 @@ async def test_kv_lost_after_the_first_token_is_recomputed_locally(order: str) -
     asked = request(6)
     assert tokens_of(await collect(pair.generate, asked)) == expected_tokens(6)
     assert asked.trace.fallbacks[-1].startswith("local: ")
+
+
+async def test_a_valid_request_is_not_refused_for_the_tokens_that_it_has_already() -> None:
+    """With these its prompt is longer than one step of an engine that does not prefill in chunks."""
+    with mounted_recording_llm(PESSIMISTIC):
+        both = Both("prefill_first")
+        both.engines[Role.DECODE].llm.scripts.append(Script(error=RuntimeError("broken"), error_at=6))
+        asked = request(10, token_ids=list(range(1, PESSIMISM["max_num_tokens"] - 2)))
+        delivered: list[TokenChunk] = []
+        with pytest.raises(EngineError, match="broken"):
+            await collect(both.handlers[Role.PREFILL], asked, into=delivered)
+        assert len(tokens_of(delivered)) >= 6
+        await both.day_one("prefill_first").quiet()
 
 
 class Prefills:

@@ -12,10 +12,11 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from tests.support.clock import Clock
 from tests.support.meeting import wait_until
 from tests.support.pools import NETWORK
 from tests.support.strangers import as_stranger, require
-from trtllm_disagg.errors import KvTransferError
+from trtllm_disagg.errors import ConfigError, KvTransferError
 from trtllm_disagg.kv_transfer.access import (
     Network,
     PeerAuthentication,
@@ -216,6 +217,39 @@ def test_a_client_connects_again_after_its_connection_broke(tight: Server, clien
     assert client.metadata(handle.endpoint, SECONDS) == METADATA
 
 
+def test_connections_to_peers_of_long_ago_are_closed_when_another_peer_is_met(
+    authentication: PeerAuthentication,
+) -> None:
+    clock, servers = Clock(), [Server(authentication) for _ in range(3)]
+    client = ControlClient(authentication, clock)
+    old, busy, new = (server.control for server in servers)
+    client.metadata(old.endpoint, SECONDS)
+    client.metadata(busy.endpoint, SECONDS)
+    clock.now = 50.0
+    client.metadata(busy.endpoint, SECONDS)
+    clock.now = 70.0
+    client.metadata(new.endpoint, SECONDS)
+    wait_until(lambda: old.num_connections == 0)
+    assert (busy.num_connections, new.num_connections) == (1, 1)
+    client.close()
+    for server in servers:
+        server.control.close()
+
+
+def test_a_peer_for_which_there_is_no_thread_is_refused_and_the_next_one_served(
+    server: Server, client: ControlClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(KvTransferError):
+            client.metadata(server.control.endpoint, SECONDS)
+    assert client.metadata(server.control.endpoint, SECONDS) == METADATA
+    assert server.control.num_connections == 1
+
+
 def test_control_request_without_an_answer_times_out(
     client: ControlClient, authentication: PeerAuthentication
 ) -> None:
@@ -295,6 +329,11 @@ def test_closing_leaves_no_thread(authentication: PeerAuthentication, client: Co
         if thread.name.startswith("kv-control"):
             thread.join(SECONDS)
             assert not thread.is_alive()
+
+
+def test_an_address_with_a_zone_is_refused_at_the_start() -> None:
+    with pytest.raises(ConfigError, match=r"embedded\.transfer_host: '::1%1'.*without a zone"):
+        Network("::1%1", b"k" * 32).authentication().listen()
 
 
 def test_an_ipv6_address_is_shown_in_brackets() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import msgspec
@@ -11,7 +12,14 @@ from hypothesis import strategies as st
 
 from trtllm_disagg.errors import HandoffRefusedError
 from trtllm_disagg.kv_transfer.base import KvLayout, prompt_digest
-from trtllm_disagg.kv_transfer.handle import MAX_BYTES, VERSION, KvHandle, decode_handle
+from trtllm_disagg.kv_transfer.handle import (
+    MAX_BYTES,
+    VERSION,
+    KvHandle,
+    decode_handle,
+    join_endpoint,
+    split_endpoint,
+)
 
 HANDLE = KvHandle(
     version=VERSION,
@@ -127,6 +135,25 @@ def test_a_prompts_digest_depends_on_every_token_and_the_salt(prompt: list[int],
     assert prompt_digest(prompt, salt + "x") != digest
     if prompt:
         assert prompt_digest(prompt[:-1], salt) != digest
+
+
+@given(st.lists(st.integers(0, 2**32 - 1)), st.text(max_size=8))
+def test_a_prompts_digest_is_that_of_its_ids_in_four_bytes_each_the_lowest_first(
+    prompt: list[int], salt: str
+) -> None:
+    written = hashlib.blake2b(salt.encode()).digest() + b"".join(id.to_bytes(4, "little") for id in prompt)
+    assert prompt_digest(prompt, salt) == hashlib.blake2b(written, digest_size=16).digest()
+
+
+@pytest.mark.parametrize("token", [-1, 2**32])
+def test_a_token_that_has_no_four_bytes_is_an_error(token: int) -> None:
+    with pytest.raises(OverflowError):
+        prompt_digest([1, token], "")
+
+
+@pytest.mark.parametrize("host", ["prefill_1", "kv_net.prefill-0", "10.0.0.1", "fe80::1"])
+def test_hosts_that_docker_and_kubernetes_name_are_endpoints(host: str) -> None:
+    assert split_endpoint(join_endpoint(host, 4711)) == (host, 4711)
 
 
 def test_a_salt_is_not_mistaken_for_tokens() -> None:

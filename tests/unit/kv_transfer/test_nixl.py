@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
+import queue
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -21,6 +24,7 @@ from trtllm_disagg.errors import ConfigError, KvTransferError
 from trtllm_disagg.kv_transfer.base import ReadTimeoutError
 from trtllm_disagg.kv_transfer.nixl import NixlTransport
 from trtllm_disagg.kv_transfer.transports import create_transport
+from trtllm_disagg.testing.fake_transport import WaitsFor
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +98,55 @@ def test_a_peer_that_fails_while_it_connects_does_not_end_the_service(
     sender, _ = pools
     agents["sender"].failure = ZeroDivisionError()
     sender.transport.progress()
+
+
+def test_one_peers_copy_is_over_before_another_peers_handle_is_released(agents: ScriptedAgents) -> None:
+    """NIXL's call to release a handle waits for the copy and keeps Python's global lock, which stops the engine."""
+    near, far = Pool("NIXL", 8, "near"), Pool("NIXL", 8, "far")
+    reader = Pool("NIXL", 8, "reader", transport=NixlTransport(ONE_HOST, agents.make))
+    agent, held = agents["reader"], WaitsFor()
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            agent.held = held
+            first = threads.submit(reader.read, near.card, [0], [0])
+            assert held.begun.wait(20)
+            second = threads.submit(reader.read, far.card, [0], [1])
+            third = threads.submit(reader.transport.forget, far.card)
+            with pytest.raises(queue.Empty):
+                agent.asked_meanwhile.get(timeout=0.3)
+            held.go.set()
+            assert first.result(20) == second.result(20) > 0
+            third.result(20)
+    finally:
+        held.go.set()
+        for pool in (near, far, reader):
+            pool.close()
+
+
+def test_a_restarted_peers_predecessor_is_forgotten_when_the_next_peer_is_met(agents: ScriptedAgents) -> None:
+    reader = Pool("NIXL", 8, "long-lived", transport=NixlTransport(ONE_HOST, agents.make))
+    with pool_in_a_child("NIXL") as (card, process):
+        reader.read(card, [0], [0])
+        process.kill()
+        process.wait()
+    successor = Pool("NIXL", 8, "successor")
+    reader.read(successor.card, [0], [0])
+    assert agents["long-lived"].forgotten == [card.sender]
+    for pool in (reader, successor):
+        pool.close()
+
+
+def test_fetches_of_all_sizes_use_one_buffer(agents: ScriptedAgents) -> None:
+    sender = Pool("NIXL", 8, "giver")
+    reader = Pool("NIXL", 8, "fetcher", transport=NixlTransport(ONE_HOST, agents.make))
+    bytes_of_block = reader.kv[0].nbytes
+    agents["fetcher"].own_tables.clear()
+    for count in (1, 4, 8):
+        with reader.transport.fetched(sender.card, np.arange(count), bytes_of_block, 10.0):
+            pass
+    assert len(set(agents["fetcher"].own_tables)) == 1
+    for pool in (sender, reader):
+        pool.close()
 
 
 # -- when it is not installed

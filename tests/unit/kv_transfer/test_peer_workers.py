@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import queue
+import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 
+from tests.support.clock import Clock
+from tests.support.meeting import wait_until
 from tests.support.pools import LAYOUT
 from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.kv_transfer.access import SameUserAuthentication
 from trtllm_disagg.kv_transfer.base import KvTimeouts, PeerMetadata
 from trtllm_disagg.kv_transfer.handle import KvHandle, decode_handle
-from trtllm_disagg.kv_transfer.peers import Peers, PeerWorkers
+from trtllm_disagg.kv_transfer.peers import MAX_PEER_THREADS, Peers, PeerThreads
 from trtllm_disagg.kv_transfer.pull import KvReceiver, KvSender, Pull
 
 
@@ -47,6 +53,22 @@ class NoBytes:
         """Nothing is open."""
 
 
+@dataclass(slots=True)
+class Stalled:
+    """A process that takes connections and says nothing."""
+
+    listener: socket.socket
+    endpoint: str
+
+    def num_connected(self) -> int:
+        self.listener.setblocking(False)
+        with contextlib.ExitStack() as stack, contextlib.suppress(BlockingIOError):
+            for count in itertools.count():
+                connected = count
+                stack.enter_context(self.listener.accept()[0])
+        return connected
+
+
 @pytest.fixture
 def sender() -> Iterator[KvSender]:
     made = KvSender(
@@ -62,23 +84,26 @@ def sender() -> Iterator[KvSender]:
     made.close()
 
 
-@pytest.fixture
-def peers() -> Peers:
+def peers_with(timeouts: KvTimeouts) -> Peers:
     return Peers(
         NoBytes(),
         LAYOUT,
         authentication=SameUserAuthentication(),
-        timeouts=KvTimeouts(),
+        timeouts=timeouts,
         on_news=lambda: None,
     )
 
 
 @pytest.fixture
-def stalled() -> Iterator[str]:
-    """The endpoint of a process that takes connections and says nothing."""
+def peers() -> Peers:
+    return peers_with(KvTimeouts())
+
+
+@pytest.fixture
+def stalled() -> Iterator[Stalled]:
     listener, endpoint = SameUserAuthentication().listen()
     with listener:
-        yield endpoint
+        yield Stalled(listener, endpoint)
 
 
 def handoff(sender: KvSender, request_id: int) -> KvHandle:
@@ -87,11 +112,11 @@ def handoff(sender: KvSender, request_id: int) -> KvHandle:
     )
 
 
-def test_a_stalled_sender_delays_no_other(sender: KvSender, peers: Peers, stalled: str) -> None:
+def test_a_stalled_sender_delays_no_other(sender: KvSender, peers: Peers, stalled: Stalled) -> None:
     finished = threading.Semaphore(0)
     receiver = KvReceiver(peers, on_finished=finished.release)
     good = handoff(sender, 1)
-    stuck = msgspec.structs.replace(good, endpoint=stalled)
+    stuck = msgspec.structs.replace(good, endpoint=stalled.endpoint)
     try:
         receiver.start(Pull(handle=stuck, remote=[1], local=[1]))
         receiver.start(Pull(handle=good, remote=[1], local=[1]))
@@ -104,6 +129,48 @@ def test_a_stalled_sender_delays_no_other(sender: KvSender, peers: Peers, stalle
         (second,) = receiver.take_finished()
         assert second.handle == stuck
         assert isinstance(second.outcome.error, KvTransferError)
+    finally:
+        peers.close()
+
+
+def test_pulls_behind_one_without_an_answer_end_with_it_and_ask_no_more(
+    sender: KvSender, stalled: Stalled
+) -> None:
+    clock, finished = Clock(), threading.Semaphore(0)
+
+    def one_has_ended() -> None:
+        clock.now += 2.0
+        finished.release()
+
+    impatient = peers_with(KvTimeouts(control=0.2, transfer=1.0))
+    receiver = KvReceiver(impatient, on_finished=one_has_ended, clock=clock)
+    stuck = msgspec.structs.replace(handoff(sender, 1), endpoint=stalled.endpoint)
+    try:
+        for _ in range(5):
+            receiver.start(Pull(handle=stuck, remote=[1], local=[1]))
+        assert all(finished.acquire(timeout=20) for _ in range(5))
+    finally:
+        impatient.close()
+    first, *others = (str(pull.outcome.error) for pull in receiver.take_finished())
+    assert "no answer within 0.2 s" in first
+    assert {error.partition(" was ")[2] for error in others} == {
+        "busy, or did not answer, for 1 s: its KV was not read"
+    }
+    assert stalled.num_connected() == 1
+
+
+def test_a_pull_whose_request_was_aborted_reads_nothing_and_gives_the_lease_back(
+    sender: KvSender, peers: Peers
+) -> None:
+    finished = threading.Semaphore(0)
+    receiver = KvReceiver(peers, on_finished=finished.release)
+    try:
+        receiver.start(Pull(handle=handoff(sender, 1), remote=[1], local=[1], is_wanted=lambda: False))
+        assert finished.acquire(timeout=20)
+        (pull,) = receiver.take_finished()
+        assert "aborted" in str(pull.outcome.error)
+        wait_until(lambda: not len(sender.leases))
+        assert peers.metadata.loads == 0
     finally:
         peers.close()
 
@@ -125,7 +192,7 @@ def test_the_number_of_workers_is_bounded(sender: KvSender, peers: Peers) -> Non
 
 
 def test_a_new_peer_has_a_thread_of_its_own_after_many_that_are_gone() -> None:
-    workers, ended, go = PeerWorkers(), threading.Semaphore(0), threading.Event()
+    workers, ended, go = PeerThreads(), threading.Semaphore(0), threading.Event()
 
     def stall() -> None:
         go.wait(20)
@@ -143,7 +210,7 @@ def test_a_new_peer_has_a_thread_of_its_own_after_many_that_are_gone() -> None:
 
 
 def test_work_submitted_for_one_peer_runs_in_order() -> None:
-    workers, ran = PeerWorkers(), queue.SimpleQueue[int]()
+    workers, ran = PeerThreads(), queue.SimpleQueue[int]()
     try:
         for number in range(300):
             workers.submit("unix://@one:1", ran.put, number)
@@ -151,3 +218,52 @@ def test_work_submitted_for_one_peer_runs_in_order() -> None:
         assert [ran.get(timeout=20) for _ in range(300)] == list(range(300))
     finally:
         workers.close()
+
+
+def test_a_peers_work_runs_on_one_thread_when_a_thread_becomes_free_meanwhile() -> None:
+    """Two threads would mix up the answers on the peer's one connection."""
+    workers, ended = PeerThreads(), threading.Semaphore(0)
+    busy = [threading.Event() for _ in range(MAX_PEER_THREADS - 1)]
+    started, go, second = threading.Event(), threading.Event(), threading.Event()
+
+    def first() -> None:
+        started.set()
+        go.wait(20)
+
+    def stay_busy(number: int) -> None:
+        busy[number].wait(20)
+        ended.release()
+
+    try:
+        for number in range(len(busy)):
+            workers.submit(f"unix://@busy:{number}", stay_busy, number)
+        workers.submit("unix://@late:1", first)
+        assert started.wait(20)
+        for number in range(2):
+            busy[number].set()
+            assert ended.acquire(timeout=20)
+            workers.submit(f"unix://@busy:{number}", ended.release)
+            assert ended.acquire(timeout=20)
+        workers.submit("unix://@late:1", second.set)
+        assert not second.wait(0.2)
+        go.set()
+        assert second.wait(20)
+    finally:
+        for event in (go, *busy):
+            event.set()
+        workers.close()
+
+
+def test_work_that_raises_is_logged_and_the_next_one_runs(caplog: pytest.LogCaptureFixture) -> None:
+    workers, ran = PeerThreads(), threading.Event()
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    try:
+        workers.submit("unix://@one:1", fail)
+        workers.submit("unix://@one:1", ran.set)
+        assert ran.wait(20)
+    finally:
+        workers.close()
+    assert "work for the peer unix://@one:1 failed unexpectedly" in caplog.text

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from threading import Event
 
 import msgspec
 import pytest
 
-from trtllm_disagg.kv_transfer.access import OneHost
+from tests.support.pools import NETWORK
+from trtllm_disagg.kv_transfer.access import OneHost, TransferScope
 from trtllm_disagg.kv_transfer.base import KvLayout, KvTimeouts, PeerMetadata
-from trtllm_disagg.kv_transfer.messages import FromDecode, FromPrefill, Notice, Watch
-from trtllm_disagg.kv_transfer.peers import Peers
+from trtllm_disagg.kv_transfer.control import ControlClient, ControlServer, LeaseTable
+from trtllm_disagg.kv_transfer.messages import FromDecode, FromPrefill, Notice, Offer, Watch
+from trtllm_disagg.kv_transfer.peers import DeathWatch, LateTransfer, Peers
 from trtllm_disagg.kv_transfer.push_receiver import Expected, PushReceiver
 from trtllm_disagg.testing.fake_transport import FakeTransport
 
@@ -57,6 +60,84 @@ def peers(request: pytest.FixtureRequest) -> Iterator[ScriptedPeers]:
     made = ScriptedPeers(is_done=request.param)
     yield made
     made.close()
+
+
+class LostPrefill(Peers):
+    """The prefill engine has taken the offer, and nothing listens at its endpoint any more."""
+
+    def __init__(self, scope: TransferScope, endpoint: str) -> None:
+        authentication = scope.authentication()
+        timeouts, self.changed = KvTimeouts(ask=0.01, dead=0.5), Event()
+        super().__init__(
+            FakeTransport(),
+            LAYOUT,
+            authentication=authentication,
+            timeouts=timeouts,
+            on_news=self.changed.set,
+        )
+        self.metadata.known[endpoint] = METADATA
+        self.receiver = PushReceiver("decode", "here", self, on_news=self.changed.set, on_busy=lambda: None)
+        self.endpoint = endpoint
+
+    def send(self, endpoint: str, message: FromDecode | FromPrefill) -> bytes:
+        return b"ok" if isinstance(message, Offer) else super().send(endpoint, message)
+
+    def wait_for(self, is_so: Callable[[], bool]) -> None:
+        while not is_so():
+            assert self.changed.wait(30)
+            self.changed.clear()
+
+    def close(self) -> None:
+        self.receiver.close()
+        super().close()
+
+
+def give_up_on(peers: LostPrefill) -> tuple[LateTransfer, float]:
+    """The blocks' transfer after it has ended, and how long that took since the engine's death was known."""
+    expected = Expected(
+        endpoint=peers.endpoint, request=1, prompt=b"p" * 16, blocks=[0], num_known=0, seconds=30.0
+    )
+    peers.receiver.expect(expected)
+    peers.wait_for(lambda: expected.error is not None)
+    assert "engine is gone" in str(expected.error)
+    began = time.monotonic()
+    late = peers.receiver.give_up(expected)
+    assert late is not None
+    peers.wait_for(lambda: late.ended)
+    return late, time.monotonic() - began
+
+
+def test_between_hosts_a_dead_writers_bytes_are_waited_for() -> None:
+    """They may still be on their way, into blocks that another request would have by then."""
+    listener, endpoint = NETWORK.authentication().listen()
+    listener.close()
+    peers = LostPrefill(NETWORK, endpoint)
+    try:
+        late, seconds = give_up_on(peers)
+        assert seconds >= 0.5
+        assert peers.late.take_news() == [late, late], "running at the first look, and ended"
+    finally:
+        peers.close()
+
+
+def test_on_one_host_a_dead_writers_blocks_are_free_at_once() -> None:
+    peers = LostPrefill(OneHost(), "unix://@gone:1")
+    try:
+        late, _ = give_up_on(peers)
+        assert peers.late.take_news() == [late]
+    finally:
+        peers.close()
+
+
+def test_an_engine_is_dead_when_another_one_has_its_endpoint() -> None:
+    server = ControlServer(OneHost().authentication(), LeaseTable(60.0), lambda: None)
+    server.start(METADATA)
+    client = ControlClient(OneHost().authentication())
+    timeouts = KvTimeouts(dead=0.0)
+    assert DeathWatch(client, server.endpoint, "an earlier one", timeouts).is_dead()
+    assert not DeathWatch(client, server.endpoint, METADATA.sender, timeouts).is_dead()
+    client.close()
+    server.close()
 
 
 def expect_one(peers: ScriptedPeers) -> Expected:

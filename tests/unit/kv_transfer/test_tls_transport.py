@@ -14,11 +14,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.clock import Clock
 from tests.support.meeting import wait_until
 from tests.support.pools import NETWORK, ONE_HOST, Pool, pool_in_a_child
 from trtllm_disagg.errors import ConfigError, KvTransferError
 from trtllm_disagg.kv_transfer.access import Network
 from trtllm_disagg.kv_transfer.base import ReadTimeoutError, runs_of
+from trtllm_disagg.kv_transfer.handle import split_endpoint
 from trtllm_disagg.kv_transfer.tls import Fetch, Store, TlsTransport
 from trtllm_disagg.kv_transfer.transports import create_transport
 from trtllm_disagg.processes.framing import framed
@@ -101,8 +103,9 @@ def test_a_peer_without_the_key_reads_nothing(pools: tuple[Pool, Pool]) -> None:
 
 def test_a_read_of_a_stopped_peer_times_out_and_lands_never() -> None:
     with pool_in_a_child("TLS", "network") as (card, process):
-        receiver = Pool("TLS", 8, "late-receiver", NETWORK)
+        receiver, writer = (Pool("TLS", 8, f"late-{name}", NETWORK) for name in ("reader", "writer"))
         receiver.read(card, [0], [0])
+        writer.write(card, [1], [1])
         process.send_signal(signal.SIGSTOP)
         wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
         receiver.kv.zero_()
@@ -110,8 +113,11 @@ def test_a_read_of_a_stopped_peer_times_out_and_lands_never() -> None:
             receiver.read(card, [3, 4], [5, 6], timeout=0.2)
         assert not timeout.value.may_land_later
         with pytest.raises(ReadTimeoutError) as timeout:
-            receiver.write(card, [3, 4], [5, 6], timeout=0.2)
+            writer.write(card, [3, 4], [5, 6], timeout=0.2)
         assert timeout.value.may_land_later
+        with pytest.raises(ReadTimeoutError, match="writing KV to") as timeout:
+            writer.write(card, [3, 4], [5, 6], timeout=0.2)
+        assert not timeout.value.may_land_later, "its new connection was not accepted"
         process.send_signal(signal.SIGCONT)
         assert receiver.read(card, [0], [0])
         assert not receiver.kv[5:7].any()
@@ -120,6 +126,29 @@ def test_a_read_of_a_stopped_peer_times_out_and_lands_never() -> None:
         with pytest.raises(KvTransferError):
             receiver.read(card, [0], [0])
         receiver.close()
+        writer.close()
+
+
+def test_connections_to_peers_of_long_ago_are_closed_when_another_peer_is_met() -> None:
+    clock = Clock()
+    reader = Pool("TLS", 8, "reader", transport=TlsTransport(NETWORK, clock))
+    old, new = (Pool("TLS", 8, name, NETWORK) for name in ("old", "new"))
+    reader.read(old.card, [0], [0])
+    assert is_connected(old)
+    clock.now = 100.0
+    reader.read(new.card, [0], [0])
+    assert (is_connected(old), is_connected(new)) == (False, True)
+    for pool in (reader, old, new):
+        pool.close()
+
+
+def is_connected(sender: Pool) -> bool:
+    """This process has a connection to that pool."""
+    place = split_endpoint(sender.card.address.decode())
+    return any(
+        connection.raddr == place and connection.status == psutil.CONN_ESTABLISHED
+        for connection in psutil.Process().net_connections("tcp")
+    )
 
 
 def test_default_is_tls_between_hosts_and_tls_is_refused_on_one_host() -> None:

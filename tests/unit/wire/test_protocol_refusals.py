@@ -145,20 +145,19 @@ def test_random_kv_transfer_params_are_decoded_or_refused(change: dict[str, Any]
 # -- a forger between the two stages
 
 
+FORGED_ON_THE_WAY: list[dict[str, Any]] = [
+    {"remote_engine_id": "engine-b"},
+    {"remote_block_ids": [0] * ((1 << 20) + 1)},
+    {"remote_handle": None},
+    {"remote_host": WITHOUT},
+    {"remote_port": "x"},
+]
+
+
 @pytest.mark.usefixtures("no_leaks")
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"remote_engine_id": "engine-b"},
-        {"remote_block_ids": [0] * ((1 << 20) + 1)},
-        {"remote_handle": None},
-        {"remote_host": WITHOUT},
-        {"remote_port": "x"},
-    ],
-)
-async def test_forged_handoff_is_refused_and_the_kv_released(order: str, change: dict[str, Any]) -> None:
-    pair = make_pair(order, handoff_protocol="two_phase")
+@pytest.mark.parametrize("change", FORGED_ON_THE_WAY)
+async def test_a_forged_handoff_in_a_request_is_refused_and_its_kv_released(change: dict[str, Any]) -> None:
+    pair = make_pair("prefill_first", handoff_protocol="two_phase")
     forge(pair.client, lambda params: forged(change, params))
     with pytest.raises(InvalidRequestError, match="kv_transfer_params") as caught:
         await collect(pair.generate, request())
@@ -166,6 +165,19 @@ async def test_forged_handoff_is_refused_and_the_kv_released(order: str, change:
     await pair.idle()
     assert len(LLM.kv_store) == 0
     assert pair.decode.results == []
+
+
+@pytest.mark.usefixtures("no_leaks")
+@pytest.mark.parametrize("change", FORGED_ON_THE_WAY)
+async def test_a_forged_handoff_in_an_answer_is_not_used_and_its_kv_released(change: dict[str, Any]) -> None:
+    """It is no fault of the client: the decode worker answers alone."""
+    pair = make_pair("decode_first", handoff_protocol="two_phase")
+    forge(pair.client, lambda params: forged(change, params))
+    chunks = await collect(pair.generate, request())
+    assert chunks[-1].finish_reason is not None
+    await pair.idle()
+    assert len(LLM.kv_store) == 0
+    assert [result.request_type for result in pair.decode.results] == ["context_and_generation"]
 
 
 def forge(client: Any, change: Any) -> None:

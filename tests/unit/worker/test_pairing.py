@@ -21,6 +21,7 @@ from trtllm_disagg.worker.pairing import (
     kind_of,
     require_fit,
     require_pair,
+    with_engine,
 )
 
 ARGS: dict[str, Any] = {"kv_cache_config": {"dtype": "auto"}, "cache_transceiver_config": {"backend": "NIXL"}}
@@ -46,6 +47,18 @@ def described(
     return crossed
 
 
+def test_a_default_that_means_two_transports_is_refused() -> None:
+    prefill, decode = (
+        with_engine(described(role), 32, None, kv_transport=transport)
+        for role, transport in (("prefill", "SHARED_MEMORY"), ("decode", "NIXL"))
+    )
+    with pytest.raises(
+        ConfigError, match=r"cache_transceiver_config\.backend .* 'SHARED_MEMORY', decode 'NIXL'"
+    ):
+        require_pair(prefill, decode)
+    require_pair(described("prefill"), decode)  # which is not known before the engine is loaded
+
+
 def test_a_worker_describes_what_has_to_be_equal() -> None:
     assert described("prefill", {"dtype": "float32"}, served_model_name="m") == {
         "role": "prefill",
@@ -68,6 +81,7 @@ def test_a_worker_describes_what_has_to_be_equal() -> None:
         "is_worker_side": False,
         "source": "org/model",
         "weights": "ab",
+        "kv_transport": None,
         "ctx_info_endpoint": None,
         "ctx_dp_rank": None,
         "versions": {"trtllm_disagg": trtllm_disagg.__version__, "ai_dynamo": metadata.version("ai-dynamo")},

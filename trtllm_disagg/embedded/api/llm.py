@@ -23,10 +23,9 @@ from trtllm_disagg.embedded.ipc.messages import AbortRequest, AddRequest, StepRe
 from trtllm_disagg.embedded.params.llm_args import LlmArgs, as_plain, core_args
 from trtllm_disagg.embedded.params.model_shape import check_model
 from trtllm_disagg.embedded.params.request_params import DisaggregatedParams, SamplingParams, SchedulingParams
-from trtllm_disagg.embedded.params.supported_args import refuse_unsupported
+from trtllm_disagg.embedded.params.supported_args import in_directory, refuse_unsupported
 from trtllm_disagg.embedded.tensor_parallel.launch import require_divides, serve_other_ranks
 from trtllm_disagg.errors import DisaggError
-from trtllm_disagg.model_directory import model_directory
 
 log = logging.getLogger(__name__)
 
@@ -183,21 +182,10 @@ class LLM:
             guided_backend=self.args.guided_decoding_backend,
         )
         handoff, rendezvous = checks.other_half(disaggregated_params, kind, self._core.ready)
-        result = RequestOutput(
-            request_id=next(self._ids),
-            prompt=text,
-            prompt_token_ids=prompt,
-            num_choices=sampling.n,
-            streaming=streaming,
-            abort=self._abort,
-            detokenize=self._detokenizer(sampling),
-            disagg_request_id=disaggregated_params.disagg_request_id if disaggregated_params else None,
-        )
-        self._running.add(result)
-        self._trials.enter(
+        request = checks.as_received(
             AddRequest(
-                request_id=result.request_id,
-                prompt=prompt,
+                request_id=next(self._ids),
+                prompt=[],
                 sampling=spec,
                 request_type=kind,
                 num_choices=sampling.n,
@@ -209,6 +197,19 @@ class LLM:
                 stream_interval=self.args.stream_interval if streaming else 1,
             )
         )
+        request.prompt = prompt
+        result = RequestOutput(
+            request_id=request.request_id,
+            prompt=text,
+            prompt_token_ids=prompt,
+            num_choices=sampling.n,
+            streaming=streaming,
+            abort=self._abort,
+            detokenize=self._detokenizer(sampling),
+            disagg_request_id=disaggregated_params.disagg_request_id if disaggregated_params else None,
+        )
+        self._running.add(result)
+        self._trials.enter(request)
         if reason := self._ended():
             self._running.fail_all(reason)
         return result
@@ -279,7 +280,11 @@ class LLM:
             return self.args.tokenizer
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.args.tokenizer or self.args.model, local_files_only=True)
+        return AutoTokenizer.from_pretrained(
+            self.args.tokenizer or self.args.model,
+            revision=self.args.tokenizer_revision,
+            local_files_only=True,
+        )
 
     def _check_health(self) -> bool:
         """What Dynamo's engine monitor asks."""
@@ -306,9 +311,11 @@ class LLM:
         """All that can be refused before anything is built. The only rank that returns is the one that requests come
         to.
         """
-        args = LlmArgs(model=model_directory(str(model), "model"), **given)
+        args = in_directory(LlmArgs(model=model, **given))
         if ignored := refuse_unsupported(args):
             log.info("these settings have no effect on the embedded engine: %s", ", ".join(ignored))
+        # Its ranks share each request.
+        args = args.model_copy(update={"enable_attention_dp": False})
         require_divides(Path(args.model), args.tensor_parallel_size)
         check_model(args)
         serve_other_ranks(args.tensor_parallel_size, args.embedded.num_threads)

@@ -6,7 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trtllm_disagg.embedded.ipc.messages import LogprobEntry, Ready, ReceivedHandoff, Rendezvous, SamplingSpec
+import msgspec
+
+from trtllm_disagg.embedded.api.result import Logprob
+from trtllm_disagg.embedded.ipc.messages import (
+    AddRequest,
+    LogprobEntry,
+    Ready,
+    ReceivedHandoff,
+    Rendezvous,
+    SamplingSpec,
+)
 from trtllm_disagg.embedded.params.request_params import (
     DisaggregatedParams,
     DisaggScheduleStyle,
@@ -16,6 +26,9 @@ from trtllm_disagg.embedded.params.request_params import (
 from trtllm_disagg.kv_transfer.handle import EXPECTED, is_endpoint
 
 Tokenize = Callable[[str], list[int]]
+
+_encoder = msgspec.msgpack.Encoder()
+_requests = msgspec.msgpack.Decoder(AddRequest)
 
 #: Images: refused by name, never dropped.
 _UNSERVED_PARAMS = (
@@ -77,6 +90,16 @@ def check_prompt(prompt: Sequence[int], ready: Ready) -> None:
         raise ValueError(f"the prompt holds token ids outside [0, {ready.vocab_size})")
 
 
+def as_received(request: AddRequest) -> AddRequest:
+    """A request, still without its prompt, as the engine core reads it. Raises ValueError for a value of a type that it
+    could not read.
+    """
+    try:
+        return _requests.decode(_encoder.encode(request))
+    except (msgspec.ValidationError, TypeError, OverflowError, UnicodeEncodeError) as error:
+        raise ValueError(f"the request has a value of the wrong type: {error}") from None
+
+
 def check_fits_a_step(prompt: Sequence[int], max_num_tokens: int) -> None:
     """Raises ValueError for a prompt that needs chunks to be prefilled."""
     if len(prompt) > max_num_tokens:
@@ -118,7 +141,7 @@ def other_half(
 
 def _rendezvous_of(params: DisaggregatedParams, kind: str) -> Rendezvous:
     request = params.disagg_request_id
-    if not isinstance(request, int) or not 0 <= request < 1 << 63:
+    if type(request) is not int or not 0 <= request < 1 << 63:
         raise ValueError(
             f"schedule_style GENERATION_FIRST needs disagg_request_id in [0, 2^63), got {request!r}"
         )
@@ -138,21 +161,26 @@ def handoff_of(params: DisaggregatedParams, ready: Ready) -> ReceivedHandoff:
     if not params.opaque_state or not params.first_gen_tokens or len(params.first_gen_tokens) != 1:
         raise ValueError("a generation_only request needs opaque_state and exactly one of first_gen_tokens")
     first = params.first_gen_tokens[0]
-    if not isinstance(first, int) or not 0 <= first < ready.vocab_size:
+    if type(first) is not int or not 0 <= first < ready.vocab_size:
         raise ValueError(f"first_gen_tokens holds {first!r}; expected a token id in [0, {ready.vocab_size})")
-    return ReceivedHandoff(bytes(params.opaque_state), [first], _first_logprobs(params))
+    logprobs = params.first_gen_log_probs
+    return ReceivedHandoff(
+        bytes(params.opaque_state), [first], [_logprob_entry(logprobs[0], first)] if logprobs else None
+    )
 
 
-def _first_logprobs(params: DisaggregatedParams) -> list[LogprobEntry] | None:
+def _logprob_entry(given: Any, chosen: int) -> LogprobEntry:
     """The wire has {token id: Logprob}; the chosen token comes first, as everywhere in the engine."""
-    if not params.first_gen_log_probs or not params.first_gen_tokens:
-        return None
-    chosen = params.first_gen_tokens[0]
-    entries = [
-        (int(token), float(lp.logprob), int(lp.rank or 0))
-        for token, lp in dict(params.first_gen_log_probs[0]).items()
-    ]
-    return [sorted(entries, key=lambda entry: entry[0] != chosen)]
+    if (
+        not given
+        or not isinstance(given, dict)
+        or not all(isinstance(logprob, Logprob) for logprob in given.values())
+    ):
+        raise ValueError(
+            f"first_gen_log_probs holds {given!r}; expected a Logprob for each of some token ids"
+        )
+    entry = [(token, logprob.logprob, logprob.rank or 0) for token, logprob in given.items()]
+    return sorted(entry, key=lambda each: each[0] != chosen)
 
 
 def sampling_spec(

@@ -275,10 +275,10 @@ class GenerationResult:
             del output.token_ids[-delivery.trim :]
         for entry in delivery.logprobs or ():
             output.logprobs.append(_public(entry))
-            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + entry[0][1]
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + _of_chosen(output.logprobs[-1])
         while len(output.logprobs) > len(output.token_ids):
-            chosen = next(iter(output.logprobs.pop().values()))
-            output.cumulative_logprob = (output.cumulative_logprob or 0.0) - chosen.logprob
+            chosen = _of_chosen(output.logprobs.pop())
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) - chosen
         if delivery.prompt_logprobs:
             output.prompt_logprobs = [_public(entry) for entry in delivery.prompt_logprobs]
         self.cached_tokens = delivery.cached_tokens
@@ -325,6 +325,11 @@ class GenerationResult:
 
 def _public(entry: LogprobEntry) -> dict[int, Logprob]:
     return {token: Logprob(logprob, rank) for token, logprob, rank in entry}
+
+
+def _of_chosen(entry: dict[int, Logprob]) -> float:
+    """0 for the empty entry of a first token that came without logprobs."""
+    return next((each.logprob for each in entry.values()), 0.0)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

@@ -42,7 +42,12 @@ class IncomingReads:
         assert handle is not None
         local = sequence.blocks[num_known : len(handle.blocks)]
         sequence.timer.transfer_began()
-        pull = Pull(handle=handle, remote=handle.blocks[num_known:], local=local)
+        pull = Pull(
+            handle=handle,
+            remote=handle.blocks[num_known:],
+            local=local,
+            is_wanted=lambda: not sequence.aborted,
+        )
         self._reading[pull] = sequence
         self._receiver.start(pull)
 
@@ -69,7 +74,7 @@ class IncomingReads:
         return KvArrived(
             sequence,
             handoff.first_gen_tokens[0],
-            (handoff.first_logprobs or [[]])[0],
+            handoff.first_logprobs[0] if handoff.first_logprobs else None,
             num_cached=pull.handle.cached_tokens,
             bytes_moved=pull.bytes_moved,
             num_known=len(pull.handle.blocks) - len(pull.local),

@@ -57,7 +57,7 @@ class TwoSidedConnector(KvConnector):
         name, endpoint = self.sender.name, self.sender.endpoint
         self.peers = Peers(transport, layout, authentication=authentication, timeouts=timeouts, on_news=wake)
         self.receiver = KvReceiver(self.peers, on_finished=wake)
-        self.offers = OfferBook(name, layout.fingerprint(), wake, timeouts=timeouts)
+        self.offers = OfferBook(name, layout.fingerprint(), wake, stop_seconds=timeouts.stop)
         self.pusher = KvPusher(self.peers, on_finished=wake)
         self.push_receiver = PushReceiver(
             name, endpoint, self.peers, on_news=wake, on_busy=self.sender.progress_thread.expect_peer

@@ -224,7 +224,10 @@ class EngineCore:
                 sequence.num_computed, sequence.num_cached = sequence.num_prompt, event.num_cached
                 self._commit(sequence)
                 self.scheduler.received(sequence)
-                self._accept(sequence, token, logprobs if sequence.sampling.logprobs is not None else None)
+                # An empty entry for a token that came without one: each later entry stays that of its token.
+                self._accept(
+                    sequence, token, (logprobs or []) if sequence.sampling.logprobs is not None else None
+                )
             case ReadEnded(sequence):
                 self._retire(sequence)
             case HandedOff(output, bytes_moved):

@@ -47,13 +47,13 @@ class KVEventsConfig(StrictModel):
     """Events pushed over ZeroMQ by the engine itself, instead of polled."""
 
     enable_kv_cache_events: Annotated[bool, Served(False, expected="false")] = False
-    publisher: Literal["null", "zmq"] | None = None
-    endpoint: str = Field(default="tcp://*:5557", min_length=1)
-    replay_endpoint: str | None = Field(default=None, min_length=1)
-    buffer_steps: PositiveInt = 10_000
-    hwm: PositiveInt = 100_000
-    max_queue_size: PositiveInt = 100_000
-    topic: str = ""
+    publisher: Annotated[Literal["null", "zmq"] | None, NO_EFFECT] = None
+    endpoint: Annotated[str, NO_EFFECT] = Field(default="tcp://*:5557", min_length=1)
+    replay_endpoint: Annotated[str | None, NO_EFFECT] = Field(default=None, min_length=1)
+    buffer_steps: Annotated[PositiveInt, NO_EFFECT] = 10_000
+    hwm: Annotated[PositiveInt, NO_EFFECT] = 100_000
+    max_queue_size: Annotated[PositiveInt, NO_EFFECT] = 100_000
+    topic: Annotated[str, NO_EFFECT] = ""
 
 
 class BlockReuseConfig(StrictModel):
@@ -61,7 +61,7 @@ class BlockReuseConfig(StrictModel):
         Literal["all_reusable", "per_request", "per_conversation"],
         Served("all_reusable", expected="all_reusable"),
     ] = "all_reusable"
-    max_num_turns: PositiveInt = 1
+    max_num_turns: Annotated[PositiveInt, NO_EFFECT] = 1
 
 
 class KvCacheConfig(StrictModel):
@@ -72,7 +72,7 @@ class KvCacheConfig(StrictModel):
     free_gpu_memory_fraction: float | None = Field(default=0.9, ge=0, le=1)
     host_cache_size: Annotated[NonNegativeInt | None, Served(None, 0, expected="0")] = None
     disk_cache_size: Annotated[NonNegativeInt | None, Served(None, 0, expected="0")] = None
-    disk_cache_path: str | None = None
+    disk_cache_path: Annotated[str | None, NO_EFFECT] = None
     cross_kv_cache_fraction: Annotated[float | None, Served(None)] = Field(default=None, ge=0, le=1)
     secondary_offload_min_priority: Annotated[int | None, NO_EFFECT] = None
     event_buffer_max_size: int = Field(default=0, ge=0, le=MOST_RECORDS)
@@ -81,8 +81,8 @@ class KvCacheConfig(StrictModel):
     enable_partial_reuse: bool = True
     copy_on_partial_reuse: bool = True
     use_uvm: Annotated[bool, NO_EFFECT] = False
-    max_gpu_total_bytes: NonNegativeInt = 0
-    iteration_stats_interval: PositiveInt = 1
+    max_gpu_total_bytes: Annotated[NonNegativeInt, NO_EFFECT] = 0
+    iteration_stats_interval: Annotated[PositiveInt, NO_EFFECT] = 1
     dtype: str = "auto"
     tokens_per_block: PositiveInt = 32
     use_kv_cache_manager_v2: Annotated[bool | Literal["auto"], NO_EFFECT] = "auto"
@@ -115,9 +115,10 @@ class CacheTransceiverConfig(StrictModel):
     backend: str | None = None
     transceiver_runtime: Annotated[Literal["CPP", "PYTHON", "auto"] | None, NO_EFFECT] = "auto"
     max_tokens_in_buffer: Annotated[int | None, NO_EFFECT] = None
+    #: None means 60 s, too: an embedded engine never holds KV without an end.
     kv_transfer_timeout_ms: PositiveInt | None = 60_000
-    kv_transfer_sender_future_timeout_ms: PositiveInt | None = 1000
-    kv_transfer_poll_interval_ms: PositiveInt | None = 5000
+    kv_transfer_sender_future_timeout_ms: Annotated[PositiveInt | None, NO_EFFECT] = 1000
+    kv_transfer_poll_interval_ms: Annotated[PositiveInt | None, NO_EFFECT] = 5000
     kv_cache_bounce_size_mb: Annotated[NonNegativeInt, NO_EFFECT] = 0
     #: With schedule_style GENERATION_FIRST finished chunks always travel at once.
     enable_pipelined_transfer: Annotated[bool, NO_EFFECT] = False
@@ -259,10 +260,10 @@ class BaseLlmArgs(StrictModel):
 
     model: str | Path
     tokenizer: Any = None
-    tokenizer_mode: Literal["auto", "slow"] = "auto"
+    tokenizer_mode: Annotated[Literal["auto", "slow"], NO_EFFECT] = "auto"
     custom_tokenizer: Annotated[str | None, Served(None)] = None
     skip_tokenizer_init: bool = False
-    trust_remote_code: bool = False
+    trust_remote_code: Annotated[bool, NO_EFFECT] = False
     dtype: str = "auto"
     revision: str | None = None
     tokenizer_revision: str | None = None
@@ -306,7 +307,7 @@ class BaseLlmArgs(StrictModel):
     post_processor_hook: Annotated[str | None, Served(None)] = None
     num_postprocess_workers: Annotated[NonNegativeInt, NO_EFFECT] = 0
     num_serve_frontends: Annotated[PositiveInt, NO_EFFECT] = 1
-    reasoning_parser: str | None = None
+    reasoning_parser: Annotated[str | None, NO_EFFECT] = None
 
     iter_stats_max_iterations: Annotated[int | None, NO_EFFECT] = Field(default=None, ge=-1)
     request_stats_max_iterations: Annotated[int | None, NO_EFFECT] = Field(default=None, ge=-1)

@@ -166,7 +166,7 @@ def validate_sampling_params(params: SamplingParams, vocab_size: int) -> None:
 
 def _check_token_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
     for token in ids:
-        if not isinstance(token, int) or not 0 <= token < vocab_size:
+        if type(token) is not int or not 0 <= token < vocab_size:
             raise ValueError(
                 f"SamplingParams.{name} holds {token!r}; expected token ids in [0, {vocab_size})"
             )

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -18,9 +18,12 @@ from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.kv_transfer.access import TransferScope, choose_scope
 from trtllm_disagg.kv_transfer.transports import backends
+from trtllm_disagg.model_directory import is_hub_name, model_directory
 
 if TYPE_CHECKING:
     from trtllm_disagg.embedded.params.llm_args import LlmArgs
+
+    Args = TypeVar("Args", bound=LlmArgs)
 
 
 class Served:
@@ -40,6 +43,12 @@ class Served:
 
 #: Marks an argument that tunes GPUs, or another runtime: answers are the same without it.
 NO_EFFECT = object()
+
+
+def in_directory(args: Args) -> Args:
+    """With a model's directory for its name on the hub. Raises ConfigError where there is none."""
+    directory = model_directory(str(args.model), "model", args.revision)
+    return args.model_copy(update={"model": directory})
 
 
 def refuse_unsupported(args: LlmArgs) -> list[str]:
@@ -105,6 +114,12 @@ def _check_kv_dtype(args: LlmArgs) -> None:
 def _check_tokenizer(args: LlmArgs) -> None:
     """Guided decoding reads the tokenizer in the engine's own process."""
     given = args.tokenizer
+    if args.tokenizer_revision is not None and not (isinstance(given, str) and is_hub_name(given)):
+        raise ConfigError.bad_value(
+            "tokenizer_revision",
+            args.tokenizer_revision,
+            "no value, without a tokenizer that is a name on the hub, on the embedded engine",
+        )
     if args.guided_decoding_backend is not None and not isinstance(given, (str, Path, type(None))):
         raise ConfigError.bad_value(
             "tokenizer",

@@ -27,19 +27,21 @@ import torch
 
 from trtllm_disagg import errors
 from trtllm_disagg.embedded.tensor_parallel.group import Channel, Peer
-from trtllm_disagg.errors import HandoffRefusedError, KvTransferError
-from trtllm_disagg.kv_transfer.base import PeerMetadata, ReadTimeoutError, StagingTransport
-from trtllm_disagg.kv_transfer.handle import UNREADABLE
+from trtllm_disagg.errors import ConfigError, HandoffRefusedError, KvTransferError
+from trtllm_disagg.kv_transfer.base import (
+    STAGING_BYTES,
+    PeerMetadata,
+    ReadTimeoutError,
+    StagingTransport,
+    decoded_address,
+)
+from trtllm_disagg.kv_transfer.peers import MAX_PEER_THREADS
 
-#: Read at once when blocks are not read in place.
-STAGING_BYTES = 16 << 20
 #: Starts the address of a sender with several ranks; no transport's own address starts so.
 _SHARDED = b"trtllm-disagg shards\0"
 _encoder = msgspec.msgpack.Encoder()
 log = logging.getLogger(__name__)
 _GRACE_SECONDS = 5.0
-#: As many senders as rank 0 reads from at a time (kv_transfer/pull.py).
-_READERS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +77,6 @@ class Shard(msgspec.Struct, frozen=True):
     address: bytes
 
 
-_decoder = msgspec.msgpack.Decoder(list[Shard])
-
-
 def join_addresses(shards: list[Shard]) -> bytes:
     """What `PeerMetadata.address` is for these ranks together, rank 0 first."""
     return shards[0].address if len(shards) == 1 else _SHARDED + _encoder.encode(shards)
@@ -87,10 +86,8 @@ def shards_of(peer: PeerMetadata) -> list[PeerMetadata]:
     """Metadata of each rank. Raises KvTransferError for an address that is unreadable."""
     if not peer.address.startswith(_SHARDED):
         return [peer]
-    try:
-        shards = _decoder.decode(peer.address[len(_SHARDED) :])
-    except UNREADABLE as error:
-        raise KvTransferError(f"the metadata of {peer.sender} has an unreadable address: {error}") from error
+    joined = msgspec.structs.replace(peer, address=peer.address.removeprefix(_SHARDED))
+    shards = decoded_address(joined, list[Shard])
     return [msgspec.structs.replace(peer, sender=s.sender, address=s.address) for s in shards]
 
 
@@ -203,6 +200,8 @@ class Done(msgspec.Struct):
     id: int
     moved: int = 0
     address: bytes = b""
+    #: Of Serve: the name of this rank's transport.
+    transport: str = ""
     error: str = ""
     kind: str = ""
     may_land_later: bool = False
@@ -231,7 +230,14 @@ class TeamTransport:
         shards = [Shard(sender, self._transport.serve(sender))]
         for helper in self._helpers:
             name = f"{sender}/{helper.rank}"
-            shards.append(Shard(name, _require(helper.serve(name).result()).address))
+            served = _require(helper.serve(name).result())
+            if served.transport != self.name:
+                raise ConfigError.bad_value(
+                    "cache_transceiver_config.backend",
+                    "DEFAULT",
+                    f"a transport by its name: rank 0 finds {self.name} here, rank {helper.rank} {served.transport}",
+                )
+            shards.append(Shard(name, served.address))
         return join_addresses(shards)
 
     def read(
@@ -344,7 +350,7 @@ class TransferService:
         self._channel = channel
         self._lock = threading.Lock()
         self._built: Future[tuple[StagingTransport, ShardReader]] = Future()
-        self._readers = ThreadPoolExecutor(_READERS, "kv-pull")
+        self._readers = ThreadPoolExecutor(MAX_PEER_THREADS, "kv-pull")
         threading.Thread(target=self._serve, name="kv-commands", daemon=True).start()
 
     def start(self, transport: StagingTransport, pool: torch.Tensor, rank: int, num_ranks: int) -> None:
@@ -366,9 +372,7 @@ class TransferService:
     def _execute(self, command: TransferCommand) -> None:
         match command:
             case Serve():
-                self._answer(
-                    command.id, lambda: Done(command.id, address=self._transport.serve(command.sender))
-                )
+                self._answer(command.id, lambda: self._serve_pool(command))
             case Read():
                 self._readers.submit(self._answer, command.id, lambda: self._read(command))
             case Tick():
@@ -381,6 +385,10 @@ class TransferService:
     def _transport(self) -> StagingTransport:
         """Waits until there is one; raises what kept it."""
         return self._built.result()[0]
+
+    def _serve_pool(self, command: Serve) -> Done:
+        transport = self._transport
+        return Done(command.id, address=transport.serve(command.sender), transport=transport.name)
 
     def _read(self, command: Read) -> Done:
         remote, local = (np.frombuffer(ids, np.int32) for ids in (command.remote, command.local))

@@ -14,6 +14,8 @@ import pytest
 
 from tests.conftest import Checkpoints
 from trtllm_disagg.embedded import LLM, DisaggregatedParams, RequestError, RequestOutput, SamplingParams
+from trtllm_disagg.embedded.api.result import Logprob
+from trtllm_disagg.embedded.params.request_params import DisaggScheduleStyle
 
 BLOCK = 32
 NUM_BLOCKS = 64
@@ -105,6 +107,19 @@ async def test_two_engines_answer_what_one_does(prefill: LLM, decode: LLM, strea
     await eventually(lambda: no_leases(prefill))
 
 
+async def test_without_logprobs_of_the_first_token_the_others_keep_their_places(
+    prefill: LLM, decode: LLM
+) -> None:
+    tokens = prompt(21)
+    whole = (await prefill.generate_async(tokens, PARAMS)).outputs[0]
+    handoff = to_decode(await run_prefill(prefill, tokens))
+    handoff = dataclasses.replace(handoff, first_gen_log_probs=None)
+    output = (await decode.generate_async(tokens, PARAMS, disaggregated_params=handoff)).outputs[0]
+    assert output.token_ids == whole.token_ids
+    assert output.logprobs == [{}, *whole.logprobs[1:]]
+    await eventually(lambda: no_leases(prefill))
+
+
 async def test_a_handoff_can_come_back_to_the_engine_that_made_it(prefill: LLM) -> None:
     tokens = prompt(5)
     handoff = to_decode(await run_prefill(prefill, tokens))
@@ -146,6 +161,18 @@ async def test_an_aborted_decode_gives_prefills_blocks_back(prefill: LLM, decode
         ({"first_gen_tokens": None}, "exactly one of first_gen_tokens"),
         ({"first_gen_tokens": [1, 2]}, "exactly one of first_gen_tokens"),
         ({"first_gen_tokens": [9999]}, "first_gen_tokens holds 9999"),
+        ({"first_gen_tokens": [True]}, "first_gen_tokens holds True"),
+        ({"first_gen_log_probs": [{}]}, "first_gen_log_probs holds {}"),
+        ({"first_gen_log_probs": [[]]}, r"first_gen_log_probs holds \[\]"),
+        ({"first_gen_log_probs": [{5: {"logprob": 0.0}}]}, "first_gen_log_probs holds"),
+        ({"first_gen_log_probs": [{5: Logprob(True)}]}, "value of the wrong type"),
+        ({"first_gen_log_probs": [{5: Logprob(-1.0, rank=1.5)}]}, "value of the wrong type"),  # type: ignore[arg-type]
+        ({"first_gen_log_probs": [{1 << 64: Logprob(-1.0)}]}, "value of the wrong type"),
+        ({"first_gen_log_probs": [{"5": Logprob(-1.0)}]}, "value of the wrong type"),
+        (
+            {"schedule_style": DisaggScheduleStyle.GENERATION_FIRST, "disagg_request_id": True},
+            "needs disagg_request_id in .* got True",
+        ),
     ],
     ids=repr,
 )
@@ -153,6 +180,7 @@ def test_incomplete_handoff_is_refused_at_once(decode: LLM, changes: dict[str, A
     whole = DisaggregatedParams(request_type="generation_only", opaque_state=b"x", first_gen_tokens=[5])
     with pytest.raises(ValueError, match=reason):
         decode.generate_async([5], disaggregated_params=dataclasses.replace(whole, **changes))
+    assert len(decode._running) == 0
 
 
 @pytest.mark.parametrize("kind", ["context_only", "generation_only"])

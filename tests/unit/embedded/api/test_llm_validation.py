@@ -98,6 +98,42 @@ def test_sampling_params_out_of_range_are_refused(llm: LLM, params: dict[str, An
 @pytest.mark.parametrize(
     "params",
     [
+        {"max_tokens": 20.0},
+        {"max_tokens": np.int64(20)},
+        {"n": True},
+        {"top_k": 40.0, "temperature": 1.0},
+        {"top_k": True},
+        {"temperature": np.float64(0.5)},
+        {"temperature": True},
+        {"seed": 1.5},
+        {"logprobs": 1.5},
+        {"logprobs": True},
+        {"end_id": True},
+        {"stop_token_ids": [True]},
+        {"bad_token_ids": [True]},
+        {"include_stop_str_in_output": 1},
+        {"stop": "\ud800"},
+    ],
+    ids=repr,
+)
+def test_sampling_params_of_the_wrong_type_are_refused(llm: LLM, params: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        llm.generate_async([5], SamplingParams(**params))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"cache_salt": 5}, {"cache_salt": "\ud800"}, {"priority": True}, {"priority": "0.5"}],
+    ids=repr,
+)
+def test_an_argument_of_the_wrong_type_is_refused(llm: LLM, arguments: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        llm.generate_async([5], **arguments)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
         {"use_beam_search": True},
         {"embedding_bias": [1.0]},
         {"logits_processor": print},

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+import re
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
+import trtllm_disagg.embedded
+from tools.reference import arguments
 from trtllm_disagg.embedded.params.llm_args import (
     CacheTransceiverConfig,
     CapacitySchedulerPolicy,
@@ -16,12 +22,41 @@ from trtllm_disagg.embedded.params.llm_args import (
     LoadFormat,
     SchedulerConfig,
 )
-from trtllm_disagg.embedded.params.supported_args import refuse_unsupported
+from trtllm_disagg.embedded.params.supported_args import NO_EFFECT, Served, refuse_unsupported
 from trtllm_disagg.errors import ConfigError
+
+EMBEDDED = Path(trtllm_disagg.embedded.__file__).parent
 
 
 def llm_args(**values: Any) -> LlmArgs:
     return LlmArgs.model_validate({"model": "m", **values})
+
+
+def test_an_argument_without_a_mark_is_read_by_the_engine() -> None:
+    files = [file for file in EMBEDDED.rglob("*.py") if file.name != "llm_args.py"]
+    read = set(re.findall(r"\.(\w+)\b", "\n".join(file.read_text() for file in files)))
+    unread = {
+        key
+        for key, field in arguments(LlmArgs)
+        if not is_marked(field) and not has_fields(field) and key.rpartition(".")[2] not in read
+    }
+    assert unread == set()
+
+
+def is_marked(field: FieldInfo) -> bool:
+    return any(mark is NO_EFFECT or isinstance(mark, Served) for mark in field.metadata)
+
+
+def has_fields(field: FieldInfo) -> bool:
+    kinds = (field.annotation, *get_args(field.annotation))
+    return any(inspect.isclass(kind) and issubclass(kind, BaseModel) for kind in kinds)
+
+
+def test_a_tokenizer_revision_needs_a_tokenizer_on_the_hub(tmp_path: Path) -> None:
+    for tokenizer in (None, str(tmp_path)):
+        with pytest.raises(ConfigError, match="tokenizer_revision: 'v2' is not allowed"):
+            refuse_unsupported(llm_args(tokenizer=tokenizer, tokenizer_revision="v2"))
+    assert refuse_unsupported(llm_args(tokenizer="acme/tiny", tokenizer_revision="v2")) == []
 
 
 def test_default_engine_arguments_are_not_refused() -> None:

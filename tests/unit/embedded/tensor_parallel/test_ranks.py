@@ -20,6 +20,7 @@ from tests.support.cores import Core
 from tests.support.deployments import wait_until
 from trtllm_disagg.embedded import LLM, RequestError, SamplingParams
 from trtllm_disagg.embedded.tensor_parallel.launch import RankWatch, core_launch, require_ranks
+from trtllm_disagg.engine.rank_placement import num_ranks_of
 from trtllm_disagg.errors import ConfigError
 
 MPIEXEC = str(Path(sysconfig.get_path("scripts")) / "mpiexec")
@@ -39,14 +40,20 @@ with LLM(model=sys.argv[1], tensor_parallel_size=int(sys.argv[2]), skip_tokenize
 """
 
 
-def two_ranks(model: Path) -> LLM:
+def two_ranks(model: Path, **more: Any) -> LLM:
     return LLM(
         model=model,
         tensor_parallel_size=2,
         skip_tokenizer_init=True,
         max_seq_len=2048,
         kv_cache_config={"max_tokens": 4096},
+        **more,
     )
+
+
+def test_two_ranks_share_each_request_whatever_attention_dp_says(checkpoints: Checkpoints) -> None:
+    with two_ranks(checkpoints(), enable_attention_dp=True) as llm:
+        assert num_ranks_of(llm.args) == 1
 
 
 def test_prompt_logprobs_of_two_ranks_equal_those_of_one(checkpoints: Checkpoints) -> None:

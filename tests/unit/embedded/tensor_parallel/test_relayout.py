@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from tests.support.nixl_agents import ScriptedAgents
 from tests.support.pools import ONE_HOST
 from trtllm_disagg.embedded.tensor_parallel.transfers import (
-    STAGING_BYTES,
     Shard,
     ShardReader,
     join_addresses,
@@ -23,7 +22,13 @@ from trtllm_disagg.embedded.tensor_parallel.transfers import (
     shards_of,
 )
 from trtllm_disagg.errors import HandoffRefusedError, KvTransferError
-from trtllm_disagg.kv_transfer.base import KvLayout, PeerMetadata, ReadTimeoutError, StagingTransport
+from trtllm_disagg.kv_transfer.base import (
+    STAGING_BYTES,
+    KvLayout,
+    PeerMetadata,
+    ReadTimeoutError,
+    StagingTransport,
+)
 from trtllm_disagg.kv_transfer.nixl import NixlTransport
 from trtllm_disagg.kv_transfer.transports import create_transport
 

@@ -38,7 +38,14 @@ from trtllm_disagg.embedded.tensor_parallel.group import (
     connect,
 )
 from trtllm_disagg.embedded.tensor_parallel.team import Team
-from trtllm_disagg.embedded.tensor_parallel.transfers import Done, Read, Shard, TeamTransport, join_addresses
+from trtllm_disagg.embedded.tensor_parallel.transfers import (
+    Done,
+    Read,
+    Serve,
+    Shard,
+    TeamTransport,
+    join_addresses,
+)
 from trtllm_disagg.errors import ConfigError, EngineError
 from trtllm_disagg.kv_transfer.base import KvLayout, PeerMetadata
 from trtllm_disagg.testing.fake_transport import Fails, FakeTransport
@@ -163,6 +170,25 @@ def test_a_closed_channel_is_the_end_of_the_messages() -> None:
 
 def test_a_lost_rank_is_an_engine_error() -> None:
     assert issubclass(RankLostError, EngineError)
+
+
+def test_ranks_that_find_two_transports_do_not_start() -> None:
+    listener, address = listen()
+    with listener:
+        other = connect(address, 1)
+        peers = accept(listener, 2)
+    fake = FakeTransport()
+    transport = TeamTransport(fake, peers)
+    transport.allocate((4, 1, 2, 4, 2, 8), torch.float32, torch.device("cpu"))
+    with ThreadPoolExecutor(1) as thread:
+        served = thread.submit(transport.serve, "sender")
+        asked = other.transfers.receive(msgspec.msgpack.Decoder(Serve))
+        other.transfers.send(Done(asked.id, transport="SHARED_MEMORY"))
+        with pytest.raises(ConfigError, match="rank 0 finds FAKE here, rank 1 SHARED_MEMORY"):
+            served.result(_SECONDS)
+    for each in (other, *peers):
+        close(each)
+    fake.close()
 
 
 def test_a_read_that_fails_on_rank_0_ends_when_the_other_rank_has_ended() -> None:
