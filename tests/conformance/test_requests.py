@@ -97,7 +97,7 @@ async def test_greedy_spellings_give_the_same_tokens(llm: Any, values: dict[str,
     assert await tokens_of(llm.generate_async(PROMPT, sampling(**values))) == greedy
 
 
-async def test_of_several_stop_tokens_the_first_one_ends_the_answer(llm: Any) -> None:
+async def test_first_of_several_stop_tokens_ends_the_answer(llm: Any) -> None:
     """The one that comes first ends the answer, and is named."""
     whole = await tokens_of(llm.generate_async(PROMPT, sampling(max_tokens=12)))
     first = min((whole[4], whole[9]), key=whole.index)
@@ -126,6 +126,6 @@ async def test_of_several_stop_tokens_the_first_one_ends_the_answer(llm: Any) ->
     ],
     ids=" ".join,
 )
-async def test_what_is_not_served_is_refused_by_name(llm: Any, values: dict[str, Any]) -> None:
+async def test_unserved_sampling_option_is_refused_by_name(llm: Any, values: dict[str, Any]) -> None:
     with pytest.raises(NotImplementedError, match=next(iter(values))):
         llm.generate_async(PROMPT, sampling(**values))

@@ -54,7 +54,7 @@ def test_prompt_of_exactly_the_local_length_stays_local(
         assert strategy == ("local" if expected == "short" else served.strategy)
 
 
-def test_what_is_cached_does_not_count(deployment: tuple[Served, Path], oracle: Oracle) -> None:  # noqa: F811
+def test_cached_tokens_do_not_count_as_prompt_length(deployment: tuple[Served, Path], oracle: Oracle) -> None:  # noqa: F811
     served, _ = deployment
     prompt = ids(4 * LIMIT, seed=77)
     assert took(served, oracle, prompt, "cached") == (served.strategy, "long")

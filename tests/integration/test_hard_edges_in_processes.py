@@ -133,7 +133,7 @@ def test_doctor_sees_the_order_in_force_and_the_way_that_a_request_took_instead(
     assert pair.doctor()["order"][0] == "ok", "the next request crosses again"
 
 
-def test_what_a_dead_decode_worker_was_answered_is_fetched_by_the_next_one(pair: Pair) -> None:
+def test_handoff_delivered_to_a_dead_decode_worker_is_fetched_by_another_one(pair: Pair) -> None:
     """Its kernel has taken the answer, so neither the prefill worker nor Dynamo has seen it get lost."""
     pair.ask()
     served = pair.num_served("prefill")

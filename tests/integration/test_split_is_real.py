@@ -106,9 +106,7 @@ def test_each_worker_has_the_numbers_that_dynamos_dashboard_shows(strategy: str,
 
 
 @pytest.mark.parametrize("strategy", DISAGGREGATED)
-def test_what_a_worker_holds_already_is_neither_computed_nor_moved_again(
-    strategy: str, deployed: Served
-) -> None:
+def test_cached_blocks_are_neither_computed_nor_moved_again(strategy: str, deployed: Served) -> None:
     deployed.wait_until_idle()
     before = {role: work_of(deployed, role) for role in ("prefill", "decode")}
     prompt = fresh_prompt(300)

@@ -140,7 +140,7 @@ def test_router_learns_of_blocks_cached_by_the_upstream_worker(deployment: Dynam
     deployment.wait_until(is_known, "one of two blocks is known to the router, and reused")
 
 
-def test_its_metrics_have_what_requests_took(deployment: DynamoDeployment) -> None:
+def test_upstream_worker_metrics_have_the_times_of_requests(deployment: DynamoDeployment) -> None:
     def count(worker: str, name: str) -> float:
         return deployment.gauge(worker, f"trtllm_{name}_count")
 

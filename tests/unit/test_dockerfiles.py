@@ -51,7 +51,7 @@ def copied(file: str) -> list[str]:
 
 
 @pytest.mark.parametrize("file", BOTH)
-def test_what_is_copied_is_there_and_not_ignored(file: str) -> None:
+def test_files_copied_by_dockerfiles_exist_and_are_not_ignored(file: str) -> None:
     sent = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     assert copied(file)
     for source in copied(file):

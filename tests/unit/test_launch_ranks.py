@@ -164,7 +164,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("variables", "args", "words"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_run_is_refused_before_srun_is_called(
+def test_impossible_slurm_job_is_refused_before_srun_is_called(
     slurm: FakeSlurm, variables: dict[str, str], args: tuple[str, ...], words: str
 ) -> None:
     refused = start(slurm, "slurm/deployment.sh", *args, **variables)
@@ -174,7 +174,7 @@ def test_what_cannot_run_is_refused_before_srun_is_called(
 
 
 @pytest.mark.parametrize("launch", ["slurm/worker.sh", "mpi.sh"])
-def test_a_role_that_there_is_not_is_refused(slurm: FakeSlurm, launch: str) -> None:
+def test_unknown_role_is_refused(slurm: FakeSlurm, launch: str) -> None:
     assert start(slurm, launch, "encode").wait(SECONDS) == 1
     assert "ROLE: 'encode' is not allowed; expected agg, prefill or decode" in slurm.output
 

@@ -80,7 +80,7 @@ def test_bfloat16_model_computed_in_float32_is_logged_once(
     assert told.count("a bfloat16 model, computed in float32") == 1
 
 
-def test_a_level_that_there_is_not_is_refused_before_a_process_is_started(
+def test_unknown_cpu_level_is_refused_before_a_process_is_started(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SETTING, "fast")

@@ -72,7 +72,7 @@ def test_cached_hub_name_resolves_to_its_snapshot(
 
 
 @pytest.mark.parametrize("revision", ["v2", "refs/pr/3", "0123abcd"])
-def test_a_revision_is_its_own_snapshot(
+def test_each_revision_has_its_snapshot(
     cache: HubCache, checkpoints: Checkpoints, offline: None, revision: str
 ) -> None:
     cache.add(checkpoints("llama"))

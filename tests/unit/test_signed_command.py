@@ -118,7 +118,7 @@ def test_command_signed_with_a_slightly_different_clock_is_accepted(seconds: flo
 @pytest.mark.parametrize(
     "raw", [{"signature": 1}, {"signature": "x"}, {"signature": "x", "more": 1}, None, 5]
 )
-def test_what_is_no_command_is_refused(raw: Any) -> None:
+def test_invalid_signed_command_is_refused(raw: Any) -> None:
     with pytest.raises(InvalidRequestError, match=CONTROL):
         KeyVerifier(KEY, ME).command_of(raw)
 

@@ -17,7 +17,7 @@ def occupancy(max_batch_size: int = 4, prefill: int = 1024, decode: int = 96) ->
 # -- the decision
 
 
-def test_an_idle_prefill_engine_is_taken_first_however_idle_decode_is() -> None:
+def test_idle_prefill_engine_is_chosen_before_an_idle_decode() -> None:
     assert occupancy().place_for(1024) is Place.PREFILL
 
 
@@ -79,7 +79,7 @@ async def started(turns: list[asyncio.Task[Place]]) -> str:
     return "".join(turn.result().name[0] for turn in turns if turn.done())
 
 
-async def test_of_six_prompts_at_once_decode_computes_those_that_it_has_rows_for() -> None:
+async def test_decode_takes_as_many_of_six_prompts_as_it_has_rows() -> None:
     line = occupancy(max_batch_size=4)
     turns = [asyncio.create_task(line.place(1024)) for _ in range(6)]
     assert await started(turns) == "PD"

@@ -146,7 +146,7 @@ def test_variables_have_dynamos_names(upstream: dict[str, Upstream]) -> None:
     assert [name for name in shared if upstream[name].variable not in OURS[name].variables] == []
 
 
-def test_what_is_a_switch_upstream_is_one_here(upstream: dict[str, Upstream]) -> None:
+def test_switches_of_dynamos_worker_are_switches_here(upstream: dict[str, Upstream]) -> None:
     switches = {name for name, flag in upstream.items() if flag.is_switch}
     ours = {
         name for name, flag in OURS.items() if isinstance(SETTINGS[flag.field].default, bool)
@@ -194,7 +194,7 @@ def parse(*argv: str, **environ: str) -> WorkerConfig:
 
 
 @pytest.mark.parametrize("flag", NOT_SERVED, ids=lambda flag: str(flag.name))
-def test_what_is_not_served_is_refused_as_flag_and_as_variable(flag: Any) -> None:
+def test_unserved_dynamo_option_is_refused_as_flag_and_as_variable(flag: Any) -> None:
     asks = names_of_switch(flag.name) if flag.is_switch else (flag.name,)
     wanted = "no" if "true" in flag.accepted else "1"
     argv = [asks["true" in flag.accepted]] if flag.is_switch else [flag.name, "xyz"]

@@ -194,7 +194,7 @@ def test_a_key_that_only_tensorrt_llm_knows_is_left_to_it(tmp_path: Path, engine
     assert "did you mean max_num_tokens?" in refusal(tmp_path, {"max_num_token": 1}, engine=engine)
 
 
-def test_what_only_the_embedded_engine_knows_is_refused_for_the_other(tmp_path: Path) -> None:
+def test_embedded_only_key_is_refused_for_tensorrt_llm(tmp_path: Path) -> None:
     values = {"engine": "tensorrt_llm"}
     assert "embedded" in refusal(tmp_path, {"embedded": {"num_threads": 2}}, **values)
     shared_memory = {"cache_transceiver_config": {"backend": "SHARED_MEMORY"}}

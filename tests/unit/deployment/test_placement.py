@@ -84,6 +84,6 @@ def test_a_size_of_the_command_line_counts_in_both_spellings() -> None:
     assert describe_ranks((*agg, "--trtllm.tensor_parallel_size", "4"), {}).split()[0] == "4"
 
 
-def test_what_the_worker_would_refuse_is_refused() -> None:
+def test_worker_flags_that_the_worker_would_refuse_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"'/none\.yaml' is not allowed; expected a YAML file that exists"):
         describe_ranks((*WORKER, "--engine", "embedded", "--extra-engine-args", "/none.yaml"), {})

@@ -151,7 +151,7 @@ def test_a_prompt_fills_blocks_and_fits_the_model() -> None:
 @pytest.mark.parametrize(
     "url", ["127.0.0.1:8000", "ftp://host", "http://", "nonsense", "http://h:99999", "http://h:abc"]
 )
-def test_what_is_no_url_is_refused_by_name(url: str) -> None:
+def test_invalid_url_is_refused_by_name(url: str) -> None:
     with pytest.raises(ConfigError, match=r"--url.*the URL of a frontend"):
         HttpFrontend(url, 5)
 

@@ -49,7 +49,7 @@ def test_a_command_crosses_the_wire(command: Command) -> None:
         ({"command": "set", "values": {"a": [1]}}, "values"),
     ],
 )
-def test_what_is_no_command_is_refused_by_name(raw: Any, named: str) -> None:
+def test_unknown_control_command_is_refused_by_name(raw: Any, named: str) -> None:
     with pytest.raises(InvalidRequestError, match=named):
         decode_command(raw)
 

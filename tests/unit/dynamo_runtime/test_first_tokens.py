@@ -50,7 +50,7 @@ async def test_request_is_bound_to_its_rank_and_the_first_token_is_notified_once
 
 
 @pytest.mark.parametrize("stage", ["prefill", "decode", "whole"])
-async def test_what_another_worker_asks_for_is_no_request_of_a_router(stage: str) -> None:
+async def test_first_token_of_a_phase_request_is_not_notified(stage: str) -> None:
     context = await served(raw_request(errand={"stage": stage}), Source())
     assert (context.ranks, context.notices) == ([], [])
 

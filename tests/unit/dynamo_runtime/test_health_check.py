@@ -36,6 +36,6 @@ def test_health_check_payload_is_read_from_json_or_a_file(tmp_path: Path) -> Non
         ('{"token_ids": [1], "stop_conditions": {"max_tokens": "1"}}', "max_tokens"),
     ],
 )
-def test_what_is_no_request_is_refused_by_the_flags_name(given: str, why: str) -> None:
+def test_invalid_health_check_payload_is_refused_by_the_flags_name(given: str, why: str) -> None:
     with pytest.raises(ConfigError, match=f"^--health-check-payload: .*{why}"):
         health_check_payload(given)

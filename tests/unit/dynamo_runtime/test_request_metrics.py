@@ -139,7 +139,7 @@ def test_hostile_label_values_make_no_series_beyond_the_bound(said: list[tuple[s
             assert all(len(each) <= 25 for each in values.values()), metric.name
 
 
-def test_what_the_engine_measured_is_shown_as_tensorrt_llms_server_does() -> None:
+def test_engine_measurements_have_the_metric_names_of_tensorrt_llms_server() -> None:
     metrics = EngineRequestMetrics("m")
     asked = whole()
     asked.trace.measured = {

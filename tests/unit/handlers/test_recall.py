@@ -169,7 +169,7 @@ async def test_recall_releases_a_prefill_that_ends_much_later(monkeypatch: pytes
     assert lossy.contexts == 0
 
 
-async def test_what_a_dead_decode_worker_has_not_taken_is_fetched_by_another_one(
+async def test_handoff_not_taken_by_a_dead_decode_worker_is_fetched_by_another_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(recall, "CHECK_SECONDS", 0.01)

@@ -209,7 +209,7 @@ def test_a_new_peer_has_a_thread_of_its_own_after_many_that_are_gone() -> None:
         workers.close()
 
 
-def test_what_is_submitted_for_one_peer_runs_in_order() -> None:
+def test_work_submitted_for_one_peer_runs_in_order() -> None:
     workers, ran = PeerThreads(), queue.SimpleQueue[int]()
     try:
         for number in range(300):

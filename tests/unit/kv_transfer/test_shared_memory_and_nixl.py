@@ -78,7 +78,7 @@ def test_written_blocks_arrive_at_their_places_only(
     assert torch.equal(target.kv, expected)
 
 
-def test_what_changes_at_the_sender_is_read_anew(pools: tuple[Pool, Pool]) -> None:
+def test_changed_blocks_of_the_sender_are_read_anew(pools: tuple[Pool, Pool]) -> None:
     sender, receiver = pools
     for start in (3.0, 4.0):
         sender.fill(start)

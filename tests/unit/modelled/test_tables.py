@@ -118,7 +118,7 @@ def test_the_model_may_be_that_of_the_directory(tmp_path: Any) -> None:
          r"moe_expert_parallel_size x moe_tensor_parallel_size: 8 is not allowed; expected tensor_parallel_size 4"),
     ],
 )  # fmt: skip
-def test_what_no_table_covers_is_refused_by_name(args: dict[str, Any], says: str) -> None:
+def test_model_or_gpu_without_a_table_is_refused_by_name(args: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         open_tables(args_of(**args))
 

@@ -171,7 +171,7 @@ def test_modelled_handoff_gives_the_same_tokens_as_one_engine(duo: Duo) -> None:
     duo.assert_idle()
 
 
-def test_what_decode_has_in_its_cache_is_not_moved_again(duo: Duo) -> None:
+def test_blocks_cached_on_decode_are_not_moved_again(duo: Duo) -> None:
     for _ in range(2):
         hand_over(duo, 320)
     moved = [statistics["totals"]["kvBytesPulled"] for statistics in duo.decode.stats]

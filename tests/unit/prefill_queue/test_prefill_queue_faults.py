@@ -255,7 +255,7 @@ async def test_invalid_item_request_is_refused_by_name(
     assert pulling.llm.results == []
 
 
-async def test_what_nats_does_not_take_is_refused_before_it_is_sent(queue: Queueing) -> None:
+async def test_request_too_large_for_nats_is_refused_before_it_is_sent(queue: Queueing) -> None:
     pushing = await queue.pusher()
     with pytest.raises(PeerUnavailableError, match=r"does not fit the prefill queue: NATS takes \d+"):
         await collect(pushing.generate, request(5, padding="x" * (2 << 20)))

@@ -32,7 +32,7 @@ def test_a_full_log_becomes_its_predecessor_and_its_writer_goes_on_at_its_begin(
     assert newer.read_bytes() == b"c"
 
 
-async def test_of_a_process_that_writes_on_the_last_lines_are_kept_and_no_more(tmp_path: Path) -> None:
+async def test_log_of_a_writing_process_keeps_only_its_last_lines(tmp_path: Path) -> None:
     log, said = tmp_path / "frontend.log", tmp_path / "said"
     os.mkfifo(said)
     (tmp_path / "frontend.log.1").write_text("of the run before\n")

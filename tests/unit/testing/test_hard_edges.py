@@ -303,7 +303,7 @@ async def test_attention_dp_needs_the_rank_of_the_context() -> None:
             await result.aresult()
 
 
-async def test_the_two_phases_of_a_generation_first_request_meet() -> None:
+async def test_generation_first_phases_find_each_other_by_request_id() -> None:
     context, generation = make(transceiver=PYTHON), make(transceiver=PYTHON)
     assert make().disaggregated_params == {}
     style: dict[str, Any] = {"disagg_request_id": 5, "schedule_style": DisaggScheduleStyle.GENERATION_FIRST}

@@ -157,7 +157,7 @@ async def test_kv_is_fetched_once_and_only_for_its_prompt() -> None:
             await make().generate_async(prompt, disaggregated_params=handoff).aresult()
 
 
-async def test_an_aborted_prefill_lets_go_of_its_kv() -> None:
+async def test_aborted_prefill_releases_its_kv() -> None:
     result = await prefill(make())
     result.abort()
     assert len(LLM.kv_store) == 0

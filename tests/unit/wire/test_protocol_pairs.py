@@ -108,7 +108,7 @@ async def test_a_foreign_engine_is_refused_and_nothing_is_held(
 
 
 @pytest.mark.parametrize("order", ORDERS)
-async def test_bootstrap_meets_in_a_new_room_at_the_prefill_engine(
+async def test_bootstrap_uses_a_new_room_at_the_prefill_engine(
     engines: dict[Role, Engine], order: str
 ) -> None:
     generate, client = pair(engines, order, "bootstrap")

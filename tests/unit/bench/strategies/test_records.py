@@ -86,7 +86,7 @@ def test_a_directory_in_which_a_run_measures_is_refused_to_another_one(tmp_path:
         assert run.path.is_dir()
 
 
-def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
+def test_failed_write_keeps_the_old_record(tmp_path: Path) -> None:
     """As on a full disk: a file may have no more than 100 bytes."""
     file = tmp_path / "report.html"
     write_whole(file, b"before")

@@ -23,7 +23,7 @@ def test_done_share_of_an_arm_that_keeps_up_is_1() -> None:
 
 
 @pytest.mark.parametrize("able", [0.3, 0.5, 0.8])
-def test_of_an_arm_that_falls_behind_as_much_is_done_as_it_is_able_to(able: float) -> None:
+def test_done_share_of_an_arm_that_falls_behind_is_its_capacity(able: float) -> None:
     assert share_of(behind(1.0, able, 4.0, 200)) == pytest.approx(able, abs=0.05)
 
 

@@ -432,7 +432,7 @@ def test_a_run_does_not_go_on_with_another_trace(model: Path, configs: Path) -> 
         prepared(model, configs, *flags, "--trace", str(moved))
 
 
-async def test_points_that_met_each_other_are_measured_again_in_a_new_deployment(
+async def test_points_with_overlapping_requests_are_measured_again_in_a_new_deployment(
     model: Path, configs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their prompts are the same again, and the old one has them in its caches."""
@@ -736,7 +736,7 @@ def test_vocab_size_is_read_from_the_text_config(model: Path, configs: Path) -> 
         (("--engine", "tensorrt_llm", "--rates", "1", "--time-scale", "2"), "--time-scale: 2.0"),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_name(
+def test_invalid_bench_strategies_value_is_refused_by_name(
     model: Path, configs: Path, flags: tuple[str, ...], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):

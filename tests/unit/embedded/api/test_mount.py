@@ -126,7 +126,7 @@ def test_using_a_placeholder_name_raises_not_implemented(mounted: Any, use: Any)
         use(SharedTensorContainer)
 
 
-def test_what_is_in_no_table_does_not_exist(mounted: Any) -> None:
+def test_name_in_no_table_of_the_mounted_package_does_not_exist(mounted: Any) -> None:
     with pytest.raises(ModuleNotFoundError, match="visual_gen"):
         importlib.import_module("tensorrt_llm.visual_gen")
     with pytest.raises(ImportError, match="BuildConfig"):

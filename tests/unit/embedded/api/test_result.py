@@ -42,7 +42,7 @@ def deliver(result: RequestOutput, *outputs: TokenOutput | RequestError) -> None
 # -- in an event loop
 
 
-async def test_what_came_at_once_is_one_update() -> None:
+async def test_tokens_delivered_at_once_are_one_update() -> None:
     result = request()
     deliver(result, tokens(5), tokens(6))
     await anext(result)

@@ -143,7 +143,7 @@ def test_a_prefill_that_dies_is_noticed_long_before_the_deadline(make_duo: MakeD
     duo.decode.assert_idle()
 
 
-def test_a_restarted_prefill_is_met_under_its_new_name(make_duo: MakeDuo) -> None:
+def test_rendezvous_with_a_restarted_prefill_uses_its_new_name(make_duo: MakeDuo) -> None:
     """What was known of the old one is dropped when another engine answers at its place."""
     duo = make_duo()
     duo.generate(prompt(40), 2)

@@ -54,7 +54,7 @@ def kept(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.kernel"))
 
 
-def test_what_was_compiled_is_loaded_afterwards(
+def test_compiled_kernel_is_loaded_and_not_compiled_again(
     tmp_path: Path, new_kernel: Callable[[], Any], said: list[str]
 ) -> None:
     first, second = new_kernel(), new_kernel()

@@ -237,7 +237,7 @@ def test_one_rank_needs_no_mpi() -> None:
         ),
     ],
 )
-def test_what_cannot_be_divided_is_refused_before_anything_is_built(
+def test_sizes_that_ranks_cannot_divide_are_refused_before_anything_is_built(
     settings: dict[str, Any], message: str, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subprocess, "Popen", None)  # nothing is started

@@ -115,7 +115,7 @@ def test_step_message_has_only_what_a_forward_needs(pair: Pair) -> None:
     assert command.rows[0].num_computed == 4
 
 
-def test_what_keeps_a_rank_from_loading_is_raised_as_its_own_error(pair: Pair) -> None:
+def test_load_error_of_a_rank_is_raised_with_its_type(pair: Pair) -> None:
     pair.leader.commands.send(Broken("ConfigError", "model: no weights"))
     with pytest.raises(ConfigError, match="model: no weights"):
         pair.team.broadcasting(Runner(lambda: torch.ones(1)))
