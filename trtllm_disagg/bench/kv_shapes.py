@@ -75,11 +75,11 @@ class KvShape:
         """(n, 3) int64 rows (remote offset, local offset, bytes) in the pools, neighbours on both sides merged."""
         import numpy as np
 
+        from trtllm_disagg.kv_transfer.base import common_runs
+
         pairs = np.asarray(sorted(zip(remote, local, strict=True)), np.int64)
-        breaks = np.flatnonzero((np.diff(pairs, axis=0) != 1).any(1)) + 1
-        starts = np.concatenate(([0], breaks))
-        lengths = np.diff(np.concatenate((starts, [len(pairs)])))
-        return np.column_stack((pairs[starts], lengths)) * self.block_bytes
+        runs = [(*pairs[start], length) for start, length in common_runs(pairs[:, 0], pairs[:, 1])]
+        return np.asarray(runs, np.int64) * self.block_bytes
 
 
 SHAPES = {

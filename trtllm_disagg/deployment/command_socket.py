@@ -35,7 +35,7 @@ from trtllm_disagg.deployment.plan import (
 from trtllm_disagg.deployment.ports import free_system_ports
 from trtllm_disagg.deployment.supervisor import Supervisor
 from trtllm_disagg.errors import ConfigError, DisaggError
-from trtllm_disagg.processes.framing import peer_process
+from trtllm_disagg.processes.same_user import peer_process
 from trtllm_disagg.strategies import spec_of, switchable
 
 log = logging.getLogger(__name__)

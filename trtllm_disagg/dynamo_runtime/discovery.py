@@ -22,7 +22,7 @@ from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.error_mapping import from_dynamo
 from trtllm_disagg.dynamo_runtime.handler import DESCRIBE
 from trtllm_disagg.errors import DisaggError, PeerUnavailableError, StageTimeoutError
-from trtllm_disagg.kv_transfer.listener import RateLimitedLog
+from trtllm_disagg.processes.rate_limited_log import RateLimitedLog
 from trtllm_disagg.types import GenerateRequest, RequestContext
 
 _DESCRIBE_SECONDS = 5.0

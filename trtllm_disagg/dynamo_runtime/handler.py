@@ -23,7 +23,7 @@ from trtllm_disagg.dynamo_runtime.error_mapping import to_dynamo
 from trtllm_disagg.dynamo_runtime.pushed_answers import Answer, pushed
 from trtllm_disagg.errors import ConfigError, InvalidRequestError
 from trtllm_disagg.handlers.streams import PerRequestStream
-from trtllm_disagg.kv_transfer.listener import RateLimitedLog
+from trtllm_disagg.processes.rate_limited_log import RateLimitedLog
 from trtllm_disagg.types import Generate, GenerateRequest
 from trtllm_disagg.wire.bodies import decode_request, encode_chunk
 

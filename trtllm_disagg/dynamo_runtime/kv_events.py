@@ -10,7 +10,7 @@ from itertools import takewhile
 from typing import Any, Protocol
 
 from trtllm_disagg.dynamo_runtime.polling import EVENTS_TIMEOUT, PollingPublisher
-from trtllm_disagg.kv_transfer.listener import RateLimitedLog
+from trtllm_disagg.processes.rate_limited_log import RateLimitedLog
 
 log = logging.getLogger(__name__)
 

@@ -17,9 +17,8 @@ from typing import Protocol
 from trtllm_disagg.errors import ConfigError, KvTransferError
 from trtllm_disagg.kv_transfer.handle import UNIX, join_endpoint, scheme_of, split_endpoint
 from trtllm_disagg.kv_transfer.shared_key import KEY, SharedKeyAuthentication, read_key
-from trtllm_disagg.processes.framing import require_same_user
+from trtllm_disagg.processes import same_user
 
-_BACKLOG = 128
 KEY_FILE_VARIABLE = "TRTLLM_DISAGG_TRANSFER_KEY_FILE"
 
 
@@ -29,8 +28,6 @@ class PeerGoneError(KvTransferError):
 
 class PeerAuthentication(Protocol):
     """Both ends of the connections between engines. A connection that is not a peer's is refused with an OSError."""
-
-    scheme: str
 
     def listen(self) -> tuple[socket.socket, str]:
         """A listening socket and its endpoint. Raises ConfigError."""
@@ -52,19 +49,14 @@ class PeerAuthentication(Protocol):
 
 
 class SameUserAuthentication:
-    """Processes of this user on this host. The socket is an abstract one: the kernel removes it with its process."""
-
-    scheme = UNIX
+    """Processes of this user on this host."""
 
     def listen(self) -> tuple[socket.socket, str]:
         name = f"@trtllm-disagg-kv-{secrets.token_hex(16)}"
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind(_address(name, 1))
-        listener.listen(_BACKLOG)
-        return listener, join_endpoint(name, 1)
+        return same_user.listen(_socket_name(name, 1)), join_endpoint(name, 1)
 
     def screen(self, connection: socket.socket) -> tuple[socket.socket, str]:
-        return connection, f"pid {require_same_user(connection).pid}"
+        return connection, f"pid {same_user.require_same_user(connection).pid}"
 
     def greet(self, connection: socket.socket) -> None:
         """Nothing to do: `screen` has authenticated the peer."""
@@ -76,23 +68,15 @@ class SameUserAuthentication:
                 f"the peer's control channel {endpoint} is on another host, and this engine talks to this host only: "
                 "set embedded.transfer_host and embedded.transfer_key_file on both"
             )
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            connection.settimeout(max(timeout, 0.001))
-            connection.connect(_address(*place))
-            require_same_user(connection)
+            return same_user.connect(_socket_name(*place), max(timeout, 0.001))
         except PermissionError as error:
             # The kernel frees a name with its process: the peer has ended, and another user's process has the name now.
-            connection.close()
             raise PeerGoneError(f"the peer's control channel {endpoint}: {error}") from error
-        except BaseException:
-            connection.close()
-            raise
-        return connection
 
 
-def _address(name: str, number: int) -> bytes:
-    return f"\0{name.removeprefix('@')}:{number}".encode()
+def _socket_name(name: str, number: int) -> str:
+    return f"{name.removeprefix('@')}:{number}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,8 +124,8 @@ class ReadTimeoutError(TimeoutError):
 
 
 class KvTransport(Protocol):
-    """`read` and `write` block and run on the peer's transfer thread; the engine core's thread calls
-    the rest.
+    """`read`, `write` and `forget` run on the peer's thread, and block; `progress` on a thread of its own; the rest on
+    the engine core's.
 
     The pool is `kv[block, layer, k|v, slot, head, dim]`, so a block is one range of bytes.
     """

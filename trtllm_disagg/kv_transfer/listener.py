@@ -12,35 +12,12 @@ from dataclasses import dataclass
 
 from trtllm_disagg.kv_transfer.access import PeerAuthentication
 from trtllm_disagg.processes.framing import UnreadableError, receive_frame
+from trtllm_disagg.processes.rate_limited_log import RateLimitedLog
 
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 1 << 20
 _ACCEPT_RETRY_SECONDS = 0.1
-_WARNING_SECONDS = 60.0
-
-
-class RateLimitedLog:
-    """For events that any stranger can cause: one warning a minute for each message, with the number of suppressed
-    ones. Thread-safe.
-    """
-
-    def __init__(self, log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
-        self._log = log
-        self._clock = clock
-        self._lock = threading.Lock()
-        #: By message: when it may be logged again, and how often it was suppressed.
-        self._kinds: dict[str, tuple[float, int]] = {}
-
-    def __call__(self, message: str, *details: object) -> None:
-        with self._lock:
-            due, left_out = self._kinds.get(message, (0.0, 0))
-            now = self._clock()
-            is_due = now >= due
-            self._kinds[message] = (now + _WARNING_SECONDS, 0) if is_due else (due, left_out + 1)
-        if is_due:
-            more = f" (and {left_out} more of these in the last minute)" if left_out else ""
-            self._log.warning(message + "%s", *details, more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

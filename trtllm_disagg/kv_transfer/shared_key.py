@@ -38,8 +38,6 @@ def read_key(path: Path) -> bytes:
 class SharedKeyAuthentication:
     """Peers are processes with the same key, on any host."""
 
-    scheme = TCP
-
     def __init__(self, host: str, key: bytes) -> None:
         """Raises ConfigError where the package `cryptography` is missing."""
         self._host = host

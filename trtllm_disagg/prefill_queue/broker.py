@@ -20,8 +20,8 @@ from nats.js.errors import APIError, BadRequestError, NotFoundError, ServiceUnav
 
 from trtllm_disagg.config.worker_config import flag_of
 from trtllm_disagg.errors import ConfigError, OverloadedError, QueueUnusableError
-from trtllm_disagg.kv_transfer.listener import RateLimitedLog
 from trtllm_disagg.prefill_queue.messages import CONSUMER, MAX_BYTES, NO, YES, Names
+from trtllm_disagg.processes.rate_limited_log import RateLimitedLog
 
 log = logging.getLogger(__name__)
 

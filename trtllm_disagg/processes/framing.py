@@ -1,43 +1,15 @@
-"""Length-prefixed messages on a stream socket; and the process at the other end of a Unix socket, as the kernel
-recorded it when the connection was made.
-"""
+"""Length-prefixed messages on a stream socket."""
 
 from __future__ import annotations
 
-import os
 import socket
 import struct
 import time
-from typing import NamedTuple
 
-#: Linux: pid, uid, gid.
-_CREDENTIALS = struct.Struct("3i")
 #: As much as one system call receives of a message that is the last one.
 AT_ONCE = 1 << 16
 #: Bytes of the payload that follows.
 LENGTH = struct.Struct("<I")
-
-
-class PeerProcess(NamedTuple):
-    pid: int
-    uid: int
-
-
-def peer_process(connection: socket.socket) -> PeerProcess:
-    pid, uid, _ = _CREDENTIALS.unpack(
-        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    )
-    return PeerProcess(pid, uid)
-
-
-def require_same_user(connection: socket.socket) -> PeerProcess:
-    """Raises PermissionError for another user's process."""
-    peer = peer_process(connection)
-    if peer.uid != os.geteuid():
-        raise PermissionError(
-            f"the process at the other end runs as uid {peer.uid}, this one as {os.geteuid()}"
-        )
-    return peer
 
 
 class UnreadableError(OSError):

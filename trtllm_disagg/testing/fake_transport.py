@@ -1,4 +1,4 @@
-"""A KV transport with transfers that follow a script: late, failing, partly, held back, with a peer that is dead.
+"""A KV transport with transfers that follow a script: late, failing, interrupted, held back.
 
 Around a real transport, which moves the bytes of all transfers that the script lets through.
 """
@@ -28,13 +28,6 @@ class Fails:
     """Raises this."""
 
     error: Exception
-
-
-@dataclass(frozen=True, slots=True)
-class MovesPart:
-    """Moves so many blocks, and fails then."""
-
-    num_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +62,7 @@ class Interrupted:
     after: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class PeerIsDead:
-    """As a transport says it of a process that has ended."""
-
-
-Outcome = Fails | TakesTooLong | MovesPart | WaitsFor | Interrupted | PeerIsDead
+Outcome = Fails | TakesTooLong | WaitsFor | Interrupted
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,17 +151,12 @@ class FakeTransport:
         match self._next(kind):
             case Fails(error):
                 raise error
-            case PeerIsDead():
-                raise KvTransferError(f"{peer.sender} is gone")
             case TakesTooLong(ended, after):
                 if after is not None:
                     after.wait()
                 raise ReadTimeoutError(
                     f"took longer than {timeout:.0f} s", may_land_later=True, has_ended=ended.is_set
                 )
-            case MovesPart(count):
-                move(peer, remote[:count], local[:count], timeout)
-                raise KvTransferError(f"the wire was cut after {count} of {len(remote)} blocks")
             case WaitsFor() as held:
                 held.wait()
             case Interrupted(call, after):

@@ -39,7 +39,7 @@ from trtllm_disagg.errors import (
 from trtllm_disagg.handlers.remote import NoStage
 from trtllm_disagg.handlers.select import InFlight, RoundRobin, SelectedStage
 from trtllm_disagg.handlers.services import build_generate
-from trtllm_disagg.kv_transfer.listener import RateLimitedLog
+from trtllm_disagg.processes.rate_limited_log import RateLimitedLog
 from trtllm_disagg.testing.recording import LLM, Script
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 

@@ -169,8 +169,8 @@ async def test_with_every_instance_skipped_one_of_them_is_called() -> None:
 
 async def test_client_leaving_a_silent_instance_does_not_reset_its_failures() -> None:
     async def until_its_client_leaves() -> AsyncGenerator[dict[str, Any], None]:
-        chunks: list[dict[str, Any]] = []
-        for chunk in chunks:
+        nothing: tuple[dict[str, Any], ...] = ()
+        for chunk in nothing:
             yield chunk
 
     inner = Stage(i1=failing(PeerUnavailableError("x")))

@@ -16,7 +16,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from trtllm_disagg.processes.framing import LENGTH, framed, require_same_user
+from trtllm_disagg.processes import same_user
+from trtllm_disagg.processes.framing import LENGTH, framed
 
 T = TypeVar("T")
 
@@ -142,16 +143,9 @@ class Link(Generic[T]):
 
 
 def listen() -> tuple[socket.socket, str]:
-    """A socket for `accept`, and its address for `connect`, between processes of one user on this host.
-
-    It leaves no file behind, however those processes end: its name is in the kernel only, where every user of the host
-    can see it, so both sides look at the user of the other.
-    """
+    """A socket for `accept`, and its address for `same_user.connect`."""
     address = f"trtllm-disagg-{os.getpid()}-{secrets.token_hex(16)}"
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(f"\0{address}")
-    listener.listen()
-    return listener, address
+    return same_user.listen(address), address
 
 
 def accept(listener: socket.socket) -> socket.socket:
@@ -159,20 +153,8 @@ def accept(listener: socket.socket) -> socket.socket:
     while True:
         connection, _ = listener.accept()
         try:
-            require_same_user(connection)
+            same_user.require_same_user(connection)
         except PermissionError:
             connection.close()
         else:
             return connection
-
-
-def connect(address: str) -> socket.socket:
-    """Raises PermissionError when another user's process listens there."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        connection.connect(f"\0{address}")
-        require_same_user(connection)
-    except BaseException:
-        connection.close()
-        raise
-    return connection

@@ -24,9 +24,10 @@ from trtllm_disagg.embedded.model.pack import Pack, TiledLinear, convert_rest, p
 from trtllm_disagg.embedded.model.plain_model import PlainLayer, PlainModel, supports, take_apart
 from trtllm_disagg.embedded.model.rows import ForwardRow
 from trtllm_disagg.embedded.params.checkpoint import count_weights
+from trtllm_disagg.embedded.params.free_memory import available_bytes
 from trtllm_disagg.embedded.params.llm_args import EmbeddedConfig, LlmArgs
 from trtllm_disagg.embedded.params.model_config import ModelConfig
-from trtllm_disagg.embedded.params.model_shape import ModelShape, available_bytes
+from trtllm_disagg.embedded.params.model_shape import ModelShape
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes.activity import Reporter
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
+from trtllm_disagg.embedded.params.free_memory import available_bytes
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
-from trtllm_disagg.embedded.params.model_shape import ModelShape, available_bytes, max_seq_len, require_memory
+from trtllm_disagg.embedded.params.model_shape import ModelShape, max_seq_len, require_memory
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.kv_transfer.base import KvLayout
 
@@ -36,7 +37,9 @@ def num_kv_blocks(args: LlmArgs, shape: ModelShape, device: torch.device) -> int
     longest sequences take. It never grows.
     """
     size = args.kv_cache_config.tokens_per_block
-    require_memory(args, shape, available_bytes() if device.type == "cpu" else _free_bytes(args, device))
+    require_memory(
+        args, shape, available_bytes() if device.type == "cpu" else _bytes_for_the_pool(args, device)
+    )
     blocks = (args.kv_cache_config.max_tokens or _default_tokens(args, shape, device)) // size
     if blocks < 1:
         raise _too_small(args, size)
@@ -66,13 +69,15 @@ def _too_small(args: LlmArgs, size: int) -> ConfigError:
 
 def _default_tokens(args: LlmArgs, shape: ModelShape, device: torch.device) -> int:
     fraction = args.kv_cache_config.free_gpu_memory_fraction
-    affordable = int(_free_bytes(args, device) * (0.9 if fraction is None else fraction)) // shape.token_bytes
+    affordable = (
+        int(_bytes_for_the_pool(args, device) * (0.9 if fraction is None else fraction)) // shape.token_bytes
+    )
     return min(affordable, _DEFAULT_SEQUENCES * max_seq_len(args, shape))
 
 
-def _free_bytes(args: LlmArgs, device: torch.device) -> int:
-    """What will be free on the device once the weights are there. On a CPU a tenth of what is free: it is shared
-    with other processes.
+def _bytes_for_the_pool(args: LlmArgs, device: torch.device) -> int:
+    """What will be free on a GPU once the weights are there; a tenth of what is free for a CPU, since other processes
+    share that.
     """
     if device.type == "cpu":
         return available_bytes() // 10

@@ -13,6 +13,7 @@ from trtllm_disagg.embedded.params.checkpoint import (
     fingerprint,
     read_json,
 )
+from trtllm_disagg.embedded.params.free_memory import available_bytes
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.embedded.params.model_config import (
     ModelConfig,
@@ -120,13 +121,6 @@ def require_memory(args: LlmArgs, shape: ModelShape, free: int) -> None:
             wanted,
             f"at most {most}: a KV token of this model takes {shape.token_bytes} bytes, and {free >> 20} MiB are free",
         )
-
-
-def available_bytes() -> int:
-    """Memory that could be taken without swapping; the page cache counts as available."""
-    with open("/proc/meminfo") as meminfo:
-        fields = dict(line.split(":", 1) for line in meminfo)
-    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 def _end_ids(directory: Path, config: dict[str, Any]) -> list[int]:

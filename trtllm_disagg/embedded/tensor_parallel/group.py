@@ -31,6 +31,7 @@ from trtllm_disagg.embedded.kv_cache.memory import KvCommand
 from trtllm_disagg.embedded.model.rows import ForwardRow
 from trtllm_disagg.errors import ConfigError, EngineError
 from trtllm_disagg.kv_transfer.nixl import ucx_environment
+from trtllm_disagg.processes import same_user
 from trtllm_disagg.processes.framing import framed, receive_exactly, receive_frame
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def connect(address: str, rank: int) -> Peer:
     """Connect another rank to rank 0."""
     channels = []
     for kind in _KINDS:
-        connection = sockets.connect(address)
+        connection = same_user.connect(address)
         connection.sendall(_HELLO.pack(rank, os.getpid(), kind))
         channels.append(Channel(connection))
     return Peer(0, 0, *channels)

@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from trtllm_disagg.embedded.ipc.sockets import accept, connect, listen
+from trtllm_disagg.embedded.ipc.sockets import accept, listen
+from trtllm_disagg.processes.same_user import connect
 
 #: As another user: connects, and says what it hears.
 INTRUDER = """

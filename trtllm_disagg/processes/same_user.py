@@ -1,0 +1,58 @@
+"""Unix sockets between processes of one user on this host.
+
+Their names are abstract: in the kernel only, which removes them with their process, however that ends. Every user of
+the host can see them, so both ends check the user of the other, as the kernel recorded it when they were connected.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from typing import NamedTuple
+
+#: Linux: pid, uid, gid.
+_CREDENTIALS = struct.Struct("3i")
+
+
+class PeerProcess(NamedTuple):
+    pid: int
+    uid: int
+
+
+def peer_process(connection: socket.socket) -> PeerProcess:
+    pid, uid, _ = _CREDENTIALS.unpack(
+        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
+    return PeerProcess(pid, uid)
+
+
+def require_same_user(connection: socket.socket) -> PeerProcess:
+    """Raises PermissionError for another user's process."""
+    peer = peer_process(connection)
+    if peer.uid != os.geteuid():
+        raise PermissionError(
+            f"the process at the other end runs as uid {peer.uid}, this one as {os.geteuid()}"
+        )
+    return peer
+
+
+def listen(name: str, backlog: int = 128) -> socket.socket:
+    """The user of each accepted connection is still to be checked (`require_same_user`)."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(f"\0{name}")
+    listener.listen(backlog)
+    return listener
+
+
+def connect(name: str, timeout: float | None = None) -> socket.socket:
+    """Raises PermissionError when another user's process listens there."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(timeout)
+        connection.connect(f"\0{name}")
+        require_same_user(connection)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
