@@ -49,14 +49,16 @@ _commands = msgspec.msgpack.Decoder(Command)
 _COLLECTOR_THRESHOLDS = 20_000, 20, 20
 #: After this time without work, memory that steps needed is returned to the system.
 _IDLE_SECONDS = 1.0
+#: poll takes no more than 24 days.
+_LONGEST_WAIT = 86_400.0
 #: How often StepWatch checks a step within its time limit.
 _CHECKS_A_STEP = 10
 
 
 class StepWatch:
-    """A context around each step. When a step does not return in time, `fail` is called from a thread, because its
-    requests would wait for ever. Time in which this process was stopped does not count. A step that holds the
-    interpreter's lock is not noticed.
+    """A context around each step and the commands before it. When these do not return in time, `fail` is called from a
+    thread, because all requests would wait for ever. Time in which this process was stopped does not count. A step that
+    holds the interpreter's lock is not noticed.
     """
 
     def __init__(self, most_seconds: float, fail: Callable[[str], None]) -> None:
@@ -144,9 +146,9 @@ class CoreProcess:
             if is_idle and not memory_is_returned:
                 _return_free_memory()
             memory_is_returned = is_idle
-            if not _apply(commands, core):
-                return
             with watch:
+                if not _apply(commands, core):
+                    return
                 report: StepReport = core.step()
             if report.outputs or report.events or report.stats or report.num_active != self._num_active:
                 self._num_active = report.num_active
@@ -157,10 +159,10 @@ class CoreProcess:
         self._link.close()
 
     def _wait(self, timeout: float | None) -> list[int]:
-        """Wait up to `timeout` seconds (None: for ever); return the readable descriptors."""
-        return [
-            fd for fd, _ in self._poll.poll(None if timeout is None else int(timeout * 1000) + (timeout > 0))
-        ]
+        """Wait up to `timeout` seconds (None: for ever), a day at most; return the readable descriptors."""
+        if timeout is not None:
+            timeout = int(min(timeout, _LONGEST_WAIT) * 1000) + (timeout > 0)
+        return [fd for fd, _ in self._poll.poll(timeout)]
 
     def _take(self, ready_fds: list[int]) -> list[Command]:
         commands: list[Command] = []

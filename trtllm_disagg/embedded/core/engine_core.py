@@ -35,7 +35,7 @@ from trtllm_disagg.embedded.scheduler.capacity import require_room
 from trtllm_disagg.embedded.scheduler.scheduler import Row, Scheduler
 from trtllm_disagg.embedded.scheduler.sequence import Clock, Sequence, Status, Verdict, judge
 from trtllm_disagg.embedded.scheduler.statistics import IterationStats
-from trtllm_disagg.errors import DisaggError, EngineError, InvalidRequestError
+from trtllm_disagg.errors import DisaggError, EngineError, HandoffRefusedError, InvalidRequestError
 
 if TYPE_CHECKING:
     from trtllm_disagg.embedded.guided_decoding.guides import Guides
@@ -126,10 +126,14 @@ class EngineCore:
                 Sequence.from_request(request, i, handle, self.clock) for i in range(request.num_choices)
             ]
             for sequence in sequences:
-                self._require_fits(sequence)
+                require_room(sequence, self.blocks)
                 sequence.guide = self.guides.start(request.sampling)
         except DisaggError as error:
             self._fail(request.request_id, error)
+            return
+        except Exception as error:  # a bug, or no memory: this request fails, the engine continues
+            log.exception("a request could not be added")
+            self._fail(request.request_id, EngineError(f"the request could not be added: {error}"))
             return
         for sequence in sequences:
             if not self.connector.awaits_offer(sequence):
@@ -219,15 +223,8 @@ class EngineCore:
                 sequence.num_cached = sequence.num_computed
                 self._commit(sequence)
                 self.scheduler.received(sequence)
-            case KvArrived(sequence, token, logprobs):
-                self.stats.received(event.bytes_moved, event.num_known * self.block_bytes)
-                sequence.num_computed, sequence.num_cached = sequence.num_prompt, event.num_cached
-                self._commit(sequence)
-                self.scheduler.received(sequence)
-                # An empty entry for a token that came without one: each later entry stays that of its token.
-                self._accept(
-                    sequence, token, (logprobs or []) if sequence.sampling.logprobs is not None else None
-                )
+            case KvArrived():
+                self._arrived(event)
             case ReadEnded(sequence):
                 self._retire(sequence)
             case HandedOff(output, bytes_moved):
@@ -243,6 +240,21 @@ class EngineCore:
                 self._has_shrunk = True
             case BlocksRestored(blocks):
                 self.blocks.restore(blocks)
+
+    def _arrived(self, event: KvArrived) -> None:
+        sequence, token = event.sequence, event.token
+        self.stats.received(event.bytes_moved, event.num_known * self.block_bytes)
+        self.scheduler.received(sequence)
+        if token >= (end := self.ready.vocab_size):
+            reason = f"prefill's first token is {token}; expected a token id in [0, {end})"
+            self._retire_request(sequence.request_id, HandoffRefusedError(reason))
+            return
+        sequence.num_computed, sequence.num_cached = sequence.num_prompt, event.num_cached
+        self._commit(sequence)
+        # An empty entry for a token that came without one: each later entry stays that of its token.
+        self._accept(
+            sequence, token, (event.logprobs or []) if sequence.sampling.logprobs is not None else None
+        )
 
     def _run(self, rows: list[Row]) -> None:
         self._num_steps += 1
@@ -324,13 +336,13 @@ class EngineCore:
         self._has_shrunk = False
         for sequence in self.scheduler.unfinished():
             try:
-                self._require_fits(sequence)
+                require_room(sequence, self.blocks)
             except DisaggError as error:
                 self._retire_request(sequence.request_id, error)
 
     def _enqueue(self, sequence: Sequence) -> None:
         try:
-            self._require_fits(sequence)
+            require_room(sequence, self.blocks)
         except DisaggError as error:
             self.blocks.release(self.connector.release(sequence))
             self._fail(sequence.request_id, error)
@@ -339,10 +351,6 @@ class EngineCore:
 
     def _fail(self, request_id: int, error: DisaggError) -> None:
         self._outbox.put_error(request_id, error)
-
-    def _require_fits(self, sequence: Sequence) -> None:
-        usable = self.blocks.num_blocks - self.blocks.num_quarantined
-        require_room(sequence, usable, self.blocks.tokens_per_block)
 
 
 class NoGuides:

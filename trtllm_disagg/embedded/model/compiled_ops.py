@@ -4,15 +4,14 @@ plain model in one compiled call (decode_step.py): its weights, its buffers and 
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
-from typing import TypeGuard
 
 import numpy as np
 import torch
-from torch import nn
 
 from trtllm_disagg.embedded.cpu_kernels import attention_kernels, decode_step, layer_kernels
 from trtllm_disagg.embedded.cpu_kernels.compiled import compiling_told
@@ -35,6 +34,8 @@ from trtllm_disagg.embedded.model.linear import MOST_ROWS, PackedLinear, Panels
 from trtllm_disagg.embedded.model.plain_model import PlainLayer, PlainModel
 from trtllm_disagg.embedded.model.rows import ForwardRow
 from trtllm_disagg.processes.activity import Reporter
+
+log = logging.getLogger(__name__)
 
 
 class FusedDecode:
@@ -75,14 +76,17 @@ class FusedDecode:
         products = [
             [layer.qkv, layer.output, layer.gate_up, layer.down, model.head] for layer in model.layers
         ]
-        known = [[linear for linear in row if _fits(linear)] for row in products]
-        if any(len(row) < len(products[0]) for row in known):
+        packed = [[linear for linear in row if isinstance(linear, PackedLinear)] for row in products]
+        if any(len(row) < len(products[0]) for row in packed):
             return None
-        if any(linear.out_features % PANEL for row in known for linear in row[:HEAD]):
+        if unfit := [linear for row in packed for linear in row if linear.panels is None]:
+            _log_unfused(unfit[0], "oneDNN has packed it in a way that the kernels do not know")
             return None
-        if known[0][DOWN].in_features % PANEL:
+        odd = [linear for row in packed for linear in row[:HEAD] if linear.out_features % PANEL]
+        if odd := odd or [row[DOWN] for row in packed if row[DOWN].in_features % PANEL]:
+            _log_unfused(odd[0], f"not a multiple of {PANEL}")
             return None
-        return cls(model, known, pool, dtype, num_threads)
+        return cls(model, packed, pool, dtype, num_threads)
 
     def __call__(self, tokens: Seq[int], layout: StepLayout) -> torch.Tensor:
         """Logits (sampling rows, vocabulary) float32, valid until the next step. Every row decodes, MOST_ROWS at most.
@@ -121,8 +125,13 @@ class FusedDecode:
         )
 
 
-def _fits(linear: nn.Module) -> TypeGuard[PackedLinear]:
-    return isinstance(linear, PackedLinear) and linear.panels is not None
+def _log_unfused(linear: PackedLinear, why: str) -> None:
+    log.info(
+        "decode steps take many calls instead of one, and longer: a weight of %d outputs from %d inputs: %s",
+        linear.out_features,
+        linear.in_features,
+        why,
+    )
 
 
 def _weights(model: PlainModel, products: list[list[PackedLinear]]) -> Weights:

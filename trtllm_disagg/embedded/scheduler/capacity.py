@@ -17,7 +17,7 @@ from trtllm_disagg.embedded.kv_cache.block_manager import ROOT, BlockManager
 from trtllm_disagg.embedded.kv_cache.memory import PartialReuse, SwapSpace
 from trtllm_disagg.embedded.params.llm_args import CapacitySchedulerPolicy, LlmArgs
 from trtllm_disagg.embedded.scheduler.sequence import Sequence, Status
-from trtllm_disagg.errors import InvalidRequestError
+from trtllm_disagg.errors import InvalidRequestError, KvTransferError
 
 _BY_AGE = attrgetter("admission_number")
 
@@ -98,15 +98,21 @@ def create_capacity(args: LlmArgs, blocks: BlockManager) -> Capacity:
             return MaxUtilization(blocks, args.kv_cache_config.max_util_for_resume)
 
 
-def require_room(sequence: Sequence, num_blocks: int, tokens_per_block: int) -> None:
-    """Raise InvalidRequestError when the longest possible answer needs more blocks than there are."""
-    wanted = -(-sequence.max_kv_tokens // tokens_per_block)
-    if wanted > num_blocks:
-        raise InvalidRequestError(
-            f"the prompt ({sequence.num_prompt} tokens) and max_tokens ({sequence.sampling.max_tokens}) "
-            f"need {wanted} KV blocks of {tokens_per_block} tokens; the pool has {num_blocks} "
-            "(kv_cache_config.max_tokens)"
-        )
+def require_room(sequence: Sequence, blocks: BlockManager) -> None:
+    """Raise InvalidRequestError when the longest possible answer needs more blocks than the pool has; KvTransferError,
+    so that it is tried elsewhere, when it needs more than are not in quarantine.
+    """
+    size = blocks.tokens_per_block
+    wanted, usable = -(-sequence.max_kv_tokens // size), blocks.num_blocks - blocks.num_quarantined
+    if wanted <= usable:
+        return
+    need = (
+        f"the prompt ({sequence.num_prompt} tokens) and max_tokens ({sequence.sampling.max_tokens}) "
+        f"need {wanted} KV blocks of {size} tokens; the pool has {blocks.num_blocks}"
+    )
+    if wanted > blocks.num_blocks:
+        raise InvalidRequestError(f"{need} (kv_cache_config.max_tokens)")
+    raise KvTransferError(f"{need}, of which late transfers may still fill {blocks.num_quarantined}")
 
 
 @dataclass(slots=True)

@@ -32,8 +32,8 @@ def request_stats(rows: Seq[Row], scheduler: Scheduler) -> list[dict[str, Any]]:
     """`requestStats` after a step of these rows, one per choice: first those of the rows, which may have ended in it,
     then all others.
     """
-    ran = [row.sequence for row in rows]
-    others = [sequence for sequence in scheduler.unfinished() if sequence not in set(ran)]
+    ran = dict.fromkeys(row.sequence for row in rows)
+    others = [sequence for sequence in scheduler.unfinished() if sequence not in ran]
     return [_of(sequence, True) for sequence in ran] + [_of(sequence, False) for sequence in others]
 
 

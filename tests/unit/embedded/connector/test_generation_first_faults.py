@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.conftest import Checkpoints
 from tests.support.cores import Core
 from tests.support.meeting import Duo
+from tests.support.models import VOCAB
 from tests.unit.embedded.core.test_core_handoff import prompt
 from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.kv_transfer.control import ControlClient
@@ -322,6 +323,22 @@ def test_forged_notice_is_rejected(make_duo: MakeDuo) -> None:
     duo.add_prefill(met)
     duo.run()
     assert duo.answer(met).error is None
+    duo.assert_idle()
+
+
+def test_a_notice_of_a_token_that_the_model_has_not_is_refused(make_duo: MakeDuo) -> None:
+    duo = make_duo()
+    met = duo.request(prompt(40))
+    duo.add_decode(met)
+    book = duo.prefill.connector.offers
+    duo.run_until(lambda: bool(book.open_offers))
+    (offer,) = book.open_offers
+    notice = Notice(offer.ticket, VOCAB, None, 0, 0, 0)
+    assert duo.decode.connector.push_receiver.noticed(notice) == b"taken"
+    duo.run()
+    answer = duo.answer(met)
+    assert (answer.category, answer.tokens) == ("InvalidRequest", [])
+    assert "prefill's first token is 258; expected a token id in [0, 258)" in (answer.error or "")
     duo.assert_idle()
 
 

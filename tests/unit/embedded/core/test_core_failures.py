@@ -11,7 +11,8 @@ import pytest
 
 from tests.conftest import Checkpoints
 from tests.support.cores import Answer, Core
-from trtllm_disagg.embedded.ipc.messages import MadeHandoff
+from trtllm_disagg.embedded.core.engine_core import NoGuides
+from trtllm_disagg.embedded.ipc.messages import MadeHandoff, SamplingSpec
 from trtllm_disagg.errors import ConfigError, KvTransferError
 from trtllm_disagg.kv_transfer.access import OneHost
 from trtllm_disagg.kv_transfer.base import KvTimeouts
@@ -175,7 +176,9 @@ def test_blocks_of_a_late_read_come_back_when_its_sender_is_dead(make_core: Make
     assert decode.free_blocks == decode.engine.blocks.num_blocks
 
 
-def test_a_request_that_does_not_fit_into_the_pool_that_is_left_is_refused(make_core: MakeCore) -> None:
+def test_a_request_that_does_not_fit_into_the_pool_that_is_left_may_be_tried_elsewhere(
+    make_core: MakeCore,
+) -> None:
     fake = FakeTransport()
     prefill = make_core(transport=FakeTransport())
     decode = make_core(kv_cache_config={"max_tokens": 5 * BLOCK}, transport=fake)
@@ -184,10 +187,13 @@ def test_a_request_that_does_not_fit_into_the_pool_that_is_left_is_refused(make_
     too_big = decode.add([9] * 80, max_tokens=20)
     small = decode.add([9] * 8, max_tokens=20)
     decode.run(first, too_big, small)
-    assert "need 4 KV blocks of 32 tokens; the pool has 2" in (decode.answers[too_big, 0].error or "")
+    error = decode.answers[too_big, 0].error or ""
+    assert "need 4 KV blocks of 32 tokens; the pool has 5, of which late transfers may still fill 3" in error
     assert decode.answers[small, 0].finish_reason == "length"
     late = decode.run(decode.add([9] * 80, max_tokens=20))
-    assert late.category == "InvalidRequest"
+    assert late.category == "Unavailable", "another engine may have room"
+    never = decode.run(decode.add([9] * 160, max_tokens=20))
+    assert never.category == "InvalidRequest"
 
 
 # -- two engines that do not fit together
@@ -235,6 +241,21 @@ def test_an_answer_that_can_never_fit_is_refused_at_once(make_core: MakeCore) ->
     answer = core.run(core.add([3] * 60, max_tokens=6))
     assert "need 3 KV blocks of 32 tokens; the pool has 2" in (answer.error or "")
     assert len(core.generate([3] * 60, max_tokens=5)) == 5
+
+
+class BrokenGuides(NoGuides):
+    def start(self, sampling: SamplingSpec) -> None:
+        raise ZeroDivisionError("a bug")
+
+
+def test_an_unexpected_exception_at_its_start_fails_its_request_only(make_core: MakeCore) -> None:
+    core = make_core(None)
+    guides, core.engine.guides = core.engine.guides, BrokenGuides()
+    answer = core.run(core.add(PROMPT))
+    assert (answer.category, answer.error) == ("Internal", "the request could not be added: a bug")
+    core.engine.guides = guides
+    assert len(core.generate(PROMPT)) == 8
+    core.assert_idle()
 
 
 def test_a_step_must_hold_one_tile(make_core: MakeCore) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from tests.conftest import Checkpoints
 from tests.support.cores import Core
+from tests.support.models import write_checkpoint
 from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
 from trtllm_disagg.embedded.model.attention import StepLayout
 from trtllm_disagg.embedded.model.compiled_ops import FusedDecode
@@ -66,6 +68,17 @@ def test_every_step_has_the_bits_of_the_unfused_one(
     core.run(*[core.add(prompt, 6) for prompt in PROMPTS])
     core.close()
     assert max(compared) == len(PROMPTS)
+
+
+def test_a_model_that_does_not_fill_whole_panels_is_served_by_many_calls_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    core = Core(write_checkpoint(tmp_path, "llama", intermediate_size=160))
+    model: Any = core.engine.model
+    assert model.runner.forward.fused is None
+    assert "a weight of 64 outputs from 160 inputs: not a multiple of 64" in caplog.text
+    core.close()
 
 
 def test_closing_the_core_ends_the_threads_of_the_fused_decode(
