@@ -208,7 +208,7 @@ class ModelledCore(EngineCore):
         stats = self.stats.of_decode_steps(rows, self.scheduler, self.blocks, self._handoffs, seconds)
         for statistics, each in zip(stats, seconds, strict=False):
             statistics["modelled"] = self._modelled(each)
-        return StepReport(self._outbox.take(), self.num_active, self.events.take(), stats)
+        return StepReport(self._take_outputs(), self.num_active, self.events.take(), stats)
 
     def _single_step(self, started: float) -> StepReport:
         report = super()._run_step(started)

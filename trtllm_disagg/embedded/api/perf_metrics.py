@@ -63,7 +63,7 @@ class KvCacheMetrics:
 
 @dataclass(slots=True)
 class SpeculativeDecodingMetrics:
-    """There is none."""
+    """Zeros, because there is no speculative decoding."""
 
     acceptance_rate: float = 0.0
     total_accepted_draft_tokens: int = 0

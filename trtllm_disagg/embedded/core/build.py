@@ -14,7 +14,7 @@ import torch
 from trtllm_disagg.embedded.connector.connector import KvConnector
 from trtllm_disagg.embedded.connector.two_sided import TwoSidedConnector, timeouts_of
 from trtllm_disagg.embedded.core.engine_core import EngineCore, NoGuides
-from trtllm_disagg.embedded.core.precompile import warm_up
+from trtllm_disagg.embedded.core.warm_up import warm_up
 from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
 from trtllm_disagg.embedded.ipc.messages import Ready
 from trtllm_disagg.embedded.kv_cache.block_manager import KvEventLog
@@ -126,7 +126,7 @@ def build_core(
     )
     scheduler = create_scheduler(args, blocks, team.memory(LocalKvMemory(kv)), TILE)
     pool = KvPool(kv)
-    with plan.ops.compiling_told(reporter):
+    with plan.ops.reporting_compilation(reporter):
         forward = plan.make_forward(model, pool, longest, reporter)
         runner = team.broadcasting(ModelRunner(forward, pool, plan.ops))
         reporter.tell("warming up")

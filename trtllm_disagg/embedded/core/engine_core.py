@@ -42,27 +42,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Outbox:
-    def __init__(self) -> None:
-        self._outputs: list[TokenOutput] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._outputs)
-
-    def put(self, output: TokenOutput) -> None:
-        self._outputs.append(output)
-
-    def put_cancel(self, sequence: Sequence) -> None:
-        self.put(of_sequence(sequence, Verdict(finish_reason="cancelled")))
-
-    def put_error(self, request_id: int, error: DisaggError) -> None:
-        self._outputs.append(TokenOutput(request_id, error=str(error), error_category=error.category))
-
-    def take(self) -> list[TokenOutput]:
-        outputs, self._outputs = self._outputs, []
-        return outputs
-
-
 def of_sequence(sequence: Sequence, verdict: Verdict) -> TokenOutput:
     """The sequence's tokens that were not sent yet, and their verdict."""
     num_unsent, logprobs = sequence.num_unsent, sequence.unsent_logprobs
@@ -112,7 +91,8 @@ class EngineCore:
     clock: Clock = time.monotonic
     #: Called after the model and the connector are closed.
     close_last: Callable[[], None] = lambda: None
-    _outbox: Outbox = field(default_factory=Outbox, init=False)
+    #: Outputs for the next report.
+    _outbox: list[TokenOutput] = field(default_factory=list, init=False)
     _has_shrunk: bool = field(default=False, init=False)
     _num_steps: int = field(default=0, init=False)
 
@@ -143,9 +123,9 @@ class EngineCore:
         """End the request at once. Blocks that a read is still filling are freed when the read has ended."""
         found = self.scheduler.find(request_id)
         if not found and (waiting := self.connector.abort(request_id)):
-            self._outbox.put_cancel(waiting)
+            self._cancelled(waiting)
         for sequence in [each for each in found if not each.aborted]:
-            self._outbox.put_cancel(sequence)
+            self._cancelled(sequence)
             if sequence.is_filled:
                 sequence.aborted = True
                 continue
@@ -208,7 +188,11 @@ class EngineCore:
             self._handoffs,
             self.clock() - started,
         )
-        return StepReport(self._outbox.take(), self.num_active, self.events.take(), stats)
+        return StepReport(self._take_outputs(), self.num_active, self.events.take(), stats)
+
+    def _take_outputs(self) -> list[TokenOutput]:
+        outputs, self._outbox = self._outbox, []
+        return outputs
 
     @property
     def _handoffs(self) -> tuple[int, float | None]:
@@ -229,7 +213,7 @@ class EngineCore:
                 self._retire(sequence)
             case HandedOff(output, bytes_moved):
                 self.stats.pushed(bytes_moved)
-                self._outbox.put(output)
+                self._outbox.append(output)
             case KvFailed(request_id, error):
                 self._retire_request(request_id, error)
             case BlocksReleased(blocks):
@@ -297,16 +281,19 @@ class EngineCore:
         if verdict.finish_reason is None and sequence.holds_back_tokens:
             return
         output = of_sequence(sequence, verdict)
-        if verdict.finish_reason is None or self._finish_sends_output(sequence, output):
-            self._outbox.put(output)
+        if verdict.finish_reason is None:
+            self._outbox.append(output)
+        elif sequence.is_context_only and (sequence.is_pinned or verdict.finish_reason == "length"):
+            self._hand_off(sequence, output)
+        else:
+            self._retire(sequence)
+            self._outbox.append(output)
 
-    def _finish_sends_output(self, sequence: Sequence, output: TokenOutput) -> bool:
-        """End the sequence. False when the output is sent later, once decode has its KV."""
-        if sequence.is_context_only and (sequence.is_pinned or output.finish_reason == "length"):
-            self.scheduler.finish(sequence)
-            return self.connector.hand_off(sequence, output)
-        self._retire(sequence)
-        return True
+    def _hand_off(self, sequence: Sequence, output: TokenOutput) -> None:
+        """End the sequence, of which decode needs the KV. Its output is sent now, or once decode has its KV."""
+        self.scheduler.finish(sequence)
+        if self.connector.hand_off(sequence, output):
+            self._outbox.append(output)
 
     def _retire(self, sequence: Sequence) -> None:
         self.scheduler.finish(sequence)
@@ -349,8 +336,11 @@ class EngineCore:
         else:
             self.scheduler.add(sequence)
 
+    def _cancelled(self, sequence: Sequence) -> None:
+        self._outbox.append(of_sequence(sequence, Verdict(finish_reason="cancelled")))
+
     def _fail(self, request_id: int, error: DisaggError) -> None:
-        self._outbox.put_error(request_id, error)
+        self._outbox.append(TokenOutput(request_id, error=str(error), error_category=error.category))
 
 
 class NoGuides:

@@ -1,7 +1,7 @@
-"""Work before the first request: steps that warm an engine up, and kernels that are compiled on their own.
+"""Kernels that are compiled before the first engine starts.
 
-`python -m trtllm_disagg.embedded.core.precompile [DTYPE ...]` compiles them before the first engine starts, by a model
-of one layer with no sense in it: what is compiled depends on the types of numbers only.
+`python -m trtllm_disagg.embedded.core.precompile [DTYPE ...]` compiles them by a model of one layer with no sense in
+it: what is compiled depends on the types of numbers only.
 """
 
 from __future__ import annotations
@@ -16,23 +16,18 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from trtllm_disagg.embedded.core.warm_up import warm_up
 from trtllm_disagg.embedded.cpu_kernels.cpu import CpuFeatures, this_cpu
-from trtllm_disagg.embedded.ipc.messages import SamplingSpec
 from trtllm_disagg.embedded.kv_cache.pool import KvPool
 from trtllm_disagg.embedded.model.forward import ModelRunner, choose_forward
 from trtllm_disagg.embedded.model.model_loader import load_model
+from trtllm_disagg.embedded.params.checkpoint import expected_weights
 from trtllm_disagg.embedded.params.llm_args import EmbeddedConfig
+from trtllm_disagg.embedded.params.model_config import read_config
 from trtllm_disagg.embedded.params.model_shape import read_shape
-from trtllm_disagg.embedded.scheduler.scheduler import Row
-from trtllm_disagg.embedded.scheduler.sequence import Sequence
-from trtllm_disagg.embedded.tensor_parallel.team import Runner
-from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes.steadily import steadily
 
 DTYPES = ("float32", "bfloat16")
-
-#: A prompt of one token, and one more token.
-_POSITIONS = 2
 
 _WIDTH, _BLOCKS, _TOKENS_PER_BLOCK = 64, 4, 32
 _CONFIG = {
@@ -53,38 +48,6 @@ _CONFIG = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-_MATRICES = ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
-
-
-def warm_up(runner: Runner, model: Path, num_blocks: int, tokens_per_block: int) -> None:
-    """A prefill, a decode, and both in one step, in blocks that are free yet. They prove that the weights give numbers,
-    and have every kernel compiled and loaded (seconds once on a machine, a tenth of one later) before a request waits
-    for it. Raises ConfigError for a model that gives something else than finite numbers.
-    """
-    each = -(-_POSITIONS // tokens_per_block)
-    first, second = (_sequence(range(i * each, (i + 1) * each)) for i in range(2))
-    steps = [[first], [first], [first, second]] if num_blocks >= 2 * each else [[first]]
-    for sequences in steps:
-        logits = runner.run([Row.of(sequence, 1) for sequence in sequences])
-        if not torch.isfinite(logits).all():
-            raise ConfigError(
-                f"model: {model} gives logits that are not finite numbers; its weights are damaged, or too large for "
-                'its dtype (try --override-engine-args \'{"dtype": "float32"}\')'
-            )
-        first.tokens, first.num_computed = [0, 0], 1
-
-
-def _sequence(blocks: range) -> Sequence:
-    return Sequence(
-        request_id=0,
-        index=0,
-        request_type="context_and_generation",
-        tokens=[0],
-        num_prompt=1,
-        sampling=SamplingSpec(max_tokens=_POSITIONS),
-        seed=0,
-        blocks=list(blocks),
-    )
 
 
 def precompile(dtype: str, cpu: CpuFeatures) -> None:
@@ -107,10 +70,8 @@ def precompile(dtype: str, cpu: CpuFeatures) -> None:
 def _write_model(directory: Path, dtype: str) -> None:
     (directory / "config.json").write_text(json.dumps(_CONFIG | {"dtype": dtype}))
     kind = getattr(torch, dtype)
-    weights = {"model.embed_tokens.weight": torch.ones(_WIDTH, _WIDTH, dtype=kind)}
-    weights |= {f"model.layers.0.{m}_proj.weight": torch.ones(_WIDTH, _WIDTH, dtype=kind) for m in _MATRICES}
-    norms = ("model.norm", "model.layers.0.input_layernorm", "model.layers.0.post_attention_layernorm")
-    weights |= {f"{norm}.weight": torch.ones(_WIDTH, dtype=kind) for norm in norms}
+    shapes = expected_weights(read_config(directory))
+    weights = {name: torch.ones(shape, dtype=kind) for name, shape in shapes.items()}
     save_file(weights, directory / "model.safetensors", {"format": "pt"})
 
 

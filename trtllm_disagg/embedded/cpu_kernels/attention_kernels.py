@@ -49,7 +49,7 @@ _ONE, _ZERO, _TWO = np.float32(1.0), np.float32(0.0), np.float32(2.0)
 _FLAT = np.float32(10.0)
 
 
-class _Run:
+class _RunEmitter:
     """Emits the loops over positions, KV heads and their query heads.
 
     `per_position` (query heads, positions) float32 are the scores or weights, `per_head` (query heads, dim) float32 the
@@ -109,10 +109,10 @@ class _Run:
         )
 
 
-Body = Callable[[_Run, list[Any], list[Any], list[Any]], None]
+Body = Callable[[_RunEmitter, list[Any], list[Any], list[Any]], None]
 
 
-def _emit_scores(run: _Run, queries: list[Any], keys: list[Any], scores: list[Any]) -> None:
+def _emit_scores(run: _RunEmitter, queries: list[Any], keys: list[Any], scores: list[Any]) -> None:
     b = run.b
     dots = iter(emit_dots(b, queries, keys, run.dim, run.load, run.item))
     for row in scores:
@@ -120,7 +120,7 @@ def _emit_scores(run: _Run, queries: list[Any], keys: list[Any], scores: list[An
             b.store(next(dots), pointer(b, b.add(row, I64(4 * j)), F32), align=4)
 
 
-def _emit_weighted(run: _Run, sums: list[Any], values: list[Any], weights: list[Any]) -> None:
+def _emit_weighted(run: _RunEmitter, sums: list[Any], values: list[Any], weights: list[Any]) -> None:
     """Sixteen dimensions at a time, then what is left one by one."""
     b = run.b
     numbers = [
@@ -146,7 +146,7 @@ def _over_run(body: Body) -> Any:
     @intrinsic
     def over_run(typing: Any, pool: Any, addresses: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            _Run(builder, pool.dtype, unpack_tuple(builder, arguments[1])).emit(body)
+            _RunEmitter(builder, pool.dtype, unpack_tuple(builder, arguments[1])).emit(body)
             return context.get_dummy_value()
 
         return types.void(pool, types.UniTuple(types.intp, 12)), generate
@@ -277,7 +277,7 @@ def attend_heads(
     first_value = first_key + size
     position, at = start, first_key
     while position < context:
-        i, count = position - start, _run(position, context, size)
+        i, count = position - start, _run_length(position, context, size)
         position += count
         next_row = _place(table, position, size) + key_row if position < context else first_value
         scores_of(query, pool, at, first_head, last_head, count, scores, i, next_row)
@@ -290,7 +290,7 @@ def attend_heads(
         factors[h] = _ONE / exponentials(scores[h], context - start)
     position, at = start, first_value
     while position < context:
-        i, count = position - start, _run(position, context, size)
+        i, count = position - start, _run_length(position, context, size)
         position += count
         next_row = _place(table, position, size) + key_row + size if position < context else at + count
         add_weighted(summed, pool, at, first_head, last_head, count, scores, i, next_row)
@@ -328,6 +328,6 @@ def _place(table: Any, position: Any, size: Any) -> Any:
 
 
 @compiled(inline="always")
-def _run(position: Any, context: Any, size: Any) -> Any:
+def _run_length(position: Any, context: Any, size: Any) -> Any:
     """Positions from this one to the end of its block or of the context."""
     return min(size - position % size, context - position)

@@ -291,7 +291,7 @@ def compile_unless_taken(kernel: Any, *arguments: Any) -> bool:
 
 
 @contextmanager
-def compiling_told(reporter: Reporter) -> Iterator[None]:
+def reporting_compilation(reporter: Reporter) -> Iterator[None]:
     """Inside the block the reporter tells of every kernel that numba compiles, and does not only load: that takes
     seconds, once on a machine.
     """

@@ -76,7 +76,7 @@ class Buffers(NamedTuple):
     #: (R,) int64 each
     tokens: np.ndarray
     positions: np.ndarray
-    #: of the tokens in the pool (memory.py)
+    #: of the tokens in the pool (kv_cache/pool.py)
     places: np.ndarray
     #: (R, blocks) int64: where each block begins in the pool
     tables: np.ndarray

@@ -29,8 +29,8 @@ _NO_LOOKING_AHEAD = '\n%llguidance {"no_forcing": true}\n'
 _SILENT = 0
 #: Else an error carries the parser's state.
 _LIMITS = LLParserLimits(verbose_errors=False)
-#: llguidance's words that a caller cannot know.
-_SENTENCES = {
+#: For errors of llguidance that a caller cannot understand.
+_EXPLANATIONS = {
     "NoExtensionBias": "no token can begin an answer; is a rule of the grammar defined by itself alone?"
 }
 
@@ -192,13 +192,13 @@ class Matchers:
     def compile(self, grammar: str) -> LLMatcher:
         """Raises InvalidRequestError for a grammar that does not fit this tokenizer, or is too big."""
         matcher = LLMatcher(self.tokens, grammar, log_level=_SILENT, limits=_LIMITS)
-        # Its copies know what it knows by now: the first mask is the dearest.
+        # Its copies know what it knows by now: the first mask takes longest.
         matcher.compute_bitmask()
         if matcher.is_error():
             raise InvalidRequestError(f"guided decoding: {sentence(matcher.get_error())}")
         return matcher
 
-    def barred_by(self, matcher: LLMatcher) -> np.ndarray:
+    def forbidden_tokens(self, matcher: LLMatcher) -> np.ndarray:
         """(vocabulary) bool: True for what its grammar does not let come next."""
         matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
         allowed = self._words.view(np.uint8)
@@ -209,4 +209,4 @@ class Matchers:
 def sentence(error: str) -> str:
     """What llguidance says, for a caller."""
     first = error.strip().partition("\n")[0]
-    return _SENTENCES.get(first, first)
+    return _EXPLANATIONS.get(first, first)

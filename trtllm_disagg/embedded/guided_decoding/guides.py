@@ -20,15 +20,15 @@ from trtllm_disagg.errors import InvalidRequestError
 class Guide:
     """`barred` (vocabulary) is True for each token that must not come next."""
 
-    def __init__(self, matcher: LLMatcher, matchers: Matchers, enders: Seq[int]) -> None:
-        """`enders` end the answer, and so are allowed exactly when the grammar is complete."""
+    def __init__(self, matcher: LLMatcher, matchers: Matchers, allowed_ends: Seq[int]) -> None:
+        """`allowed_ends` end the answer, and so are allowed exactly when the grammar is complete."""
         self.matcher = matcher
         self._matchers = matchers
-        self.enders = tuple(enders) or matchers.end_ids
+        self.allowed_ends = tuple(allowed_ends) or matchers.end_ids
         self._refresh()
 
     @property
-    def end_ids(self) -> tuple[int, ...]:
+    def model_ends(self) -> tuple[int, ...]:
         """The model's own: nothing can follow one of these, even when the request wants to see them."""
         return self._matchers.end_ids
 
@@ -39,14 +39,14 @@ class Guide:
         self._refresh()
 
     def _refresh(self) -> None:
-        barred = torch.from_numpy(self._matchers.barred_by(self.matcher))
+        barred = torch.from_numpy(self._matchers.forbidden_tokens(self.matcher))
         if self.matcher.is_error():
             raise InvalidRequestError(f"guided decoding: {self._reason()}")
         barred[self._matchers.end_ids,] = True
         #: Nothing but an end can follow.
         self.exhausted = bool(barred.all())
         if self.matcher.is_accepting():
-            barred[self.enders,] = False
+            barred[self.allowed_ends,] = False
         elif self.exhausted:
             raise InvalidRequestError("guided decoding: no token of this model can go on in the grammar")
         self.barred = barred

@@ -2,7 +2,7 @@
 trials.py.
 
 Standard input: a TrialStart, then one grammar a line, all JSON. Standard output: an empty line when it has started,
-and one for each grammar that was compiled or refused in time. When a grammar takes more, the process dies of it.
+and one for each grammar that was compiled or refused in time. A grammar that takes more ends the process.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from trtllm_disagg.embedded.cpu_kernels import attention_kernels, decode_step, layer_kernels
-from trtllm_disagg.embedded.cpu_kernels.compiled import compiling_told
+from trtllm_disagg.embedded.cpu_kernels.compiled import reporting_compilation
 from trtllm_disagg.embedded.cpu_kernels.decode_step import (
     DOWN,
     HEAD,
@@ -265,8 +265,8 @@ class DecodeRows:
 
 
 class CompiledOps(LayerOps):
-    def compiling_told(self, reporter: Reporter) -> AbstractContextManager[None]:
-        return compiling_told(reporter)
+    def reporting_compilation(self, reporter: Reporter) -> AbstractContextManager[None]:
+        return reporting_compilation(reporter)
 
     def prepare(self, pool: KvPool, dtype: torch.dtype) -> None:
         query = as_array(torch.zeros(1, 1, 1, dtype=dtype))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class LayerOps:
     """From and to float32."""
 
-    def compiling_told(self, reporter: Reporter) -> AbstractContextManager[None]:
+    def reporting_compilation(self, reporter: Reporter) -> AbstractContextManager[None]:
         """Inside it the reporter tells of kernels that are compiled."""
         return nullcontext()
 
@@ -38,7 +38,7 @@ class LayerOps:
         return None
 
     def fused_decode(self, model: PlainModel, pool: KvPool, dtype: torch.dtype) -> FusedDecode | None:
-        """A step in which some rows decode, as one call; None where a step is many calls."""
+        """A step in which every row decodes, as one call; None where a step is many calls."""
         return None
 
     def add_rms_norm(

@@ -93,7 +93,7 @@ class PackedLinear(nn.Module):
         self._pad_single_row = weight.dtype == torch.float32
         #: None: the kernel does not know this weight's layout.
         self.panels: Panels | None = panels_of(
-            self._packed, weight.dtype, self.out_features, self.in_features, self._library_product
+            self._packed, weight.dtype, self.out_features, self.in_features, self._by_library
         )
         self._few_rows = MOST_ROWS if self.panels is not None else 0
 
@@ -114,14 +114,10 @@ class PackedLinear(nn.Module):
         return out if self.bias_values is None else out + self.bias_values
 
     def by_library(self, rows: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-            rows, self._packed, self.bias_values, "none", [], ""
-        )
-        return y
+        return self._by_library(rows, self.bias_values)
 
-    def _library_product(self, rows: torch.Tensor) -> torch.Tensor:
-        """Without the bias."""
-        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, None, "none", [], "")
+    def _by_library(self, rows: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, bias, "none", [], "")
         return y
 
 

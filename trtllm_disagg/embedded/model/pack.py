@@ -12,8 +12,8 @@ from torch import nn
 
 from trtllm_disagg.embedded.model.layer_ops import LayerOps
 
-#: Rows at a time.
-TILE = 16
+#: Fewer are padded with zeros.
+ROWS_AT_A_TIME = 16
 #: Weights that are float32 at a time, where they are kept as bfloat16: they stay in a cache.
 _WIDENED = 1 << 18
 #: How a product is computed here. It has `in_features` and `out_features`.
@@ -74,7 +74,7 @@ class TiledLinear(nn.Module):
         self._kept = linear.weight.detach().to(kept, copy=True).contiguous()
         # Whole, or a number of outputs that depends on the weight's shape alone.
         self._outputs = self.out_features if kept == torch.float32 else max(1, _WIDENED // self.in_features)
-        self._rows = TILE if self._place_does_not_matter() else 1
+        self._rows = ROWS_AT_A_TIME if self._place_does_not_matter() else 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features)
@@ -99,7 +99,7 @@ class TiledLinear(nn.Module):
     def _place_does_not_matter(self) -> bool:
         """The same row in every place."""
         row = torch.randn((1, self.in_features), generator=torch.Generator().manual_seed(0))
-        made = self._product(row.repeat(TILE, 1), TILE)
+        made = self._product(row.repeat(ROWS_AT_A_TIME, 1), ROWS_AT_A_TIME)
         return torch.equal(made, made[:1].expand_as(made))
 
 

@@ -228,7 +228,7 @@ def _forbidden(sequence: SampledSequence) -> list[int]:
     if sequence.num_output < spec.min_tokens:
         forbidden += spec.end_ids
         forbidden += [word[0] for word in spec.stop_words if len(word) == 1]
-        forbidden += sequence.guide.enders if sequence.guide is not None else ()
+        forbidden += sequence.guide.allowed_ends if sequence.guide is not None else ()
     return forbidden
 
 

@@ -283,7 +283,7 @@ def judge(sequence: Sequence) -> Verdict:
                 if spec.include_stop:
                     return Verdict(finish_reason="stop", stop_reason=reason)
                 return Verdict(emit=False, trim=len(word) - 1, finish_reason="stop", stop_reason=reason)
-    if guide is not None and sequence.tokens[-1] in guide.end_ids:
+    if guide is not None and sequence.tokens[-1] in guide.model_ends:
         return SHOWN_END
     if sequence.num_output >= spec.max_tokens:
         return LENGTH

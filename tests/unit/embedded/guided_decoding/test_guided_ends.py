@@ -118,7 +118,7 @@ def test_a_grammar_that_needs_a_token_which_the_model_lacks_is_the_callers_fault
     guides = Guides(tokenizer, vocab_size=tokens_of("c")[0], end_ids=[EOS, 300])
     guide = guides.start(regex("abb?c?"))
     assert guide is not None
-    assert guide.end_ids == (EOS,)
+    assert guide.model_ends == (EOS,)
     for token in tokens_of("ab"):
         guide.advance(token)
     assert not guide.barred[EOS]

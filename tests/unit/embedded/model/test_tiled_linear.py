@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from trtllm_disagg.embedded.model.pack import TILE, TiledLinear
+from trtllm_disagg.embedded.model.pack import ROWS_AT_A_TIME, TiledLinear
 
 SHAPES = [(64, 192), (192, 64), (64, 258), (100, 17), (512, 1536), (3, 2)]
 
@@ -43,9 +43,9 @@ def test_it_computes_what_linear_computes(shape: tuple[int, int], kept: torch.dt
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(shape: tuple[int, int], kept: torch.dtype) -> None:
     tiled = TiledLinear(make(*shape, kept), kept)
-    x = torch.randn(5 * TILE + 3, shape[0])
+    x = torch.randn(5 * ROWS_AT_A_TIME + 3, shape[0])
     alone = torch.cat([tiled(row[None]) for row in x])
-    for count in (2, 3, 9, TILE, TILE + 1, len(x)):
+    for count in (2, 3, 9, ROWS_AT_A_TIME, ROWS_AT_A_TIME + 1, len(x)):
         assert torch.equal(tiled(x[:count]), alone[:count]), count
         assert torch.equal(tiled(x[-count:]), alone[-count:]), count
 
