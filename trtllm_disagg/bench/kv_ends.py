@@ -116,7 +116,7 @@ class Receiver:
             shape.layout,
             authentication=OneHost().authentication(),
             timeouts=KvTimeouts(transfer=_PULL_SECONDS),
-            on_news=lambda: None,
+            on_change=lambda: None,
         )
         self._receiver = KvReceiver(self._peers, on_finished=lambda: self._woken.put(None))
 

@@ -90,7 +90,7 @@ class PeerMetadata(msgspec.Struct, frozen=True):
     transport: str
     layout: KvLayout
     num_blocks: int
-    #: The transport's own format; for an engine of several ranks see tensor_parallel/transfers.py.
+    #: The transport's own format; for an engine of several ranks see tensor_parallel/shards.py.
     address: bytes
 
 

@@ -153,7 +153,7 @@ class LateTransfer:
     """A transfer that was given up while it may still touch blocks of this engine."""
 
     endpoint: str
-    #: Called on the peer's worker, repeatedly until it returns True: then no byte of the transfer can land any more.
+    #: Called on the peer's thread, repeatedly until it returns True: then no byte of the transfer can land any more.
     has_ended: Callable[[], bool]
     ended: bool = False
 
@@ -163,15 +163,15 @@ class LateTransfers:
     it has ended.
     """
 
-    def __init__(self, workers: PeerThreads, on_news: Callable[[], None], seconds: float) -> None:
+    def __init__(self, threads: PeerThreads, on_change: Callable[[], None], seconds: float) -> None:
         """`seconds` pass between two checks."""
-        self._workers = workers
-        self._on_news = on_news
+        self._threads = threads
+        self._on_change = on_change
         self._seconds = seconds
         self._lock = threading.Lock()
         #: Transfers that have not ended; the value: a check is under way.
         self._late: dict[LateTransfer, bool] = {}
-        self._doubted: set[LateTransfer] = set()
+        self._reported: set[LateTransfer] = set()
         self._news: queue.SimpleQueue[LateTransfer] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -184,7 +184,7 @@ class LateTransfers:
             self._late[late] = False
         self._ask_all()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._ask_again, name="kv-late", daemon=True)
+            self._thread = threading.Thread(target=self._poll_late, name="kv-late", daemon=True)
             self._thread.start()
 
     def take_news(self) -> list[LateTransfer]:
@@ -196,7 +196,7 @@ class LateTransfers:
         if self._thread is not None:
             self._thread.join(timeout=5)
 
-    def _ask_again(self) -> None:
+    def _poll_late(self) -> None:
         while not self._closed.wait(self._seconds):
             self._ask_all()
 
@@ -205,7 +205,7 @@ class LateTransfers:
             waiting = [late for late, is_asked in self._late.items() if not is_asked]
             self._late |= dict.fromkeys(waiting, True)
         for late in waiting:
-            self._workers.submit(late.endpoint, self._ask, late)
+            self._threads.submit(late.endpoint, self._ask, late)
 
     def _ask(self, late: LateTransfer) -> None:
         try:
@@ -214,17 +214,17 @@ class LateTransfers:
             log.exception("asking whether a late KV transfer with %s has ended failed", late.endpoint)
             has_ended = False
         with self._lock:
-            is_news = has_ended or late not in self._doubted
+            is_news = has_ended or late not in self._reported
             if has_ended:
                 late.ended = True
                 del self._late[late]
-                self._doubted.discard(late)
+                self._reported.discard(late)
             else:
                 self._late[late] = False
-                self._doubted.add(late)
+                self._reported.add(late)
         if is_news:
             self._news.put(late)
-            self._on_news()
+            self._on_change()
 
 
 class DeathWatch:
@@ -267,7 +267,7 @@ SUCCESS = Outcome()
 
 
 class Peers:
-    """What transfers share in either direction. `peer_with`, `attempt` and `send` run on the peer's worker."""
+    """What transfers share in either direction. `peer_with`, `attempt` and `send` run on the peer's thread."""
 
     def __init__(
         self,
@@ -276,16 +276,16 @@ class Peers:
         *,
         authentication: PeerAuthentication,
         timeouts: KvTimeouts,
-        on_news: Callable[[], None],
+        on_change: Callable[[], None],
     ) -> None:
-        """`on_news` is called from other threads when `late.take_news` has new entries."""
+        """`on_change` is called from other threads when `late.take_news` has new entries."""
         self.transport = transport
         self.layout = layout
         self.timeouts = timeouts
         self.client = ControlClient(authentication)
         self.metadata = PeerMetadataCache(self.client, self._require_fits, timeouts.control)
-        self.workers = PeerThreads()
-        self.late = LateTransfers(self.workers, on_news, timeouts.ask)
+        self.threads = PeerThreads()
+        self.late = LateTransfers(self.threads, on_change, timeouts.ask)
 
     def peer_with(self, endpoint: str, name: str, blocks: list[int]) -> PeerMetadata:
         """The engine `name`. Raises HandoffRefusedError for KV that does not fit ours, or for blocks
@@ -331,7 +331,7 @@ class Peers:
 
     def close(self) -> None:
         self.late.close()
-        self.workers.close()
+        self.threads.close()
         self.client.close()
 
     def _require_fits(self, metadata: PeerMetadata) -> None:

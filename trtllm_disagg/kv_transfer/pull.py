@@ -118,16 +118,16 @@ class KvReceiver:
 
     def start(self, pull: Pull) -> None:
         pull.end = self._clock() + self._peers.timeouts.transfer
-        self._peers.workers.submit(pull.handle.endpoint, self._run, pull)
+        self._peers.threads.submit(pull.handle.endpoint, self._run, pull)
 
     def release(self, handle: KvHandle) -> None:
         """Tell the sender that its blocks will not be read; best effort, its lease ends by itself."""
-        self._peers.workers.submit(handle.endpoint, self._release, handle)
+        self._peers.threads.submit(handle.endpoint, self._release, handle)
 
     def take_finished(self) -> list[Pull]:
         return take_all(self._finished)
 
-    # -- on the sender's worker
+    # -- on the sender's thread
 
     def _run(self, pull: Pull) -> None:
         handle = pull.handle

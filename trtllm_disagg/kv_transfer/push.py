@@ -228,7 +228,7 @@ class Move:
 
 
 class KvPusher:
-    """Runs each push's moves in order on its decode engine's worker thread, beside the engine's thread."""
+    """Runs each push's moves in order on its decode engine's thread, beside the engine's thread."""
 
     def __init__(self, peers: Peers, on_finished: Callable[[], None]) -> None:
         self._peers = peers
@@ -252,16 +252,16 @@ class KvPusher:
     def fail(self, push: Push, reason: str) -> None:
         """Begin no further move, and send decode a Failure if it can be reached."""
         push.close()
-        self._peers.workers.submit(push.offer.endpoint, self._send_failure, push, reason)
+        self._peers.threads.submit(push.offer.endpoint, self._send_failure, push, reason)
 
     def take_finished(self) -> list[Move]:
         return take_all(self._finished)
 
     def _submit(self, push: Push, move: Callable[[], None], filled: Sequence[int] = ()) -> None:
         """`filled`: blocks of this engine that the move writes into."""
-        self._peers.workers.submit(push.offer.endpoint, self._run, push, move, tuple(filled))
+        self._peers.threads.submit(push.offer.endpoint, self._run, push, move, tuple(filled))
 
-    # -- on the decode engine's worker
+    # -- on the decode engine's thread
 
     def _run(self, push: Push, move: Callable[[], None], filled: tuple[int, ...]) -> None:
         with push.operation() as allowed:

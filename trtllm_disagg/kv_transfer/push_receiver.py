@@ -89,7 +89,7 @@ class PushReceiver:
         with self._lock:
             self._waiting[expected.ticket] = expected
         self._on_busy()
-        self._peers.workers.submit(expected.endpoint, self._offer, expected)
+        self._peers.threads.submit(expected.endpoint, self._offer, expected)
 
     def give_up(self, expected: Expected) -> LateTransfer | None:
         """None when the blocks may be used again; else the transfer that may still write into them."""
@@ -104,7 +104,7 @@ class PushReceiver:
 
     def decline(self, endpoint: str, request: int) -> None:
         """Tell prefill that it gets no offer for this request; best effort, because prefill's wait has a deadline."""
-        self._peers.workers.submit(endpoint, self._decline, endpoint, request)
+        self._peers.threads.submit(endpoint, self._decline, endpoint, request)
 
     @property
     def is_busy(self) -> bool:
@@ -138,7 +138,7 @@ class PushReceiver:
         self._on_news()
         return Reply.TAKEN
 
-    # -- on the prefill engine's worker
+    # -- on the prefill engine's thread
 
     def _offer(self, expected: Expected) -> None:
         if expected.ticket not in self._waiting:
@@ -209,7 +209,7 @@ class PushReceiver:
                 mine = [e.ticket for e in waiting if e.prefill == prefill and e.endpoint == endpoint]
                 if endpoint not in self._watching:  # one question at a time
                     self._watching.add(endpoint)
-                    self._peers.workers.submit(endpoint, self._watch, endpoint, prefill, mine)
+                    self._peers.threads.submit(endpoint, self._watch, endpoint, prefill, mine)
 
     def _watch(self, endpoint: str, prefill: str, tickets: list[bytes]) -> None:
         self._watching.discard(endpoint)

@@ -90,7 +90,7 @@ def peers_with(timeouts: KvTimeouts) -> Peers:
         LAYOUT,
         authentication=SameUserAuthentication(),
         timeouts=timeouts,
-        on_news=lambda: None,
+        on_change=lambda: None,
     )
 
 

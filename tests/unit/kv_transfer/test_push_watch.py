@@ -34,7 +34,7 @@ class ScriptedPeers(Peers):
             LAYOUT,
             authentication=OneHost().authentication(),
             timeouts=KvTimeouts(ask=0.01),
-            on_news=lambda: None,
+            on_change=lambda: None,
         )
         self.metadata.known[ENDPOINT] = METADATA
         self.receiver = PushReceiver("decode", "here", self, on_news=lambda: None, on_busy=lambda: None)
@@ -73,7 +73,7 @@ class LostPrefill(Peers):
             LAYOUT,
             authentication=authentication,
             timeouts=timeouts,
-            on_news=self.changed.set,
+            on_change=self.changed.set,
         )
         self.metadata.known[endpoint] = METADATA
         self.receiver = PushReceiver("decode", "here", self, on_news=self.changed.set, on_busy=lambda: None)
@@ -144,9 +144,9 @@ def expect_one(peers: ScriptedPeers) -> Expected:
     expected = Expected(endpoint=ENDPOINT, request=1, prompt=b"p" * 16, blocks=[0], num_known=0, seconds=30.0)
     peers.receiver.expect(expected)
     assert peers.answered.wait(30)
-    # What comes next on the peer's worker comes behind the answer.
+    # What comes next on the peer's thread comes behind the answer.
     behind = Event()
-    peers.workers.submit(ENDPOINT, behind.set)
+    peers.threads.submit(ENDPOINT, behind.set)
     assert behind.wait(30)
     return expected
 

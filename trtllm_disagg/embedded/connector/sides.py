@@ -1,4 +1,6 @@
-"""The three kinds of KV transfer between two engines: decode reads, decode's blocks are written, prefill writes."""
+"""KV transfers as the engine core sees them, by their end: decode reads (CONTEXT_FIRST); decode's blocks are written,
+and prefill writes them (GENERATION_FIRST). Prefill's end of a read is a lease (`kv_transfer/pull.py`).
+"""
 
 from __future__ import annotations
 

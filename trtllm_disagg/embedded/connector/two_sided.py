@@ -55,7 +55,9 @@ class TwoSidedConnector(KvConnector):
             on_lease_ended=wake,
         )
         name, endpoint = self.sender.name, self.sender.endpoint
-        self.peers = Peers(transport, layout, authentication=authentication, timeouts=timeouts, on_news=wake)
+        self.peers = Peers(
+            transport, layout, authentication=authentication, timeouts=timeouts, on_change=wake
+        )
         self.receiver = KvReceiver(self.peers, on_finished=wake)
         self.offers = OfferBook(name, layout.fingerprint(), wake, stop_seconds=timeouts.stop)
         self.pusher = KvPusher(self.peers, on_finished=wake)

@@ -37,12 +37,11 @@ from trtllm_disagg.embedded.params.supported_args import scope_of
 from trtllm_disagg.embedded.scheduler.scheduler import Row, create_blocks, create_scheduler
 from trtllm_disagg.embedded.scheduler.sequence import Sequence
 from trtllm_disagg.embedded.scheduler.statistics import IterationStats
-from trtllm_disagg.embedded.tensor_parallel.group import Peer, use_cpus
+from trtllm_disagg.embedded.tensor_parallel.group import OtherRank, use_cpus
 from trtllm_disagg.embedded.tensor_parallel.team import Runner, SingleRank, Team, open_team
-from trtllm_disagg.embedded.tensor_parallel.transfers import TeamTransport
+from trtllm_disagg.embedded.tensor_parallel.transfers import TeamTransport, transport_of
 from trtllm_disagg.kv_transfer.base import KvLayout, KvTimeouts, StagingTransport
 from trtllm_disagg.kv_transfer.host import new_memory
-from trtllm_disagg.kv_transfer.transports import create_transport, needs_cma
 from trtllm_disagg.processes.activity import LOADING, Reporter
 
 if TYPE_CHECKING:
@@ -122,7 +121,7 @@ def build_core(
     wanted = new_pool(shape, num_blocks, size, device, team.size)
     layout = kv_layout(shape, size)
     connector, kv = _create_connector(
-        args, layout, wanted, wake, team.peers, transport=transport, timeouts=timeouts
+        args, layout, wanted, wake, team.others, transport=transport, timeouts=timeouts
     )
     scheduler = create_scheduler(args, blocks, team.memory(LocalKvMemory(kv)), TILE)
     pool = KvPool(kv)
@@ -172,29 +171,25 @@ def _create_connector(
     layout: KvLayout,
     pool: PoolShape,
     wake: Callable[[], None],
-    peers: Seq[Peer] = (),
+    others: Seq[OtherRank] = (),
     *,
     transport: StagingTransport | None = None,
     timeouts: KvTimeouts | None = None,
 ) -> tuple[KvConnector, torch.Tensor]:
     """The connector and the pool, which must live in memory that the transport can serve.
 
-    `peers` are the other ranks, with pools of their own. `transport` and `timeouts` instead of those of `args`.
+    `others` are the other ranks, with pools of their own. `transport` and `timeouts` instead of those of `args`.
     """
     config = args.cache_transceiver_config
     if config is None or config.backend is None:
         return KvConnector(), new_memory(pool.shape, pool.dtype, pool.device)
-    scope = scope_of(args)
-    chosen = transport or create_transport(
-        config.backend, scope, needs_cma=needs_cma(scope, pool.device.type), on_gpu=pool.device.type == "cuda"
-    )
-    team = TeamTransport(chosen, peers)
+    team = TeamTransport(transport or transport_of(args, config.backend, pool.device), others)
     kv = team.allocate(pool.shape, pool.dtype, pool.device)
     connector = TwoSidedConnector(
         team,
         layout,
         pool.num_blocks,
-        authentication=scope.authentication(),
+        authentication=scope_of(args).authentication(),
         timeouts=timeouts or timeouts_of(config),
         takes_offers=args.tensor_parallel_size == 1,
         wake=wake,

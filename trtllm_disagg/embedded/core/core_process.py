@@ -216,7 +216,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if own_rank():
-        from trtllm_disagg.embedded.tensor_parallel.team import serve_as_follower
+        from trtllm_disagg.embedded.tensor_parallel.follower import serve_as_follower
 
         return serve_as_follower()
     start = msgspec.json.decode(_read_line(), type=Start)

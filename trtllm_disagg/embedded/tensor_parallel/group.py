@@ -62,7 +62,7 @@ class Channel:
         return decoder.decode(receive_frame(self.connection))
 
 
-class Peer:
+class OtherRank:
     """The connections to another rank."""
 
     def __init__(self, rank: int, pid: int, commands: Channel, transfers: Channel, lifeline: Channel) -> None:
@@ -70,8 +70,8 @@ class Peer:
         self.commands, self.transfers, self.lifeline = commands, transfers, lifeline
 
 
-def accept(listener: socket.socket, size: int) -> list[Peer]:
-    """The peers of rank 0, all `size - 1` of them, by rank."""
+def accept(listener: socket.socket, size: int) -> list[OtherRank]:
+    """The ranks other than 0, all `size - 1` of them, by rank."""
     found: dict[tuple[int, int], Channel] = {}
     pids: dict[int, int] = {}
     while len(found) < len(_KINDS) * (size - 1):
@@ -79,29 +79,29 @@ def accept(listener: socket.socket, size: int) -> list[Peer]:
         rank, pid, kind = _HELLO.unpack(receive_exactly(connection, _HELLO.size))
         found[rank, kind] = Channel(connection)
         pids[rank] = pid
-    return [Peer(r, pids[r], *(found[r, kind] for kind in _KINDS)) for r in range(1, size)]
+    return [OtherRank(r, pids[r], *(found[r, kind] for kind in _KINDS)) for r in range(1, size)]
 
 
-def connect(address: str, rank: int) -> Peer:
+def connect(address: str, rank: int) -> OtherRank:
     """Connect another rank to rank 0."""
     channels = []
     for kind in _KINDS:
         connection = same_user.connect(address)
         connection.sendall(_HELLO.pack(rank, os.getpid(), kind))
         channels.append(Channel(connection))
-    return Peer(0, 0, *channels)
+    return OtherRank(0, 0, *channels)
 
 
-def watch(peer: Peer, decoder: msgspec.msgpack.Decoder[T], on_end: Callable[[T | None], None]) -> None:
-    """Call `on_end` from a thread when the peer is gone, with its last message if it sent one."""
+def watch(other: OtherRank, decoder: msgspec.msgpack.Decoder[T], on_end: Callable[[T | None], None]) -> None:
+    """Call `on_end` from a thread when the other rank is gone, with its last message if it sent one."""
 
     def wait() -> None:
         last: T | None = None
         with contextlib.suppress(OSError, EOFError, msgspec.MsgspecError):
-            last = peer.lifeline.receive(decoder)
+            last = other.lifeline.receive(decoder)
         on_end(last)
 
-    threading.Thread(target=wait, name=f"rank-{peer.rank}-watch", daemon=True).start()
+    threading.Thread(target=wait, name=f"rank-{other.rank}-watch", daemon=True).start()
 
 
 class RankLostError(EngineError):
@@ -210,7 +210,7 @@ def _byte_type() -> Any:
     return MPI.BYTE
 
 
-def join_as_leader(size: int, on_lost: Callable[[str], None]) -> tuple[RankGroup, list[Peer]]:
+def join_as_leader(size: int, on_lost: Callable[[str], None]) -> tuple[RankGroup, list[OtherRank]]:
     """Waits for the other ranks. `on_lost` is called from a thread when they do not come: then no call of MPI returns.
 
     Raises ConfigError when the ranks are not `size`, or not all on this host.
@@ -228,12 +228,12 @@ def join_as_leader(size: int, on_lost: Callable[[str], None]) -> tuple[RankGroup
                 )
             if not _is_one_host(communicator):
                 raise ConfigError.bad_value("tensor_parallel_size", size, "ranks that are all on one host")
-            peers = accept(listener, size)
+            others = accept(listener, size)
         _forget_shared_memory()
-    return group, peers
+    return group, others
 
 
-def join_as_follower() -> tuple[RankGroup, Peer]:
+def join_as_follower() -> tuple[RankGroup, OtherRank]:
     """Join the ranks, and end the process when rank 0 does not come."""
     with _deadline(lambda: os._exit(1)):
         group, communicator = _start_mpi()

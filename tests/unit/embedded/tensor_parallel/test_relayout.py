@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.support.nixl_agents import ScriptedAgents
 from tests.support.pools import ONE_HOST
-from trtllm_disagg.embedded.tensor_parallel.transfers import (
+from trtllm_disagg.embedded.tensor_parallel.shards import (
     Shard,
     ShardReader,
     join_addresses,

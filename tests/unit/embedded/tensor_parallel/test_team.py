@@ -28,7 +28,7 @@ from trtllm_disagg.embedded.tensor_parallel.group import (
     Broken,
     Built,
     Channel,
-    Peer,
+    OtherRank,
     RankCommand,
     RankGroup,
     RankLostError,
@@ -37,15 +37,9 @@ from trtllm_disagg.embedded.tensor_parallel.group import (
     accept,
     connect,
 )
+from trtllm_disagg.embedded.tensor_parallel.shards import Shard, join_addresses
 from trtllm_disagg.embedded.tensor_parallel.team import Team
-from trtllm_disagg.embedded.tensor_parallel.transfers import (
-    Done,
-    Read,
-    Serve,
-    Shard,
-    TeamTransport,
-    join_addresses,
-)
+from trtllm_disagg.embedded.tensor_parallel.transfers import Done, Read, Serve, TeamTransport
 from trtllm_disagg.errors import ConfigError, EngineError
 from trtllm_disagg.kv_transfer.base import KvLayout, PeerMetadata
 from trtllm_disagg.testing.fake_transport import Fails, FakeTransport
@@ -58,7 +52,7 @@ _SECONDS = 10
 class Pair:
     team: Team
     #: Rank 0, as the other rank sees it.
-    leader: Peer
+    leader: OtherRank
     #: Why the engine cannot go on.
     lost: queue.Queue[str]
 
@@ -82,7 +76,7 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
         close(peer)
 
 
-def close(peer: Peer) -> None:
+def close(peer: OtherRank) -> None:
     for channel in (peer.commands, peer.transfers, peer.lifeline):
         channel.connection.close()
 
