@@ -71,7 +71,7 @@ async def test_a_leaving_worker_finishes_what_runs_and_what_still_comes() -> Non
     first = Client(generate)
     reading = asyncio.create_task(first.read())
     await until(lambda: first.tokens)
-    drain.begin("it was told to stop")
+    drain.begin("SIGTERM or SIGINT")
     stream.go_on.set()
     await reading
     assert first.tokens == [1, 9]
@@ -83,9 +83,9 @@ async def test_a_request_that_still_runs_at_the_end_is_handed_back() -> None:
     client = Client(drain.tracking(stream, no_observer))
     reading = asyncio.create_task(client.read())
     await until(lambda: client.tokens)
-    drain.begin("it was told to stop")
+    drain.begin("SIGTERM or SIGINT")
     await drain.cut()
-    with pytest.raises(WorkerLeavingError, match="this worker ends: it was told to stop"):
+    with pytest.raises(WorkerLeavingError, match="this worker is leaving: SIGTERM or SIGINT"):
         await reading
     assert client.tokens == [1]
     assert stream.was_closed
@@ -119,7 +119,7 @@ async def test_an_answer_that_has_ended_stays_whole_at_the_end() -> None:
 
 async def test_a_request_that_comes_after_the_end_goes_elsewhere() -> None:
     drain = WorkerDrain()
-    drain.begin("it was told to stop")
+    drain.begin("SIGTERM or SIGINT")
     await drain.cut()
     with pytest.raises(WorkerLeavingError):
         await collect(drain.tracking(Stream(), no_observer), request())
@@ -156,7 +156,7 @@ async def test_a_cancelled_request_is_cancelled_and_not_handed_back() -> None:
 async def test_the_first_reason_counts() -> None:
     drain = WorkerDrain()
     drain.begin("its engine died")
-    drain.begin("it was told to stop")
+    drain.begin("SIGTERM or SIGINT")
     await drain.cut()
     with pytest.raises(WorkerLeavingError, match="its engine died"):
         await collect(drain.tracking(Stream(), no_observer), request())
