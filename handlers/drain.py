@@ -42,7 +42,7 @@ class WorkerDrain:
         return len(self._running)
 
     def begin(self, reason: str) -> None:
-        """From now on the worker is leaving; `reason` completes "this worker ends: ...". The first reason stays."""
+        """From now on this worker is leaving, for `reason`, as its errors name it. The first reason stays."""
         self._reason = self._reason or reason
 
     async def none_runs(self) -> None:
@@ -104,4 +104,4 @@ class WorkerDrain:
             raise self._error()
 
     def _error(self) -> WorkerLeavingError:
-        return WorkerLeavingError(f"this worker ends: {self._reason}")
+        return WorkerLeavingError(f"this worker is leaving: {self._reason}")

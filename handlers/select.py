@@ -173,7 +173,7 @@ class SelectedStage:
         there = self.instance_ids()
         allowed = [each for each in there if each not in request.avoid]
         if not there:
-            raise NoInstanceError(f"no {self._role} instance is in discovery")
+            raise NoInstanceError(f"no {self._role} worker is in discovery")
         if not allowed:
             raise NoInstanceError(
                 f"none of {len(there)} {self._role} instances can take this request: they failed it, do not fit this "

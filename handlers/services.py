@@ -122,7 +122,7 @@ async def watch_policy_file(path: Path, live: LiveState) -> None:
         try:
             live.set_thresholds(read_mapping(path, flag_of("policy_file")), str(path))
         except ConfigError as error:
-            log.error("the old thresholds stay: %s", error)
+            log.error("--policy-file was not applied, thresholds are unchanged: %s", error)
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

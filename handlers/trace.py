@@ -239,7 +239,7 @@ class _Record:
                 sink.ended(end)
             except Exception:
                 # The client has its answer; only the operator has to know that metrics lack it.
-                log.exception("request %s is not counted", self._context.id())
+                log.exception("request %s: recording its metrics failed", self._context.id())
         entry = {
             "request": self._context.id(),
             "part": self._part,

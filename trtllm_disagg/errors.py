@@ -30,8 +30,9 @@ from typing import ClassVar
 ERROR_PREFIX = "error: "
 
 #: Shortens values in messages: a file or a request may contain anything, however large.
+_MOST_CHARS = 200
 _SHORT = Repr()
-_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = _MOST_CHARS = 200
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = _MOST_CHARS
 
 
 def _shown(value: object) -> str:

@@ -40,6 +40,23 @@ def test_a_worker_whose_engine_dies_ends_with_1_in_bounded_time(tmp_path: Path) 
     assert "Traceback" not in said
 
 
+def test_a_worker_whose_engine_dies_while_it_waits_for_the_other_stage_ends(tmp_path: Path) -> None:
+    deployment = DynamoDeployment(tmp_path)
+    model = write_checkpoint(tmp_path / "model")
+    worker = ["tests.support.hard_worker", "--model", str(model), "--engine", "tensorrt_llm"]
+    alone = ["--disaggregation-mode", "decode", "--on-missing-stage", "fail"]
+    try:
+        deployment.start_workers({"decode": [*worker, *alone]})
+        waits = "waiting for the second stage"
+        deployment.wait_until(lambda: waits in deployment.log("decode"), "it waits", timeout=120)
+        deployment.send("decode", signal.SIGUSR1)
+        deployment.wait_until(lambda: deployment.exit_code("decode") is not None, "it has ended", timeout=60)
+    finally:
+        deployment.stop()
+    assert deployment.exit_code("decode") == 1, deployment.log("decode")
+    assert "error: the engine died" in deployment.log("decode")
+
+
 def test_ctrl_c_ends_a_worker_whose_engine_still_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -147,7 +147,7 @@ def _errors_for_dynamo(context: Any, warn_overloaded: RateLimitedLog) -> Iterato
         if context.is_stopped():
             raise
         # From CancelledError Dynamo would make 499, as if the client had disconnected.
-        raise to_dynamo(errors.WorkerLeavingError("this worker ends")) from None
+        raise to_dynamo(errors.WorkerLeavingError("this worker is leaving")) from None
     except errors.DisaggError as error:
         if isinstance(error, errors.RequestCancelledError) and context.is_stopped():
             log.info("request %s: %s", context.id(), error)

@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 #: Engines have no event for being idle, so they are polled.
 _POLL_SECONDS = 0.05
+#: For the removal from discovery. Behind a discovery that hangs, requests still end and the engine is closed.
+_LEAVE_SECONDS = 5.0
 #: Between two steps of an engine that reports fetched KV only during a step.
 _STEP_SECONDS = 1.0
 
@@ -51,13 +53,20 @@ class Queue(Protocol):
 
 class Leaving:
     def __init__(
-        self, runtime: Runtime, drain: WorkerDrain, engine: Engine, queue: Queue, drain_seconds: float
+        self,
+        runtime: Runtime,
+        drain: WorkerDrain,
+        engine: Engine,
+        queue: Queue,
+        drain_seconds: float,
+        leave_seconds: float = _LEAVE_SECONDS,
     ) -> None:
         self._runtime = runtime
         self._drain = drain
         self._engine = engine
         self._queue = queue
         self._drain_seconds = drain_seconds
+        self._leave_seconds = leave_seconds
         self._leaving: asyncio.Task[None] | None = None
 
     def leave_on_signals(self) -> None:
@@ -66,7 +75,7 @@ class Leaving:
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.leave, "it was told to stop", get_grace_period_seconds())
+            loop.add_signal_handler(number, self.leave, "SIGTERM or SIGINT", get_grace_period_seconds())
 
     def leave(self, reason: str, grace_seconds: float = 0.0) -> None:
         """Begin to leave, unless this worker already does. Ends with the runtime's shutdown."""
@@ -85,9 +94,15 @@ class Leaving:
             self._runtime.shutdown()
 
     async def _leave_discovery(self) -> None:
-        for outcome in await asyncio.gather(
-            self._queue.leave(), self._runtime.leave(), return_exceptions=True
-        ):
+        try:
+            async with asyncio.timeout(self._leave_seconds):
+                outcomes = await asyncio.gather(
+                    self._queue.leave(), self._runtime.leave(), return_exceptions=True
+                )
+        except TimeoutError:
+            log.error("leaving discovery or the prefill queue took more than %g s", self._leave_seconds)
+            return
+        for outcome in outcomes:
             if isinstance(outcome, Exception):
                 log.error("leaving discovery or the prefill queue failed: %r", outcome)
 

@@ -77,7 +77,7 @@ def require_system_port(environ: Mapping[str, str]) -> None:
 
 
 class Runtime:
-    """This worker in Dynamo's runtime; its creator calls `shutdown`."""
+    """This worker in Dynamo's runtime; serving lasts until `shutdown`."""
 
     def __init__(self, config: WorkerConfig, advertised: Advertised = NOTHING) -> None:
         """Raises ConfigError when --health-check-payload is no valid request."""
@@ -270,8 +270,8 @@ class Runtime:
             await endpoint.register_endpoint_instance()
 
     async def _list(self, endpoint_id: str, endpoint: Any) -> None:
-        """Answer requests at an endpoint, and enter it into discovery."""
-        if endpoint in self._listed:
+        """Answer requests at an endpoint, and enter it into discovery, unless this worker has left."""
+        if endpoint in self._listed or self._has_left:
             return
         if endpoint_id in self._serving:
             await endpoint.register_endpoint_instance()

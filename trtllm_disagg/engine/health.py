@@ -156,14 +156,14 @@ class EngineHealth:
     def _report(self, reason: str) -> None:
         log.error("the engine is dead: %s", reason)
         try:
-            self._loop.call_soon_threadsafe(self.handle, reason)
+            self._loop.call_soon_threadsafe(self.declare_dead, reason)
         except RuntimeError:
             return  # the worker has ended
         if not self._handled.wait(self._times.handle) and not self._stopping.is_set():
             self._end_process("the engine is dead, and blocks the worker")
 
-    def handle(self, reason: str) -> None:
-        """Declare the engine dead. Runs in the event loop."""
+    def declare_dead(self, reason: str) -> None:
+        """Runs in the event loop."""
         self._handled.set()
         self._engine.die(reason)
         self._on_death(reason)

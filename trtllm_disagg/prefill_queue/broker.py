@@ -57,6 +57,11 @@ class QueueLimits:
     #: An item is given back this often, by workers that must not run it, before it fails.
     offers: int = 40
 
+    @property
+    def silence(self) -> float:
+        """A prefill worker that runs an item may miss two Beats."""
+        return 3 * self.beat
+
 
 class NatsClient(Client):
     """NATS' client, where tls:// requires TLS; the original takes it as a preference."""
@@ -342,8 +347,8 @@ class Broker:
         while self._client.is_connected:
             try:
                 await preserve_cancellation(self._make_stream())
-            except NATS_ERRORS as error:
-                warn("NATS is back, but has no stream yet: %s", error)
+            except Exception as error:  # no other task would make the queue usable again
+                warn("NATS is back, but has no stream yet: %s: %s", type(error).__name__, error)
                 await asyncio.sleep(_RECONNECT_SECONDS)
                 continue
             log.info("NATS is back")

@@ -323,13 +323,11 @@ class DepthWatch:
             await self._broker.wait_until_usable()
             try:
                 await self._update()
-            except QueueUnusableError:
+            except Exception as error:
+                # A depth that stays as it is would keep every request away from the queue, or none.
                 self._num_waiting, self._oldest = 0, None
-            except (
-                Exception
-            ):  # a depth that stays as it is would keep every request away from the queue, or none
-                log.exception("looking at the prefill queue failed; it counts as empty")
-                self._num_waiting, self._oldest = 0, None
+                if not isinstance(error, QueueUnusableError):
+                    log.exception("looking at the prefill queue failed; it counts as empty")
             await asyncio.sleep(_ASK_SECONDS)
 
     async def _update(self) -> None:
@@ -348,13 +346,19 @@ class NatsPrefillQueue:
         self.client = QueueClient(broker, config.queue_timeout)
         self._watch = DepthWatch(broker, self.client.waiting_ages)
         self._puller: Puller | None = None
+        self._has_left = False
         self._subscriptions = contextlib.AsyncExitStack()
 
     @classmethod
     async def open(cls, config: WorkerConfig, kind: str, limits: QueueLimits | None) -> NatsPrefillQueue:
-        """Raises ConfigError when NATS cannot be reached."""
-        queue = cls(config, await Broker.connect(config.nats_server, Names.of(config, kind), limits))
-        await queue._subscriptions.enter_async_context(queue.client.listening())
+        """Raises ConfigError when NATS cannot be reached, QueueUnusableError when it is gone again at once."""
+        broker = await Broker.connect(config.nats_server, Names.of(config, kind), limits)
+        queue = cls(config, broker)
+        try:
+            await queue._subscriptions.enter_async_context(queue.client.listening())
+        except BaseException:
+            await broker.close()
+            raise
         await queue._watch.start()
         return queue
 
@@ -363,12 +367,14 @@ class NatsPrefillQueue:
 
     async def start(self, generate: Generate, instance_id: int, endpoint: Any) -> None:
         expose(registry_of(QueueMetrics(self._watch.depth, self._watch.age)), endpoint, self._config)
-        if self._config.role is Role.PREFILL:
+        if self._config.role is Role.PREFILL and not self._has_left:
             room = Room(self._config.max_batch_size, self._config.max_num_tokens)
             self._puller = Puller(self._broker, instance_id, room, generate)
             self._puller.start()
 
     async def leave(self) -> None:
+        """Pull no further item, also if this worker has not started to yet."""
+        self._has_left = True
         if self._puller is not None:
             self._puller.stop()
 

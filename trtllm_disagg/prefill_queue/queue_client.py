@@ -48,9 +48,16 @@ class Pushed:
     """
 
     def __init__(
-        self, item: Item, timeout: float, on_claim: Callable[[Claim], None], max_claims: int
+        self,
+        item: Item,
+        timeout: float,
+        on_claim: Callable[[Claim], None],
+        max_claims: int,
+        silence: float = 0.0,
     ) -> None:
-        """`timeout`: the item fails after so many seconds without a claim or a Beat."""
+        """`timeout`: the item fails after so many seconds without a claim. Once it is claimed, it fails after as many
+        without a Beat, but not before `silence`: a shorter time would fail an item that a worker runs.
+        """
         self.item = item
         self.outcome: asyncio.Future[dict[str, Any] | None] = asyncio.get_running_loop().create_future()
         #: The item's place in the stream, once it is pushed.
@@ -62,10 +69,11 @@ class Pushed:
         self._num_claims = 0
         self._max_claims = max_claims
         self._timeout = timeout
+        self._silence = max(timeout, silence)
         self._on_claim = on_claim
         #: Replies to the answer. Until the reply is yes, the prefill worker keeps the duty to release the KV.
         self._reply: Callable[[bool], None] = _no_reply
-        self._timer = self._start_timer()
+        self._timer = self._start_timer(timeout)
         self._pushed_at = time.monotonic()
 
     @property
@@ -139,17 +147,21 @@ class Pushed:
 
     def _restart_timer(self) -> None:
         self._timer.cancel()
-        self._timer = self._start_timer()
+        self._timer = self._start_timer(self._silence)
 
-    def _start_timer(self) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(self._timeout, self._time_out)
+    def _start_timer(self, seconds: float) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(seconds, self._time_out)
 
     def _time_out(self) -> None:
-        what, peer = "no prefill worker has taken the request from the queue", QUEUE_ID
+        what, peer, seconds = (
+            "no prefill worker has taken the request from the queue",
+            QUEUE_ID,
+            self._timeout,
+        )
         if self.claim is not None:
-            peer = self.claim.worker
+            peer, seconds = self.claim.worker, self._silence
             what = f"the prefill worker {peer:x} has fallen silent, and no other has taken over"
-        self.fail(StageTimeoutError(f"{what} within {self._timeout:g} s (--queue-timeout)"), peer)
+        self.fail(StageTimeoutError(f"{what} within {seconds:g} s (--queue-timeout)"), peer)
 
 
 def _no_reply(is_taken: bool) -> None:
@@ -204,7 +216,8 @@ class QueueClient:
         # More than fit come from the circuit breaker, in a fleet of which much is down.
         avoid = sorted(request.avoid)[:MAX_AVOIDED]
         item = Item(uuid.uuid4().hex, self._id, request_id, avoid, raw)
-        pushed = Pushed(item, self._timeout, on_claim, self._broker.limits.claims)
+        limits = self._broker.limits
+        pushed = Pushed(item, self._timeout, on_claim, limits.claims, limits.silence)
         self._pushed[item.id] = pushed
         try:
             with nullcontext() if context is None else when_stopped(context, pushed.give_up):

@@ -153,6 +153,8 @@ class StageState:
                     await self._registration.enter()
                 except BaseException:
                     strategy.set(was)
+                    # The KV routers of the other role have lost this worker's card.
+                    await self._registration.stand_by()
                     raise
             else:
                 await self._registration.leave()

@@ -158,26 +158,30 @@ class _Worker:
         try:
             for missing in engine.capabilities.missing():
                 log.info("the engine cannot %s", missing)
-            block_size, _ = _capacity(config, engine)
+            model = _served_model(config, engine)
             # TensorRT-LLM does not report what DEFAULT means there; `transceiver` resolves it.
             transport = None if config.engine_spec.is_tensorrt_llm else engine.kv_transport
-            own = with_engine(own, block_size, engine.ctx_info_endpoint, engine.ctx_dp_rank, transport)
-            await self._serve(engine, own, load_seconds)
+            own = with_engine(own, model.block_size, engine.ctx_info_endpoint, engine.ctx_dp_rank, transport)
+            leaving = Leaving(self.runtime, self.drain, engine, self.queue, config.drain_seconds)
+            leaving.leave_on_signals()
+            async with _leave_when_dead(engine, leaving, _health_times(config), config.stall_seconds):
+                await self._serve(engine, own, model, load_seconds)
         finally:
             await asyncio.to_thread(self.tracer.close)
             self.reporter.tell("ending the engine")
             if not await close(engine, _health_times(config)):
                 # Raised even while another error is: TensorRT-LLM's exit handler would wait without a limit.
-                raise EngineLostError("the engine does not end")
+                raise EngineLostError(
+                    "the engine did not shut down in time (--engine-health-shutdown-timeout)"
+                )
 
-    async def _serve(self, engine: Engine, own: dict[str, Any], load_seconds: float) -> None:
+    async def _serve(
+        self, engine: Engine, own: dict[str, Any], model: ServedModel, load_seconds: float
+    ) -> None:
         config, runtime = self.config, self.runtime
         self.reporter.tell("looking for the other stage")
-        leaving = Leaving(runtime, self.drain, engine, self.queue, config.drain_seconds)
-        leaving.leave_on_signals()
         if not await self.checks.before_listing(own):
             return
-        model = _served_model(config, engine)
         stage, occupancies = await self._open_peers(own, model.block_size)
         live = LiveState.of(config, model.block_size, occupancies)
         registration = Registration(runtime, model, tells_peers=config.tells_peers)
@@ -187,10 +191,7 @@ class _Worker:
         for publisher in publishers:
             await publisher.start()
         try:
-            async with (
-                _leave_when_dead(engine, leaving, _health_times(config), config.stall_seconds),
-                _watching(config, live, state) as watchers,
-            ):
+            async with _watching(config, live, state) as watchers:
                 serving = runtime.serve(
                     generate,
                     lambda: state.describe() | self.checks.described(),
@@ -249,7 +250,10 @@ class _Worker:
 
 
 def _served_model(config: WorkerConfig, engine: Engine) -> ServedModel:
-    block_size, num_blocks = _capacity(config, engine)
+    block_size, num_blocks = config.kv_block_size, 0
+    with contextlib.suppress(AttributeError):  # older versions of TensorRT-LLM cannot report them
+        capacity = engine.llm.get_kv_cache_capacity()
+        block_size, num_blocks = capacity["tokensPerBlock"], capacity["maxNumBlocks"]
     return ServedModel(
         block_size,
         num_blocks,
@@ -341,14 +345,6 @@ def _weights(config: WorkerConfig) -> str:
     return fingerprint(directory) if (directory / "config.json").is_file() else config.model
 
 
-def _capacity(config: WorkerConfig, engine: Engine) -> tuple[int, int]:
-    """(tokens per block, blocks) of the engine; older versions of TensorRT-LLM cannot report them: then 0 blocks."""
-    with contextlib.suppress(AttributeError):
-        capacity = engine.llm.get_kv_cache_capacity()
-        return capacity["tokensPerBlock"], capacity["maxNumBlocks"]
-    return config.kv_block_size, 0
-
-
 async def _report_load(reporter: Reporter, drain: WorkerDrain) -> None:
     """Report the number of running requests once a second, to the file that `up` reads."""
     while True:
@@ -378,7 +374,7 @@ async def _watch_for_stalls(engine: Engine, health: EngineHealth, seconds: float
     if seconds:
         reason = await until_stalled(engine, seconds)
         log.error("the engine is stalled: %s", reason)
-        health.handle(reason)
+        health.declare_dead(reason)
 
 
 @contextlib.asynccontextmanager

@@ -47,6 +47,11 @@ class Place:
         self.ended.set()
 
 
+class Hanging(Place):
+    async def leave(self) -> None:
+        await asyncio.Event().wait()
+
+
 def leaving(place: Place, drain: WorkerDrain, engine: Engine, seconds: float = 30.0) -> Leaving:
     return Leaving(place, drain, engine, place, seconds)
 
@@ -59,7 +64,7 @@ async def relayed(request: GenerateRequest, context: RequestContext) -> AsyncGen
 
 async def test_an_idle_worker_leaves_and_ends() -> None:
     place = Place()
-    leaving(place, WorkerDrain(), recording_engine()).leave("it was told to stop")
+    leaving(place, WorkerDrain(), recording_engine()).leave("SIGTERM or SIGINT")
     await place.ended.wait()
     assert place.done == ["leave", "leave", "queue drained", "shutdown"]
 
@@ -73,7 +78,7 @@ async def test_relayed_requests_are_waited_for_however_idle_the_engine_is() -> N
 
     answering = asyncio.create_task(collect(drain.tracking(one_more, no_observer), request()))
     await until(lambda: drain.num_running)
-    leaving(place, drain, recording_engine()).leave("it was told to stop")
+    leaving(place, drain, recording_engine()).leave("SIGTERM or SIGINT")
     await until(lambda: "queue drained" in place.done)
     assert not place.ended.is_set()
     gate.set()
@@ -87,7 +92,7 @@ async def test_requests_beyond_drain_seconds_are_handed_back_before_the_runtime_
     place, drain = Place(), WorkerDrain()
     answering = asyncio.create_task(collect(drain.tracking(relayed, no_observer), request()))
     await until(lambda: drain.num_running)
-    leaving(place, drain, recording_engine(), seconds=0.0).leave("it was told to stop")
+    leaving(place, drain, recording_engine(), seconds=0.0).leave("SIGTERM or SIGINT")
     with pytest.raises(WorkerLeavingError):
         await answering
     await place.ended.wait()
@@ -105,7 +110,7 @@ async def test_a_dead_engine_is_not_waited_for(caplog: pytest.LogCaptureFixture)
 
 async def test_the_grace_period_comes_before_anything_is_waited_for() -> None:
     place = Place()
-    leaving(place, WorkerDrain(), recording_engine()).leave("it was told to stop", grace_seconds=600)
+    leaving(place, WorkerDrain(), recording_engine()).leave("SIGTERM or SIGINT", grace_seconds=600)
     await until(lambda: place.done == ["leave", "leave"])
     await asyncio.sleep(0)
     assert place.done == ["leave", "leave"]
@@ -115,7 +120,7 @@ async def test_second_reason_to_leave_is_ignored() -> None:
     place, drain = Place(), WorkerDrain()
     leaver = leaving(place, drain, recording_engine())
     leaver.leave("its engine died")
-    leaver.leave("it was told to stop", grace_seconds=600)
+    leaver.leave("SIGTERM or SIGINT", grace_seconds=600)
     await place.ended.wait()
     assert place.done.count("shutdown") == 1
     with pytest.raises(WorkerLeavingError, match="its engine died"):
@@ -126,17 +131,28 @@ async def test_a_worker_that_cannot_leave_discovery_ends_all_the_same(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     place = Place(broken=True)
-    leaving(place, WorkerDrain(), recording_engine()).leave("it was told to stop")
+    leaving(place, WorkerDrain(), recording_engine()).leave("SIGTERM or SIGINT")
     await place.ended.wait()
     assert "discovery is gone" in caplog.text
     assert place.done[-1] == "shutdown"
+
+
+async def test_a_worker_whose_discovery_hangs_ends_all_the_same(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    place = Hanging()
+    leaver = Leaving(place, WorkerDrain(), recording_engine(), place, 30.0, leave_seconds=0.05)
+    leaver.leave("SIGTERM or SIGINT")
+    async with asyncio.timeout(30):
+        await place.ended.wait()
+    assert "leaving discovery or the prefill queue took more than" in caplog.text
 
 
 async def test_kv_that_may_still_be_read_is_waited_for() -> None:
     """Without statistics, as TensorRT-LLM is by default: that none says so does not make the engine idle."""
     place, engine = Place(), recording_engine()
     end = engine.handoffs.hold()
-    leaving(place, WorkerDrain(), engine).leave("it was told to stop")
+    leaving(place, WorkerDrain(), engine).leave("SIGTERM or SIGINT")
     await until(lambda: "queue drained" in place.done)
     await asyncio.sleep(0.1)
     assert not place.ended.is_set()
@@ -166,7 +182,7 @@ async def test_leaving_worker_gives_an_idle_engine_a_step_to_get_a_statistic(
         place, engine = Place(), engines[Role.PREFILL]
         await until(lambda: engine.handoffs.has_statistics)
         assert engine.handoffs.count() == 1
-        leaving(place, WorkerDrain(), engine).leave("it was told to stop")
+        leaving(place, WorkerDrain(), engine).leave("SIGTERM or SIGINT")
         async with asyncio.timeout(10):
             await place.ended.wait()
         assert engine.handoffs.count() == 0
@@ -178,7 +194,7 @@ async def test_leaving_worker_waits_while_statistics_show_held_kv(
     async with stages() as engines:
         place, engine = Place(), engines[Role.PREFILL]
         held = await prefilled(engine)
-        leaving(place, WorkerDrain(), engine).leave("it was told to stop")
+        leaving(place, WorkerDrain(), engine).leave("SIGTERM or SIGINT")
         steps = len(engine.llm.results)
         await until(lambda: len(engine.llm.results) >= steps + 2)
         assert not place.ended.is_set()
@@ -196,7 +212,7 @@ async def prefilled(engine: Engine) -> GenerateRequest:
 async def test_leaving_worker_gives_no_step_to_an_engine_without_statistics() -> None:
     place, engine = Place(), recording_engine()
     engine.handoffs.hold()
-    leaving(place, WorkerDrain(), engine, seconds=0.2).leave("it was told to stop")
+    leaving(place, WorkerDrain(), engine, seconds=0.2).leave("SIGTERM or SIGINT")
     await place.ended.wait()
     assert engine.llm.calls_of("generate_async") == []
 
@@ -208,7 +224,7 @@ async def test_work_behind_an_answer_is_waited_for() -> None:
         await gate.wait()
 
     in_background(drain(), "a drain")
-    leaving(place, WorkerDrain(), recording_engine()).leave("it was told to stop")
+    leaving(place, WorkerDrain(), recording_engine()).leave("SIGTERM or SIGINT")
     await until(lambda: "queue drained" in place.done)
     await asyncio.sleep(0.1)
     assert not place.ended.is_set()

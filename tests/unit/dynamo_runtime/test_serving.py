@@ -117,3 +117,14 @@ async def test_a_worker_that_leaves_while_it_is_entered_is_not_in_discovery(
         may_enter.set()
         await entering
         assert front.calls[-2:] == ["register", "unregister"]
+
+
+async def test_a_worker_that_has_left_while_it_started_enters_no_discovery() -> None:
+    config = WorkerConfig(model="m", role=Role.PREFILL, strategy="prefill_first", discovery_backend="mem")
+    runtime = Runtime(config)
+    own = runtime.endpoint_for_workers = Endpoint()
+    await runtime.leave()
+    async with asyncio.timeout(30):
+        await runtime.serve(unused, dict, refuse_control)
+    assert not own.is_served
+    runtime.shutdown()

@@ -71,7 +71,7 @@ async def test_leaving_worker_finishes_running_and_new_requests() -> None:
     first = Client(generate)
     reading = asyncio.create_task(first.read())
     await until(lambda: first.tokens)
-    drain.begin("it was told to stop")
+    drain.begin("SIGTERM or SIGINT")
     stream.go_on.set()
     await reading
     assert first.tokens == [1, 9]
@@ -83,9 +83,9 @@ async def test_a_request_that_still_runs_at_the_end_is_handed_back() -> None:
     client = Client(drain.tracking(stream, no_observer))
     reading = asyncio.create_task(client.read())
     await until(lambda: client.tokens)
-    drain.begin("it was told to stop")
+    drain.begin("SIGTERM or SIGINT")
     await drain.cut()
-    with pytest.raises(WorkerLeavingError, match="this worker ends: it was told to stop"):
+    with pytest.raises(WorkerLeavingError, match="this worker is leaving: SIGTERM or SIGINT"):
         await reading
     assert client.tokens == [1]
     assert stream.was_closed
@@ -119,7 +119,7 @@ async def test_finished_answer_is_not_cut_at_the_end_of_the_drain() -> None:
 
 async def test_a_request_that_comes_after_the_end_goes_elsewhere() -> None:
     drain = WorkerDrain()
-    drain.begin("it was told to stop")
+    drain.begin("SIGTERM or SIGINT")
     await drain.cut()
     with pytest.raises(WorkerLeavingError):
         await collect(drain.tracking(Stream(), no_observer), request())
@@ -156,7 +156,7 @@ async def test_a_cancelled_request_is_cancelled_and_not_handed_back() -> None:
 async def test_first_reason_to_leave_is_the_one_that_is_reported() -> None:
     drain = WorkerDrain()
     drain.begin("its engine died")
-    drain.begin("it was told to stop")
+    drain.begin("SIGTERM or SIGINT")
     await drain.cut()
     with pytest.raises(WorkerLeavingError, match="its engine died"):
         await collect(drain.tracking(Stream(), no_observer), request())

@@ -97,7 +97,7 @@ async def test_selector_picks_no_instance_that_is_gone_or_has_failed(
     if ids - avoid:
         assert (await selected.pick(asked)).instance_id in ids - avoid
     else:
-        reason = f"none of {len(ids)} decode instances" if ids else "no decode instance is in discovery"
+        reason = f"none of {len(ids)} decode instances" if ids else "no decode worker is in discovery"
         with pytest.raises(NoInstanceError, match=reason):
             await selected.pick(asked)
 

@@ -109,4 +109,4 @@ async def test_a_fault_in_counting_is_logged_and_the_answer_is_whole(
     chunks = await collect(service, request(max_tokens=3))
 
     assert sum(len(chunk.token_ids) for chunk in chunks) == 3
-    assert "request request-1 is not counted" in caplog.text
+    assert "request request-1: recording its metrics failed" in caplog.text

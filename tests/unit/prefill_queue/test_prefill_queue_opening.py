@@ -5,20 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import subprocess
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import pytest
 
 from tests.support.nats_server import NatsServer
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
-from trtllm_disagg.errors import (
-    ConfigError,
-)
-from trtllm_disagg.prefill_queue import NoPrefillQueue, open_prefill_queue
+from trtllm_disagg.errors import ConfigError, QueueUnusableError
+from trtllm_disagg.prefill_queue import NoPrefillQueue, nats_queue, open_prefill_queue
 from trtllm_disagg.prefill_queue.broker import Broker, NatsClient, QueueLimits
 from trtllm_disagg.prefill_queue.messages import Names
+from trtllm_disagg.prefill_queue.nats_queue import NatsPrefillQueue
 from trtllm_disagg.strategies import switchable
+from trtllm_disagg.types import GenerateRequest, RequestContext, TokenChunk
 
 
 async def test_worker_without_queue_dispatch_opens_no_prefill_queue() -> None:
@@ -161,3 +162,50 @@ def test_both_phases_at_once_need_to_know_the_prefill_worker() -> None:
             prefill_dispatch="queue",
             schedule_style=ScheduleStyle.GENERATION_FIRST,
         )
+
+
+async def test_a_worker_that_has_left_before_it_starts_pulls_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nats_queue, "expose", lambda *_: None)
+    config = WorkerConfig(model="m", role=Role.PREFILL, prefill_dispatch="queue")
+    broker = Broker(Names.of(config, "kind"), QueueLimits(), NatsClient())
+    queue = NatsPrefillQueue(config, broker)
+    await queue.leave()
+    await queue.start(unused, 1, object())
+    async with asyncio.timeout(30):
+        await queue.drained()
+
+
+async def unused(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+    yield TokenChunk([])
+
+
+class BreaksAtOnce(Broker):
+    """A connection that works once, to make the stream, and then never."""
+
+    closed: ClassVar[list[Broker]] = []
+
+    @classmethod
+    async def connect(
+        cls, servers: str, names: Names, limits: QueueLimits | None = None, client: NatsClient | None = None
+    ) -> Self:
+        return cls(names, limits or QueueLimits(), client or NatsClient())
+
+    @contextlib.asynccontextmanager
+    async def listening(self, subject: str, handle: object) -> AsyncIterator[None]:
+        raise QueueUnusableError("NATS is gone")
+        yield
+
+    async def close(self) -> None:
+        self.closed.append(self)
+
+
+async def test_a_connection_that_breaks_while_the_queue_is_opened_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nats_queue, "Broker", BreaksAtOnce)
+    config = WorkerConfig(model="m", role=Role.PREFILL, prefill_dispatch="queue")
+    with pytest.raises(QueueUnusableError, match="NATS is gone"):
+        await open_prefill_queue(config, "kind")
+    assert len(BreaksAtOnce.closed) == 1

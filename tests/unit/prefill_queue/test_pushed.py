@@ -95,6 +95,24 @@ async def test_silent_worker_times_out_and_beats_extend_the_timeout() -> None:
     pushed.close()
 
 
+async def test_a_prefill_that_runs_gets_the_time_of_some_beats_however_short_the_queue_timeout_is() -> None:
+    timeout, silence = 0.01, 0.5
+    pushed = Pushed(item(), timeout, lambda claim: None, MAX_CLAIMS, silence)
+    pushed.receive(claim(1), lambda yes: None)
+    await asyncio.sleep(2 * timeout)
+    pushed.receive(Answer(ID, 1, {"attempt": 1}), lambda yes: None)
+    assert pushed.take() == {"attempt": 1}
+    pushed.close()
+
+
+async def test_a_short_queue_timeout_ends_an_item_that_no_worker_claims() -> None:
+    pushed = Pushed(item(), 0.01, lambda claim: None, MAX_CLAIMS, 60.0)
+    async with asyncio.timeout(30):
+        with pytest.raises(StageTimeoutError, match=r"has taken .* within 0\.01 s \(--queue-timeout\)"):
+            await pushed.outcome
+    pushed.close()
+
+
 async def test_error_of_a_pushed_item_has_its_peer() -> None:
     waiting, failing = (Pushed(item(), 60.0, lambda claim: None, MAX_CLAIMS) for _ in range(2))
     waiting.fail(DisaggError("NATS is gone"))

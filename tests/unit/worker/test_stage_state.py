@@ -26,15 +26,18 @@ class FakeRegistration:
         self.history: list[tuple[str, str]] = []
         self.live: LiveState | None = None
         self.error: Exception | None = None
+        #: Peers may listen to this worker's cache events.
+        self.is_at_peers = False
 
     async def enter(self) -> None:
+        self.is_at_peers = False
         await self._change("enter", True)
 
     async def leave(self) -> None:
         await self._change("leave", False)
 
     async def stand_by(self) -> None:
-        """Peers are not watched here."""
+        self.is_at_peers = True
 
     async def renew(self) -> None:
         await self._change("renew", self.is_there)
@@ -148,12 +151,13 @@ async def test_without_the_other_role_a_switch_to_first_stage_is_refused() -> No
     assert (live.strategy.value, registration.history) == ("decode_first", [])
 
 
-async def test_a_registration_that_fails_leaves_the_old_order() -> None:
+async def test_a_registration_that_fails_leaves_the_old_order_and_the_place_at_peers() -> None:
     worker, registration, live = stage_state("prefill", "decode_first")
     registration.error = RuntimeError("discovery is gone")
     with pytest.raises(RuntimeError, match="discovery is gone"):
         await worker.handle_command(switch_to("prefill_first"))
     assert live.strategy.value == "decode_first"
+    assert registration.is_at_peers
 
 
 @pytest.mark.parametrize(("role", "strategy"), [("agg", "decode_first"), ("decode", "router")])
