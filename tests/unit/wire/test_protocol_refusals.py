@@ -145,20 +145,19 @@ def test_no_params_break_the_reader(change: dict[str, Any]) -> None:
 # -- a forger between the two stages
 
 
+FORGERIES: list[dict[str, Any]] = [
+    {"remote_engine_id": "engine-b"},
+    {"remote_block_ids": [0] * ((1 << 20) + 1)},
+    {"remote_handle": None},
+    {"remote_host": WITHOUT},
+    {"remote_port": "x"},
+]
+
+
 @pytest.mark.usefixtures("no_leaks")
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"remote_engine_id": "engine-b"},
-        {"remote_block_ids": [0] * ((1 << 20) + 1)},
-        {"remote_handle": None},
-        {"remote_host": WITHOUT},
-        {"remote_port": "x"},
-    ],
-)
-async def test_a_forged_handoff_is_refused_and_the_kv_let_go(order: str, change: dict[str, Any]) -> None:
-    pair = make_pair(order, handoff_protocol="two_phase")
+@pytest.mark.parametrize("change", FORGERIES)
+async def test_a_forged_handoff_in_a_request_is_refused_and_the_kv_let_go(change: dict[str, Any]) -> None:
+    pair = make_pair("prefill_first", handoff_protocol="two_phase")
     forge(pair.client, lambda params: forged(change, params))
     with pytest.raises(InvalidRequestError, match="kv_transfer_params") as caught:
         await collect(pair.generate, request())
@@ -166,6 +165,19 @@ async def test_a_forged_handoff_is_refused_and_the_kv_let_go(order: str, change:
     await pair.idle()
     assert len(LLM.kv_store) == 0
     assert pair.decode.results == []
+
+
+@pytest.mark.usefixtures("no_leaks")
+@pytest.mark.parametrize("change", FORGERIES)
+async def test_a_forged_handoff_in_an_answer_is_the_prefill_workers_fault(change: dict[str, Any]) -> None:
+    pair = make_pair("decode_first", handoff_protocol="two_phase")
+    forge(pair.client, lambda params: forged(change, params))
+    asked = request()
+    assert tokens_of(await collect(pair.generate, asked)) == expected_tokens(5)
+    await pair.idle()
+    assert len(LLM.kv_store) == 0
+    assert asked.trace.strategy == "local"
+    assert "unreadable handoff: kv_transfer_params" in asked.trace.fallbacks[0]
 
 
 def forge(client: Any, change: Any) -> None:
