@@ -114,6 +114,9 @@ def one_endpoint(given: str | list[str]) -> str:
     return given[0]
 
 
+#: As engines have it, in 32 bits.
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+
 #: A message names at most this many prefills.
 MOST_ATTEMPTS = 1000
 Attempts = Annotated[
@@ -143,7 +146,7 @@ class PhaseRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 class WireRequest(msgspec.Struct, frozen=True):
     """A request as Dynamo's frontend, or the first stage, sends it."""
 
-    token_ids: list[int]
+    token_ids: list[TokenId]
     stop_conditions: StopConditions | None = None
     sampling_options: SamplingOptions | None = None
     output_options: OutputOptions | None = None

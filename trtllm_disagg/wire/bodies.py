@@ -214,11 +214,15 @@ def require_splittable(request: GenerateRequest, *, gets_prompt_logprobs: bool) 
         )
 
 
+#: As in OpenAI's API. Each choice costs this worker memory before an engine sees the request.
+_MOST_CHOICES = 128
+
+
 def _require_servable(request: GenerateRequest) -> None:
     """Raises InvalidRequestError for a request that no strategy serves, so that all workers refuse it alike."""
     n, best_of = request.sampling.n, request.sampling.best_of
-    if n is not None and n < 1:
-        raise InvalidRequestError(f"n={n} is not allowed; expected at least 1")
+    if n is not None and not 1 <= n <= _MOST_CHOICES:
+        raise InvalidRequestError(f"n={n} is not allowed; expected 1 to {_MOST_CHOICES}")
     if best_of not in (None, request.num_choices):
         raise InvalidRequestError(
             f"best_of={best_of}: answers are sent as they are made, not compared; expected {request.num_choices}, as n"

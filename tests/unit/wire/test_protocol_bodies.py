@@ -245,7 +245,7 @@ requests = st.builds(
     st.dictionaries(
         st.text().filter(lambda key: key not in WireRequest.__struct_fields__), trees, max_size=3
     ),
-    st.lists(st.integers(0, 2**31), min_size=1, max_size=5),
+    st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5),
     st.just({})
     | st.fixed_dictionaries(
         {
