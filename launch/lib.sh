@@ -17,7 +17,10 @@ fail() {
 : "${NAMESPACE:=dynamo}"      # a frontend sees the workers of its Dynamo namespace only
 : "${HTTP_HOST:=127.0.0.1}"   # where clients reach the frontend; 0.0.0.0 for other machines
 : "${HTTP_PORT:=8000}"
-: "${STOP_TIMEOUT:=20}" # seconds for requests in flight to end, where one script starts several processes
+drain=${TRTLLM_DISAGG_DRAIN_SECONDS:-30} drain=${drain%.*}
+# Where one script starts several processes: seconds until one that was told to stop is killed. A worker drains for
+# TRTLLM_DISAGG_DRAIN_SECONDS, and then ends its engine.
+: "${STOP_TIMEOUT:=$((drain + 15))}"
 : "${PYTHON:=python3}"
 : "${TRANSFER_HOST:=}" # the embedded engine on several machines: where others fetch KV from this one (SECURITY.md)
 # Also read: PREFILL_CUDA_VISIBLE_DEVICES, DECODE_CUDA_VISIBLE_DEVICES and AGG_CUDA_VISIBLE_DEVICES, the GPUs of a worker of
@@ -59,11 +62,9 @@ if [[ -z $SERVED_MODEL_NAME ]]; then
     [[ ! -d $MODEL ]] || SERVED_MODEL_NAME=$(basename "$(cd "$MODEL" && pwd)")
 fi
 
-# read_strategy: sets routed_roles, which the frontend routes to by what their KV caches hold, and stop_order.
+# read_strategy: sets stop_order, the roles in the order in which they stop.
 read_strategy() {
-    local spec
-    spec=$("$PYTHON" -P -m trtllm_disagg.strategies "$STRATEGY") || exit 1
-    { read -r routed_roles && read -r stop_order; } <<<"$spec"
+    stop_order=$("$PYTHON" -P -m trtllm_disagg.strategies "$STRATEGY") || exit 1
 }
 
 require_model() {
@@ -78,16 +79,13 @@ take_gpus() {
 
 # worker_arguments ROLE [ARG...]: sets argv, what a worker is started with.
 worker_arguments() {
-    local role=$1 routed_roles=$1
+    local role=$1
     require_model
     argv=(--model "$MODEL" --served-model-name "$SERVED_MODEL_NAME" --namespace "$NAMESPACE")
     argv+=(--disaggregation-mode "$role")
-    if [[ $role != agg ]]; then
-        read_strategy
-        argv+=(--disaggregation-strategy "$STRATEGY")
-    fi
-    argv+=(--publish-metrics)
-    [[ " $routed_roles " != *" $role "* ]] || argv+=(--publish-kv-events)
+    [[ $role == agg ]] || argv+=(--disaggregation-strategy "$STRATEGY")
+    # Also for a second stage: after a switch it is the first one, and the frontend then knows its cache.
+    argv+=(--publish-events-and-metrics)
     [[ -z $ENGINE ]] || argv+=(--engine "$ENGINE")
     [[ -z $ENGINE_CONFIGS ]] || argv+=(--extra-engine-args "$ENGINE_CONFIGS/$role.yaml")
     [[ -z $TRANSFER_HOST ]] || argv+=(--trtllm.embedded.transfer_host "$TRANSFER_HOST")

@@ -1,8 +1,7 @@
 """The one list of strategies. Configuration, deployment, commands, demo, scripts and tests read it. A new strategy is
 one line here and one file with its builder (`handlers/strategies/`).
 
-For scripts: `python -m trtllm_disagg.strategies STRATEGY` prints the roles that the frontend routes to, and on the next
-line the roles in the order in which they stop.
+For scripts: `python -m trtllm_disagg.strategies STRATEGY` prints the roles in the order in which they stop.
 """
 
 from __future__ import annotations
@@ -122,8 +121,7 @@ def main(arguments: list[str]) -> str:
     if name not in disaggregated():
         allowed = ", ".join(disaggregated())
         raise SystemExit(f"error: STRATEGY: {name!r} is not allowed; expected one of {allowed}")
-    spec = STRATEGIES[name]
-    return f"{' '.join(spec.kv_routed_roles)}\n{' '.join(spec.stop_order)}"
+    return " ".join(STRATEGIES[name].stop_order)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.deployments import ROOT, wait_until
+from trtllm_disagg.config.worker_config import SETTINGS
 from trtllm_disagg.strategies import disaggregated, spec_of
 
 #: As a worker or a frontend: writes down how it was started, and its role when it is told to stop.
@@ -28,6 +29,7 @@ def note(file, text):
         out.write(text + "\\n")
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 note("started", " ".join([role, *sys.argv[1:3], os.environ.get("TRTLLM_DISAGG_ADMIN_KEY_FILE", "")]))
+note("arguments", " ".join([role, *sys.argv[4:]]))
 note("discovery-backend", role + ":" + os.environ["DYN_DISCOVERY_BACKEND"])
 note("devices", role + ":" + os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
 signal.sigwait([signal.SIGTERM])
@@ -97,6 +99,23 @@ def test_disagg_script_stops_processes_in_the_strategys_order(scripts: Scripts, 
     stopped = scripts.lines("stopped")
     assert stopped == [*spec_of(strategy).stop_order, "frontend"]
     assert spec_of(strategy).entry_role in (stopped[0], None)
+
+
+@pytest.mark.parametrize("script", ["prefill.sh", "decode.sh", "agg.sh"])
+def test_workers_of_every_role_publish_their_kv_events(scripts: Scripts, script: str) -> None:
+    scripts.start(script, STRATEGY="prefill_first")
+    (arguments,) = scripts.lines("arguments", 1)
+    assert "--publish-events-and-metrics" in arguments.split()
+
+
+@pytest.mark.parametrize(("drain", "seconds"), [("", 30.0), ("12", 12.0), ("7.5", 7.5)])
+def test_a_stop_leaves_a_worker_the_time_to_drain(drain: str, seconds: float) -> None:
+    assert SETTINGS["drain_seconds"].default == 30.0
+    script = f"unset STOP_TIMEOUT; source {ROOT / 'launch' / 'lib.sh'}; echo $STOP_TIMEOUT"
+    environment = os.environ | {"TRTLLM_DISAGG_DRAIN_SECONDS": drain, "DYN_FILE_KV": os.devnull, "MODEL": "m"}
+    environment |= {"DYN_DISCOVERY_BACKEND": "etcd"}
+    said = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert float(said.stdout) > seconds + 10
 
 
 def test_an_unknown_strategy_is_refused_with_those_that_are_known(scripts: Scripts) -> None:

@@ -255,8 +255,8 @@ class Scaler:
         services = list(queue_flags(process.spec for process in self.supervisor.processes))
         specs: list[ProcessSpec] = []
         for (role, index), port in zip(names, ports, strict=True):
-            running = (process.spec for process in self.supervisor.processes if process.stays)
-            devices = config.gpus.environment(role, devices_of([*running, *specs]))
+            holding = (process.spec for process in self.supervisor.processes if process.holds_gpus)
+            devices = config.gpus.environment(role, devices_of([*holding, *specs]))
             specs.append(worker_spec(config, role, index, env | devices, port, services))
         return specs
 

@@ -40,6 +40,8 @@ class GpuNeeds:
     num_gpus: int
     #: Share of each GPU's memory, for KV.
     fraction: float
+    #: How long its engine may take to shut down.
+    shutdown_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +102,8 @@ def gpus_of(
     environ: Mapping[str, str],
     present: Callable[[], tuple[str, ...]] | None = None,
 ) -> Gpus:
-    """The GPUs for `workers` (role -> arguments of a worker): those of `given` (--gpus), of each role's variable, of
-    CUDA_VISIBLE_DEVICES, or all of the machine (`present`).
+    """The GPUs for `workers` (role -> arguments of a worker): those of `given` (--gpus), else of each role's variable,
+    else of CUDA_VISIBLE_DEVICES, which may be empty, else all of the machine (`present`).
 
     NO_GPUS when no engine runs on GPUs, or no GPU is found: then the engine reports that. Raises ConfigError.
     """
@@ -114,13 +116,24 @@ def gpus_of(
         if given:
             raise ConfigError.bad_value("--gpus", given, "an engine that gets GPUs: --engine tensorrt_llm")
         return NO_GPUS
-    shared = given or environ.get(VARIABLE)
-    everything = parse_gpus("--gpus" if given else VARIABLE, shared) if shared else (present or _present)()
-    devices = {
-        role: parse_gpus(name, environ[name]) if environ.get(name := ROLE_VARIABLES[role]) else everything
-        for role in on_gpus
-    }
+    if given is not None:
+        devices = dict.fromkeys(on_gpus, parse_gpus("--gpus", given))
+    else:
+        devices = _devices_in(environ, on_gpus, present or _present)
     return Gpus(devices, {role: needs_of(config) for role, config in on_gpus.items() if devices[role]})
+
+
+def _devices_in(
+    environ: Mapping[str, str], roles: Iterable[str], present: Callable[[], tuple[str, ...]]
+) -> dict[str, tuple[str, ...]]:
+    if (shared := environ.get(VARIABLE)) is None:
+        everything = present()
+    else:
+        everything = parse_gpus(VARIABLE, shared) if shared else ()
+    return {
+        role: parse_gpus(name, environ[name]) if environ.get(name := ROLE_VARIABLES[role]) else everything
+        for role in roles
+    }
 
 
 def _worker_configs(
@@ -146,7 +159,17 @@ def needs_of(config: WorkerConfig) -> GpuNeeds:
     args: Mapping[str, Any] = build_engine_args(config)
     cache = args.get("kv_cache_config")
     fraction = cache.get("free_gpu_memory_fraction") if isinstance(cache, Mapping) else None
-    return GpuNeeds(num_ranks(args), _FRACTION if fraction is None else float(fraction))
+    return GpuNeeds(
+        num_ranks(args), _FRACTION if fraction is None else float(fraction), shutdown_seconds(config)
+    )
+
+
+def shutdown_seconds(config: WorkerConfig) -> float:
+    """How long a worker's engine may take to shut down. For the engine 0 means no limit; here there has to be one."""
+    # Imported here because `--help` does not need its libraries.
+    from trtllm_disagg.engine.health import TIMES
+
+    return config.engine_health_shutdown_timeout or TIMES.shutdown
 
 
 def num_ranks(engine_args: Mapping[str, Any]) -> int:

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from trtllm_disagg.deployment.command_socket import serving_commands
+from trtllm_disagg.deployment.first_completed import first_completed
 from trtllm_disagg.deployment.gpus import gpus_of
 from trtllm_disagg.deployment.limits import check_deployment_limits
 from trtllm_disagg.deployment.managed_process import ManagedProcess
@@ -30,7 +31,7 @@ from trtllm_disagg.deployment.plan import (
 from trtllm_disagg.deployment.ports import free_http_port, free_system_ports
 from trtllm_disagg.deployment.run_dir import RunDir
 from trtllm_disagg.deployment.status import Status
-from trtllm_disagg.deployment.supervisor import Supervisor, first_completed
+from trtllm_disagg.deployment.supervisor import Supervisor
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.exit_codes import ExitCode
 

@@ -79,6 +79,11 @@ class ManagedProcess:
         return self.is_running and self.state != "stopping" and self.activity.doing != DRAINING
 
     @property
+    def holds_gpus(self) -> bool:
+        """The GPUs of its environment are not free: it runs, if only to drain, or starts again."""
+        return self.is_running or self.state == "restarting"
+
+    @property
     def elapsed(self) -> float:
         """Seconds from its last start until now, or until its end."""
         return (self._ended_at or time.monotonic()) - self.started_at

@@ -1,8 +1,8 @@
 """Kills the processes of a deployment when its `up` is gone, even after `kill -9` of `up`.
 
-Every process of a deployment, and all its descendants, inherit an environment variable with the
-deployment's mark. The reaper is a tiny process beside `up`. When its parent is gone, it kills everything
-with the mark. It runs this file alone, so only the standard library is imported here.
+Every process of a deployment, and all its descendants, inherit an environment variable with the deployment's mark, and
+one with the mark of that start of the process. The reaper is a tiny process beside `up`. When its parent is gone, it
+kills everything with the deployment's mark. It runs this file alone, so only the standard library is imported here.
 """
 
 from __future__ import annotations
@@ -16,15 +16,19 @@ import time
 from pathlib import Path
 
 MARK_VARIABLE = "TRTLLM_DISAGG_DEPLOYMENT"
+PROCESS_VARIABLE = "TRTLLM_DISAGG_PROCESS"
 POLL_SECONDS = 0.1
 SWEEP_SECONDS = 0.05
 # One sweep without a process is not enough: a process may just be between fork and exec.
 CLEAN_SWEEPS = 4
+#: A process that SIGKILL does not end in this time waits for a device, perhaps for ever.
+MOST_SECONDS = 60.0
 
 
 def start_reaper(mark: str) -> subprocess.Popen[bytes]:
     """Start the reaper of this process; `stop_reaper` ends it."""
-    environment = {name: value for name, value in os.environ.items() if name != MARK_VARIABLE}
+    marks = (MARK_VARIABLE, PROCESS_VARIABLE)
+    environment = {name: value for name, value in os.environ.items() if name not in marks}
     return subprocess.Popen(
         [sys.executable, "-I", "-S", __file__, mark, str(os.getpid())],
         env=environment,
@@ -40,19 +44,19 @@ def stop_reaper(reaper: subprocess.Popen[bytes]) -> None:
     reaper.wait()
 
 
-def marked_processes(mark: str) -> list[int]:
-    entry = f"{MARK_VARIABLE}={mark}".encode()
+def marked_processes(mark: str, variable: str = MARK_VARIABLE) -> list[int]:
+    entry = f"{variable}={mark}".encode()
     pids = (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
     return [pid for pid in pids if pid != os.getpid() and entry in _environment(pid)]
 
 
-def kill_marked(mark: str) -> int:
-    """Kill all processes with `mark` by SIGKILL, and return their number."""
-    pids = marked_processes(mark)
+def kill_marked(mark: str, variable: str = MARK_VARIABLE) -> list[int]:
+    """Kill all processes with `mark` by SIGKILL, and return their pids."""
+    pids = marked_processes(mark, variable)
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    return len(pids)
+    return pids
 
 
 def _environment(pid: int) -> list[bytes]:
@@ -67,8 +71,8 @@ def _watch(mark: str, parent: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     while os.getppid() == parent:
         time.sleep(POLL_SECONDS)
-    clean = 0
-    while clean < CLEAN_SWEEPS:
+    clean, deadline = 0, time.monotonic() + MOST_SECONDS
+    while clean < CLEAN_SWEEPS and time.monotonic() < deadline:
         clean = 0 if kill_marked(mark) else clean + 1
         time.sleep(SWEEP_SECONDS)
 

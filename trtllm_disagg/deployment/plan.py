@@ -105,7 +105,7 @@ class DeploymentConfig:
     startup_timeout: float | None = None
     #: A draining worker then gives up its requests, which migrate to other workers. None: the worker's default.
     drain_seconds: float | None = None
-    #: None: BEYOND_DRAIN_SECONDS after the workers have drained.
+    #: None: after the workers have drained, BEYOND_DRAIN_SECONDS and the time of an engine with GPUs to shut down.
     stop_timeout: float | None = None
     #: Whether `up` starts dead processes again, and with which delays.
     restart: bool = True
@@ -144,10 +144,19 @@ class DeploymentConfig:
         """Seconds after which a stopping process is killed."""
         if self.stop_timeout is not None:
             return self.stop_timeout
-        drain = self.drain_seconds
-        if drain is None:
-            drain = float(SETTINGS["drain_seconds"].default)  # type: ignore[arg-type]
-        return drain + BEYOND_DRAIN_SECONDS
+        shutdown = max((need.shutdown_seconds for need in self.gpus.needs.values()), default=0.0)
+        return self._drain_seconds + BEYOND_DRAIN_SECONDS + shutdown
+
+    @property
+    def beyond_drain_seconds(self) -> float:
+        """The part of `stop_seconds` in which a worker without requests ends; negative when there is none."""
+        return self.stop_seconds - self._drain_seconds
+
+    @property
+    def _drain_seconds(self) -> float:
+        if self.drain_seconds is not None:
+            return self.drain_seconds
+        return float(SETTINGS["drain_seconds"].default)  # type: ignore[arg-type]
 
     @property
     def base_url(self) -> str:

@@ -278,6 +278,11 @@ def leftovers_report(processes: Iterable[ManagedProcess], waited: float) -> str:
     return f"still running {waited:.1f} s after the order to stop, killed: {names}"
 
 
+def survivors_report(pids: Iterable[int]) -> str:
+    listed = ", ".join(map(str, pids))
+    return f"warning: SIGKILL has not ended these processes, which may wait for a GPU or a disk: pid {listed}"
+
+
 def _short(text: str, most: int) -> str:
     text = text.strip()
     return text if len(text) <= most else text[: most - 3] + "..."

@@ -9,19 +9,25 @@ import os
 import subprocess
 import time
 import uuid
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
 
 from trtllm_disagg.deployment.brokers import EventBroker
+from trtllm_disagg.deployment.deaths import Deaths
+from trtllm_disagg.deployment.first_completed import first_completed
 from trtllm_disagg.deployment.managed_process import ManagedProcess, answers, is_ready
-from trtllm_disagg.deployment.orphan_reaper import MARK_VARIABLE, kill_marked, start_reaper, stop_reaper
+from trtllm_disagg.deployment.orphan_reaper import (
+    MARK_VARIABLE,
+    PROCESS_VARIABLE,
+    kill_marked,
+    start_reaper,
+    stop_reaper,
+)
 from trtllm_disagg.deployment.plan import (
     LOOPBACK,
     NO_WORKERS,
     PER_PROCESS_ENV,
     STARTED_FIRST,
-    Backoff,
     DeploymentConfig,
     DeploymentFailedError,
     ProcessRole,
@@ -38,45 +44,16 @@ from trtllm_disagg.deployment.status import (
     given_up_report,
     late_report,
     leftovers_report,
+    survivors_report,
 )
 from trtllm_disagg.errors import ERROR_PREFIX
 from trtllm_disagg.strategies import spec_of
 
 PROBE_SECONDS = 0.1
 ABANDON_SECONDS = 5.0
-KILL_SWEEPS = 50
+#: For SIGKILL to end a process. The kernel may keep one for ever that waits for a device.
+KILL_SECONDS = 5.0
 FAIR_SECONDS = 3.0
-First = TypeVar("First")
-Second = TypeVar("Second")
-
-
-class Deaths:
-    """Counts the deaths of one process, from which follow the delay of its next start, and when it is given up."""
-
-    def __init__(self, backoff: Backoff) -> None:
-        self._backoff = backoff
-        self._in_a_row = 0
-        self.failed_starts = 0
-
-    def count(self, ready_seconds: float | None) -> None:
-        """Count one more death. `ready_seconds`: how long the process had been ready; None when it never was."""
-        if ready_seconds is None:
-            self.failed_starts += 1
-        else:
-            self.failed_starts = 0
-            if ready_seconds >= self._backoff.steady:
-                self._in_a_row = 0
-        self._in_a_row += 1
-
-    @property
-    def is_hopeless(self) -> bool:
-        return self.failed_starts >= self._backoff.attempts
-
-    @property
-    def delay(self) -> float:
-        """Seconds before the next start."""
-        doublings = min(self._in_a_row - 1, 30)
-        return min(self._backoff.first * 2.0**doublings, self._backoff.most)
 
 
 class Restarts:
@@ -103,7 +80,8 @@ class Restarts:
     async def forget(self, process: ManagedProcess) -> None:
         """Never start this process again."""
         self._deaths.pop(process, None)
-        if task := self._tasks.pop(process, None):
+        # Waiting for a task that is done would let `after` make another one meanwhile.
+        if (task := self._tasks.pop(process, None)) and not task.done():
             task.cancel()
             await asyncio.wait((task,))
 
@@ -120,11 +98,13 @@ class Restarts:
         died_at = time.monotonic()
         deaths = self._deaths.setdefault(process, Deaths(self._owner.config.backoff))
         deaths.count(process.ready_seconds)
-        while not deaths.is_hopeless:
+        while not deaths.is_hopeless and not process.is_running:
             self._owner.report_error(continued(report, f"it starts again in {deaths.delay:g} s"))
             process.waits(deaths.delay)
             self._owner.changed(process)
             await asyncio.sleep(deaths.delay)
+            if not self._owner.keeps(process):
+                return
             process.spec = self._spec_of_now(process)
             try:
                 await self._owner.bring_up(process)
@@ -173,6 +153,8 @@ class Supervisor:
         self._is_outdated = False
         self._stopping = False
         self._is_gone = False
+        #: Pids that SIGKILL has not ended.
+        self._survivors: list[int] = []
 
     async def load(self) -> None:
         """Start all processes and wait until they can serve a request.
@@ -227,8 +209,7 @@ class Supervisor:
             )
             if process.is_running and process.state != "ready":
                 late = late_report([process], self.config.startup_seconds)
-                process.kill()
-                await self._gone([process])
+                await self._until_killed([process])
                 raise DeploymentFailedError(late)
             if not process.is_running:
                 raise DeploymentFailedError(death_report(process, "before it was ready"))
@@ -245,15 +226,15 @@ class Supervisor:
         self._starting_or_stopping.add(process)
         await self._stop_wave([process], self.config.stop_seconds, asyncio.Event())
         await self._forget(process)
-        return process.ended_well
+        return not process.is_running and process.ended_well
 
     async def _forget(self, process: ManagedProcess) -> None:
-        process.kill()
-        if process in self._watchers:
-            await self._gone([process])
-            del self._watchers[process]
-        self.processes.remove(process)
-        self._starting_or_stopping.discard(process)
+        self._starting_or_stopping.add(process)
+        await self._until_killed([process])
+        if not process.is_running:  # else it still has its ports and GPUs
+            self._watchers.pop(process, None)
+            self.processes.remove(process)
+            self._starting_or_stopping.discard(process)
         self._write()
 
     async def drain(self, hurry: asyncio.Event | None = None) -> bool:
@@ -270,11 +251,11 @@ class Supervisor:
         if self._is_gone:
             return
         self._stopping = True
-        for process in self.processes:
-            process.kill()
         try:
-            await asyncio.gather(*self._watchers.values(), return_exceptions=True)
-            await self._kill_descendants()
+            await self._until_killed(self.processes)
+            self._survivors = await kill_all_marked(MARK_VARIABLE, self._mark)
+            if self._survivors:
+                self.note(survivors_report(self._survivors))
             self._write()
         finally:
             self._run_dir.release()
@@ -283,18 +264,19 @@ class Supervisor:
             if self._reaper is not None:
                 stop_reaper(self._reaper)
 
-    async def _kill_descendants(self) -> None:
-        for _ in range(KILL_SWEEPS):
-            if not kill_marked(self._mark):
-                return
-            await asyncio.sleep(PROBE_SECONDS)
+    async def _until_killed(self, processes: Sequence[ManagedProcess]) -> None:
+        for process in processes:
+            process.kill()
+        if watchers := [self._watchers[process] for process in processes if process in self._watchers]:
+            await asyncio.wait(watchers, timeout=KILL_SECONDS)
 
     async def _start(self, process: ManagedProcess) -> None:
+        mark = uuid.uuid4().hex
         try:
-            await process.start(self._environment(process.spec))
+            await process.start(self._environment(process.spec) | {PROCESS_VARIABLE: mark})
         except OSError as error:
             raise DeploymentFailedError(f"{process.name} cannot be started: {error}") from error
-        self._watchers[process] = asyncio.create_task(self._reap(process))
+        self._watchers[process] = asyncio.create_task(self._reap(process, mark))
         self.changed(process)
 
     def note(self, text: str) -> None:
@@ -307,8 +289,10 @@ class Supervisor:
         inherited = {name: value for name, value in os.environ.items() if name not in PER_PROCESS_ENV}
         return {**inherited, **spec.env, MARK_VARIABLE: self._mark}
 
-    async def _reap(self, process: ManagedProcess) -> None:
+    async def _reap(self, process: ManagedProcess, mark: str) -> None:
         await process.wait()
+        # The ranks of mpiexec have sessions of their own, and would keep the GPUs from the next start.
+        await kill_all_marked(PROCESS_VARIABLE, mark)
         if not self._stopping and process not in self._starting_or_stopping:
             self._deaths.put_nowait(process)
         self.changed(process)
@@ -342,14 +326,14 @@ class Supervisor:
         self._stopping = True
         hurry = hurry or asyncio.Event()
         deadline = time.monotonic() + timeout
-        fair = min(timeout, FAIR_SECONDS)
+        fair = min(timeout, max(FAIR_SECONDS, self.config.beyond_drain_seconds))
         running = [process for process in self.processes if process.is_running]
         for roles in waves:
             wave = [process for process in running if process.role in roles]
-            # Every wave gets some time, even after one that used up all of it.
+            # Even after a wave that used up all of it, the next one can shut down.
             await self._stop_wave(wave, max(deadline - time.monotonic(), fair), hurry)
         await self.kill()
-        return all(process.ended_well for process in running)
+        return not self._survivors and all(process.ended_well for process in running)
 
     async def _stop_wave(self, wave: Sequence[ManagedProcess], timeout: float, hurry: asyncio.Event) -> None:
         began = time.monotonic()
@@ -382,20 +366,9 @@ class Supervisor:
             self._is_outdated = False
 
 
-async def first_completed(
-    first: Coroutine[Any, Any, First], second: Coroutine[Any, Any, Second], timeout: float | None = None
-) -> First | Second | None:
-    """The result of the one that ends first, the second one when both did; None after `timeout` seconds.
-
-    The other one is cancelled, and over, before this returns.
-    """
-    a, b = asyncio.create_task(first), asyncio.create_task(second)
-    try:
-        await asyncio.wait((a, b), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        a.cancel()
-        b.cancel()
-        await asyncio.gather(a, b, return_exceptions=True)
-    if not b.cancelled():
-        return b.result()
-    return None if a.cancelled() else a.result()
+async def kill_all_marked(variable: str, mark: str) -> list[int]:
+    """Kill all processes with `mark` and those that they start meanwhile. Returns the pids that SIGKILL has not ended."""
+    deadline = time.monotonic() + KILL_SECONDS
+    while (left := await asyncio.to_thread(kill_marked, mark, variable)) and time.monotonic() < deadline:
+        await asyncio.sleep(PROBE_SECONDS)
+    return left

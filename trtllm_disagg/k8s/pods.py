@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from trtllm_disagg.config.args import parse_worker_flags
-from trtllm_disagg.config.worker_config import WorkerConfig
-from trtllm_disagg.deployment.gpus import needs_of
+from trtllm_disagg.deployment.gpus import needs_of, shutdown_seconds
 from trtllm_disagg.deployment.plan import (
     BEYOND_DRAIN_SECONDS,
     GPU_STARTUP_SECONDS,
@@ -144,7 +143,7 @@ def _worker_pod(config: DeploymentConfig, cluster: Cluster, role: ProcessRole) -
         nodes,
         gpus,
         config.startup_timeout or (GPU_STARTUP_SECONDS if num_gpus else STARTUP_SECONDS),
-        _stop_seconds(worker),
+        worker.drain_seconds + BEYOND_DRAIN_SECONDS + shutdown_seconds(worker),
         file.read_text(encoding="utf-8") if file else None,
     )
 
@@ -173,14 +172,6 @@ def _worker_env(cluster: Cluster) -> Iterator[tuple[str, str]]:
         yield KEY_VARIABLE, str(MOUNTED / ADMIN_KEY / KEY)
     if cluster.transfer_key is not None:
         yield KEY_FILE_VARIABLE, str(MOUNTED / TRANSFER_KEY / KEY)
-
-
-def _stop_seconds(worker: WorkerConfig) -> float:
-    """For its requests and its engine. Kubernetes has no way to say "no limit", which 0 means for the engine."""
-    from trtllm_disagg.engine.health import TIMES
-
-    engine = worker.engine_health_shutdown_timeout or TIMES.shutdown
-    return worker.drain_seconds + BEYOND_DRAIN_SECONDS + engine
 
 
 def _spread(num_gpus: int, gpus_per_node: int, role: ProcessRole) -> tuple[int, int]:

@@ -31,6 +31,7 @@ from trtllm_disagg.deployment.command_socket import (
     send_to_up,
     serving_commands,
 )
+from trtllm_disagg.deployment.gpus import GpuNeeds, Gpus
 from trtllm_disagg.deployment.managed_process import ManagedProcess
 from trtllm_disagg.deployment.plan import Backoff, DeploymentConfig
 from trtllm_disagg.deployment.run_dir import ProcessRecord, RunDir, is_alive, read_processes
@@ -155,6 +156,17 @@ async def test_scale_changes_workers_and_processes_json(supervisor: Supervisor) 
     # A name is used once: the log of the one before stays.
     await tell(supervisor, Scale({"prefill": 2}))
     assert alive(supervisor) == ["prefill-0", "decode-0", "prefill-2"]
+
+
+async def test_a_new_worker_gets_no_gpu_of_one_that_still_drains(supervisor: Supervisor) -> None:
+    one_each = Gpus({"prefill": ("0", "1")}, {"prefill": GpuNeeds(1, 0.9, 60.0)})
+    supervisor.config = replace(supervisor.config, gpus=one_each)
+    await tell(supervisor, Scale({"prefill": 1}))
+    supervisor.processes[0].state = "stopping"
+
+    await tell(supervisor, Scale({"prefill": 1}))
+
+    assert [each.spec.env["CUDA_VISIBLE_DEVICES"] for each in supervisor.processes] == ["0", "1"]
 
 
 async def test_a_worker_that_was_removed_after_its_death_gets_no_other_start(tmp_path: Path) -> None:

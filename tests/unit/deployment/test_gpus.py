@@ -11,6 +11,7 @@ import pytest
 from trtllm_disagg.deployment.for_scripts import require_room
 from trtllm_disagg.deployment.gpus import NO_GPUS, Gpus, gpus_of
 from trtllm_disagg.deployment.plan import (
+    BEYOND_DRAIN_SECONDS,
     GPU_STARTUP_SECONDS,
     STARTUP_SECONDS,
     DeploymentConfig,
@@ -77,6 +78,13 @@ def test_without_a_list_the_roles_variables_then_cudas_then_the_machine_decide(t
     assert planned(config, environ={DEVICES: "4,5"}, present=("0",)) == {"prefill-0": "4", "decode-0": "5"}
     of_roles = {DEVICES: "4,5", "PREFILL_" + DEVICES: "1,2", "DECODE_" + DEVICES: "3"}
     assert planned(config, environ=of_roles) == {"prefill-0": "1", "decode-0": "3"}
+    by_flag = replace(config, gpu_devices="6,7")
+    assert planned(by_flag, environ=of_roles) == {"prefill-0": "6", "decode-0": "7"}
+
+
+def test_cudas_empty_list_has_no_gpus(tmp_path: Path) -> None:
+    none = {"prefill-0": None, "decode-0": None}
+    assert planned(deployment(tmp_path, {}, {}), environ={DEVICES: ""}, present=("0", "1")) == none
 
 
 def test_workers_get_no_gpu_list_when_no_gpu_is_known(tmp_path: Path) -> None:
@@ -137,6 +145,17 @@ def test_with_gpus_a_deployment_may_take_longer_to_load(tmp_path: Path) -> None:
     assert config.startup_seconds == STARTUP_SECONDS
     assert replace(config, gpus=gpus(config)).startup_seconds == GPU_STARTUP_SECONDS
     assert replace(config, startup_timeout=7.0, gpus=gpus(config)).startup_seconds == 7
+
+
+def test_with_gpus_a_stop_leaves_time_for_the_engines_shutdown(tmp_path: Path) -> None:
+    config = deployment(tmp_path, {}, {}, gpu_devices="0,1", drain_seconds=20.0)
+    assert config.stop_seconds == 20 + BEYOND_DRAIN_SECONDS
+    on_gpus = replace(config, gpus=gpus(config))
+    assert on_gpus.stop_seconds == 20 + BEYOND_DRAIN_SECONDS + 60
+    assert on_gpus.beyond_drain_seconds == BEYOND_DRAIN_SECONDS + 60
+    longer = replace(config, worker_args=("--engine-health-shutdown-timeout", "90"))
+    assert replace(longer, gpus=gpus(longer)).stop_seconds == 20 + BEYOND_DRAIN_SECONDS + 90
+    assert replace(on_gpus, stop_timeout=7.0).stop_seconds == 7
 
 
 def test_workers_that_scripts_start_take_the_first_gpus_of_their_lists(tmp_path: Path) -> None:

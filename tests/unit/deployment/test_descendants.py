@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,10 +12,11 @@ from pathlib import Path
 
 from tests.support.deployments import wait_until
 from trtllm_disagg.deployment.managed_process import ManagedProcess
-from trtllm_disagg.deployment.plan import DeploymentConfig, ProcessSpec
+from trtllm_disagg.deployment.plan import Backoff, DeploymentConfig, ProcessSpec
 from trtllm_disagg.deployment.run_dir import RunDir
 from trtllm_disagg.deployment.status import Status
 from trtllm_disagg.deployment.supervisor import Supervisor
+from trtllm_disagg.processes.proc_stat import birth
 
 #: A worker whose child has a session of its own, and is in a file before the worker is ready.
 WITH_CHILD = """
@@ -58,6 +60,29 @@ async def is_gone(descriptor: int) -> None:
 
 def with_child(file: Path) -> ProcessSpec:
     return ProcessSpec("decode-0", "decode", (sys.executable, "-S", "-c", WITH_CHILD, str(file)))
+
+
+async def test_children_of_a_dead_worker_in_other_sessions_are_gone_before_its_next_start(
+    tmp_path: Path,
+) -> None:
+    class Notes(Status):
+        restarting = asyncio.Event()
+
+        def note(self, text: str) -> None:
+            if "it starts again" in text:
+                self.restarting.set()
+
+    status = Notes()
+    async with supervising(tmp_path, status, backoff=Backoff(first=600.0, most=600.0)) as supervisor:
+        watching = asyncio.create_task(supervisor.watch())
+        worker = await supervisor.add(with_child(tmp_path / "child"))
+        child = await pid_in(tmp_path / "child")
+
+        os.kill(worker.pid, signal.SIGKILL)
+        await asyncio.wait_for(status.restarting.wait(), SECONDS)
+
+        assert not birth(child)
+        watching.cancel()
 
 
 async def test_descendants_are_killed_although_each_report_fails(tmp_path: Path) -> None:
