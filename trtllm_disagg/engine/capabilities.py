@@ -49,9 +49,9 @@ RELEASES_HANDOFFS = Capability(
 COUNTS_REQUESTS = Capability(
     "count its requests",
     _has("num_active_requests"),
-    "a leaving worker waits for the requests it has started, and for each handoff until a statistic shows the engine "
-    "idle with no KV block in use (it gives the engine a step each second, to hear one), kv_transfer_timeout_ms is "
-    "over, or --drain-seconds are",
+    "a leaving worker waits for the requests it has started. For handoffs it waits until a statistic shows the engine "
+    "idle with no KV block in use, and gives the engine a step each second to get one; kv_transfer_timeout_ms and "
+    "--drain-seconds limit that",
 )
 IS_EXACT = Capability(
     "give the same answer again",
