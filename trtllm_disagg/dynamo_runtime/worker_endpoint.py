@@ -269,14 +269,17 @@ class Runtime:
                 await endpoint.unregister_endpoint_instance()
             await endpoint.register_endpoint_instance()
 
+    def _is_leaving(self) -> bool:
+        return self._has_left
+
     async def _list(self, endpoint_id: str, endpoint: Any) -> None:
         """Answer requests at an endpoint, and enter it into discovery, unless this worker has left."""
-        if endpoint in self._listed or self._has_left:
+        if endpoint in self._listed or self._is_leaving():
             return
         if endpoint_id in self._serving:
             await endpoint.register_endpoint_instance()
             self._listed.add(endpoint)
-            if self._has_left:  # meanwhile
+            if self._is_leaving():  # meanwhile
                 await self.leave()
             return
         self._listed.add(endpoint)

@@ -194,8 +194,11 @@ class BreaksAtOnce(Broker):
 
     @contextlib.asynccontextmanager
     async def listening(self, subject: str, handle: object) -> AsyncIterator[None]:
-        raise QueueUnusableError("NATS is gone")
+        self._fail()
         yield
+
+    def _fail(self) -> None:
+        raise QueueUnusableError("NATS is gone")
 
     async def close(self) -> None:
         self.closed.append(self)
