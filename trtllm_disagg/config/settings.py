@@ -126,6 +126,10 @@ FRACTION = Rule("a number above 0 and up to 1", lambda value: 0 < value <= 1)
 NOT_EMPTY = Rule("a name that is not empty", lambda value: bool(value.strip()))
 NAMESPACE = Rule("letters, digits, - and _", lambda value: re.fullmatch(_NAME, value) is not None)
 ENDPOINT_ID = Rule("dyn://namespace.component.endpoint", lambda value: bool(_ENDPOINT.fullmatch(value)))
+#: As Dynamo writes the owner of cache events.
+ENDPOINT_PATH = Rule(
+    "namespace/component/endpoint", lambda value: bool(re.fullmatch(rf"{_NAME}/{_NAME}/{_NAME}", value))
+)
 API_TYPES = Rule("chat, completions, both with a comma, or none", _are_endpoint_types)
 NUMBER = Rule("a whole number, 0 or more", lambda value: _is_whole(value) and value >= 0)
 SHARE = Rule("a number from 0 to 1", _is_share)

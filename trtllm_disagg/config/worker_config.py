@@ -16,6 +16,7 @@ from trtllm_disagg.config.settings import (
     DYNAMO_RUNTIME,
     DYNAMO_WORKER,
     ENDPOINT_ID,
+    ENDPOINT_PATH,
     FRACTION,
     NAMESPACE,
     NATS_URL,
@@ -112,7 +113,7 @@ class WorkerConfig:
     )
     strategy: str = option(
         "decode_first",
-        "the stage that takes requests and calls the other one",
+        "how the workers divide a request",
         one_of(*disaggregated()),
         flag="--disaggregation-strategy",
     )
@@ -129,14 +130,14 @@ class WorkerConfig:
 
     prefill_decider: str = option(
         ALWAYS,
-        "when a prefill is sent to a prefill worker, or stays where decode is",
+        "when a request uses both stages",
         one_of(*DECIDERS),
         group=ORCHESTRATION_GROUP,
     )
     thresholds: Mapping[str, int | float] = field(default_factory=dict)
     """Those of the deciders (`deciders.py`), each a setting by its own name; all of them, once this is made."""
     policy_file: str | None = option(
-        None, "YAML with the thresholds above; watched, so they change without restart", NOT_EMPTY
+        None, "YAML with thresholds; watched, so they change without restart", NOT_EMPTY
     )
     next_router: str = option(
         "round_robin",
@@ -195,8 +196,8 @@ class WorkerConfig:
     )
     kv_state_endpoint: str | None = option(
         None,
-        "endpoint that owns this worker's KV events, ns/component/endpoint (default: the one that serves)",
-        NOT_EMPTY,
+        "endpoint that owns this worker's KV events (default: the one that serves)",
+        ENDPOINT_PATH,
         dynamo=DYNAMO_RUNTIME,
     )
     next_endpoint: str | None = option(
@@ -410,6 +411,11 @@ class WorkerConfig:
             self._refuse(
                 "prefill_decider", f"another one, or {flag_of('publish_metrics')}: it reads the engine's load"
             )
+        if self.on_missing_stage == "fail":
+            for name in ("max_local_fallbacks", "max_local_fallback_tokens"):
+                if self.value_of(name):
+                    fails = f"{flag_of('on_missing_stage')} fail"
+                    self._refuse(name, f"no value with {fails}, where no request is served alone")
         require_style(self.handoff_protocol, self.schedule_style)
         if self.prefill_dispatch == "queue" and is_generation_first:
             self._refuse("prefill_dispatch", "direct with --schedule-style generation_first")

@@ -10,6 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from typing import Any
 
+from trtllm_disagg.kv_transfer.listener import RateLimitedLog
+
 log = logging.getLogger(__name__)
 
 #: As in Dynamo's own worker. TensorRT-LLM's readers, although named `..._async`, block for their timeout before they
@@ -79,11 +81,14 @@ class PollingPublisher(ABC):
         assert task is not None
         self._polling = asyncio.get_running_loop(), task
         pause = _SHORTEST_PAUSE
+        # A reader that always raises is asked again each second.
+        warn = RateLimitedLog(log)
         while not self._stopping.is_set():
             try:
                 has_found = await self.poll()
                 pause = _SHORTEST_PAUSE if has_found else min(_LONGEST_PAUSE, pause * _PAUSE_GROWTH)
-            except Exception:
-                log.exception("%s: publishing failed", self._name)
+            except Exception as error:
+                log.debug("%s: where it failed", self._name, exc_info=True)
+                warn("%s: publishing failed: %s: %s", self._name, type(error).__name__, error)
                 pause = _PAUSE_AFTER_ERROR
             await asyncio.sleep(pause)

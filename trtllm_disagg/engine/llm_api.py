@@ -151,6 +151,9 @@ def load_api(name: str) -> LlmApi:
     except ModuleNotFoundError as error:
         allowed = f"an engine that is installed ({error}; pip install 'trtllm-disagg[{ENGINES[name].extra}]')"
         raise ConfigError.bad_value("--engine", name, allowed) from error
+    except ImportError as error:  # libcuda.so.1 of a machine without a GPU driver, for example
+        allowed = f"an engine that can be imported on this machine ({error})"
+        raise ConfigError.bad_value("--engine", name, allowed) from error
     if ENGINES[name].is_flat:
         parts: tuple[Any, ...] = (module,) * len(_PARTS)
     else:

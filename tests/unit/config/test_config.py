@@ -87,6 +87,15 @@ def test_served_model_name_defaults_to_the_model() -> None:
         ({"role": "decode", "next_endpoint": FIRST}, "another endpoint than this worker's own"),
         ({"role": "prefill", "next_endpoint": PREFILL}, "in mode prefill under decode_first"),
         ({"strategy": "router", "role": "decode", "next_endpoint": PREFILL}, "under router"),
+        ({"kv_state_endpoint": "dynamo.a.b"}, "expected namespace/component/endpoint"),
+        (
+            {"role": "decode", "on_missing_stage": "fail", "max_local_fallbacks": 2},
+            "--max-local-fallbacks: 2 is not allowed; expected no value with --on-missing-stage fail",
+        ),
+        (
+            {"role": "decode", "on_missing_stage": "fail", "max_local_fallback_tokens": 9},
+            "--max-local-fallback-tokens: 9",
+        ),
         ({"role": "decode", "max_beam_width": 2}, "--max-beam-width: 2"),
         ({"schedule_style": "generation_first"}, "--schedule-style: 'generation_first'"),
         ({"kv_block_size": 48}, "--kv-block-size: 48 is not allowed; expected a power of two"),

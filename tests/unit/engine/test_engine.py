@@ -265,6 +265,17 @@ def test_an_engine_that_is_not_installed_is_named() -> None:
         load_api("tensorrt_llm")
 
 
+def test_an_engine_that_cannot_be_imported_is_a_wrong_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tensorrt_llm.py").write_text(
+        "raise ImportError('libcuda.so.1: cannot open shared object file')"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"--engine: 'tensorrt_llm' is not allowed.*libcuda\.so\.1"):
+        load_api("tensorrt_llm")
+
+
 def test_auto_engine_is_embedded_without_tensorrt_llm() -> None:
     assert resolve_engine("auto") == "embedded"
     assert resolve_engine("embedded") == "embedded"
