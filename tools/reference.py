@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from trtllm_disagg import errors
+from trtllm_disagg.dynamo_runtime.error_mapping import to_dynamo
 from trtllm_disagg.config import thresholds
 from trtllm_disagg.config.deciders import DECIDERS
 from trtllm_disagg.config.worker_config import DECIDER_THRESHOLDS, FLAGS, SETTINGS, rule_of
@@ -123,6 +124,7 @@ def errors_page() -> str:
             code(kind.__name__),
             code(kind.__bases__[0].__name__),
             code(kind.category),
+            code(type(to_dynamo(kind("x"))).__name__),
             str(kind.status),
             kind.__doc__ or said.get(kind.__name__, "every error of this project"),
         )
@@ -131,11 +133,12 @@ def errors_page() -> str:
     )
     text = "# Errors" + MADE + "```\n" + inspect.cleandoc(tree) + "\n```\n\n"
     text += (
-        "*On the wire* is the word under which an error goes from one worker to another; "
-        "Dynamo's frontend turns it into the status.\nWhat is tried after each: "
+        "By its category an error becomes the exception of Dynamo that is *on the wire* to another worker or to the "
+        "frontend, which turns it into the status. Several categories share `CannotConnect`: the worker that receives "
+        "it takes it, like `EngineShutdown`, for a `PeerUnavailableError`.\nWhat is tried after each: "
         "[when the second stage fails](../explanation/orchestration.md#when-the-second-stage-fails).\n\n"
     )
-    return text + table(("error", "is a", "on the wire", "HTTP", "meaning"), rows)
+    return text + table(("error", "is a", "category", "on the wire", "HTTP", "meaning"), rows)
 
 
 def engine_arguments_page() -> str:

@@ -12,12 +12,12 @@
     │   └── KvTransferError     503  the KV did not arrive: lease over, sender gone, read failed
     ├── WorkerLeavingError      503  this worker ends; the frontend continues the request on another one
     ├── StageTimeoutError       504  a phase took too long
-    ├── RequestCancelledError   499  the client left
+    ├── RequestCancelledError   503  the client left; if it has not after all, the request may be retried
     └── EngineError             500  the engine failed this request
         └── EngineLostError          of the worker, not of a request: it ends because its engine is dead or hangs
 
-`category` is the name of an error on the wire between two workers (`dynamo_runtime/error_mapping.py` maps it to and
-from Dynamo's exceptions), `status` the HTTP status that the client sees.
+`category` is the key by which `dynamo_runtime/error_mapping.py` chooses the exception of Dynamo that leaves the worker,
+`status` the HTTP status that the client sees.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class StageTimeoutError(DisaggError):
 
 class RequestCancelledError(DisaggError):
     category = "Cancelled"
-    status = 499
+    status = 503
 
 
 class EngineError(DisaggError):
