@@ -367,8 +367,13 @@ class Supervisor:
 
 
 async def kill_all_marked(variable: str, mark: str) -> list[int]:
-    """Kill all processes with `mark` and those that they start meanwhile. Returns the pids that SIGKILL has not ended."""
+    """Kill all processes with `mark`, and those that they start meanwhile. Returns the pids that SIGKILL has not
+    ended.
+    """
     deadline = time.monotonic() + KILL_SECONDS
-    while (left := await asyncio.to_thread(kill_marked, mark, variable)) and time.monotonic() < deadline:
+    # The end of another process's child is no event.
+    while left := await asyncio.to_thread(kill_marked, mark, variable):
+        if time.monotonic() > deadline:
+            break
         await asyncio.sleep(PROBE_SECONDS)
     return left
