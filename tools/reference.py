@@ -16,10 +16,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from trtllm_disagg import errors
-from trtllm_disagg.dynamo_runtime.error_mapping import to_dynamo
 from trtllm_disagg.config import thresholds
 from trtllm_disagg.config.deciders import DECIDERS
 from trtllm_disagg.config.worker_config import DECIDER_THRESHOLDS, FLAGS, SETTINGS, rule_of
+from trtllm_disagg.dynamo_runtime.error_mapping import to_dynamo
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.embedded.params.supported_args import NO_EFFECT, Served
 from trtllm_disagg.exit_codes import ExitCode

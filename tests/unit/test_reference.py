@@ -17,7 +17,9 @@ def test_a_page_is_that_of_this_code(name: str) -> None:
 
 def test_the_page_of_errors_has_the_exception_and_status_that_leave_a_worker() -> None:
     rows = [line for line in PAGES["errors.md"]().splitlines() if line.startswith("| `")]
-    cells = {row[0]: row[2:5] for row in ([cell.strip(" `") for cell in line.split("|")[1:]] for line in rows)}
+    cells = {
+        row[0]: row[2:5] for row in ([cell.strip(" `") for cell in line.split("|")[1:]] for line in rows)
+    }
     assert cells["RequestCancelledError"] == ["Cancelled", "CannotConnect", "503"]
     assert cells["WorkerLeavingError"] == ["Leaving", "EngineShutdown", "503"]
     assert cells["StageTimeoutError"] == ["DeadlineExceeded", "ConnectionTimeout", "504"]
