@@ -22,7 +22,7 @@ from trtllm_disagg.errors import (
 )
 from trtllm_disagg.handlers.remote import name_of
 from trtllm_disagg.tracing.spans import NO_SPAN, Span
-from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk, Usage
+from trtllm_disagg.types import PROMPT_LOGPROBS, Generate, GenerateRequest, RequestContext, TokenChunk, Usage
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,9 @@ class Appended:
         usage = chunk.completion_usage
         if usage is None:
             return chunk
+        if chunk.of_prompt is not None and self._num_delivered:
+            of_prompt = {PROMPT_LOGPROBS: chunk.of_prompt[PROMPT_LOGPROBS][: -self._num_delivered]}
+            chunk = msgspec.structs.replace(chunk, engine_data=(chunk.engine_data or {}) | of_prompt)
         details = usage.prompt_tokens_details
         cached = min(self._num_prompt, (details.cached_tokens or 0) if details else 0)
         whole = Usage.of(self._num_prompt, usage.completion_tokens + self._num_delivered, cached)
@@ -114,7 +117,13 @@ def depends_on_text_only(request: GenerateRequest) -> bool:
     """Whether the sampler treats prompt tokens and generated tokens alike."""
     sampling = request.sampling
     penalties = (sampling.presence_penalty, sampling.frequency_penalty)
-    return not any(penalties) and sampling.repetition_penalty in (None, 1.0) and not sampling.guided_decoding
+    return (
+        not any(penalties)
+        and sampling.repetition_penalty in (None, 1.0)
+        and not sampling.guided_decoding
+        # Counted from the end of the prompt.
+        and request.stop.max_thinking_tokens is None
+    )
 
 
 def with_seed(request: GenerateRequest) -> GenerateRequest:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import partial
 
 import msgspec
 
@@ -228,7 +229,8 @@ class LocalAgg:
 
         num_prompt, num_choices = len(request.token_ids), request.num_choices
         cursor = OutputCursor(num_prompt) if num_choices == 1 else ChoicesCursor(num_prompt, num_choices)
-        return _stream(self._engine, lambda: self._engine.start_agg(request), cursor, context, finished)
+        start = partial(self._engine.start_agg, request)
+        return _stream(self._engine, start, cursor, context, finished, num_choices=num_choices)
 
 
 async def _stream(
@@ -239,6 +241,7 @@ async def _stream(
     finished: Callable[[RequestOutput], None] = lambda result: None,
     *,
     deferred_abort: bool = False,
+    num_choices: int = 1,
 ) -> AsyncGenerator[TokenChunk, None]:
     """The chunks of an engine request. `start` is called at the first read, `finished` before the last chunk."""
     result = start()
@@ -250,7 +253,9 @@ async def _stream(
             async for state in states:
                 for chunk in cursor.advance(state):
                     if chunk.finish_reason is not None:
-                        finished(result)
+                        num_choices -= 1
+                        if num_choices == 0:
+                            finished(result)
                     yield chunk
 
 

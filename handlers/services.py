@@ -191,8 +191,10 @@ def _replays_of(engine: Engine) -> Replays:
 
 
 def _in_one_way(name: str, config: WorkerConfig, engine: Engine, stage: StageClient) -> Generate:
-    """The strategy `name` for every request: no worker calls another, so there is nothing to choose."""
-    whole = build_strategy(name, StrategyParts(config.role, engine, stage))
+    """The strategy `name` for every request: no worker calls another, but for drains, so there is nothing to choose."""
+    breaker = CircuitBreaker(config.breaker_failures, config.breaker_seconds)
+    guarded = CircuitBreakerClient(stage, breaker, stream_timeouts_of(config))
+    whole = build_strategy(name, StrategyParts(config.role, engine, guarded))
 
     def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         request.trace.chose(name, "default")

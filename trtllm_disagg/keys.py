@@ -90,10 +90,12 @@ def make_once(key: Path) -> None:
     """Make the key unless it exists. When two processes do so at once, the first key stays. Raises OSError."""
     key.parent.mkdir(parents=True, exist_ok=True)
     draft = key.with_name(f"draft.{os.getpid()}")
-    AdminKey.create(draft)
-    with suppress(FileExistsError):
-        os.link(draft, key)
-    draft.unlink()
+    try:
+        AdminKey.create(draft)
+        with suppress(FileExistsError):
+            os.link(draft, key)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from trtllm_disagg.commands import (
     encode_command,
 )
 from trtllm_disagg.errors import CommandRefusedError, ConfigError, InvalidRequestError
-from trtllm_disagg.keys import KEY_BYTES, AdminKey
+from trtllm_disagg.keys import KEY_BYTES, AdminKey, make_once
 
 ME, ANOTHER = 7, 8
 KEY = AdminKey(b"k" * KEY_BYTES)
@@ -165,3 +165,9 @@ def test_a_file_that_is_no_key_is_refused(tmp_path: Path, content: bytes, mode: 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--key-file: .*No such file"):
         AdminKey.read(tmp_path / "key", "--key-file")
+
+
+def test_a_key_that_cannot_be_put_in_its_place_leaves_no_secret_behind(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="name too long"):
+        make_once(tmp_path / ("x" * 256))
+    assert list(tmp_path.iterdir()) == []

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.day_one import PESSIMISM, Both
-from tests.support.handling import ORDERS, collect, expected_tokens, request, tokens_of
+from tests.support.handling import ORDERS, PROMPT, collect, expected_tokens, request, tokens_of
 from tests.support.recording_pair import make_pair, recording_engine
 from tests.support.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
@@ -100,6 +100,29 @@ def test_each_token_is_sent_once_wherever_fallback_steps_fail(
     usage = chunks[-1].completion_usage
     assert usage is not None
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (3, 7, 10)
+
+
+async def test_logprobs_of_the_prompt_have_none_of_delivered_tokens() -> None:
+    async def rest(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        entries = [{str(token): {"logprob": 0.0}} for token in request.token_ids]
+        yield TokenChunk(
+            expected_tokens(4)[2:],
+            finish_reason="length",
+            completion_usage=Usage.of(len(request.token_ids), 2, 0),
+            engine_data={"prompt_logprobs": entries},
+        )
+
+    steps = [FallbackStep("a", way([], 2)), FallbackStep("b", rest)]
+    chunks = await collect(with_fallback(steps), request(4))
+    assert chunks[-1].of_prompt == {"prompt_logprobs": [{str(token): {"logprob": 0.0}} for token in PROMPT]}
+
+
+async def test_an_answer_with_a_limit_of_thinking_is_replayed() -> None:
+    """Appended, the engine would count thinking from the last delivered token on."""
+    seen: Seen = []
+    thinking = request(5, stop_conditions={"max_tokens": 5, "max_thinking_tokens": 3})
+    await collect(with_fallback([FallbackStep("a", way(seen, 2)), FallbackStep("b", way(seen))]), thinking)
+    assert [each.token_ids for each in seen] == [PROMPT] * 2
 
 
 async def test_failure_after_the_last_token_sends_only_the_finish_reason() -> None:

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.handling import collect, raw_request, request
+from tests.support.day_one import opened
+from tests.support.handling import collect, raw_request, request, until
 from tests.support.stage_client import FakeContext, RecordingStageClient
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import (
     DisaggError,
     EngineError,
@@ -16,9 +18,12 @@ from trtllm_disagg.errors import (
     PeerUnavailableError,
     RequestCancelledError,
 )
-from trtllm_disagg.handlers.cancellation import when_stopped
+from trtllm_disagg.handlers.cancellation import num_in_background, when_stopped
 from trtllm_disagg.handlers.chain import chain
 from trtllm_disagg.handlers.remote import RemoteDecode, RemotePrefill
+from trtllm_disagg.handlers.services import build_generate
+from trtllm_disagg.testing.hard_edges import PESSIMISTIC
+from trtllm_disagg.testing.mounted import mounted_recording_llm
 from trtllm_disagg.types import (
     Generate,
     GenerateRequest,
@@ -151,6 +156,28 @@ async def test_a_client_that_left_with_the_answer_on_its_way_cancels_the_prefill
     with pytest.raises(RequestCancelledError):
         await RemotePrefill(client, drained.append)(request(), context)
     assert len(drained) == 1
+
+
+async def test_a_drain_that_hangs_ends_with_the_time_for_a_first_token() -> None:
+    """Also under `router`, where no worker calls another but for that."""
+
+    async def hang(request: GenerateRequest, context: RequestContext) -> Any:
+        left = asyncio.Event()
+        with when_stopped(context, left.set):
+            await left.wait()
+        for chunk in ():
+            yield chunk
+
+    decode, context = RecordingStageClient(hang), FakeContext()
+    config = WorkerConfig(
+        model="org/model", role=Role.PREFILL, strategy="router", first_decode_token_timeout=0.01
+    )
+    with mounted_recording_llm(PESSIMISTIC):
+        prefill = build_generate(config, opened(), decode)
+        async for _ in prefill(request(), context):
+            context.stop()
+        await until(lambda: decode.calls and not num_in_background())
+    await decode.idle()
 
 
 # -- decode
