@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.day_one import opened
 from tests.support.handling import collect, raw_request, request, until
 from tests.support.stage_client import FakeContext, RecordingStageClient
-from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import (
     DisaggError,
     EngineError,
@@ -20,10 +18,8 @@ from trtllm_disagg.errors import (
 )
 from trtllm_disagg.handlers.cancellation import num_in_background, when_stopped
 from trtllm_disagg.handlers.chain import chain
-from trtllm_disagg.handlers.remote import RemoteDecode, RemotePrefill
-from trtllm_disagg.handlers.services import build_generate
-from trtllm_disagg.testing.hard_edges import PESSIMISTIC
-from trtllm_disagg.testing.mounted import mounted_recording_llm
+from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker, CircuitBreakerClient, StreamTimeouts
+from trtllm_disagg.handlers.remote import RemoteDecode, RemoteDrain, RemotePrefill
 from trtllm_disagg.types import (
     Generate,
     GenerateRequest,
@@ -159,24 +155,18 @@ async def test_a_client_that_left_with_the_answer_on_its_way_cancels_the_prefill
 
 
 async def test_a_drain_that_hangs_ends_with_the_time_for_a_first_token() -> None:
-    """Also under `router`, where no worker calls another but for that."""
-
     async def hang(request: GenerateRequest, context: RequestContext) -> Any:
         left = asyncio.Event()
         with when_stopped(context, left.set):
             await left.wait()
-        for chunk in ():
+        nothing: tuple[TokenChunk, ...] = ()
+        for chunk in nothing:
             yield chunk
 
-    decode, context = RecordingStageClient(hang), FakeContext()
-    config = WorkerConfig(
-        model="org/model", role=Role.PREFILL, strategy="router", first_decode_token_timeout=0.01
-    )
-    with mounted_recording_llm(PESSIMISTIC):
-        prefill = build_generate(config, opened(), decode)
-        async for _ in prefill(request(), context):
-            context.stop()
-        await until(lambda: decode.calls and not num_in_background())
+    decode, breaker = RecordingStageClient(hang), CircuitBreaker(failures=3, seconds=5.0)
+    guarded = CircuitBreakerClient(decode, breaker, {"decode": StreamTimeouts(first=0.01, next=60.0)})
+    RemoteDrain(guarded)(request())
+    await until(lambda: decode.calls and not num_in_background())
     await decode.idle()
 
 
