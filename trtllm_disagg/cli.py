@@ -113,6 +113,8 @@ COMMANDS = {
 }
 
 
+#: The variable for the level of the log on stderr, of every command.
+_LOG_LEVEL = "TRTLLM_DISAGG_LOG"
 #: argparse's error for a value that is no number.
 _NOT_A_NUMBER = re.compile(r"invalid (int|float) value: (.*)")
 _KINDS = {"int": "a whole number", "float": "a number"}
@@ -304,8 +306,11 @@ def _overview() -> str:
 
 
 def _log_to_stderr() -> None:
+    level = os.environ.get(_LOG_LEVEL, "INFO").upper()
+    if level not in (known := logging.getLevelNamesMapping()):
+        raise ConfigError.bad_value(_LOG_LEVEL, os.environ[_LOG_LEVEL], f"one of {', '.join(known)}")
     logging.basicConfig(
-        level=os.environ.get("TRTLLM_DISAGG_LOG", "INFO").upper(),
+        level=level,
         format="%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s",
         datefmt="%H:%M:%S",
         stream=sys.stderr,

@@ -152,6 +152,12 @@ def test_every_command_explains_its_flags(name: str, capsys: pytest.CaptureFixtu
         (["bench", "scenarios", "--repetitions", "0"], "argument --repetitions: '0' is not allowed"),
         (["bench", "engine", "--threads", "0"], "argument --threads: '0' is not allowed"),
         (["bench", "transfer", "--plot", "nowhere/x.png"], "--plot: 'nowhere/x.png' is not allowed"),
+        (
+            ["switch", "--to", "auto", "--timeout", "nan"],
+            "argument --timeout: 'nan' is not allowed; expected",
+        ),
+        (["switch", "--to", "auto", "--settle", "-1"], "argument --settle: '-1' is not allowed; expected"),
+        (["doctor", "--url", "http://h", "--timeout", "-1"], "argument --timeout: '-1' is not allowed"),
         (["worker"], "--model is missing"),
         (["worker", "--model", "m", "--engine", "x"], "--engine: 'x' is not allowed"),
         (["worker", "--model", "m", "--kv-block-size", "x"], "--kv-block-size"),
@@ -194,6 +200,14 @@ def test_a_wrong_setting_is_one_line_and_status_2(command: Any, capsys: pytest.C
     command.run = refuse
     assert status_of("try") == 2
     assert capsys.readouterr().err == "error: --level: 9 is not allowed; expected less\n"
+
+
+def test_a_wrong_level_of_the_log_is_one_line_and_status_2(
+    command: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRTLLM_DISAGG_LOG", "verbose")
+    assert status_of("try") == 2
+    assert "error: TRTLLM_DISAGG_LOG: 'verbose' is not allowed; expected one of " in capsys.readouterr().err
 
 
 def test_ctrl_c_is_status_130(command: Any) -> None:

@@ -56,6 +56,7 @@ def test_every_command_and_every_flag_is_described(parser: argparse.ArgumentPars
     assert re.fullmatch(r"example:\n  trtllm-disagg .+", parser.epilog)
     for action in actions_of(parser):
         told = re.sub(r"\(default: .*", "", action.help or "").strip()
+        assert (action.help or "").count("(default:") <= 1
         assert told, f"{action.option_strings or action.dest}: only a default, or nothing"
     assert not VAGUE.findall(parser.format_help())
 

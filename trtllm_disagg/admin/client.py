@@ -29,7 +29,7 @@ from trtllm_disagg.commands import (
     UpCommand,
 )
 from trtllm_disagg.config.worker_config import FLAGS, Role, flag_of
-from trtllm_disagg.errors import ConfigError, DisaggError
+from trtllm_disagg.errors import ConfigError, DisaggError, StageTimeoutError
 from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.keys import KEY_FILE, AdminKey, user_key
 from trtllm_disagg.processes.steadily import without_silence
@@ -140,9 +140,7 @@ class UpOfRunDir(Up):
         return str(self.described["url"])
 
     def change_new_workers(self, command: UpCommand) -> None:
-        from trtllm_disagg.deployment.command_socket import send_to_up
-
-        send_to_up(self.run_dir, command)
+        ask_up(self.run_dir, command)
 
     def starting(self) -> set[str]:
         from trtllm_disagg.deployment.run_dir import is_alive, read_processes
@@ -152,6 +150,18 @@ class UpOfRunDir(Up):
             for each in read_processes(self.run_dir)
             if each.role in set(Role) and each.state == "starting" and is_alive(each)
         }
+
+
+def ask_up(run_dir: Path, command: UpCommand, seconds: float = _ANSWER_SECONDS) -> Any:
+    """The answer of the `up` of `run_dir`. Raises a DisaggError, also when it sends nothing for `seconds`."""
+    from trtllm_disagg.deployment.command_socket import send_to_up
+
+    try:
+        return send_to_up(run_dir, command, seconds=seconds)
+    except TimeoutError:
+        raise StageTimeoutError(
+            f"the `up` of {run_dir} has not answered for {seconds:g} s; it may be stopped (Ctrl-Z)"
+        ) from None
 
 
 #: The work of a command on the workers and their `up`.
@@ -173,9 +183,7 @@ def change_deployment(args: argparse.Namespace, change: Change) -> ExitCode:
 
 
 def _change(args: argparse.Namespace, change: Change) -> ExitCode:
-    from trtllm_disagg.deployment.command_socket import send_to_up
-
-    described = send_to_up(args.run_dir, Describe()) if args.run_dir is not None else None
+    described = None if args.run_dir is None else ask_up(args.run_dir, Describe())
     with_key = signer(args.run_dir, args.key_file, os.environ)
     up = Up() if described is None else UpOfRunDir(args.run_dir, described)
 

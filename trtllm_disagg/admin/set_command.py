@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             flag_of(name),
             type=argument_parser_of(name),
             metavar="N",
-            help=f"{FLAGS[name].help} (default: as it is)",
+            help=f"{FLAGS[name].help.partition(' (default: ')[0]} (default: as it is)",
         )
     parser.add_argument(
         "--timeout",
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     """Returns FAILED when a worker could not be changed. Raises ConfigError for a wrong setting."""
     values = {name: getattr(args, name) for name in NAMES if getattr(args, name) is not None}
     if not values:
-        raise ConfigError(f"say what: one or more of {', '.join(map(flag_of, NAMES))}")
+        raise ConfigError(f"give at least one of {', '.join(map(flag_of, NAMES))}")
     if args.run_dir is not None and args.namespace:
         raise ConfigError("--run-dir says where everything is; give no --namespace with it")
     instance = None if args.instance is None else _instance_id(args.instance)

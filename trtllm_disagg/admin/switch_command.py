@@ -16,14 +16,16 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from http.client import HTTPException
 from typing import Any, Protocol
-from urllib.request import Request, urlopen
+from urllib.request import Request
 
 from trtllm_disagg.admin import client
 from trtllm_disagg.admin.client import Up, Worker, Workers, all_workers
 from trtllm_disagg.commands import Switch
+from trtllm_disagg.config.settings import not_negative
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.errors import ConfigError, DisaggError, StageTimeoutError
 from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.processes.direct_http import open_url
 from trtllm_disagg.strategies import require_switchable, spec_of, switchable
 
 
@@ -102,7 +104,7 @@ def _would_send(url: str, body: dict[str, Any], instance_id: int) -> bool:
     headers = {"content-type": "application/json", "x-dynamo-worker-instance-id": str(instance_id)}
     request = Request(url, json.dumps(body).encode(), headers)
     try:
-        with urlopen(request, timeout=_TIMEOUT_SECONDS) as response:
+        with open_url(request, _TIMEOUT_SECONDS) as response:
             answer = json.load(response)
             return bool(answer["nvext"]["worker_id"]["decode_worker_id"] == instance_id)
     except (OSError, HTTPException, ValueError, KeyError, TypeError):
@@ -267,12 +269,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--settle",
-        type=float,
+        type=not_negative,
         default=5.0,
         metavar="SECONDS",
-        help="without any frontend to ask: how long they get to learn of it (default: %(default)g)",
+        help="without a frontend to ask: time for all frontends to see the new first stage (default: %(default)g)",
     )
-    add("--timeout", type=float, default=60.0, metavar="SECONDS", help="for each step (default: %(default)g)")
+    add(
+        "--timeout",
+        type=not_negative,
+        default=60.0,
+        metavar="SECONDS",
+        help="for each step (default: %(default)g)",
+    )
     client.add_json(parser)
 
 

@@ -325,8 +325,8 @@ class WorkerConfig:
     )
     publish_forward_pass_metrics: bool = option(
         False,
-        "publish what each step does, for Dynamo's Planner; --publish-metrics does so too "
-        "(default: where DYN_FORWARDPASS_METRIC_PORT or DYN_FPM_TRACE is set)",
+        "publish what each step does, for Dynamo's Planner; --publish-metrics does so too, "
+        "and DYN_FORWARDPASS_METRIC_PORT or DYN_FPM_TRACE",
     )
 
     endpoint_types: str = option(

@@ -24,6 +24,7 @@ from trtllm_disagg.deployment.status import status_for
 from trtllm_disagg.deployment.up_command import default_name, engine_configs_in
 from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.model_directory import is_hub_name, servable_model
+from trtllm_disagg.processes.direct_http import open_url
 from trtllm_disagg.strategies import StrategySpec, orders
 from trtllm_disagg.tracing.reading import Trace, read_traces
 from trtllm_disagg.tracing.waterfall import duration, waterfall
@@ -54,7 +55,9 @@ def stream_chat(
     max_tokens: int,
     on_text: Callable[[str], None] = lambda _: None,
 ) -> ChatAnswer:
-    """Sends a question and streams the answer to `on_text`. Raises OSError when the deployment does not answer."""
+    """Sends a question and streams the answer to `on_text`. Raises OSError when the deployment does not answer, or
+    answers with an error.
+    """
     body = {
         "model": model,
         "messages": [{"role": "user", "content": question}],
@@ -68,7 +71,7 @@ def stream_chat(
     parts: list[str] = []
     sent = time.time()
     first_text = 0.0
-    with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as response:
+    with open_url(request, _TIMEOUT_SECONDS) as response:
         for event in _events(response):
             for text in _texts(event):
                 first_text = first_text or time.time()
@@ -86,7 +89,9 @@ def _events(lines: Iterator[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def _texts(event: dict[str, Any]) -> Iterator[str]:
-    for choice in event.get("choices", ()):
+    if "choices" not in event:
+        raise ConnectionError(f"the answer has failed: {event.get('message', event)}")
+    for choice in event["choices"]:
         if text := choice["delta"].get("content"):
             yield text
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from trtllm_disagg.deployment.brokers import STORE_DIR
-from trtllm_disagg.deployment.plan import DISCOVERY_DIR, DeploymentFailedError, RunDirInUseError
+from trtllm_disagg.deployment.plan import DISCOVERY_DIR, RunDirInUseError
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.keys import KEY_FILE, AdminKey
 from trtllm_disagg.processes.proc_stat import birth
@@ -195,26 +195,26 @@ def one_change_at_a_time(run_dir: Path, waits: Callable[[], None]) -> Iterator[N
         os.close(directory)
 
 
+@dataclass(slots=True)
 class Scratch:
     """A temporary directory. It is removed after a success, and kept with its logs after a failure."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.is_kept = False
-
-    def keep(self) -> None:
-        """Keep the directory, for its logs."""
-        self.is_kept = True
+    path: Path
+    is_kept: bool = False
 
 
 @contextmanager
 def scratch_directory(prefix: str) -> Iterator[Scratch]:
-    """A temporary directory for this user only. It is kept after a failed deployment, for its logs."""
+    """A temporary directory for this user only. It is kept after a failure, for its logs, but not after a wrong setting
+    (then no process was started).
+    """
     scratch = Scratch(Path(tempfile.mkdtemp(prefix=prefix)))
     try:
         yield scratch
-    except DeploymentFailedError:
-        scratch.keep()
+    except ConfigError:
+        raise
+    except Exception:
+        scratch.is_kept = True
         raise
     finally:
         if not scratch.is_kept:

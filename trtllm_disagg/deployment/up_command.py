@@ -138,8 +138,8 @@ def run(args: argparse.Namespace) -> ExitCode:
     if args.run_dir is not None:
         return _serve(config_from(args, args.run_dir))
     with scratch_directory("trtllm-disagg-") as scratch:
-        if (code := _serve(config_from(args, scratch.path))) is ExitCode.FAILED:
-            scratch.keep()
+        code = _serve(config_from(args, scratch.path))
+        scratch.is_kept = code is ExitCode.FAILED
         return code
 
 

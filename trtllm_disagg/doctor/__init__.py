@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trtllm_disagg.config.settings import not_negative
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle
 from trtllm_disagg.deployment.gpus import ROLE_VARIABLES, parse_gpus
 from trtllm_disagg.engine.trtllm_version import NEWEST_KNOWN, TrtllmVersion, installed_version
@@ -74,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
     add(
         "--timeout",
-        type=float,
+        type=not_negative,
         default=60.0,
         metavar="SECONDS",
         help="with --url: for one request (default: %(default)g)",

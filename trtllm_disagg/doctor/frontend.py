@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
+from urllib.request import Request
 
 import msgspec
 
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.handlers.trace import ENGINE_DATA
+from trtllm_disagg.processes.direct_http import open_url
 
 #: Tokens of an answer: one of prefill and some of decode.
 _NUM_TOKENS = 4
@@ -174,7 +175,7 @@ class HttpFrontend:
     def _asked(self, path: str, body: dict[str, Any]) -> Answer:
         request = Request(self.url + path, json.dumps(body).encode(), {"content-type": "application/json"})
         try:
-            with urlopen(request, timeout=self._seconds) as response:
+            with open_url(request, self._seconds) as response:
                 return answer_of(response.read())
         except HTTPError as error:
             refused = _NotServedError if error.code == 404 else ProbeFailedError
@@ -183,9 +184,8 @@ class HttpFrontend:
             raise ProbeFailedError(str(getattr(error, "reason", None) or error)) from error
 
     def _page(self, path: str) -> bytes:
-        with urlopen(self.url + path, timeout=_PAGE_SECONDS) as response:
-            page: bytes = response.read()
-            return page
+        with open_url(Request(self.url + path), _PAGE_SECONDS) as response:
+            return response.read()
 
 
 class _NotServedError(ProbeFailedError):

@@ -32,6 +32,9 @@ _BACKEND = "backend"
 #: As Dynamo's worker has it, and this one.
 DEFAULT_BLOCK_SIZE = 32
 
+#: The source of a side that has no file.
+FLAGS_ONLY = "flags"
+
 
 def settings_of(
     role: Role, words: Sequence[str], *, strategy: str = "decode_first", schedule_style: str = "context_first"
@@ -161,7 +164,7 @@ def read_side(
     read or is not a YAML mapping.
     """
     if path is None:
-        return side_of(role, "flags", {}, model, deployment, gpus, config)
+        return side_of(role, FLAGS_ONLY, {}, model, deployment, gpus, config)
     return side_of(role, str(path), read_mapping(path, role.value), model, deployment, gpus, config)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -105,7 +106,16 @@ class TraceFile:
                 self._waiting.popleft()
             is_full = size >= self._max_bytes
         if is_full:
-            self._path.replace(self._path.with_name(self._path.name + OLD_SUFFIX))
+            self._keep_as_old()
+
+    def _keep_as_old(self) -> None:
+        """Go on with a new file; with the full one where it cannot be renamed, as no span is lost by that."""
+        old = self._path.with_name(self._path.name + OLD_SUFFIX)
+        try:
+            self._path.replace(old)
+        except OSError as error:
+            log.warning("%s grows beyond its limit, because it cannot become %s: %s", self._path, old, error)
+            self._max_bytes = sys.maxsize
 
     def _line(self, spans: Sequence[SpanData]) -> bytes:
         scope = {"scope": {"name": SCOPE}, "spans": [_encoded(span) for span in spans]}

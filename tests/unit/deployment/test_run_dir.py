@@ -18,6 +18,7 @@ from trtllm_disagg.deployment.run_dir import (
     is_alive,
     one_change_at_a_time,
     read_processes,
+    scratch_directory,
 )
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes.proc_stat import birth
@@ -250,3 +251,17 @@ def test_a_second_command_waits_until_the_first_has_ended(tmp_path: Path) -> Non
 def test_change_lock_of_a_missing_run_directory_raises_nothing(tmp_path: Path) -> None:
     with one_change_at_a_time(tmp_path / "nowhere", lambda: None):
         pass
+
+
+@pytest.mark.parametrize("error", [OSError("the demo's request failed"), RuntimeError("unforeseen")])
+def test_a_scratch_directory_is_kept_for_its_logs_after_any_failure(error: Exception) -> None:
+    with pytest.raises(type(error)), scratch_directory("test-") as scratch:
+        raise error
+    assert scratch.path.is_dir()
+    scratch.path.rmdir()
+
+
+def test_a_scratch_directory_is_gone_after_a_wrong_setting() -> None:
+    with pytest.raises(ConfigError), scratch_directory("test-") as scratch:
+        raise ConfigError("wrong")
+    assert not scratch.path.exists()

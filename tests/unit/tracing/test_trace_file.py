@@ -31,6 +31,16 @@ ROOT = SpanData(
 CHILD = SpanData("prefill", TRACE_ID, "00f067aa0ba902b8", ROOT.span_id, ROOT.start, ROOT.end)
 
 
+def test_a_full_file_that_cannot_be_renamed_takes_further_spans(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "a.jsonl"
+    (tmp_path / f"a.jsonl{OLD_SUFFIX}").mkdir()
+    write(file, [CHILD], [ROOT], max_bytes=1)
+    assert [each.data for each in read_spans(file)] == [CHILD, ROOT]
+    assert "grows beyond its limit" in caplog.text
+
+
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     write(file, [CHILD, ROOT])

@@ -1,0 +1,69 @@
+"""Which requests of commands go through the proxy of the environment."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from urllib.request import Request
+
+import pytest
+
+from trtllm_disagg.processes.direct_http import open_url
+
+SECONDS = 30.0
+
+
+class Server:
+    """Answers every request, and keeps what was asked of it: a proxy is asked for whole URLs."""
+
+    def __init__(self) -> None:
+        asked = self.asked = list[str]()
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                asked.append(self.path)
+                self.send_response(200)
+                self.send_header("content-length", "2")
+                self.end_headers()
+                self.wfile.write(b"ok")
+
+            def log_message(self, *args: object) -> None:
+                """Not on stderr."""
+
+        self.http = HTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+    def url(self, host: str = "127.0.0.1") -> str:
+        return f"http://{host}:{self.http.server_port}"
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    yield made
+    made.http.shutdown()
+    made.http.server_close()
+
+
+@pytest.fixture(autouse=True)
+def no_exceptions(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_loopback_server_is_asked_without_the_proxy(
+    server: Server, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    with open_url(Request(server.url(host) + "/v1/models"), SECONDS) as response:
+        assert response.read() == b"ok"
+    assert server.asked == ["/v1/models"]
+
+
+def test_another_machine_is_asked_through_the_proxy(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", server.url())
+    with open_url(Request("http://frontend.invalid:8000/health"), SECONDS) as response:
+        assert response.read() == b"ok"
+    assert server.asked == ["http://frontend.invalid:8000/health"]
