@@ -1,4 +1,5 @@
-"""Admission control: refuses a request, before any engine works on it, when too many requests wait on this worker.
+"""Admission control: refuses a request, before any engine works on it, when too many requests wait on this worker, or
+when it runs too many alone in place of the other stage.
 
 A request waits from its arrival to its first chunk: requests in prefill count, requests in decode do not.
 """
@@ -13,7 +14,7 @@ from functools import partial
 
 from trtllm_disagg.config.thresholds import Live, Thresholds
 from trtllm_disagg.errors import OverloadedError
-from trtllm_disagg.handlers.streams import CountedStream
+from trtllm_disagg.streams import CountedStream
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 log = logging.getLogger(__name__)
@@ -81,3 +82,61 @@ class Admission:
         raise OverloadedError(
             f"overloaded: {waiting} wait for their first token here ({bound}); try again later"
         )
+
+
+class RunningRequests:
+    """Counts the requests that this worker runs in one way now, and their tokens: the prompts and the most that may be
+    generated.
+    """
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.tokens = 0
+
+    def counting(self, generate: Generate) -> Generate:
+        def counted(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+            return CountedStream(
+                partial(self._enter, most_tokens(request)), partial(generate, request, context)
+            )
+
+        return counted
+
+    def _enter(self, tokens: int) -> Callable[[], None]:
+        self._add(1, tokens)
+        return partial(self._add, -1, -tokens)
+
+    def _add(self, requests: int, tokens: int) -> None:
+        self.requests += requests
+        self.tokens += tokens
+
+
+def most_tokens(request: GenerateRequest) -> int:
+    """The tokens of the prompt and `max_tokens`, which frontends fill in; without it only the prompt counts."""
+    return len(request.token_ids) + (request.stop.max_tokens or 0)
+
+
+def within_fallback_budget(local: Generate, thresholds: Live[Thresholds]) -> Generate:
+    """`local`, limited to what this worker can run besides its own work: when all workers of one role are lost, their
+    work must not overload those of the other role. Raises OverloadedError beyond `--max-local-fallbacks` and
+    `--max-local-fallback-tokens`; when no other one runs, a request may be of any length.
+    """
+    running = RunningRequests()
+    counted = running.counting(local)
+
+    def bounded(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        limits = thresholds.value
+        now = f"{running.requests} requests of up to {running.tokens} tokens"
+        if 0 < limits["max_local_fallbacks"] <= running.requests:
+            raise _overloaded(f"{now} (--max-local-fallbacks {limits['max_local_fallbacks']})")
+        most = limits["max_local_fallback_tokens"]
+        if running.requests and 0 < most < running.tokens + most_tokens(request):
+            raise _overloaded(f"{now} (--max-local-fallback-tokens {most})")
+        return counted(request, context)
+
+    return bounded
+
+
+def _overloaded(running: str) -> OverloadedError:
+    return OverloadedError(
+        f"overloaded: the other stage fails, and this worker serves {running} alone already; try again later"
+    )

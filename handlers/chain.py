@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from trtllm_disagg.errors import KvTransferError, StageTimeoutError
-from trtllm_disagg.handlers.streams import PerRequestStream
+from trtllm_disagg.streams import PerRequestStream
 from trtllm_disagg.tracing.spans import Span
 from trtllm_disagg.types import (
     DecodePhase,

@@ -19,9 +19,8 @@ from trtllm_disagg.errors import (
 )
 from trtllm_disagg.handlers.cancellation import AbortGuard
 from trtllm_disagg.handlers.chain import KV_NOT_ARRIVED
-from trtllm_disagg.handlers.engine_spans import record_engine
 from trtllm_disagg.handlers.local import finished
-from trtllm_disagg.handlers.outputs import OutputCursor
+from trtllm_disagg.handlers.outputs import OutputCursor, record_engine
 from trtllm_disagg.handlers.remote import (
     PREFILL,
     StageClient,
@@ -30,8 +29,8 @@ from trtllm_disagg.handlers.remote import (
     dispatch_span,
     select_instance,
 )
-from trtllm_disagg.handlers.streams import PerRequestStream
 from trtllm_disagg.handlers.trace import record_cache_hit
+from trtllm_disagg.streams import PerRequestStream
 from trtllm_disagg.types import (
     DecodePhase,
     Generate,

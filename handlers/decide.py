@@ -1,25 +1,29 @@
 """Conditional disaggregation: decides whether another worker takes part in a request or this worker answers it alone.
 
-`trtllm_disagg.config.deciders` has the rules.
+`trtllm_disagg.config.deciders` has the rules. Here are the facts that they get: what is cached, queued and in use.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import time
 from array import array
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
-from trtllm_disagg.config.deciders import ALWAYS, DECIDERS, DECODE_OCCUPANCY, Decision, Facts
+from trtllm_disagg.config.deciders import ALWAYS, DECIDERS, DECODE_OCCUPANCY, Decision, Facts, Occupancy
 from trtllm_disagg.config.thresholds import Live, Thresholds
 from trtllm_disagg.config.worker_config import Role
-from trtllm_disagg.handlers.occupancy import (
-    Occupancies,
-    OwnOccupancy,
-    RunningRequests,
-    most_tokens,
-)
+from trtllm_disagg.errors import DisaggError
+from trtllm_disagg.handlers.admission import RunningRequests, most_tokens
+from trtllm_disagg.handlers.cancellation import in_background
+from trtllm_disagg.handlers.remote import StageInstance
+from trtllm_disagg.handlers.select import Directory
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
+
+log = logging.getLogger(__name__)
 
 #: Identifies a block: (hash of the block before it, its tokens as bytes); the first block has the cache salt as hash.
 _Key = tuple[int | str, bytes]
@@ -47,7 +51,7 @@ class CachedPrefix:
             before, count = found, count + self._size
         return min(count, len(tokens) - 1)
 
-    # -- called by `publisher.kv_events`
+    # -- called by `dynamo_runtime.kv_events`
 
     def publish_stored(
         self,
@@ -101,6 +105,98 @@ class CachedPrefixes:
         """Cached tokens on the rank of the request; while the engine has not chosen one, on the best rank."""
         chosen = self._ranks if rank is None or rank >= len(self._ranks) else [self._ranks[rank]]
         return max(each.num_cached(tokens, salt) for each in chosen)
+
+
+#: Key in a worker's description.
+KV_OCCUPANCY = "kv_occupancy"
+
+#: While requests come, each instance is asked this often; its answer counts for so long.
+_REFRESH_SECONDS, _VALID_SECONDS = 0.25, 2.0
+_ANSWER_SECONDS = 1.0
+
+
+class OwnOccupancy:
+    """This worker's occupancy, from its engine's statistics: the mean over ranks of attention DP. It is 0 before the
+    engine's first step, when there are no statistics.
+    """
+
+    def __init__(self) -> None:
+        self._ranks: dict[Any, float] = {}
+
+    def update(self, stat: Mapping[str, Any]) -> None:
+        """`stat`: one record of `get_stats_async`."""
+        blocks = stat.get("kvCacheStats") or {}
+        used, most = blocks.get("usedNumBlocks"), blocks.get("maxNumBlocks")
+        if used is not None and most:
+            self._ranks[stat.get("attentionDpRank")] = used / most
+
+    def clear(self) -> None:
+        """The engine is idle."""
+        self._ranks.clear()
+
+    @property
+    def share(self) -> float:
+        ranks = list(self._ranks.values())  # copied: the thread that reads statistics may add a rank
+        return sum(ranks) / len(ranks) if ranks else 0.0
+
+
+class Occupancies:
+    """The occupancy of the other role's workers; always unknown for a worker that does not ask them."""
+
+    def now(self) -> Occupancy | None:
+        """None when it is not known. Never waits."""
+        return None
+
+
+class StageOccupancy(Occupancies):
+    """The mean occupancy of the other role's workers that have answered lately.
+
+    `now` starts to ask them in the background, so that a decision never waits. The first decision after a pause finds
+    it unknown.
+    """
+
+    def __init__(self, directory: Directory, clock: Callable[[], float] = time.monotonic) -> None:
+        self._directory = directory
+        self._clock = clock
+        #: By instance: (its share, when it answered).
+        self._shares: dict[int, tuple[float, float]] = {}
+        self._asked_at = -_REFRESH_SECONDS
+        self._is_asking = False
+
+    def now(self) -> Occupancy | None:
+        now = self._clock()
+        if not self._is_asking and now - self._asked_at >= _REFRESH_SECONDS:
+            self._is_asking, self._asked_at = True, now
+            in_background(self._ask_all(), "question for the occupancy of other workers")
+        there = set(self._directory.instance_ids())
+        known = [
+            (share, now - at)
+            for instance_id, (share, at) in self._shares.items()
+            if instance_id in there and now - at <= _VALID_SECONDS
+        ]
+        if not known:
+            return None
+        return Occupancy(sum(share for share, _ in known) / len(known), max(age for _, age in known))
+
+    async def _ask_all(self) -> None:
+        try:
+            there = self._directory.instance_ids()
+            self._shares = {each: share for each, share in self._shares.items() if each in there}
+            await asyncio.gather(*(self._ask(self._directory.instance(each)) for each in there))
+        finally:
+            self._is_asking = False
+
+    async def _ask(self, instance: StageInstance) -> None:
+        try:
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                description: object = await instance.describe()
+        except (DisaggError, TimeoutError) as error:
+            # Its last answer expires soon, and the next request that is sent to it fails with the reason.
+            log.debug("instance %x did not report its occupancy: %s", instance.instance_id, error)
+            return
+        share = description.get(KV_OCCUPANCY) if isinstance(description, dict) else None
+        if isinstance(share, (int, float)) and not isinstance(share, bool) and 0 <= share <= 1:
+            self._shares[instance.instance_id] = float(share), self._clock()
 
 
 class QueueDepth(Protocol):

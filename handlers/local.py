@@ -22,10 +22,9 @@ from trtllm_disagg.errors import (
     StageTimeoutError,
 )
 from trtllm_disagg.handlers.cancellation import AbortGuard, in_background
-from trtllm_disagg.handlers.engine_spans import record_engine, spanned
-from trtllm_disagg.handlers.outputs import ChoicesCursor, OutputCursor, newest_states
-from trtllm_disagg.handlers.streams import PerRequestStream
+from trtllm_disagg.handlers.outputs import ChoicesCursor, OutputCursor, newest_states, record_engine, spanned
 from trtllm_disagg.handlers.trace import record_cache_hit, record_transfer
+from trtllm_disagg.streams import PerRequestStream
 from trtllm_disagg.types import (
     DecodePhase,
     GenerateRequest,

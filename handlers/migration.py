@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from trtllm_disagg.handlers.fallback import Remainder, Replays, end_chunk, has_ended, remainder_of, with_seed
-from trtllm_disagg.handlers.streams import PerRequestStream
+from trtllm_disagg.streams import PerRequestStream
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from trtllm_disagg.errors import ConfigError, DisaggError, InvalidRequestError, NoInstanceError
 from trtllm_disagg.handlers.remote import StageClient, StageInstance
 from trtllm_disagg.handlers.route import pins_of
-from trtllm_disagg.handlers.streams import CountedStream
+from trtllm_disagg.streams import CountedStream
 from trtllm_disagg.types import Fallback, GenerateRequest, RequestContext
 
 log = logging.getLogger(__name__)

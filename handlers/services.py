@@ -15,7 +15,7 @@ from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
 from trtllm_disagg.config.yaml_file import read_mapping
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.errors import ConfigError, PeerUnavailableError
-from trtllm_disagg.handlers.admission import Queued
+from trtllm_disagg.handlers.admission import Queued, within_fallback_budget
 from trtllm_disagg.handlers.chain import decode_service
 from trtllm_disagg.handlers.circuit_breaker import (
     CircuitBreaker,
@@ -28,6 +28,8 @@ from trtllm_disagg.handlers.decide import (
     Auto,
     CachedPrefixes,
     FactSources,
+    Occupancies,
+    OwnOccupancy,
     QueueDepth,
     conditional,
     create_auto_decider,
@@ -42,18 +44,13 @@ from trtllm_disagg.handlers.fallback import (
 )
 from trtllm_disagg.handlers.local import LocalAgg, LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.migration import finish_if_budget_exhausted, resume_migrated
-from trtllm_disagg.handlers.occupancy import (
-    Occupancies,
-    OwnOccupancy,
-    within_fallback_budget,
-)
 from trtllm_disagg.handlers.recall import Recalls, recallable
 from trtllm_disagg.handlers.remote import RemoteDrain, StageClient
 from trtllm_disagg.handlers.route import StrategyRouter, relayed
 from trtllm_disagg.handlers.select import RequireConsumers
-from trtllm_disagg.handlers.streams import CountedStream
 from trtllm_disagg.handlers.trace import RequestSink
 from trtllm_disagg.strategies import orders, spec_of
+from trtllm_disagg.streams import CountedStream
 from trtllm_disagg.types import Fallback, Generate, GenerateRequest, InProgress, RequestContext, TokenChunk
 from trtllm_disagg.wire.bodies import require_splittable
 from trtllm_disagg.wire.handoff_protocols import DYNAMO, HandoffProtocol, choose_protocol

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import msgspec
 
 from trtllm_disagg.engine.llm_api import RequestOutput
-from trtllm_disagg.handlers.drain import OnChunk, WorkerDrain
+from trtllm_disagg.handlers.cancellation import OnChunk, WorkerDrain
 from trtllm_disagg.tracing.spans import Attributes, RequestClock
 from trtllm_disagg.tracing.trace_file import LONGEST_GAP, LONGEST_GAP_AFTER, SCOPE
 from trtllm_disagg.tracing.tracer import Tracer

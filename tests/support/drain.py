@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
-from trtllm_disagg.handlers.drain import OnChunk
+from trtllm_disagg.handlers.cancellation import OnChunk
 from trtllm_disagg.types import GenerateRequest, RequestContext
 
 

@@ -30,6 +30,7 @@ LAYERS = (
         "processes",
         "scripted_tokens",
         "strategies",
+        "streams",
         "tracing",
         "types",
         "worker.model_facts",

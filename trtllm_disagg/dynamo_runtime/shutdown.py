@@ -21,8 +21,7 @@ from trtllm_disagg.dynamo_runtime.handler import SMALLEST_REQUEST
 from trtllm_disagg.engine.capabilities import COUNTS_REQUESTS
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.errors import DisaggError
-from trtllm_disagg.handlers.cancellation import num_in_background
-from trtllm_disagg.handlers.drain import WorkerDrain
+from trtllm_disagg.handlers.cancellation import WorkerDrain, num_in_background
 from trtllm_disagg.wire.bodies import decode_request
 
 log = logging.getLogger(__name__)

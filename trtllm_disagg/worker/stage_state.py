@@ -12,10 +12,10 @@ from trtllm_disagg.commands import Command, Set, Switch, Verifier
 from trtllm_disagg.config.thresholds import ADMISSION
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import InvalidRequestError, PeerUnavailableError
-from trtllm_disagg.handlers.occupancy import KV_OCCUPANCY
+from trtllm_disagg.handlers.decide import KV_OCCUPANCY
 from trtllm_disagg.handlers.services import LiveState
-from trtllm_disagg.handlers.streams import CountedStream
 from trtllm_disagg.strategies import spec_of, worker_side
+from trtllm_disagg.streams import CountedStream
 from trtllm_disagg.types import Generate, GenerateRequest, InProgress, RequestContext, TokenChunk
 from trtllm_disagg.worker.pairing import WAS_SWITCHED, fixed_by
 

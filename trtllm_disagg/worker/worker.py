@@ -36,8 +36,8 @@ from trtllm_disagg.engine.rank_placement import Affinity
 from trtllm_disagg.engine.trtllm_version import installed_version
 from trtllm_disagg.errors import EngineLostError
 from trtllm_disagg.handlers.admission import Admission
-from trtllm_disagg.handlers.drain import WorkerDrain
-from trtllm_disagg.handlers.occupancy import Occupancies, StageOccupancy
+from trtllm_disagg.handlers.cancellation import WorkerDrain
+from trtllm_disagg.handlers.decide import Occupancies, StageOccupancy
 from trtllm_disagg.handlers.recall import beside_requests
 from trtllm_disagg.handlers.remote import NoStage, StageClient
 from trtllm_disagg.handlers.select import (

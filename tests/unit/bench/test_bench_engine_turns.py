@@ -164,7 +164,6 @@ def test_processes_that_share_a_core_wait_for_it() -> None:
             remote.await_ready()
             os.sched_setaffinity(remote.pid, {min(os.sched_getaffinity(0))})
         waits = CoreWaits([one.pid, other.pid])
-        assert waits.share() < 0.5
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda remote: remote.call("burn", 0.4), (one, other)))
         assert waits.share() > 0.3

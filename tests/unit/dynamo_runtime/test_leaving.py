@@ -20,8 +20,7 @@ from trtllm_disagg.dynamo_runtime.publishers import StatsForwarder
 from trtllm_disagg.dynamo_runtime.shutdown import Leaving
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.errors import WorkerLeavingError
-from trtllm_disagg.handlers.cancellation import in_background
-from trtllm_disagg.handlers.drain import WorkerDrain
+from trtllm_disagg.handlers.cancellation import WorkerDrain, in_background
 from trtllm_disagg.handlers.local import LocalAgg, LocalPrefill
 from trtllm_disagg.types import GenerateRequest, RequestContext, TokenChunk
 

@@ -12,7 +12,7 @@ from tests.support.drain import no_observer
 from tests.support.handling import collect, request, tokens_of, until
 from tests.support.stage_client import FakeContext
 from trtllm_disagg.errors import EngineError, WorkerLeavingError
-from trtllm_disagg.handlers.drain import WorkerDrain
+from trtllm_disagg.handlers.cancellation import WorkerDrain
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 LAST = TokenChunk([9], finish_reason="stop")

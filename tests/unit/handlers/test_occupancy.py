@@ -17,13 +17,16 @@ from trtllm_disagg.config.deciders import Occupancy
 from trtllm_disagg.config.thresholds import Live, Thresholds
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import ConfigError, NoInstanceError, OverloadedError, PeerUnavailableError
-from trtllm_disagg.handlers.decide import CachedPrefixes, Decider, FactSources, conditional, create_decider
-from trtllm_disagg.handlers.occupancy import (
+from trtllm_disagg.handlers.admission import RunningRequests, within_fallback_budget
+from trtllm_disagg.handlers.decide import (
+    CachedPrefixes,
+    Decider,
+    FactSources,
     Occupancies,
     OwnOccupancy,
-    RunningRequests,
     StageOccupancy,
-    within_fallback_budget,
+    conditional,
+    create_decider,
 )
 from trtllm_disagg.handlers.remote import StageInstance
 from trtllm_disagg.handlers.services import LiveState, build_generate

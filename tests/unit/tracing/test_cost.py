@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.handling import ORDERS, collect, request
 from tests.support.recording_pair import make_pair
-from trtllm_disagg.handlers.engine_spans import Spanned
+from trtllm_disagg.handlers.outputs import Spanned
 from trtllm_disagg.handlers.trace import with_request_log
 from trtllm_disagg.tracing.spans import NO_SPAN, Attributes, Recording, Span
 from trtllm_disagg.tracing.tracer import Tracer

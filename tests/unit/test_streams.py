@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 import pytest
 
-from trtllm_disagg.handlers.streams import PerRequestStream
+from trtllm_disagg.streams import PerRequestStream
 
 
 class Numbers:
