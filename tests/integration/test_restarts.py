@@ -10,8 +10,8 @@ import pytest
 from tests.support.stand_ins import DEADLINE, Exits, StartUp, Up, nothing_runs
 from trtllm_disagg.commands import Scale, Switch
 from trtllm_disagg.deployment.command_socket import send_to_up
-from trtllm_disagg.deployment.managed_process import lists_model
 from trtllm_disagg.deployment.plan import LOOPBACK
+from trtllm_disagg.deployment.readiness import lists_model
 from trtllm_disagg.deployment.run_dir import is_alive
 
 #: Waits that a test can afford.

@@ -23,7 +23,7 @@ from trtllm_disagg.deployment.lifecycle import (
     running_deployment,
     serve,
 )
-from trtllm_disagg.deployment.managed_process import ManagedProcess, lists_model
+from trtllm_disagg.deployment.managed_process import ManagedProcess
 from trtllm_disagg.deployment.plan import (
     LOOPBACK,
     DeploymentConfig,
@@ -31,6 +31,7 @@ from trtllm_disagg.deployment.plan import (
     PortInUseError,
     RunDirInUseError,
 )
+from trtllm_disagg.deployment.readiness import lists_model
 from trtllm_disagg.deployment.run_dir import is_alive, read_processes
 from trtllm_disagg.deployment.status import Status
 from trtllm_disagg.deployment.up_command import add_arguments, run

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trtllm_disagg.deployment.brokers import nats_server_argv
-from trtllm_disagg.deployment.managed_process import NATS_HEALTH
 from trtllm_disagg.deployment.plan import LOOPBACK
 from trtllm_disagg.deployment.ports import free_system_ports
+from trtllm_disagg.deployment.readiness import NATS_HEALTH
 
 _START_SECONDS = 10.0
 _POLL_SECONDS = 0.01

@@ -1,40 +1,19 @@
-"""The output of `up` on stderr: a live table on a terminal, else one line for each change; and reports of failures,
-each a sentence with the cause and then the end of the log.
-"""
+"""The output of `up` on stderr: a live table on a terminal, else one line for each change."""
 
 from __future__ import annotations
 
 import asyncio
-import re
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from trtllm_disagg.deployment.limits import INOTIFY_KEY
 from trtllm_disagg.deployment.managed_process import ManagedProcess
-from trtllm_disagg.deployment.plan import NO_WORKERS
-from trtllm_disagg.errors import ERROR_PREFIX
 from trtllm_disagg.processes.activity import DRAINING
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-LOG_LINES = 15
-#: Lines at the end of the log that are searched for the cause.
-SEARCHED_LINES = 400
-LAST_WORDS = 5
-#: A longer cause is cut off; the log has it in full.
-MOST_CHARS = 600
-#: A longer line of the log is cut off.
-LINE_CHARS = 240
-#: Dynamo's error when it may not watch another directory.
-NO_INOTIFY = "Too many open files (os error 24)"
-#: An error in Dynamo's log; the group is its message.
-LOGGED_ERROR = re.compile(r"^\S+Z\s+ERROR \S+: (.+)$")
-#: The last line of a traceback.
-EXCEPTION = re.compile(r"^(?:[A-Za-z_][\w]*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt)\b.*$")
 
 COLOURS = {
     "planned": "dim",
@@ -213,76 +192,3 @@ def process_table(processes: Sequence[ManagedProcess], began: float) -> Table:
             Text(what_it_does(process)),
         )
     return table
-
-
-def cause_in(lines: Sequence[str]) -> str | None:
-    """The last error that a process printed before it ended: this package's, else Python's or Dynamo's."""
-    for line in reversed(lines):
-        if line.startswith(ERROR_PREFIX):
-            return _short(line.removeprefix(ERROR_PREFIX), MOST_CHARS)
-    # Dynamo also logs harmless errors; the one that ended the process is the last one.
-    for line in reversed(lines[-LAST_WORDS:]):
-        if EXCEPTION.match(line):
-            return _short(line, MOST_CHARS)
-        if logged := LOGGED_ERROR.match(line):
-            return _short(logged[1], MOST_CHARS)
-    return None
-
-
-def death_report(process: ManagedProcess, when: str) -> str:
-    """Which process died and why, in the first line; then the end of its log."""
-    # A process that was killed could not print the cause.
-    cause = None if process.was_killed else cause_in(process.last_lines(SEARCHED_LINES))
-    end = process.describe_end()
-    what = end if cause is None else f"{cause} ({end})"
-    if any(NO_INOTIFY in line for line in process.last_lines(SEARCHED_LINES)):
-        what += f"; `{NO_INOTIFY}` is said of inotify instances, too: sudo sysctl {INOTIFY_KEY}=1024"
-    lines = process.last_lines(LOG_LINES) or ["(the log is empty)"]
-    return "\n".join(
-        [
-            f"{process.name} died {when}: {what}, pid {process.pid}, {process.elapsed:.1f} s after its start",
-            f"last lines of {process.log}:",
-            *(f"  {_short(line, LINE_CHARS)}" for line in lines),
-        ]
-    )
-
-
-def continued(report: str, then: str) -> str:
-    """A report with what happens next added to its first line."""
-    first, *rest = report.split("\n")
-    return "\n".join([f"{first}; {then}", *rest])
-
-
-def given_up_report(process: ManagedProcess, report: str, failed_starts: int) -> str:
-    then = f"given up after {failed_starts} starts that failed"
-    if process.role not in NO_WORKERS:
-        run_dir = process.log.parent
-        then += f"; mend the cause, then `trtllm-disagg scale --run-dir {run_dir} --{process.role} N`"
-    return continued(report, then)
-
-
-def late_report(processes: Iterable[ManagedProcess], timeout: float) -> str:
-    late = [process for process in processes if process.state != "ready"]
-    names = ", ".join(
-        f"{process.name} ({process.activity})" if process.activity.doing else process.name for process in late
-    )
-    lines = [f"not ready after {timeout:g} s: {names}; --startup-timeout allows for more"]
-    for process in late:
-        last = process.last_lines(1) or ["(the log is empty)"]
-        lines.append(f"  {process.name} (pid {process.pid}, {process.log}): {last[0]}")
-    return "\n".join(lines)
-
-
-def leftovers_report(processes: Iterable[ManagedProcess], waited: float) -> str:
-    names = ", ".join(process.name for process in processes)
-    return f"still running {waited:.1f} s after the order to stop, killed: {names}"
-
-
-def survivors_report(pids: Iterable[int]) -> str:
-    listed = ", ".join(map(str, pids))
-    return f"warning: SIGKILL has not ended these processes, which may wait for a GPU or a disk: pid {listed}"
-
-
-def _short(text: str, most: int) -> str:
-    text = text.strip()
-    return text if len(text) <= most else text[: most - 3] + "..."

@@ -14,8 +14,16 @@ from dataclasses import replace
 
 from trtllm_disagg.deployment.brokers import EventBroker
 from trtllm_disagg.deployment.deaths import Deaths
+from trtllm_disagg.deployment.failure_reports import (
+    continued,
+    death_report,
+    given_up_report,
+    late_report,
+    leftovers_report,
+    survivors_report,
+)
 from trtllm_disagg.deployment.first_completed import first_completed
-from trtllm_disagg.deployment.managed_process import ManagedProcess, answers, is_ready
+from trtllm_disagg.deployment.managed_process import ManagedProcess
 from trtllm_disagg.deployment.orphan_reaper import (
     MARK_VARIABLE,
     PROCESS_VARIABLE,
@@ -36,16 +44,9 @@ from trtllm_disagg.deployment.plan import (
     stop_order,
 )
 from trtllm_disagg.deployment.ports import free_system_ports, is_free
+from trtllm_disagg.deployment.readiness import answers, is_ready
 from trtllm_disagg.deployment.run_dir import RunDir
-from trtllm_disagg.deployment.status import (
-    Status,
-    continued,
-    death_report,
-    given_up_report,
-    late_report,
-    leftovers_report,
-    survivors_report,
-)
+from trtllm_disagg.deployment.status import Status
 from trtllm_disagg.errors import ERROR_PREFIX
 from trtllm_disagg.strategies import spec_of
 

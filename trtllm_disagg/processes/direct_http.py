@@ -4,10 +4,31 @@ listens on this machine's loopback address.
 
 from __future__ import annotations
 
-from http.client import HTTPResponse
+import asyncio
+from http.client import HTTPConnection, HTTPException, HTTPResponse
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, Request, build_opener
+
+#: Of `get`.
+TIMEOUT_SECONDS = 2.0
+
+
+async def get(host: str, port: int, path: str) -> tuple[int, bytes]:
+    """Status and body, never through a proxy; status 0 when there is no answer."""
+    return await asyncio.to_thread(_get, host, port, path)
+
+
+def _get(host: str, port: int, path: str) -> tuple[int, bytes]:
+    connection = HTTPConnection(host, port, timeout=TIMEOUT_SECONDS)
+    try:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        return response.status, response.read()
+    except (OSError, HTTPException):
+        return 0, b""
+    finally:
+        connection.close()
 
 
 def open_url(request: Request, timeout: float) -> HTTPResponse:

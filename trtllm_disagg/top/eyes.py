@@ -19,13 +19,13 @@ from prometheus_client.samples import Sample
 
 from trtllm_disagg.commands import Describe
 from trtllm_disagg.deployment.command_socket import NoUpError, send_to_up
-from trtllm_disagg.deployment.managed_process import get
 from trtllm_disagg.deployment.plan import LOOPBACK, NO_WORKERS
 from trtllm_disagg.deployment.run_dir import PROCESSES_FILE, ProcessRecord, is_alive, read_processes
 from trtllm_disagg.doctor.frontend import HttpFrontend, Instance
 from trtllm_disagg.doctor.this_machine import listener
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.processes.activity import read_activity
+from trtllm_disagg.processes.direct_http import get
 from trtllm_disagg.top.snapshot import DEAD, SILENT, Frontend, Load, Process, Snapshot
 
 ANSWER_SECONDS = 2.0

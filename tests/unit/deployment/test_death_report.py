@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from trtllm_disagg.deployment.failure_reports import cause_in, continued, death_report
 from trtllm_disagg.deployment.managed_process import ManagedProcess
 from trtllm_disagg.deployment.plan import ProcessSpec
-from trtllm_disagg.deployment.status import cause_in, continued, death_report
 
 OURS = "error: model: toy holds no *.safetensors file"
 NOISE = "2026-11-22T00:27:52.98Z  INFO dynamo_runtime::runtime: Runtime shutdown initiated"
