@@ -35,7 +35,7 @@ from trtllm_disagg.keys import KEY_FILE, AdminKey, user_key
 from trtllm_disagg.processes.steadily import without_silence
 
 if TYPE_CHECKING:
-    from trtllm_disagg.dynamo_runtime.discovery import Controller
+    from trtllm_disagg.dynamo_runtime.controller import Controller
 
 
 KEY_FLAG = "--key-file"
@@ -212,7 +212,7 @@ async def _connected(
         ("file", "tcp", "zmq") if up else tuple(os.environ.get(name) or default for name, default in _PLANES)
     )
     with quiet_runtime(os.environ):
-        from trtllm_disagg.dynamo_runtime.discovery import controller
+        from trtllm_disagg.dynamo_runtime.controller import controller
 
         async with controller(
             backend=backend,

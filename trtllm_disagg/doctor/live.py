@@ -58,7 +58,7 @@ def describe(namespace: str, variables: Mapping[str, str]) -> dict[int, dict[str
 
 
 async def _described(namespace: str, variables: Mapping[str, str]) -> dict[int, dict[str, Any]]:
-    from trtllm_disagg.dynamo_runtime.discovery import controller
+    from trtllm_disagg.dynamo_runtime.controller import controller
 
     async with controller(
         backend=variables.get(_BACKEND) or "etcd",

@@ -1,5 +1,5 @@
-"""The workers of a namespace, through Dynamo's discovery: calls to peers, descriptions, control commands,
-and the prompt prefixes that peers have cached.
+"""The workers of a namespace, through Dynamo's discovery: calls to peers, descriptions, and the prompt prefixes that
+peers have cached.
 """
 
 from __future__ import annotations
@@ -16,19 +16,16 @@ from dynamo.llm import KvRouter, KvRouterConfig
 from dynamo.runtime import DistributedRuntime
 
 from trtllm_disagg import errors
-from trtllm_disagg.commands import CONTROL, Command, Describe, DescribedInstance, Signer
-from trtllm_disagg.config.settings import endpoint_of, parse_endpoint_id
-from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.commands import DescribedInstance
+from trtllm_disagg.config.settings import parse_endpoint_id
+from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.dynamo_runtime.error_mapping import from_dynamo
 from trtllm_disagg.dynamo_runtime.handler import DESCRIBE
-from trtllm_disagg.errors import DisaggError, PeerUnavailableError, StageTimeoutError
 from trtllm_disagg.processes.rate_limited_log import RateLimitedLog
 from trtllm_disagg.types import GenerateRequest, RequestContext
 
 _DESCRIBE_SECONDS = 5.0
 _SYSTEM_PORT = "DYN_SYSTEM_PORT"
-_FOUND_SECONDS = 3.0
-_POLL_SECONDS = 0.15
 log = logging.getLogger(__name__)
 _warn = RateLimitedLog(log)
 
@@ -146,88 +143,6 @@ def _without_system_port() -> Iterator[None]:
     finally:
         if port is not None:
             os.environ[_SYSTEM_PORT] = port
-
-
-class Controller:
-    """Finds the workers of a deployment from outside, and sends them commands."""
-
-    def __init__(self, clients: Mapping[str, Any], signer: Signer, timeout: float) -> None:
-        self._clients = clients
-        self._signer = signer
-        self._timeout = timeout
-
-    async def workers(
-        self, without: tuple[type[DisaggError], ...] = (PeerUnavailableError,)
-    ) -> list[DescribedInstance]:
-        """Every worker in discovery with its description, without workers that raise one of these errors instead: by
-        default, those that died meanwhile. Raises the other errors.
-        """
-        await self._until_settled()
-        # A first stage is at two endpoints. The later one, that of its role, stays in use after a switch.
-        names = {i: endpoint for endpoint, client in self._clients.items() for i in client.instance_ids()}
-        answers = await asyncio.gather(
-            *(self.send(endpoint, i, Describe()) for i, endpoint in names.items()), return_exceptions=True
-        )
-        return [
-            DescribedInstance(endpoint, instance_id, _answer(answer))
-            for (instance_id, endpoint), answer in zip(names.items(), answers, strict=True)
-            if not isinstance(answer, without)
-        ]
-
-    async def _until_settled(self) -> None:
-        """Wait until two polls agree: a new client receives the instances one by one."""
-        seen: list[list[int]] = []
-        for _ in range(round(_FOUND_SECONDS / _POLL_SECONDS)):
-            now = [sorted(client.instance_ids()) for client in self._clients.values()]
-            if all(now) and now == seen:
-                return
-            seen = now
-            await asyncio.sleep(_POLL_SECONDS)
-
-    async def send(self, endpoint_id: str, instance_id: int, command: Command) -> dict[str, Any]:
-        """Send a command and return its answer. Raises a DisaggError when it is refused or not answered in time."""
-        name = f"instance {instance_id:x} at {endpoint_id}"
-        try:
-            async with asyncio.timeout(self._timeout):
-                request = self._signer.request(command, instance_id)
-                stream = await self._clients[endpoint_id].direct(request, instance_id)
-                answers = [item.data() async for item in stream if not item.is_error()]
-        except TimeoutError:
-            raise StageTimeoutError(f"{name} did not answer within {self._timeout:g} s") from None
-        except Exception as error:
-            raise _named(from_dynamo(error), name) from error
-        if len(answers) != 1 or not isinstance(answers[0], dict):
-            raise PeerUnavailableError(f"{name} does not know {CONTROL}")
-        return answers[0]
-
-
-@asynccontextmanager
-async def controller(
-    *, backend: str, request_plane: str, event_plane: str, namespace: str, signer: Signer, timeout: float
-) -> AsyncIterator[Controller]:
-    """A Controller for the workers of a namespace at their usual endpoints. Dynamo's environment variables locate
-    discovery.
-    """
-    runtime = DistributedRuntime(asyncio.get_running_loop(), backend, request_plane, event_plane=event_plane)
-    try:
-        endpoints = [endpoint_of(namespace, role) for role in (None, Role.PREFILL, Role.DECODE)]
-        clients = {
-            endpoint: await runtime.endpoint(parse_endpoint_id(endpoint).dotted).client()
-            for endpoint in endpoints
-        }
-        yield Controller(clients, signer, timeout)
-    finally:
-        runtime.shutdown()
-
-
-def _answer(answer: dict[str, Any] | BaseException) -> dict[str, Any]:
-    if isinstance(answer, BaseException):
-        raise answer
-    return answer
-
-
-def _named(error: DisaggError, name: str) -> DisaggError:
-    return type(error)(f"{name}: {error}")
 
 
 class KvOverlaps:

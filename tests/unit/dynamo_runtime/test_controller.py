@@ -11,8 +11,8 @@ import pytest
 
 from trtllm_disagg.commands import NoKeySigner
 from trtllm_disagg.doctor.live import describe
-from trtllm_disagg.dynamo_runtime import discovery
-from trtllm_disagg.dynamo_runtime.discovery import Controller
+from trtllm_disagg.dynamo_runtime import controller as controllers
+from trtllm_disagg.dynamo_runtime.controller import Controller
 from trtllm_disagg.errors import StageTimeoutError
 
 ENDPOINT = "dyn://mine.backend.generate"
@@ -58,6 +58,6 @@ def test_a_frozen_worker_leaves_doctor_the_descriptions_of_the_others(
     async def controller(**_: Any) -> AsyncIterator[Controller]:
         yield made()
 
-    monkeypatch.setattr(discovery, "controller", controller)
+    monkeypatch.setattr(controllers, "controller", controller)
     monkeypatch.setenv("DYN_DISCOVERY_BACKEND", "file")
     assert describe("mine", {"DYN_DISCOVERY_BACKEND": "file"}) == {1: {"role": "decode"}}
