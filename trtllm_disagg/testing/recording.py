@@ -31,16 +31,9 @@ from trtllm_disagg.embedded import (
 from trtllm_disagg.embedded import LLM as EmbeddedLLM
 from trtllm_disagg.embedded.params.llm_args import as_plain
 from trtllm_disagg.kv_transfer.transports import embedded_only_backends
-from trtllm_disagg.testing.hard_edges import (
-    FORGIVING,
-    EngineDeadError,
-    HardEdges,
-    KvHolder,
-    KvStore,
-    News,
-    RequestError,
-)
+from trtllm_disagg.testing.hard_edges import FORGIVING, EngineDeadError, HardEdges, RequestError
 from trtllm_disagg.testing.recording_result import AS_IT_IS, EOS_TOKEN, Pace, Place, RequestOutput, Script
+from trtllm_disagg.testing.recording_state import KvHolder, KvStore, News
 
 #: The rest of TensorRT-LLM's names is the embedded engine's own.
 __all__ = [

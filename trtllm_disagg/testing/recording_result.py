@@ -18,7 +18,8 @@ from trtllm_disagg.embedded.params.request_params import (
     SamplingParams,
 )
 from trtllm_disagg.scripted_tokens import checksum, extended, token_after
-from trtllm_disagg.testing.hard_edges import HardEdges, KvHolder, Meeting, RequestError
+from trtllm_disagg.testing.hard_edges import HardEdges, RequestError
+from trtllm_disagg.testing.recording_state import KvHolder, Meeting
 
 #: Never made by `scripted_token`; put it into a script to end an answer.
 EOS_TOKEN = 2
