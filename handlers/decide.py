@@ -259,10 +259,10 @@ def create_auto_decider(name: str, sources: FactSources, thresholds: Live[Thresh
 
     def decide(request: GenerateRequest) -> Decision:
         decision = by_length(request)
-        if not decision.remote:
+        if not decision.both_stages:
             return decision
         second = by_occupancy(request)
-        return decision if second.remote else second
+        return decision if second.both_stages else second
 
     return decide
 
@@ -273,8 +273,8 @@ def conditional(decider: Decider, local: Generate, remote: Generate) -> Generate
     def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         with request.span.child("decide"):
             decision = decider(request)
-        request.trace.chose(request.trace.strategy if decision.remote else "local", decision.reason)
-        return (remote if decision.remote else local)(request, context)
+        request.trace.chose(request.trace.strategy if decision.both_stages else "local", decision.reason)
+        return (remote if decision.both_stages else local)(request, context)
 
     return generate
 
@@ -318,7 +318,7 @@ class Auto:
     def _chosen(self, request: GenerateRequest) -> tuple[str, str, Generate]:
         """(the strategy, why, its route)"""
         decision = self._decider(request)
-        if not decision.remote:
+        if not decision.both_stages:
             return "local", decision.reason, self._routes["local"]
         if self._num_healthy() == 0:
             own = self._own, "no_peer", self._routes[self._own]

@@ -15,7 +15,8 @@ from trtllm_disagg.config.settings import NUMBER, SHARE, option
 
 
 class Decision(NamedTuple):
-    remote: bool
+    #: A worker of the other role takes part; else the worker that has the request does both stages.
+    both_stages: bool
     #: One word, fit for a metric's label.
     reason: str
 
@@ -89,7 +90,7 @@ class LengthAndQueue(Length):
 
     def decide(self, facts: Facts) -> Decision:
         decision = Length.decide(self, facts)
-        if decision.remote and facts.depth >= self.max_prefill_queue_size:
+        if decision.both_stages and facts.depth >= self.max_prefill_queue_size:
             return Decision(False, "queue_full")
         return decision
 

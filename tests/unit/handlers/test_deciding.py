@@ -55,27 +55,27 @@ def holding(count: int, salt: str | None = None) -> CachedPrefixes:
     return cached
 
 
-@pytest.mark.parametrize(("length", "remote"), [(99, False), (100, False), (101, True)])
+@pytest.mark.parametrize(("length", "both_stages"), [(99, False), (100, False), (101, True)])
 @pytest.mark.parametrize("name", ["length", "length_and_queue"])
-def test_a_prompt_above_the_length_is_remote(name: str, length: int, remote: bool) -> None:
+def test_a_prompt_above_the_length_is_remote(name: str, length: int, both_stages: bool) -> None:
     decision = decider(name, max_local_prefill_length=100)(prompt(length))
-    assert decision == (remote, "long" if remote else "short")
+    assert decision == (both_stages, "long" if both_stages else "short")
 
 
-@pytest.mark.parametrize(("depth", "remote"), [(1, True), (2, False), (3, False)])
-def test_a_long_prompt_stays_when_the_queue_is_full(depth: int, remote: bool) -> None:
+@pytest.mark.parametrize(("depth", "both_stages"), [(1, True), (2, False), (3, False)])
+def test_a_long_prompt_stays_when_the_queue_is_full(depth: int, both_stages: bool) -> None:
     rule = decider("length_and_queue", depth, max_local_prefill_length=10, max_prefill_queue_size=2)
-    assert rule(prompt(11)) == (remote, "long" if remote else "queue_full")
+    assert rule(prompt(11)) == (both_stages, "long" if both_stages else "queue_full")
     assert rule(prompt(10)) == (False, "short")
 
 
-@pytest.mark.parametrize(("length", "remote"), [(7, False), (8, True), (9, True)])
-def test_prefill_of_non_cached_tokens_or_more_is_remote(length: int, remote: bool) -> None:
-    assert decider("non_cached_tokens", non_cached_tokens=8)(prompt(length)).remote is remote
+@pytest.mark.parametrize(("length", "both_stages"), [(7, False), (8, True), (9, True)])
+def test_prefill_of_non_cached_tokens_or_more_is_remote(length: int, both_stages: bool) -> None:
+    assert decider("non_cached_tokens", non_cached_tokens=8)(prompt(length)).both_stages is both_stages
 
 
 def test_non_cached_tokens_zero_is_never() -> None:
-    assert not decider("non_cached_tokens", non_cached_tokens=0)(prompt(5000)).remote
+    assert not decider("non_cached_tokens", non_cached_tokens=0)(prompt(5000)).both_stages
 
 
 @pytest.mark.parametrize(("uncached", "reason"), [(39, "cached"), (40, "long"), (41, "long")])
@@ -102,17 +102,17 @@ def test_always_sends_the_shortest_prompt() -> None:
     assert decider("always")(prompt(1)) == (True, "always")
 
 
-@pytest.mark.parametrize(("cached", "remote"), [(0, True), (88, True), (92, False), (100, False)])
-def test_cached_tokens_do_not_count(cached: int, remote: bool) -> None:
+@pytest.mark.parametrize(("cached", "both_stages"), [(0, True), (88, True), (92, False), (100, False)])
+def test_cached_tokens_do_not_count(cached: int, both_stages: bool) -> None:
     rule = decider("length", cached=holding(cached), max_local_prefill_length=10)
     asked = prompt(100)
-    assert rule(asked).remote is remote
+    assert rule(asked).both_stages is both_stages
     assert asked.trace.facts == {"uncached": max(1, 100 - cached), "queue_depth": 0}
 
 
 def test_blocks_of_another_salt_do_not_count() -> None:
     rule = decider("length", cached=holding(96, salt="other"), max_local_prefill_length=10)
-    assert rule(prompt(100)).remote
+    assert rule(prompt(100)).both_stages
 
 
 # -- in a worker
@@ -148,10 +148,10 @@ def test_a_change_is_seen_by_the_next_decision_and_logged(caplog: pytest.LogCapt
     caplog.set_level(logging.INFO)
     live = live_state()
     rule = create_decider("length", FactSources(Role.DECODE, live.cached, Queue()), live.thresholds)
-    assert not rule(prompt(500)).remote
+    assert not rule(prompt(500)).both_stages
     changes = live.set_thresholds({"max_local_prefill_length": 499}, "policy.yaml")
     assert changes == ["max_local_prefill_length: 1000 -> 499"]
-    assert rule(prompt(500)).remote
+    assert rule(prompt(500)).both_stages
     assert "thresholds changed by policy.yaml: max_local_prefill_length: 1000 -> 499" in caplog.text
 
 

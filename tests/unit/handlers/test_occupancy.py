@@ -76,7 +76,7 @@ def decider(
 
 
 @pytest.mark.parametrize(
-    ("decode", "own", "remote", "reason"),
+    ("decode", "own", "both_stages", "reason"),
     [
         (0.89, 0.0, True, "decode_free"),
         (0.9, 0.0, False, "decode_busy"),
@@ -86,10 +86,10 @@ def decider(
     ],
 )
 def test_a_prefill_worker_keeps_a_request_while_only_decode_is_full(
-    decode: float | None, own: float, remote: bool, reason: str
+    decode: float | None, own: float, both_stages: bool, reason: str
 ) -> None:
     asked = request()
-    assert decider(decode, own)(asked) == (remote, reason)
+    assert decider(decode, own)(asked) == (both_stages, reason)
     if decode is not None:
         assert asked.trace.facts["other_occupancy"] == decode
         assert asked.trace.facts["occupancy_age_ms"] == 100
@@ -99,10 +99,10 @@ def test_decode_occupancy_on_a_decode_worker_is_always_remote() -> None:
     assert decider(1.0, role=Role.DECODE)(request()) == (True, "always")
 
 
-@pytest.mark.parametrize(("limit", "remote"), [(24, True), (25, False)])
-def test_prompt_and_answer_must_fit_into_the_token_budget(limit: int, remote: bool) -> None:
+@pytest.mark.parametrize(("limit", "both_stages"), [(24, True), (25, False)])
+def test_prompt_and_answer_must_fit_into_the_token_budget(limit: int, both_stages: bool) -> None:
     asked = request(token_ids=list(range(1, 16)), max_tokens=10)
-    assert decider(1.0, max_budget_tokens=limit)(asked).remote is remote
+    assert decider(1.0, max_budget_tokens=limit)(asked).both_stages is both_stages
 
 
 class Slow:
