@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from trtllm_disagg import errors
 from trtllm_disagg.config import thresholds
 from trtllm_disagg.config.deciders import DECIDERS
-from trtllm_disagg.config.worker_config import DECIDER_THRESHOLDS, FLAGS, SETTINGS, rule_of
+from trtllm_disagg.config.worker_config import DECIDER_THRESHOLDS, FLAGS, SETTINGS, allowed_values_of
 from trtllm_disagg.dynamo_runtime.error_mapping import to_dynamo
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.embedded.params.supported_args import NO_EFFECT, Served
@@ -51,8 +51,8 @@ def shown_default(value: object) -> str:
 
 
 def allowed(name: str) -> str:
-    rule = rule_of(name)
-    return rule.allowed if rule else ""
+    values = allowed_values_of(name)
+    return values.in_words if values else ""
 
 
 def flags_page() -> str:

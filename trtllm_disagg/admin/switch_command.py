@@ -11,11 +11,11 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from http.client import HTTPException
-from typing import Any, Protocol
+from typing import Any
 from urllib.request import Request
 
 from trtllm_disagg.admin import client
@@ -117,31 +117,28 @@ _ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-class Frontend(Protocol):
-    async def knows(self, model: str, instance_id: int) -> bool:
-        """Whether the frontend sends requests for `model` to that worker."""
-        ...
+#: Whether the frontend sends requests for a model to the worker with that instance id.
+Knows = Callable[[str, int], Awaitable[bool]]
 
 
-class HttpFrontend:
-    def __init__(self, url: str) -> None:
-        self._url = url
+def as_frontend_says(url: str) -> Knows:
+    async def knows(model: str, instance_id: int) -> bool:
+        return await asyncio.to_thread(_knows, url, model, instance_id)
 
-    async def knows(self, model: str, instance_id: int) -> bool:
-        return await asyncio.to_thread(_knows, self._url, model, instance_id)
+    return knows
 
 
-class UnknownFrontends:
-    """Stands for frontends with unknown addresses: assumes that they know a worker `seconds` after the first query."""
+def as_assumed_after(seconds: float) -> Knows:
+    """For frontends with unknown addresses: they count as knowing a worker `seconds` after the first query."""
+    asked_at: float | None = None
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._asked_at: float | None = None
-
-    async def knows(self, model: str, instance_id: int) -> bool:
+    async def knows(model: str, instance_id: int) -> bool:
+        nonlocal asked_at
         now = time.monotonic()
-        self._asked_at = self._asked_at or now
-        return now - self._asked_at >= self._seconds
+        asked_at = asked_at or now
+        return now - asked_at >= seconds
+
+    return knows
 
 
 Say = Callable[[str], None]
@@ -175,7 +172,7 @@ _MOST_ROUNDS = 3
 
 async def switch(
     workers: Workers,
-    frontend: Frontend,
+    knows: Knows,
     to: str,
     timeout: float,
     say: Say,
@@ -192,7 +189,7 @@ async def switch(
     began = time.monotonic()
     for _ in range(_MOST_ROUNDS):
         if not plan.is_done:
-            await _execute(plan, workers, frontend, timeout, say)
+            await _execute(plan, workers, knows, timeout, say)
         change_new_workers()
         # Workers that started meanwhile may have compared themselves with workers not yet switched.
         plan = plan_switch(to, await all_workers(workers))
@@ -211,21 +208,21 @@ async def switch(
     return replace(outcome, seconds=time.monotonic() - began, requests_left=remaining)
 
 
-async def _execute(plan: SwitchPlan, workers: Workers, frontend: Frontend, timeout: float, say: Say) -> None:
+async def _execute(plan: SwitchPlan, workers: Workers, knows: Knows, timeout: float, say: Say) -> None:
     for each in plan.first:
         await workers.send(each.endpoint_id, each.instance_id, Switch(plan.to))
         say(f"{each} is a first stage under {plan.to}")
-    await _until_known(plan, frontend, timeout)
+    await _until_known(plan, knows, timeout)
     say(f"the frontend sends requests to {_names(plan.first)}")
     for each in plan.second:
         await workers.send(each.endpoint_id, each.instance_id, Switch(plan.to))
         say(f"{each} is a second stage; it finishes its requests")
 
 
-async def _until_known(plan: SwitchPlan, frontend: Frontend, timeout: float) -> None:
+async def _until_known(plan: SwitchPlan, knows: Knows, timeout: float) -> None:
     deadline = time.monotonic() + timeout
     for each in plan.first:
-        while not await frontend.knows(plan.model, each.instance_id):
+        while not await knows(plan.model, each.instance_id):
             if time.monotonic() > deadline:
                 raise StageTimeoutError(
                     f"after {timeout:g} s the frontend does not send requests to {each}; the old first stage "
@@ -293,7 +290,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     async def change(workers: Workers, up: Up) -> ExitCode:
         change_new_workers = partial(up.change_new_workers, Switch(args.to))
         outcome = await switch(
-            workers, _frontend(args, up), args.to, args.timeout, client.say, change_new_workers
+            workers, _knows_of(args, up), args.to, args.timeout, client.say, change_new_workers
         )
         print(json.dumps(asdict(outcome)) if args.json else outcome)
         return ExitCode.DONE
@@ -301,6 +298,6 @@ def run(args: argparse.Namespace) -> ExitCode:
     return client.change_deployment(args, change)
 
 
-def _frontend(args: argparse.Namespace, up: Up) -> Frontend:
+def _knows_of(args: argparse.Namespace, up: Up) -> Knows:
     url = up.url or args.frontend
-    return HttpFrontend(url.rstrip("/")) if url else UnknownFrontends(args.settle)
+    return as_frontend_says(url.rstrip("/")) if url else as_assumed_after(args.settle)

@@ -59,7 +59,7 @@ class Facts(NamedTuple):
         return facts
 
 
-class Rule(Protocol):
+class DeciderRule(Protocol):
     """A frozen dataclass with a default for each field. Rules with a common field share its value."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
@@ -169,7 +169,7 @@ ALWAYS = "always"
 #: This decider needs the occupancy of the other stage.
 DECODE_OCCUPANCY = "decode_occupancy"
 
-DECIDERS: dict[str, type[Rule]] = {
+DECIDERS: dict[str, type[DeciderRule]] = {
     ALWAYS: Always,
     "length": Length,
     "length_and_queue": LengthAndQueue,

@@ -72,24 +72,24 @@ def not_negative(text: str) -> float:
     raise ArgumentTypeError(f"{text!r} is not allowed; expected a number from 0")
 
 
-class Rule(NamedTuple):
+class Allowed(NamedTuple):
     """The values that one field accepts, in words and as a function."""
 
-    allowed: str
+    in_words: str
     accepts: Callable[[Any], bool]
     choices: tuple[str, ...] = ()
 
 
-def one_of(*choices: str) -> Rule:
-    return Rule("one of " + ", ".join(choices), lambda value: value in choices, choices)
+def one_of(*choices: str) -> Allowed:
+    return Allowed("one of " + ", ".join(choices), lambda value: value in choices, choices)
 
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _up_to(largest: int) -> Rule:
-    return Rule(
+def _up_to(largest: int) -> Allowed:
+    return Allowed(
         f"a whole number from 1 to {largest}", lambda value: _is_whole(value) and 1 <= value <= largest
     )
 
@@ -121,21 +121,21 @@ def _are_endpoint_types(value: str) -> bool:
 POSITIVE = _up_to(2**31 - 1)
 #: A request carries the list of instances that failed it, so tries are limited.
 TRIES = _up_to(64)
-POWER_OF_TWO = Rule("a power of two", lambda value: POSITIVE.accepts(value) and value & (value - 1) == 0)
-FRACTION = Rule("a number above 0 and up to 1", lambda value: 0 < value <= 1)
-NOT_EMPTY = Rule("a name that is not empty", lambda value: bool(value.strip()))
-NAMESPACE = Rule("letters, digits, - and _", lambda value: re.fullmatch(_NAME, value) is not None)
-ENDPOINT_ID = Rule("dyn://namespace.component.endpoint", lambda value: bool(_ENDPOINT.fullmatch(value)))
+POWER_OF_TWO = Allowed("a power of two", lambda value: POSITIVE.accepts(value) and value & (value - 1) == 0)
+FRACTION = Allowed("a number above 0 and up to 1", lambda value: 0 < value <= 1)
+NOT_EMPTY = Allowed("a name that is not empty", lambda value: bool(value.strip()))
+NAMESPACE = Allowed("letters, digits, - and _", lambda value: re.fullmatch(_NAME, value) is not None)
+ENDPOINT_ID = Allowed("dyn://namespace.component.endpoint", lambda value: bool(_ENDPOINT.fullmatch(value)))
 #: As Dynamo writes the owner of cache events.
-ENDPOINT_PATH = Rule(
+ENDPOINT_PATH = Allowed(
     "namespace/component/endpoint", lambda value: bool(re.fullmatch(rf"{_NAME}/{_NAME}/{_NAME}", value))
 )
-API_TYPES = Rule("chat, completions, both with a comma, or none", _are_endpoint_types)
-NUMBER = Rule("a whole number, 0 or more", lambda value: _is_whole(value) and value >= 0)
-SHARE = Rule("a number from 0 to 1", _is_share)
-SECONDS = Rule("a number of seconds above 0", lambda value: 0 < value < float("inf"))
-SECONDS_OR_NONE = Rule("a number of seconds, 0 or more", lambda value: 0 <= value < float("inf"))
-NATS_URL = Rule("nats://host:port", lambda value: all(map(_is_nats_url, value.split(","))))
+API_TYPES = Allowed("chat, completions, both with a comma, or none", _are_endpoint_types)
+NUMBER = Allowed("a whole number, 0 or more", lambda value: _is_whole(value) and value >= 0)
+SHARE = Allowed("a number from 0 to 1", _is_share)
+SECONDS = Allowed("a number of seconds above 0", lambda value: 0 < value < float("inf"))
+SECONDS_OR_NONE = Allowed("a number of seconds, 0 or more", lambda value: 0 <= value < float("inf"))
+NATS_URL = Allowed("nats://host:port", lambda value: all(map(_is_nats_url, value.split(","))))
 
 REQUIRED: Any = object()
 
@@ -149,7 +149,7 @@ class Setting(NamedTuple):
 
     help: str
     #: None when any value of its type is allowed.
-    rule: Rule | None
+    allowed: Allowed | None
     #: Its group in `--help`; empty for the group of the setting before it.
     group: str
     #: The flag, if it is not named after the field.
@@ -173,7 +173,7 @@ class Setting(NamedTuple):
 def option(
     default: Any,
     help: str,
-    rule: Rule | None = None,
+    allowed: Allowed | None = None,
     *,
     group: str = "",
     flag: str | None = None,
@@ -183,5 +183,5 @@ def option(
     bare: str | None = None,
 ) -> Any:
     """A dataclass field with its `Setting`."""
-    metadata = {"setting": Setting(help, rule, group, flag, dynamo, aliases, variables, bare)}
+    metadata = {"setting": Setting(help, allowed, group, flag, dynamo, aliases, variables, bare)}
     return field(metadata=metadata) if default is REQUIRED else field(default=default, metadata=metadata)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Generic, TypeVar
 
-from trtllm_disagg.config.deciders import Rule
+from trtllm_disagg.config.deciders import DeciderRule
 from trtllm_disagg.config.worker_config import DECIDER_THRESHOLDS, WorkerConfig, check_value
 from trtllm_disagg.errors import ConfigError
 
@@ -32,7 +32,7 @@ class Thresholds:
         """The value of a whole-number threshold, one of ADMISSION and FALLBACK_BUDGET."""
         return int(self.values[name])
 
-    def rule(self, kind: type[Rule]) -> Rule:
+    def rule(self, kind: type[DeciderRule]) -> DeciderRule:
         """A decider's rule with these thresholds."""
         return replace(kind(), **{threshold.name: self.values[threshold.name] for threshold in fields(kind)})
 

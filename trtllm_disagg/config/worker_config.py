@@ -28,7 +28,7 @@ from trtllm_disagg.config.settings import (
     SECONDS,
     SECONDS_OR_NONE,
     TRIES,
-    Rule,
+    Allowed,
     Setting,
     endpoint_of,
     one_of,
@@ -593,21 +593,21 @@ ORCHESTRATION = tuple(
 """Settings of the calls of a worker to others; other workers refuse them. NATS_SERVER may be set for all."""
 
 
-def rule_of(name: str) -> Rule | None:
-    """The rule of a field; None when it accepts any value of its type."""
-    return _setting(name).rule
+def allowed_values_of(name: str) -> Allowed | None:
+    """The values that a field accepts; None for any value of its type."""
+    return _setting(name).allowed
 
 
 def choices_of(name: str) -> tuple[str, ...]:
     """The allowed values of a field; empty when they are not a list."""
-    rule = rule_of(name)
-    return rule.choices if rule else ()
+    allowed = allowed_values_of(name)
+    return allowed.choices if allowed else ()
 
 
 def check_value(name: str, value: object, key: str | None = None) -> None:
     """Raise ConfigError unless the field accepts this value; `key` names the origin of the value."""
-    rule = rule_of(name)
-    if rule is None or (value is None and SETTINGS[name].default is None):
+    allowed = allowed_values_of(name)
+    if allowed is None or (value is None and SETTINGS[name].default is None):
         return
-    if not rule.accepts(value):
-        raise ConfigError.bad_value(key or flag_of(name), value, rule.allowed)
+    if not allowed.accepts(value):
+        raise ConfigError.bad_value(key or flag_of(name), value, allowed.in_words)

@@ -165,7 +165,7 @@ async def serving_commands(supervisor: Supervisor, limits: ConnectionLimits = LI
     """Inside the block `send_to_up` reaches the deployment."""
     path = supervisor.config.run_dir / COMMAND_SOCKET
     commands = CommandServer(supervisor, limits)
-    server = await asyncio.start_unix_server(commands.serve, sock=listen(path), limit=_MAX_LINE)
+    server = await asyncio.start_unix_server(commands.serve, sock=listen_at(path), limit=_MAX_LINE)
     try:
         yield
     finally:
@@ -182,7 +182,7 @@ def send_to_up(
     `seconds`.
     """
     try:
-        connection = connect(run_dir / COMMAND_SOCKET, seconds)
+        connection = connect_to(run_dir / COMMAND_SOCKET, seconds)
     except OSError as error:
         is_absent = isinstance(error, FileNotFoundError | NotADirectoryError | ConnectionRefusedError)
         raise (NoUpError if is_absent else ConfigError).bad_value(
@@ -219,7 +219,7 @@ def short_path(path: Path) -> Iterator[str]:
         os.close(directory)
 
 
-def listen(path: Path) -> socket.socket:
+def listen_at(path: Path) -> socket.socket:
     """A listening socket that only this user can ever open. Replaces the socket of a dead process."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -235,7 +235,7 @@ def listen(path: Path) -> socket.socket:
     return listener
 
 
-def connect(path: Path, seconds: float | None = None) -> socket.socket:
+def connect_to(path: Path, seconds: float | None = None) -> socket.socket:
     """Connect, with `seconds` as the timeout of every operation. Raises OSError when no process listens."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(seconds)

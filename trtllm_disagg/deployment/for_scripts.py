@@ -90,7 +90,7 @@ def _workers_of(arguments: Sequence[str]) -> dict[str, list[str]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Workers:
+class WorkerGroup:
     """The number of workers of one role."""
 
     role: str
@@ -99,7 +99,7 @@ class Workers:
     ranks: int
 
     @classmethod
-    def parse(cls, text: str) -> Workers:
+    def parse(cls, text: str) -> WorkerGroup:
         role, count, ranks = text.split(":")
         if not count.isdecimal() or count == "0":
             raise ConfigError.bad_value(f"{role.upper()}_WORKERS", count, "a number from 1 up")
@@ -133,7 +133,7 @@ def gpus_of_node(per_node: str, given: str) -> tuple[str, ...]:
     return gpus
 
 
-def place(every: Sequence[Workers], nodes: Sequence[str], gpus: Sequence[str]) -> list[Place]:
+def place(every: Sequence[WorkerGroup], nodes: Sequence[str], gpus: Sequence[str]) -> list[Place]:
     """The place of each worker, in the order of `every`. Raises ConfigError when they do not fit."""
     if not gpus:
         # All ranks of an engine without GPUs, which is the embedded engine, run on one host.
@@ -146,7 +146,7 @@ def place(every: Sequence[Workers], nodes: Sequence[str], gpus: Sequence[str]) -
     return _place_on_gpus(every, nodes, gpus)
 
 
-def _place_on_gpus(every: Sequence[Workers], nodes: Sequence[str], gpus: Sequence[str]) -> list[Place]:
+def _place_on_gpus(every: Sequence[WorkerGroup], nodes: Sequence[str], gpus: Sequence[str]) -> list[Place]:
     free = {node: tuple(gpus) for node in nodes}
     places = []
     for workers in every:
@@ -181,7 +181,7 @@ def main(arguments: Sequence[str]) -> None:
         case ["gpus", *words]:
             require_room(_workers_of(words), os.environ)
         case ["placement", per_node, given, nodes, *groups]:
-            every = [Workers.parse(group) for group in groups]
+            every = [WorkerGroup.parse(group) for group in groups]
             print(*place(every, nodes.split(","), gpus_of_node(per_node, given)), sep="\n")
         case _:
             raise ConfigError("for_scripts: ranks, gpus or placement, and what it needs")

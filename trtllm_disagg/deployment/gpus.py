@@ -120,7 +120,7 @@ def gpus_of(
         devices = dict.fromkeys(on_gpus, parse_gpus("--gpus", given))
     else:
         devices = _devices_in(environ, on_gpus, present or _present)
-    return Gpus(devices, {role: needs_of(config) for role, config in on_gpus.items() if devices[role]})
+    return Gpus(devices, {role: gpu_needs_of(config) for role, config in on_gpus.items() if devices[role]})
 
 
 def _devices_in(
@@ -151,7 +151,7 @@ def read_worker(arguments: Sequence[str], environ: Mapping[str, str]) -> WorkerC
     return replace(config, engine=resolve_engine(config.engine))
 
 
-def needs_of(config: WorkerConfig) -> GpuNeeds:
+def gpu_needs_of(config: WorkerConfig) -> GpuNeeds:
     """The needs of a worker on TensorRT-LLM. Raises ConfigError for wrong engine arguments."""
     # Imported here because `--help` does not need its libraries.
     from trtllm_disagg.config.engine_args import build_engine_args

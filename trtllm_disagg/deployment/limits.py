@@ -61,7 +61,7 @@ class Needs:
 
 
 @dataclass(frozen=True)
-class Limits:
+class MachineLimits:
     """The limits of this machine. None where unknown."""
 
     max_inotify_instances: int | None = None
@@ -79,7 +79,7 @@ class Limits:
     has_rdma: bool = False
 
     @classmethod
-    def read(cls, needs: Needs) -> Limits:
+    def read(cls, needs: Needs) -> MachineLimits:
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         return cls(
             max_inotify_instances=_number_in(_INOTIFY),
@@ -123,7 +123,7 @@ class Shortage(NamedTuple):
 OPEN_FILES_LIMIT, PTRACE_SCOPE, LOCKED_MEMORY = "open files", "ptrace_scope", "locked memory"
 
 
-def require(needs: Needs, limits: Limits) -> list[str]:
+def require(needs: Needs, limits: MachineLimits) -> list[str]:
     """One sentence for each possible shortage. Raises LimitError, with the command that helps, for a certain one."""
     found = list(shortages(needs, limits))
     if refusals := [shortage.sentence for shortage in found if shortage.is_certain]:
@@ -139,7 +139,7 @@ def check_deployment_limits(configs: Iterable[DeploymentConfig]) -> list[str]:
 def check_limits(needs: Needs) -> list[str]:
     """Raise the limit of open files, then `require` these needs of this machine."""
     allow_open_files()
-    return require(needs, Limits.read(needs))
+    return require(needs, MachineLimits.read(needs))
 
 
 def allow_open_files() -> None:
@@ -149,13 +149,13 @@ def allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def shortages(needs: Needs, limits: Limits) -> Iterator[Shortage]:
+def shortages(needs: Needs, limits: MachineLimits) -> Iterator[Shortage]:
     """Every resource that may be short, in the order in which a deployment needs them."""
     for check in (_inotify, _open_files, _ptrace, _shared_memory, _locked_memory):
         yield from check(needs, limits)
 
 
-def _inotify(needs: Needs, limits: Limits) -> Iterator[Shortage]:
+def _inotify(needs: Needs, limits: MachineLimits) -> Iterator[Shortage]:
     free = limits.free_inotify_instances
     if free is not None and free < needs.inotify_instances:
         most = "unknown" if limits.max_inotify_instances is None else str(limits.max_inotify_instances)
@@ -168,7 +168,7 @@ def _inotify(needs: Needs, limits: Limits) -> Iterator[Shortage]:
         )
 
 
-def _open_files(needs: Needs, limits: Limits) -> Iterator[Shortage]:
+def _open_files(needs: Needs, limits: MachineLimits) -> Iterator[Shortage]:
     files = limits.max_open_files
     if files is not None and files < needs.open_files:
         yield Shortage(
@@ -187,7 +187,7 @@ def _open_files(needs: Needs, limits: Limits) -> Iterator[Shortage]:
         )
 
 
-def _ptrace(needs: Needs, limits: Limits) -> Iterator[Shortage]:
+def _ptrace(needs: Needs, limits: MachineLimits) -> Iterator[Shortage]:
     if limits.ptrace_scope and not limits.is_root:
         yield Shortage(
             PTRACE_SCOPE,
@@ -197,7 +197,7 @@ def _ptrace(needs: Needs, limits: Limits) -> Iterator[Shortage]:
         )
 
 
-def _shared_memory(needs: Needs, limits: Limits) -> Iterator[Shortage]:
+def _shared_memory(needs: Needs, limits: MachineLimits) -> Iterator[Shortage]:
     free = limits.free_shared_memory
     if free is not None and free < needs.shared_memory:
         yield Shortage(
@@ -209,7 +209,7 @@ def _shared_memory(needs: Needs, limits: Limits) -> Iterator[Shortage]:
         )
 
 
-def _locked_memory(needs: Needs, limits: Limits) -> Iterator[Shortage]:
+def _locked_memory(needs: Needs, limits: MachineLimits) -> Iterator[Shortage]:
     if needs.peers and limits.max_locked_memory is not None:
         yield Shortage(
             LOCKED_MEMORY,

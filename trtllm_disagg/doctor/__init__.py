@@ -21,7 +21,7 @@ from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.strategies import disaggregated
 
 if TYPE_CHECKING:
-    from trtllm_disagg.doctor.pair import Deployment, Side
+    from trtllm_disagg.doctor.pair import PlannedDeployment, Side
 
 _ROLES = (Role.PREFILL, Role.DECODE)
 #: On an idle worker, KV events arrive within a tenth of a second.
@@ -104,14 +104,14 @@ def run(args: argparse.Namespace) -> ExitCode:
 def _of_deployment(args: argparse.Namespace) -> ExitCode:
     from trtllm_disagg.doctor.diagnosis import has_errors, live_to_json, show_live
     from trtllm_disagg.doctor.frontend import HttpFrontend
-    from trtllm_disagg.doctor.live import Eyes, look
+    from trtllm_disagg.doctor.live import Sources, look
     from trtllm_disagg.doctor.live_rules import findings
     from trtllm_disagg.processes.steadily import without_silence
 
     frontend = HttpFrontend(args.url, args.timeout)
-    eyes = Eyes(frontend.url, frontend.address, frontend, dict(os.environ))
+    sources = Sources(frontend.url, frontend.address, frontend, dict(os.environ))
     with without_silence(_say, f"asking {frontend.url}") as say:
-        seen = look(eyes, args.model, _EVENT_SECONDS, say)
+        seen = look(sources, args.model, _EVENT_SECONDS, say)
     found = findings(seen)
     if args.json:
         print(live_to_json(seen, found))
@@ -126,9 +126,9 @@ def _say(text: str) -> None:
 
 def _of_files(args: argparse.Namespace) -> ExitCode:
     from trtllm_disagg.doctor.diagnosis import diagnose, has_errors, show, to_json
-    from trtllm_disagg.doctor.pair import Deployment, Pair
+    from trtllm_disagg.doctor.pair import Pair, PlannedDeployment
 
-    deployment = Deployment(
+    deployment = PlannedDeployment(
         _version(args.trtllm_version),
         args.strategy,
         args.schedule_style,
@@ -149,7 +149,7 @@ def _of_files(args: argparse.Namespace) -> ExitCode:
     return ExitCode.FAILED if has_errors(rows) else ExitCode.DONE
 
 
-def _side(args: argparse.Namespace, role: Role, deployment: Deployment) -> Side:
+def _side(args: argparse.Namespace, role: Role, deployment: PlannedDeployment) -> Side:
     from trtllm_disagg.doctor.pair import read_side, settings_of
 
     config = settings_of(

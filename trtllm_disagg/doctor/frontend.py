@@ -40,7 +40,7 @@ class Instance(msgspec.Struct, frozen=True):
         return (found[1] or found[2], int(found[3])) if found else None
 
 
-class Trace(msgspec.Struct, frozen=True):
+class AnswerTrace(msgspec.Struct, frozen=True):
     """The request trace in an answer (handlers/trace.py)."""
 
     strategy: str = ""
@@ -62,7 +62,7 @@ class Answer:
     prefill_worker: int | None
     decode_worker: int | None
     #: None for workers of other projects.
-    trace: Trace | None
+    trace: AnswerTrace | None
 
 
 class ProbeFailedError(DisaggError):
@@ -237,7 +237,7 @@ def answer_of(body: bytes) -> Answer:
         timing.kv_hit_rate,
         workers.prefill_worker_id,
         workers.decode_worker_id,
-        None if trace is None else msgspec.convert(trace, Trace),
+        None if trace is None else msgspec.convert(trace, AnswerTrace),
     )
 
 

@@ -19,7 +19,7 @@ from trtllm_disagg.admin.client import quiet_runtime
 from trtllm_disagg.commands import NoKeySigner
 from trtllm_disagg.config.settings import COMPONENTS, SHARED_COMPONENT
 from trtllm_disagg.config.worker_config import Role
-from trtllm_disagg.deployment.limits import INOTIFY_PER_FRONTEND, Limits, Needs
+from trtllm_disagg.deployment.limits import INOTIFY_PER_FRONTEND, MachineLimits, Needs
 from trtllm_disagg.doctor.frontend import (
     Answer,
     Frontend,
@@ -73,7 +73,7 @@ async def _described(namespace: str, variables: Mapping[str, str]) -> dict[int, 
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class ObservedWorker:
     instance_id: int
     #: None where only the worker itself has it.
     role: str | None
@@ -104,14 +104,14 @@ class Observed:
     ordered: Answer | ProbeFailedError | None = None
     repeats: Repeats | None = None
     #: None where the frontend does not list them.
-    workers: tuple[Worker, ...] | None = None
+    workers: tuple[ObservedWorker, ...] | None = None
     #: Why the workers have no description.
     undescribed: str = ""
     #: None when it runs elsewhere.
     frontend: LocalProcess | None = None
     #: The needs of starting one of its processes again, and the limits of this machine.
     needs: Needs = field(default_factory=Needs)
-    limits: Limits | None = None
+    limits: MachineLimits | None = None
 
     @property
     def crossing(self) -> Answer | ProbeFailedError:
@@ -120,7 +120,7 @@ class Observed:
 
 
 @dataclass(frozen=True, slots=True)
-class Eyes:
+class Sources:
     """What `look` sees with."""
 
     url: str
@@ -129,33 +129,33 @@ class Eyes:
     #: Of this process: it may say where discovery is.
     environ: Mapping[str, str]
     listener: Callable[[str, int], LocalProcess | None] = listener
-    limits: Callable[[Needs], Limits] = Limits.read
+    limits: Callable[[Needs], MachineLimits] = MachineLimits.read
     describe: Callable[[str, Mapping[str, str]], Mapping[int, Description]] = describe
 
 
-def look(eyes: Eyes, model: str | None, event_seconds: float, say: Say) -> Observed:
+def look(sources: Sources, model: str | None, event_seconds: float, say: Say) -> Observed:
     """Raises ConfigError when there is no frontend, or it does not serve `model`."""
-    name = _chosen(eyes.frontend.models(), model, eyes.url)
-    sizes = eyes.frontend.sizes(name)
+    name = _chosen(sources.frontend.models(), model, sources.url)
+    sizes = sources.frontend.sizes(name)
     prompt = fresh_prompt(sizes)
     say("sending a prompt as a client does")
-    plain = _asked(eyes.frontend, name, prompt)
-    instances = eyes.frontend.instances()
+    plain = _asked(sources.frontend, name, prompt)
+    instances = sources.frontend.instances()
     ordered = repeats = None
     if isinstance(plain, Answer):
         if order := _order_to_ask_for(plain, instances or []):
             say(f"it stayed on one worker; asking for {order}")
-            ordered = _asked(eyes.frontend, name, fresh_prompt(sizes), (f"disagg:{order}",))
+            ordered = _asked(sources.frontend, name, fresh_prompt(sizes), (f"disagg:{order}",))
         say("sending it again, until the router knows it")
-        repeats = _repeated(eyes.frontend, name, prompt, event_seconds)
+        repeats = _repeated(sources.frontend, name, prompt, event_seconds)
     say("asking the workers what they are")
-    process = eyes.listener(*eyes.address)
+    process = sources.listener(*sources.address)
     process = process if process is not None and process.is_frontend else None
-    workers, undescribed = _workers(eyes, instances, plain, process)
-    watches_files = _variables(process, eyes.environ).get("DYN_DISCOVERY_BACKEND") == "file"
+    workers, undescribed = _workers(sources, instances, plain, process)
+    watches_files = _variables(process, sources.environ).get("DYN_DISCOVERY_BACKEND") == "file"
     needs = Needs(INOTIFY_PER_FRONTEND if watches_files else 0, peers=len(workers or ()))
-    limits = eyes.limits(needs) if process else None
-    return Observed(eyes.url, name, plain, ordered, repeats, workers, undescribed, process, needs, limits)
+    limits = sources.limits(needs) if process else None
+    return Observed(sources.url, name, plain, ordered, repeats, workers, undescribed, process, needs, limits)
 
 
 def _chosen(models: list[str], wanted: str | None, url: str) -> str:
@@ -201,8 +201,8 @@ def _repeated(frontend: Frontend, model: str, prompt: str, seconds: float) -> Re
 
 
 def _workers(
-    eyes: Eyes, instances: list[Instance] | None, plain: object, frontend: LocalProcess | None
-) -> tuple[tuple[Worker, ...] | None, str]:
+    sources: Sources, instances: list[Instance] | None, plain: object, frontend: LocalProcess | None
+) -> tuple[tuple[ObservedWorker, ...] | None, str]:
     """Those of the namespace that answered, and why they have no descriptions."""
     if instances is None:
         return None, "the frontend does not list its instances"
@@ -215,16 +215,16 @@ def _workers(
     undescribed = ""
     try:
         for namespace in sorted(namespaces):
-            descriptions |= eyes.describe(namespace, _variables(frontend, eyes.environ))
+            descriptions |= sources.describe(namespace, _variables(frontend, sources.environ))
     except DisaggError as error:
         undescribed = str(error)
 
-    def seen(instance_id: int) -> Worker:
+    def seen(instance_id: int) -> ObservedWorker:
         description = descriptions.get(instance_id)
         role = description.get("role") if description else _role(instance_id, mine)
         places = [each.address for each in mine if each.instance_id == instance_id and each.address]
-        process = eyes.listener(*places[0]) if frontend and places else None
-        return Worker(instance_id, role, description, process)
+        process = sources.listener(*places[0]) if frontend and places else None
+        return ObservedWorker(instance_id, role, description, process)
 
     return tuple(seen(each) for each in sorted({each.instance_id for each in mine})), undescribed
 

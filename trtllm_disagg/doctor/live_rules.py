@@ -14,12 +14,12 @@ from trtllm_disagg.deployment.limits import (
     LOCKED_MEMORY,
     OPEN_FILES_LIMIT,
     PTRACE_SCOPE,
-    Limits,
+    MachineLimits,
     shortages,
 )
 from trtllm_disagg.doctor.diagnosis import FINE, UNKNOWN
 from trtllm_disagg.doctor.frontend import Answer, ProbeFailedError
-from trtllm_disagg.doctor.live import LOCAL, Observed, Worker
+from trtllm_disagg.doctor.live import LOCAL, Observed, ObservedWorker
 from trtllm_disagg.doctor.rules import Severity
 from trtllm_disagg.doctor.this_machine import LocalProcess
 from trtllm_disagg.errors import ConfigError
@@ -77,11 +77,11 @@ def _workers(seen: Observed) -> Iterator[Finding]:
         yield Finding(rule, FINE, value, why)
 
 
-def _described(seen: Observed) -> list[Worker]:
+def _described(seen: Observed) -> list[ObservedWorker]:
     return [worker for worker in seen.workers or () if worker.description is not None]
 
 
-def _silent(seen: Observed) -> list[Worker]:
+def _silent(seen: Observed) -> list[ObservedWorker]:
     """Workers that are listed but do not answer, where discovery could be asked: dead, frozen, or out of reach."""
     could_ask = not seen.undescribed or _described(seen)
     return [worker for worker in seen.workers or () if could_ask and worker.description is None]
@@ -137,7 +137,7 @@ def _versions(seen: Observed) -> Iterator[Finding]:
         yield Finding(rule, FINE, versions.pop(), why)
 
 
-def _version_of(worker: Worker) -> str:
+def _version_of(worker: ObservedWorker) -> str:
     said = worker.description or {}
     versions = said.get("versions") or {}
     names = {"trtllm-disagg": "trtllm_disagg", "ai-dynamo": "ai_dynamo"}
@@ -329,7 +329,7 @@ def _processes(seen: Observed) -> list[LocalProcess]:
     return [each for each in (seen.frontend, *(w.process for w in seen.workers or ())) if each is not None]
 
 
-def _in_force(seen: Observed, limits: Limits) -> Limits:
+def _in_force(seen: Observed, limits: MachineLimits) -> MachineLimits:
     """What its processes run under, instead of what a new one would."""
     processes = _processes(seen)
     return replace(
@@ -343,7 +343,7 @@ def _least(limits: Iterable[int | None]) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _values(seen: Observed, limits: Limits) -> dict[str, str]:
+def _values(seen: Observed, limits: MachineLimits) -> dict[str, str]:
     used = max((each.open_files or 0 for each in _processes(seen)), default=0)
     inotify = UNKNOWN
     if limits.max_inotify_instances is not None and limits.free_inotify_instances is not None:

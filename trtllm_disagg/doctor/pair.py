@@ -125,7 +125,7 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
-class Deployment:
+class PlannedDeployment:
     """What is asked about besides the two files."""
 
     trtllm_version: TrtllmVersion = NEWEST_KNOWN
@@ -140,7 +140,7 @@ class Deployment:
 class Pair:
     prefill: Side
     decode: Side
-    deployment: Deployment
+    deployment: PlannedDeployment
 
     @property
     def sides(self) -> tuple[Side, Side]:
@@ -156,7 +156,7 @@ def read_side(
     role: Role,
     path: Path | None,
     model: str | None,
-    deployment: Deployment,
+    deployment: PlannedDeployment,
     gpus: tuple[str, ...] = (),
     config: WorkerConfig | None = None,
 ) -> Side:
@@ -173,7 +173,7 @@ def side_of(
     source: str,
     from_file: Mapping[str, Any],
     model: str | None,
-    deployment: Deployment,
+    deployment: PlannedDeployment,
     gpus: tuple[str, ...] = (),
     config: WorkerConfig | None = None,
 ) -> Side:

@@ -311,7 +311,7 @@ def _open(config: WorkerConfig) -> Any:
         raise ConfigError(f"{flag_of('discovery_backend')} {config.discovery_backend}: {error}") from error
 
 
-class Registration:
+class DynamoRegistration:
     """Registers this worker with frontends, or with the KV routers of the other role (`tells_peers`), never with both:
     a frontend does not serve a model that both roles registered (measured, docs/log.md). All methods are idempotent.
     """

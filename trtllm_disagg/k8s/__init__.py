@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trtllm_disagg import __version__
-from trtllm_disagg.config.settings import POSITIVE, Rule
+from trtllm_disagg.config.settings import POSITIVE, Allowed
 from trtllm_disagg.deployment.plan import DYNAMO_VERSION, DeploymentConfig
 from trtllm_disagg.deployment.up_command import add_deployment_arguments, config_from
 from trtllm_disagg.engine.engines import ENGINES
@@ -23,14 +23,14 @@ from trtllm_disagg.kv_transfer.shared_key import read_key
 from trtllm_disagg.strategies import spec_of
 
 
-def _matching(pattern: str, allowed: str) -> Rule:
-    return Rule(allowed, lambda value: re.fullmatch(pattern, value) is not None)
+def _matching(pattern: str, in_words: str) -> Allowed:
+    return Allowed(in_words, lambda value: re.fullmatch(pattern, value) is not None)
 
 
 _LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 _OBJECT = _matching(rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*", "the name of an object of the cluster")
 _QUANTITY = _matching(r"[0-9]+(\.[0-9]+)?(m|[kMGTPE]i?)?", "a quantity, as in 64Gi or 0.5")
-_RULES: Mapping[str, Rule] = {
+_ALLOWED: Mapping[str, Allowed] = {
     # The operator appends the component's name.
     "name": _matching(rf"(?=.{{1,36}}$)[a-z]{_LABEL}|[a-z]", "up to 36 of a-z, 0-9 and -, from a letter"),
     "namespace": _matching(rf"(?=.{{1,63}}$){_LABEL}", "up to 63 of a-z, 0-9 and -"),
@@ -147,13 +147,13 @@ def _is_of_pods(model: str) -> bool:
 
 
 def _cluster(args: argparse.Namespace) -> Cluster:
-    for name, rule in _RULES.items():
+    for name, allowed in _ALLOWED.items():
         value = getattr(args, _NAMESPACE if name == "namespace" else name)
-        if value is not None and not rule.accepts(value):
-            raise ConfigError.bad_value("--" + name.replace("_", "-"), value, rule.allowed)
+        if value is not None and not allowed.accepts(value):
+            raise ConfigError.bad_value("--" + name.replace("_", "-"), value, allowed.in_words)
     if args.transfer_key_file is not None and args.engine != "embedded":
-        allowed = "no value: --engine tensorrt_llm moves KV by its own transports"
-        raise ConfigError.bad_value("--transfer-key-file", str(args.transfer_key_file), allowed)
+        none = "no value: --engine tensorrt_llm moves KV by its own transports"
+        raise ConfigError.bad_value("--transfer-key-file", str(args.transfer_key_file), none)
     if args.compute_domain and args.engine not in (None, "tensorrt_llm"):
         raise ConfigError.bad_value(
             "--compute-domain", args.engine, "an engine with GPUs: --engine tensorrt_llm"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from trtllm_disagg.config.args import parse_worker_flags
-from trtllm_disagg.deployment.gpus import needs_of, shutdown_seconds
+from trtllm_disagg.deployment.gpus import gpu_needs_of, shutdown_seconds
 from trtllm_disagg.deployment.plan import (
     BEYOND_DRAIN_SECONDS,
     GPU_STARTUP_SECONDS,
@@ -129,7 +129,7 @@ def _worker_pod(config: DeploymentConfig, cluster: Cluster, role: ProcessRole) -
     env = dict(_worker_env(cluster))
     worker = replace(parse_worker_flags(args, env), extra_engine_args=str(file or ""), model=_ANY_MODEL)
     build_engine_args(worker)
-    num_gpus = needs_of(worker).num_gpus if worker.engine_spec.is_tensorrt_llm else 0
+    num_gpus = gpu_needs_of(worker).num_gpus if worker.engine_spec.is_tensorrt_llm else 0
     nodes, gpus = _spread(num_gpus, cluster.resources.gpus_per_node, role)
     if nodes > 1:
         _require_words(args, worker.engine_spec.rank_launcher, role)

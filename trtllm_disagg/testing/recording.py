@@ -32,7 +32,14 @@ from trtllm_disagg.embedded import LLM as EmbeddedLLM
 from trtllm_disagg.embedded.params.llm_args import as_plain
 from trtllm_disagg.kv_transfer.transports import embedded_only_backends
 from trtllm_disagg.testing.hard_edges import FORGIVING, EngineDeadError, HardEdges, RequestError
-from trtllm_disagg.testing.recording_result import AS_IT_IS, EOS_TOKEN, Pace, Place, RequestOutput, Script
+from trtllm_disagg.testing.recording_result import (
+    AS_IT_IS,
+    EOS_TOKEN,
+    EngineSettings,
+    Pace,
+    RequestOutput,
+    Script,
+)
 from trtllm_disagg.testing.recording_state import KvHolder, KvStore, News
 
 #: The rest of TensorRT-LLM's names is the embedded engine's own.
@@ -129,7 +136,7 @@ class LLM:
         self._is_engine = is_engine
         self._edges = LLM.edges
         self._kv = KvHolder() if is_engine else LLM.kv_store
-        self._place = Place(
+        self._settings = EngineSettings(
             edges=self._edges,
             kv=self._kv,
             engine=self,
@@ -238,7 +245,7 @@ class LLM:
             disaggregated_params=params,
             streaming=given.get("streaming", False),
             script=self.scripts.popleft() if self.scripts else AS_IT_IS,
-            place=self._place,
+            settings=self._settings,
         )
         self.num_running += 1
         _keep(self.results, result)
@@ -276,7 +283,7 @@ class LLM:
         """What a decode engine has to know for GENERATION_FIRST. Only the Python transceiver serves it
         (_torch/pyexecutor/kv_cache_transceiver.py); one endpoint for each rank of pipeline parallelism.
         """
-        if not self._place.is_python_transceiver or self._is_engine:
+        if not self._settings.is_python_transceiver or self._is_engine:
             return {}
         rank = None if self.args.enable_attention_dp else 0
         return {"ctx_dp_rank": rank, "ctx_info_endpoint": ["tcp://prefill/"]}

@@ -100,7 +100,7 @@ class _Engine(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class EngineSettings:
     """Settings that all requests of one engine share."""
 
     edges: HardEdges
@@ -132,7 +132,7 @@ class RequestOutput:
         disaggregated_params: DisaggregatedParams | None,
         streaming: bool,
         script: Script,
-        place: Place,
+        settings: EngineSettings,
     ) -> None:
         self.request_id = next(_request_ids)
         self.prompt = prompt
@@ -150,7 +150,7 @@ class RequestOutput:
         self._given = disaggregated_params or DisaggregatedParams(request_type="context_and_generation")
         self._streaming = streaming
         self._script = script
-        self._place = place
+        self._settings = settings
         self._answers = [_Answer(prompt_token_ids, index) for index in range(sampling.n)]
         self._held: bytes | None = None
         self._meeting = self._rendezvous()
@@ -159,7 +159,7 @@ class RequestOutput:
         self._started: float | None = None
         self._num_steps = 0
         self._max_tokens = self._most_tokens()
-        self._ignores_eos = sampling.ignore_eos or place.ignores_eos
+        self._ignores_eos = sampling.ignore_eos or settings.ignores_eos
         self._steps = self._run()
         #: Its tokens are all there is to it, so a whole step is made at once.
         self._is_plain = (
@@ -173,7 +173,7 @@ class RequestOutput:
     @property
     def finished(self) -> bool:
         if self._has_failed:
-            return not self._place.edges.never_finishes_after_error
+            return not self._settings.edges.never_finishes_after_error
         return None not in [output.finish_reason for output in self.outputs]
 
     def abort(self) -> None:
@@ -181,10 +181,10 @@ class RequestOutput:
         holds. On a generation_only request before its first output: the KV stays where it is (Dynamo #7489).
         """
         self.aborts.append(self.outputs[0].length)
-        if self._place.edges.blocks_aborts_when_dead and self._place.engine.fatal_error is not None:
-            self._place.engine.may_abort.wait()
-        if self._held is not None and not self._place.edges.keeps_kv_of_ended_requests:
-            self._place.kv.release(self._held)
+        if self._settings.edges.blocks_aborts_when_dead and self._settings.engine.fatal_error is not None:
+            self._settings.engine.may_abort.wait()
+        if self._held is not None and not self._settings.edges.keeps_kv_of_ended_requests:
+            self._settings.kv.release(self._held)
         if self._meeting is not None:
             self._meeting.wanted.set()
             self._meeting.sent.set()
@@ -196,21 +196,21 @@ class RequestOutput:
     async def __anext__(self) -> RequestOutput:
         if self.finished:
             raise StopAsyncIteration
-        place, gate = self._place, self._script.gate
+        settings, gate = self._settings, self._script.gate
         while True:
             if self._meeting is not None:
                 await self._meet(self._meeting)
             steps = 1
-            if place.pace.step_seconds and not self.aborts:
-                steps = await self._steps_due(place.pace.step_seconds)
+            if settings.pace.step_seconds and not self.aborts:
+                steps = await self._steps_due(settings.pace.step_seconds)
             else:
                 # Another task gets its turn here, as it does while a real engine computes.
                 await asyncio.sleep(0)
             if gate is not None and not self.aborts:
                 await gate.acquire()
-            if self._has_failed or place.engine.stands_still or place.engine.fatal_error is not None:
+            if self._has_failed or settings.engine.stands_still or settings.engine.fatal_error is not None:
                 await asyncio.get_running_loop().create_future()  # nothing comes any more
-            self._advance(steps * place.pace.tokens_per_step)
+            self._advance(steps * settings.pace.tokens_per_step)
             if self._streaming or self.finished:
                 return self
 
@@ -238,7 +238,7 @@ class RequestOutput:
     def _rendezvous(self) -> Meeting | None:
         if self._given.schedule_style != DisaggScheduleStyle.GENERATION_FIRST:
             return None
-        return self._place.kv.meeting(self._given.disagg_request_id)
+        return self._settings.kv.meeting(self._given.disagg_request_id)
 
     async def _meet(self, meeting: Meeting) -> None:
         """Prefill waits until decode has made room, decode until prefill has sent (disaggregated_params.py,
@@ -292,21 +292,21 @@ class RequestOutput:
     def _leave(self) -> None:
         if self._runs:
             self._runs = False
-            self._place.engine.num_running -= 1
-            self._place.engine.step_ended()
+            self._settings.engine.num_running -= 1
+            self._settings.engine.step_ended()
 
     def _most_tokens(self) -> int:
         if self.request_type == "context_only":
             # The LLM API does this, whatever the caller asked for.
             return 1
-        room = (self._place.max_seq_len or _MAX_POSITIONS) - len(self.prompt_token_ids)
+        room = (self._settings.max_seq_len or _MAX_POSITIONS) - len(self.prompt_token_ids)
         return room if self._sampling.max_tokens is None else self._sampling.max_tokens
 
     def _run(self) -> Iterator[None]:
         """One token of one choice a step."""
         self._check()
         if self.request_type == "generation_only" and not self.is_aborted and self._meeting is None:
-            self._place.kv.take(self._sender(), self.prompt_token_ids)
+            self._settings.kv.take(self._sender(), self.prompt_token_ids)
             self.cached_tokens = len(self.prompt_token_ids)
         for position in itertools.count():
             for output in self.outputs:
@@ -315,23 +315,23 @@ class RequestOutput:
                     yield
 
     def _sender(self) -> bytes | None:
-        place, given = self._place, self._given
-        is_found_by_id = place.edges.tells_ctx_request_id_alone and place.is_python_transceiver
+        settings, given = self._settings, self._given
+        is_found_by_id = settings.edges.tells_ctx_request_id_alone and settings.is_python_transceiver
         return None if is_found_by_id and given.disagg_request_id is None else _sender_of(given)
 
     def _check(self) -> None:
         """Errors that only the engine's process notices."""
-        place, length = self._place, len(self.prompt_token_ids)
-        longest = place.max_seq_len
-        if place.edges.has_request_errors_for_length and longest is not None and length >= longest:
+        settings, length = self._settings, len(self.prompt_token_ids)
+        longest = settings.max_seq_len
+        if settings.edges.has_request_errors_for_length and longest is not None and length >= longest:
             room = f"`default_max_tokens` ({longest - length})"
             raise RequestError(
                 f"{room} must be greater than 0, {room} = max_seq_len ({longest}) - "
                 f"`splited_prompt_len` ({length}) - `query_token_len` (0)"
             )
-        if self.request_type != "generation_only" or not place.edges.needs_ctx_dp_rank:
+        if self.request_type != "generation_only" or not settings.edges.needs_ctx_dp_rank:
             return
-        if place.dp_rank is not None and self._given.ctx_dp_rank is None:
+        if settings.dp_rank is not None and self._given.ctx_dp_rank is None:
             raise RequestError(
                 f"ctx_dp_rank is None for request {self.request_id}; "
                 "disaggregated params may be missing context rank info"
@@ -397,21 +397,21 @@ class RequestOutput:
         self.time_breakdown_metrics = self._script.time_breakdown_metrics if measured else None
 
     def _hand_off(self, output: CompletionOutput, token: int) -> None:
-        place, given_id = self._place, self._given.disagg_request_id
+        settings, given_id = self._settings, self._given.disagg_request_id
         if self._meeting is not None:
             self._meeting.sent.set()
             return
-        self._held = place.kv.hold(self.prompt_token_ids, place.engine, place.kv_seconds)
+        self._held = settings.kv.hold(self.prompt_token_ids, settings.engine, settings.kv_seconds)
         endpoint = _ENDPOINT + self._held.decode()
         output.disaggregated_params = self.disaggregated_params = DisaggregatedParams(
             request_type="context_only",
             first_gen_tokens=[token],
             first_gen_log_probs=list(output.logprobs) or None,
             ctx_request_id=self.request_id if given_id is None else given_id,
-            disagg_request_id=None if place.edges.tells_ctx_request_id_alone else given_id,
-            ctx_dp_rank=place.dp_rank,
-            opaque_state=None if place.is_python_transceiver else self._held,
-            ctx_info_endpoint=endpoint if place.is_python_transceiver else None,
+            disagg_request_id=None if settings.edges.tells_ctx_request_id_alone else given_id,
+            ctx_dp_rank=settings.dp_rank,
+            opaque_state=None if settings.is_python_transceiver else self._held,
+            ctx_info_endpoint=endpoint if settings.is_python_transceiver else None,
         )
 
 

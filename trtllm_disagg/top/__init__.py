@@ -10,7 +10,7 @@ from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.exit_codes import ExitCode
 
 if TYPE_CHECKING:
-    from trtllm_disagg.top.eyes import Eyes
+    from trtllm_disagg.top.observers import Observer
 
 _SECONDS = 1.0
 
@@ -39,29 +39,29 @@ def run(args: argparse.Namespace) -> ExitCode:
     if not args.interval > 0:
         raise ConfigError.bad_value("--interval", args.interval, "more than 0 seconds")
     # Imported here because `--help` does not need them.
-    from trtllm_disagg.top.eyes import eyes_on
+    from trtllm_disagg.top.observers import observer_of
 
-    eyes = eyes_on(args.run_dir, args.url)
+    observer = observer_of(args.run_dir, args.url)
     if args.once:
-        _print_frame(eyes, as_json=args.json)
+        _print_frame(observer, as_json=args.json)
     else:
-        return _live(eyes, args.interval)
+        return _live(observer, args.interval)
     return ExitCode.DONE
 
 
-def _print_frame(eyes: Eyes, *, as_json: bool) -> None:
+def _print_frame(observer: Observer, *, as_json: bool) -> None:
     import asyncio
 
     from trtllm_disagg.top.frame import print_frame, to_json
 
-    seen = asyncio.run(eyes.look())
+    seen = asyncio.run(observer.look())
     if as_json:
         print(to_json(seen))
     else:
         print_frame(seen)
 
 
-def _live(eyes: Eyes, interval: float) -> ExitCode:
+def _live(observer: Observer, interval: float) -> ExitCode:
     import asyncio
 
     try:
@@ -72,6 +72,6 @@ def _live(eyes: Eyes, interval: float) -> ExitCode:
         raise ConfigError(
             "the live screen needs textual; pip install 'trtllm-disagg[top]' brings it, --once does without"
         ) from None
-    top = Top(eyes, interval)
+    top = Top(observer, interval)
     asyncio.run(top.run_async())
     return next(code for code in ExitCode if code == top.return_code)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from trtllm_disagg.top.snapshot import DEAD, SILENT, Latency, Load, Process, Snapshot, latency
+from trtllm_disagg.top.snapshot import DEAD, SILENT, Latency, Process, Snapshot, WorkerLoad, latency
 
 #: Of latencies and rates.
 WINDOW_SECONDS = 30.0
@@ -99,7 +99,7 @@ def events_between(before: Snapshot, after: Snapshot) -> Iterator[Event]:
     yield from (event(text, is_bad=True) for text in after.warnings)
 
 
-def _rises(name: str, before: Load, after: Load) -> Iterator[str]:
+def _rises(name: str, before: WorkerLoad, after: WorkerLoad) -> Iterator[str]:
     for what, more in (
         ("fallbacks", "took another way"),
         ("requests_shed", "were refused: too many waited"),

@@ -15,9 +15,9 @@ from textual.binding import Binding, BindingType
 from textual.widgets import DataTable, Footer, RichLog, Static
 
 from trtllm_disagg.exit_codes import ExitCode
-from trtllm_disagg.top.eyes import Eyes
 from trtllm_disagg.top.frame import COLUMNS, GAP, LEGEND, columns_that_fit, headline, latencies
 from trtllm_disagg.top.history import Event, History
+from trtllm_disagg.top.observers import Observer
 
 _HELP = f"s sorts by the next column, r turns the order round, p pauses, q quits. {LEGEND}."
 
@@ -42,9 +42,9 @@ class Top(App[None]):
         Binding("ctrl+c", "interrupt", show=False, priority=True),
     ]
 
-    def __init__(self, eyes: Eyes, interval: float) -> None:
+    def __init__(self, observer: Observer, interval: float) -> None:
         super().__init__()
-        self._eyes = eyes
+        self._observer = observer
         self._interval = interval
         self._history = History()
         #: Of COLUMNS; None: as `up` lists them.
@@ -78,7 +78,7 @@ class Top(App[None]):
 
     async def _look(self) -> None:
         try:
-            seen = await self._eyes.look()
+            seen = await self._observer.look()
             for event in self._history.add(seen):
                 self._tell(event)
             self._show()

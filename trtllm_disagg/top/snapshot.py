@@ -9,7 +9,7 @@ DEAD, SILENT = "dead", "no answer"
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class WorkerLoad:
     """The load of one worker, from its /metrics page."""
 
     #: Requests that run or wait in the engine.
@@ -45,7 +45,7 @@ class Process:
     pid: int | None = None
     #: What it reports that it does.
     doing: str = ""
-    load: Load = field(default_factory=Load)
+    load: WorkerLoad = field(default_factory=WorkerLoad)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Latency:
 
 
 @dataclass(frozen=True, slots=True)
-class Frontend:
+class FrontendLoad:
     """The frontend's metrics, from its /metrics page."""
 
     running: int | None = None
@@ -83,7 +83,7 @@ class Snapshot:
     #: What is wrong with the whole snapshot, such as an `up` that is gone.
     doubt: str
     processes: tuple[Process, ...]
-    frontend: Frontend
+    frontend: FrontendLoad
     #: Lines of the workers' logs since the last look that are warnings or errors, "worker: text".
     warnings: tuple[str, ...] = ()
 

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Registration(Protocol):
-    """`dynamo_runtime.worker_endpoint.Registration`. Every method is idempotent."""
+    """`dynamo_runtime.worker_endpoint.DynamoRegistration`. Every method is idempotent."""
 
     @property
     def is_there(self) -> bool: ...

@@ -140,7 +140,7 @@ def _shown(source: Any, weights: Any) -> str:
     return f"{source!r} (hash {weights})"
 
 
-class Peers(Protocol):
+class PeerDirectory(Protocol):
     """The part of `dynamo_runtime.worker_endpoint.Runtime` that the checks use."""
 
     async def second_stage(self, endpoint_id: str) -> Describes | None: ...
@@ -158,7 +158,7 @@ class StartupChecks:
     Each lists discovery anew, because other workers start at any time; its docstring says which race it closes.
     """
 
-    def __init__(self, config: WorkerConfig, names: ModelNameGuard, peers: Peers) -> None:
+    def __init__(self, config: WorkerConfig, names: ModelNameGuard, peers: PeerDirectory) -> None:
         self._config = config
         self._names = names
         self._peers = peers

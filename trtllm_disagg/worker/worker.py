@@ -22,7 +22,7 @@ from trtllm_disagg.dynamo_runtime.advertised import Advertised
 from trtllm_disagg.dynamo_runtime.publishers import create_publishers
 from trtllm_disagg.dynamo_runtime.shutdown import Leaving, watch_for_freezes
 from trtllm_disagg.dynamo_runtime.worker_endpoint import (
-    Registration,
+    DynamoRegistration,
     Runtime,
     ServedModel,
     require_system_port,
@@ -184,7 +184,7 @@ class _Worker:
             return
         stage, occupancies = await self._open_peers(own, model.block_size)
         live = LiveState.of(config, model.block_size, occupancies)
-        registration = Registration(runtime, model, tells_peers=config.tells_peers)
+        registration = DynamoRegistration(runtime, model, tells_peers=config.tells_peers)
         state = StageState(config, own, live, stage, registration, self.verifier)
         generate = self._request_path(engine, stage, live, state)
         publishers = await create_publishers(config, runtime, engine, model, live, load_seconds)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trtllm_disagg.admin.switch_command import HttpFrontend, UnknownFrontends, switch
+from trtllm_disagg.admin.switch_command import as_assumed_after, as_frontend_says, switch
 from trtllm_disagg.commands import Command, DescribedInstance, Switch
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.errors import ConfigError, DisaggError, PeerUnavailableError, StageTimeoutError
@@ -78,7 +78,7 @@ class FakeDeployment:
 
 async def run_switch(fake: FakeDeployment, to: str, timeout: float = 5.0) -> tuple[str, list[str]]:
     lines: list[str] = []
-    return str(await switch(fake, fake, to, timeout, lines.append)), lines
+    return str(await switch(fake, fake.knows, to, timeout, lines.append)), lines
 
 
 async def test_a_new_first_stage_is_known_before_the_old_one_leaves() -> None:
@@ -168,7 +168,7 @@ async def test_a_worker_that_comes_during_a_switch_is_switched_too() -> None:
     fake.after_step[4] = lambda: fake.said.update({5: late}) or fake.asked.update({5: 0})
     told: list[int] = []
     lines: list[str] = []
-    await switch(fake, fake, "prefill_first", 5.0, lines.append, lambda: told.append(len(fake.steps)))
+    await switch(fake, fake.knows, "prefill_first", 5.0, lines.append, lambda: told.append(len(fake.steps)))
     assert fake.strategies == {"prefill_first"}
     assert fake.steps[4:] == [("comes", 1), ("comes", 2), ("leaves", 3), ("leaves", 4), ("leaves", 5)]
     assert told == [4, 9], "`up` hears of it before it can start one more worker under the old order"
@@ -186,7 +186,7 @@ async def test_switch_undone_by_another_command_raises() -> None:
 async def test_repeated_switch_still_updates_up() -> None:
     fake = FakeDeployment("decode_first")
     told: list[str] = []
-    await switch(fake, fake, "decode_first", 5.0, told.append, lambda: told.append("up"))
+    await switch(fake, fake.knows, "decode_first", 5.0, told.append, lambda: told.append("up"))
     assert (told, fake.steps) == (["up"], [])
 
 
@@ -198,9 +198,8 @@ async def test_switch_outcome_names_requests_that_still_run() -> None:
 
 
 async def test_unknown_frontends_are_trusted_only_after_settle_seconds() -> None:
-    frontends = UnknownFrontends(0.0)
-    assert await frontends.knows("m", 1)
-    assert not await UnknownFrontends(60.0).knows("m", 1)
+    assert await as_assumed_after(0.0)("m", 1)
+    assert not await as_assumed_after(60.0)("m", 1)
 
 
 class _Answers(http.server.BaseHTTPRequestHandler):
@@ -232,8 +231,8 @@ def frontend_url() -> Iterator[str]:
 
 
 async def test_frontend_knows_a_worker_only_if_it_accepts_a_pin_to_it(frontend_url: str) -> None:
-    frontend = HttpFrontend(frontend_url)
-    assert await frontend.knows("m", 7)
-    assert not await frontend.knows("m", 8)
-    assert not await frontend.knows("n", 7)
-    assert not await HttpFrontend("http://127.0.0.1:1").knows("m", 7)
+    knows = as_frontend_says(frontend_url)
+    assert await knows("m", 7)
+    assert not await knows("m", 8)
+    assert not await knows("n", 7)
+    assert not await as_frontend_says("http://127.0.0.1:1")("m", 7)

@@ -31,7 +31,7 @@ from trtllm_disagg.config.dynamo_flags import (
     names_of_switch,
 )
 from trtllm_disagg.config.engine_args import build_engine_args
-from trtllm_disagg.config.worker_config import FLAGS, SETTINGS, WorkerConfig, rule_of
+from trtllm_disagg.config.worker_config import FLAGS, SETTINGS, WorkerConfig, allowed_values_of
 from trtllm_disagg.embedded.params.llm_args import BaseLlmArgs
 from trtllm_disagg.errors import ConfigError
 
@@ -162,8 +162,8 @@ def test_flags_differ_from_dynamos_only_as_the_table_of_differences_has_it(
     different = set()
     for name in OURS.keys() & upstream.keys():
         field, theirs = OURS[name].field, upstream[name]
-        rule = rule_of(field)
-        same_choices = set(theirs.choices) == set(rule.choices if rule else ())
+        allowed = allowed_values_of(field)
+        same_choices = set(theirs.choices) == set(allowed.choices if allowed else ())
         if not same_choices or SETTINGS[field].default != theirs.default:
             different.add(name)
     explained = set(DIFFERENCES) - {"--endpoint", "--dyn-structural-tag"}

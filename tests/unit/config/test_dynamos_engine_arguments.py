@@ -13,7 +13,7 @@ import yaml
 from tools.pin_engine_arguments import engine_files
 from trtllm_disagg.config.engine_args import build_engine_args
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.doctor.pair import Deployment, side_of
+from trtllm_disagg.doctor.pair import PlannedDeployment, side_of
 from trtllm_disagg.errors import ConfigError
 
 #: Made by tools/pin_engine_arguments.py.
@@ -64,7 +64,7 @@ def test_every_value_reaches_the_engine_and_is_known_to_doctor(
         for part in key.split("."):
             built = built[part]
         assert built == value
-        assert side_of(Role.PREFILL, "engine.yaml", content, None, Deployment()).bad_keys == ()
+        assert side_of(Role.PREFILL, "engine.yaml", content, None, PlannedDeployment()).bad_keys == ()
 
 
 def test_engine_argument_of_dynamos_examples_that_is_not_served_is_refused(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_engine_argument_removed_by_tensorrt_llm_is_an_error_of_doctor() -> None
     assert value in PIN["values"][key]
     content: dict[str, Any] = {}
     put(content, key, value)
-    (bad,) = side_of(Role.DECODE, "engine.yaml", content, None, Deployment()).bad_keys
+    (bad,) = side_of(Role.DECODE, "engine.yaml", content, None, PlannedDeployment()).bad_keys
     assert (bad.key, bad.value) == GONE
     assert "'CUTEDSL'" in bad.instead
 

@@ -26,8 +26,8 @@ from trtllm_disagg.deployment.command_socket import (
     COMMAND_SOCKET,
     LIMITS,
     ConnectionLimits,
-    connect,
-    listen,
+    connect_to,
+    listen_at,
     send_to_up,
     serving_commands,
 )
@@ -299,7 +299,7 @@ async def test_invalid_command_line_is_refused_and_up_continues(supervisor: Supe
 
 
 def say(supervisor: Supervisor, text: bytes) -> dict[str, Any]:
-    with connect(supervisor.config.run_dir / COMMAND_SOCKET) as connection:
+    with connect_to(supervisor.config.run_dir / COMMAND_SOCKET) as connection:
         connection.settimeout(20)
         connection.sendall(text)
         return answer_on(connection)
@@ -323,7 +323,7 @@ async def test_command_connections_beyond_the_limit_are_refused_until_others_clo
 ) -> None:
     with ExitStack() as open_ones:
         silent = [
-            open_ones.enter_context(connect(supervisor.config.run_dir / COMMAND_SOCKET))
+            open_ones.enter_context(connect_to(supervisor.config.run_dir / COMMAND_SOCKET))
             for _ in range(LIMITS.connections)
         ]
         last = await asyncio.to_thread(say, supervisor, b"")
@@ -348,7 +348,7 @@ async def test_another_user_is_refused_even_where_the_socket_is_open_to_it(super
 
 
 async def test_a_command_is_executed_when_its_client_has_gone(supervisor: Supervisor) -> None:
-    with connect(supervisor.config.run_dir / COMMAND_SOCKET) as connection:
+    with connect_to(supervisor.config.run_dir / COMMAND_SOCKET) as connection:
         connection.sendall(b'{"command": "scale", "workers": {"prefill": 1}}\n')
     # The next one waits for its turn.
     line, said = await tell(supervisor, Scale({"prefill": 1}))
@@ -362,8 +362,8 @@ def test_command_without_a_running_up_is_refused(tmp_path: Path) -> None:
 
 def test_a_socket_that_a_dead_process_left_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / COMMAND_SOCKET
-    listen(path).close()
+    listen_at(path).close()
     with pytest.raises(ConnectionRefusedError):
-        connect(path)
-    with listen(path), connect(path):
+        connect_to(path)
+    with listen_at(path), connect_to(path):
         pass

@@ -6,11 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from trtllm_disagg.deployment.limits import LimitError, Limits, Needs, needs_of, needs_of_worker, require
+from trtllm_disagg.deployment.limits import (
+    LimitError,
+    MachineLimits,
+    Needs,
+    needs_of,
+    needs_of_worker,
+    require,
+)
 from trtllm_disagg.deployment.plan import DeploymentConfig
 from trtllm_disagg.processes.dev_shm import MIB
 
-USUAL = Limits(max_inotify_instances=128, free_inotify_instances=128, max_open_files=524288, ptrace_scope=0)
+USUAL = MachineLimits(
+    max_inotify_instances=128, free_inotify_instances=128, max_open_files=524288, ptrace_scope=0
+)
 PAIR = needs_of(DeploymentConfig("prefill_first", "toy", "toy", Path("run")))
 
 
@@ -19,7 +28,7 @@ def test_machine_with_usual_limits_has_no_shortage() -> None:
 
 
 def test_machine_with_unknown_limits_is_not_refused() -> None:
-    assert require(PAIR, Limits()) == []
+    assert require(PAIR, MachineLimits()) == []
 
 
 def test_missing_inotify_instances_are_named_with_the_command_that_helps() -> None:
@@ -97,7 +106,7 @@ def test_a_worker_alone_needs_instances_for_its_peers_in_files(
 def test_reading_this_machine_opens_no_more_than_was_asked_for_and_leaves_nothing_open() -> None:
     before = len(os.listdir("/proc/self/fd"))
 
-    limits = Limits.read(Needs(inotify_instances=2))
+    limits = MachineLimits.read(Needs(inotify_instances=2))
 
     assert limits.free_inotify_instances in (0, 1, 2)
     assert len(os.listdir("/proc/self/fd")) == before

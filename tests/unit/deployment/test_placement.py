@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trtllm_disagg.deployment.for_scripts import Workers, describe_ranks, place
+from trtllm_disagg.deployment.for_scripts import WorkerGroup, describe_ranks, place
 from trtllm_disagg.errors import ConfigError
 
 FOUR = ("0", "1", "2", "3")
@@ -14,7 +14,9 @@ WORKER = ("--model", "m", "--disaggregation-mode", "prefill")
 
 
 def lines(nodes: str, *groups: str, gpus: tuple[str, ...] = FOUR) -> list[str]:
-    return [str(each) for each in place([Workers.parse(group) for group in groups], nodes.split(","), gpus)]
+    return [
+        str(each) for each in place([WorkerGroup.parse(group) for group in groups], nodes.split(","), gpus)
+    ]
 
 
 def test_workers_of_one_node_have_gpus_of_their_own() -> None:

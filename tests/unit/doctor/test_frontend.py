@@ -13,7 +13,14 @@ import pytest
 from tests.unit.doctor.test_command import status_of
 from trtllm_disagg.deployment.plan import LOOPBACK
 from trtllm_disagg.deployment.ports import free_http_port
-from trtllm_disagg.doctor.frontend import Answer, HttpFrontend, ProbeFailedError, Sizes, Trace, fresh_prompt
+from trtllm_disagg.doctor.frontend import (
+    Answer,
+    AnswerTrace,
+    HttpFrontend,
+    ProbeFailedError,
+    Sizes,
+    fresh_prompt,
+)
 from trtllm_disagg.doctor.this_machine import listener
 from trtllm_disagg.errors import ConfigError
 
@@ -103,7 +110,7 @@ def pages() -> Iterator[Pages]:
 
 def test_an_answer_is_read_as_dynamo_writes_it(pages: Pages) -> None:
     pages.pages["/v1/completions"] = (200, ANSWER)
-    trace = Trace("decode_first", "always", [], "f2", None, 98304)
+    trace = AnswerTrace("decode_first", "always", [], "f2", None, 98304)
     answer = HttpFrontend(pages.url, 5).ask("demo", "a b", ("disagg:auto",))
     assert answer == Answer(100, 96, 0.25, 1, 2, trace)
     (_, body) = pages.asked[0]

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from trtllm_disagg.config.settings import COMPONENTS, SHARED_COMPONENT
-from trtllm_disagg.deployment.limits import Limits, Needs
-from trtllm_disagg.doctor.frontend import Answer, Instance, ProbeFailedError, Sizes, Trace
-from trtllm_disagg.doctor.live import Eyes, Observed, look
+from trtllm_disagg.deployment.limits import MachineLimits, Needs
+from trtllm_disagg.doctor.frontend import Answer, AnswerTrace, Instance, ProbeFailedError, Sizes
+from trtllm_disagg.doctor.live import Observed, Sources, look
 from trtllm_disagg.doctor.this_machine import LocalProcess
 from trtllm_disagg.errors import ConfigError, PeerUnavailableError
 
 FILES = {"DYN_DISCOVERY_BACKEND": "file", "DYN_FILE_KV": "/run/discovery", "HOME": "/root"}
-STAYED = Answer(165, 0, 0.0, 2, 2, Trace("local", "short"))
-CROSSED = replace(STAYED, trace=Trace("decode_first", "always", prefill_instance="1"))
+STAYED = Answer(165, 0, 0.0, 2, 2, AnswerTrace("local", "short"))
+CROSSED = replace(STAYED, trace=AnswerTrace("decode_first", "always", prefill_instance="1"))
 
 
 def instance(number: int, component: str, endpoint: str = "generate", namespace: str = "mine") -> Instance:
@@ -67,9 +67,9 @@ class FakeMachine:
     def listener(self, host: str, port: int) -> LocalProcess | None:
         return self.listeners.get(port)
 
-    def limits(self, needs: Needs) -> Limits:
+    def limits(self, needs: Needs) -> MachineLimits:
         self.needed.append(needs)
-        return Limits()
+        return MachineLimits()
 
 
 @dataclass
@@ -91,7 +91,7 @@ def seen(
     model: str | None = None,
 ) -> Observed:
     machine, directory = machine or FakeMachine(), directory or FakeDirectory()
-    eyes = Eyes(
+    sources = Sources(
         "http://f:8000",
         ("f", 8000),
         frontend,
@@ -100,7 +100,7 @@ def seen(
         limits=machine.limits,
         describe=directory.describe,
     )
-    return look(eyes, model, 0.0, lambda text: None)
+    return look(sources, model, 0.0, lambda text: None)
 
 
 def test_workers_of_the_namespace_that_answered_are_seen_with_their_roles() -> None:

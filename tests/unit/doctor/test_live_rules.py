@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from trtllm_disagg.deployment.limits import INOTIFY_KEY, Limits, Needs
-from trtllm_disagg.doctor.frontend import Answer, ProbeFailedError, Trace
-from trtllm_disagg.doctor.live import Observed, Repeats, Worker
+from trtllm_disagg.deployment.limits import INOTIFY_KEY, MachineLimits, Needs
+from trtllm_disagg.doctor.frontend import Answer, AnswerTrace, ProbeFailedError
+from trtllm_disagg.doctor.live import Observed, ObservedWorker, Repeats
 from trtllm_disagg.doctor.live_rules import Finding, findings
 from trtllm_disagg.doctor.this_machine import LocalProcess
 from trtllm_disagg.processes.dev_shm import MIB
@@ -18,7 +18,7 @@ from trtllm_disagg.worker.pairing import PROPERTIES
 PREFILL_ID, DECODE_ID = 0xF2, 0x42
 FRONTEND = LocalProcess(1, argv=("python", "-m", "dynamo.frontend"), open_files=40, max_open_files=20000)
 PROCESS = LocalProcess(2, open_files=90, max_open_files=20000)
-LIMITS = Limits(
+LIMITS = MachineLimits(
     max_inotify_instances=128,
     free_inotify_instances=9,
     max_open_files=20000,
@@ -37,7 +37,7 @@ def description(role: str, **changes: Any) -> dict[str, Any]:
     )
 
 
-TRACE = Trace("decode_first", "always", [], prefill_instance="f2", kv_transfer_bytes=393216)
+TRACE = AnswerTrace("decode_first", "always", [], prefill_instance="f2", kv_transfer_bytes=393216)
 ANSWER = Answer(165, 0, 0.0, DECODE_ID, DECODE_ID, TRACE)
 FINE = Observed(
     "http://127.0.0.1:8000",
@@ -45,8 +45,8 @@ FINE = Observed(
     ANSWER,
     repeats=Repeats(replace(ANSWER, cached_tokens=160, hit_rate=0.8), 0.3),
     workers=(
-        Worker(DECODE_ID, "decode", description("decode"), PROCESS),
-        Worker(PREFILL_ID, "prefill", description("prefill"), PROCESS),
+        ObservedWorker(DECODE_ID, "decode", description("decode"), PROCESS),
+        ObservedWorker(PREFILL_ID, "prefill", description("prefill"), PROCESS),
     ),
     frontend=FRONTEND,
     needs=Needs(inotify_instances=9, peers=2),
@@ -64,7 +64,7 @@ def the_one(seen: Observed) -> Finding:
 
 
 def traced(**changes: Any) -> Observed:
-    trace = Trace(**{name: getattr(TRACE, name) for name in Trace.__struct_fields__} | changes)
+    trace = AnswerTrace(**{name: getattr(TRACE, name) for name in AnswerTrace.__struct_fields__} | changes)
     return replace(FINE, plain=replace(ANSWER, trace=trace))
 
 
@@ -135,8 +135,8 @@ def test_a_worker_that_is_listed_and_does_not_answer_is_an_error() -> None:
 
 
 def test_an_agg_deployment_needs_no_second_role_and_moves_no_kv() -> None:
-    workers = (Worker(1, "agg", description("agg", strategy="agg"), PROCESS),)
-    answer = replace(ANSWER, trace=Trace("agg", "default"))
+    workers = (ObservedWorker(1, "agg", description("agg", strategy="agg"), PROCESS),)
+    answer = replace(ANSWER, trace=AnswerTrace("agg", "default"))
     seen = replace(FINE, workers=workers, plain=answer)
     assert broken(seen) == []
     assert not {"KV moved", "pair"} & {finding.rule for finding in findings(seen)}
@@ -209,7 +209,7 @@ def test_workers_of_another_project_leave_order_and_stages_unknown() -> None:
 
 
 def test_two_workers_that_the_frontend_chained_are_both_stages() -> None:
-    trace = Trace("router", "default", kv_transfer_bytes=1)
+    trace = AnswerTrace("router", "default", kv_transfer_bytes=1)
     seen = replace(FINE, plain=Answer(165, 0, 0.0, PREFILL_ID, DECODE_ID, trace))
     assert [f.value for f in findings(seen) if f.rule == "both stages"] == ["yes, prefill f2 and decode 42"]
 

@@ -10,7 +10,7 @@ import pytest
 
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.doctor.diagnosis import Row, diagnose
-from trtllm_disagg.doctor.pair import Deployment, Pair, side_of
+from trtllm_disagg.doctor.pair import Pair, PlannedDeployment, side_of
 from trtllm_disagg.doctor.rules import RULES
 from trtllm_disagg.engine.trtllm_version import TrtllmVersion
 
@@ -56,7 +56,7 @@ def diagnosed(
     version: str = "1.3.0rc29",
     **deployment: Any,
 ) -> list[Row]:
-    asked = Deployment(TrtllmVersion.parse(version), **deployment)
+    asked = PlannedDeployment(TrtllmVersion.parse(version), **deployment)
     prefill_side, decode_side = (
         side_of(role, f"{role}.yaml", changed(base, changes or {}), None, asked, tuple(own.split()))
         for role, base, changes, own in (
@@ -357,7 +357,7 @@ def test_zero_max_tokens_in_buffer_of_the_python_transceiver_has_no_finding() ->
 
 
 def test_empty_engine_files_give_notes_and_backend_nixl() -> None:
-    asked = Deployment()
+    asked = PlannedDeployment()
     prefill, decode = (side_of(role, f"{role}.yaml", {}, None, asked) for role in (Role.PREFILL, Role.DECODE))
     rows = diagnose(Pair(prefill, decode, asked))
     assert findings(rows) == {
@@ -373,7 +373,7 @@ def test_empty_engine_files_give_notes_and_backend_nixl() -> None:
 def test_setting_that_only_the_worker_refuses_is_the_row_worker(tmp_path: Path) -> None:
     """A file that passes all rules, and that the worker refuses all the same."""
     (tmp_path / "decode.yaml").write_text("backend: _autodeploy\n")
-    asked = Deployment()
+    asked = PlannedDeployment()
     prefill = side_of(Role.PREFILL, "prefill.yaml", PREFILL, None, asked)
     decode = side_of(Role.DECODE, str(tmp_path / "decode.yaml"), DECODE, None, asked)
     rows = diagnose(Pair(prefill, decode, asked))

@@ -16,7 +16,7 @@ from tests.unit.worker.test_stage_state import stage_state
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.handler import refuse_control
 from trtllm_disagg.dynamo_runtime.shutdown import watch_for_freezes
-from trtllm_disagg.dynamo_runtime.worker_endpoint import Registration, Runtime, ServedModel
+from trtllm_disagg.dynamo_runtime.worker_endpoint import DynamoRegistration, Runtime, ServedModel
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 
@@ -114,7 +114,7 @@ async def test_a_forgotten_worker_is_found_again(tmp_path: Path, monkeypatch: py
     """With Dynamo's own file discovery, after another process has removed its files."""
     monkeypatch.setenv("DYN_FILE_KV", str(tmp_path))
     runtime = Runtime(WorkerConfig(model="m", role=Role.DECODE, strategy="prefill_first"))
-    registration = Registration(runtime, ServedModel(16, 8, 1, 64, 64), tells_peers=False)
+    registration = DynamoRegistration(runtime, ServedModel(16, 8, 1, 64, 64), tells_peers=False)
     serving = asyncio.create_task(runtime.serve(_unused, dict, refuse_control))
     seen = await runtime.stage("dyn://dynamo.backend.generate")
     try:

@@ -17,14 +17,14 @@ from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.top import frame
 from trtllm_disagg.top.history import History, events_between
 from trtllm_disagg.top.screen import Top
-from trtllm_disagg.top.snapshot import SILENT, Frontend, Load, Process, Snapshot
+from trtllm_disagg.top.snapshot import SILENT, FrontendLoad, Process, Snapshot, WorkerLoad
 
 SIZE = (80, 24)
 
 
 def worker(name: str, **load: int) -> Process:
     sizes = {"batch": 0, "queued": 0, "kv_blocks": 0, "kv_blocks_total": 1000, "handoffs_held": 0}
-    return Process(name, name.partition("-")[0], "ready", 7, "serving", Load(**{**sizes, **load}))
+    return Process(name, name.partition("-")[0], "ready", 7, "serving", WorkerLoad(**{**sizes, **load}))
 
 
 BUCKETS = ((0.05, 1.0), (0.1, 2.0), (float("inf"), 2.0))
@@ -39,7 +39,7 @@ FIRST = Snapshot(
         worker("prefill-0", batch=2, decode_tokens=0, prefill_tokens=0),
         worker("decode-0", batch=9, kv_blocks=250, handoffs_held=3, breakers_open=0, decode_tokens=100),
     ),
-    Frontend(11, 0, 40, BUCKETS, 0.15),
+    FrontendLoad(11, 0, 40, BUCKETS, 0.15),
 )
 SECOND = replace(
     FIRST,
@@ -47,7 +47,7 @@ SECOND = replace(
     strategy="prefill_first",
     processes=(
         FIRST.processes[0],
-        replace(FIRST.processes[1], state=SILENT, load=Load()),
+        replace(FIRST.processes[1], state=SILENT, load=WorkerLoad()),
         worker("decode-0", batch=9, kv_blocks=250, breakers_open=1, decode_tokens=600, fallbacks=0),
     ),
     warnings=("decode-0: instance 1aa failed 3 times in a row: skipped for 10 s",),
@@ -111,7 +111,7 @@ LARGE = replace(
             worker("prefill-11"), state="starting", doing="loading weights: 12 of 163 files, " + "x" * 40
         ),
         worker("decode-10", batch=64, kv_blocks=730, breakers_open=2),
-        replace(worker("decode-11"), state=SILENT, load=Load()),
+        replace(worker("decode-11"), state=SILENT, load=WorkerLoad()),
     ),
 )
 

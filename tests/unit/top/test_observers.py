@@ -14,9 +14,9 @@ import pytest
 from trtllm_disagg.deployment.run_dir import ProcessRecord, RunDir
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes.proc_stat import birth
-from trtllm_disagg.top import eyes as eyes_module
-from trtllm_disagg.top.eyes import OfRunDir, eyes_on, frontend_of, load_of
-from trtllm_disagg.top.snapshot import DEAD, SILENT, Load, latency
+from trtllm_disagg.top import observers
+from trtllm_disagg.top.observers import RunDirObserver, frontend_of, load_of, observer_of
+from trtllm_disagg.top.snapshot import DEAD, SILENT, WorkerLoad, latency
 
 PAGE = """
 # TYPE trtllm_disagg_requests_active gauge
@@ -35,12 +35,12 @@ trtllm_disagg_requests_total{fallback="local",strategy="local"} 2.0
 
 def test_load_sums_ranks_and_leaves_missing_metrics_unknown() -> None:
     load = load_of(PAGE)
-    assert load == Load(batch=3, kv_blocks=30, kv_blocks_total=200, fallbacks=2)
+    assert load == WorkerLoad(batch=3, kv_blocks=30, kv_blocks_total=200, fallbacks=2)
     assert load.kv_use == pytest.approx(0.15)
 
 
 def test_invalid_metrics_page_gives_an_empty_load() -> None:
-    assert load_of("<html>{{{") == Load()
+    assert load_of("<html>{{{") == WorkerLoad()
 
 
 def test_quantiles_of_latencies_are_those_of_prometheus() -> None:
@@ -98,7 +98,7 @@ def frozen_page() -> Iterator[int]:
 async def test_a_frozen_worker_a_dead_one_and_an_up_that_is_gone_show_as_such_beside_a_sound_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(eyes_module, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(observers, "ANSWER_SECONDS", 0.3)
     run_dir = RunDir.claim(tmp_path / "run")
     gone = 2**22 + 1
     async with worker_page() as sound:
@@ -111,25 +111,25 @@ async def test_a_frozen_worker_a_dead_one_and_an_up_that_is_gone_show_as_such_be
                     record("decode-2", frozen, state="starting"),
                 ]
             )
-            seen = await asyncio.wait_for(OfRunDir(run_dir.path).look(), 10)
+            seen = await asyncio.wait_for(RunDirObserver(run_dir.path).look(), 10)
     states = {process.name: process.state for process in seen.processes}
     assert states == {"prefill-0": "ready", "decode-0": SILENT, "decode-1": DEAD, "decode-2": "starting"}
     assert seen.processes[0].load.batch == 3
-    assert seen.processes[1].load == Load()
+    assert seen.processes[1].load == WorkerLoad()
     assert seen.doubt == "its `up` starts, stops or has ended"
 
 
 async def test_an_up_that_is_frozen_costs_a_look_its_deadline_also_when_its_socket_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(eyes_module, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(observers, "ANSWER_SECONDS", 0.1)
     run_dir = RunDir.claim(tmp_path / "run")
     with socket.socket(socket.AF_UNIX) as up:
         up.bind(str(run_dir.path / "commands.sock"))
         up.listen(1)
-        eyes = OfRunDir(run_dir.path)
+        observer = RunDirObserver(run_dir.path)
         for _ in range(5):
-            seen = await asyncio.wait_for(eyes.look(), 10)
+            seen = await asyncio.wait_for(observer.look(), 10)
             assert seen.doubt.startswith("`up` does not answer: ")
 
 
@@ -137,8 +137,8 @@ async def test_each_logged_warning_is_shown_once(tmp_path: Path) -> None:
     run_dir = RunDir.claim(tmp_path / "run")
     log = run_dir.log("decode-0")
     log.write_text("13:00:00.000 WARNING trtllm_disagg.x: before\n")
-    eyes = OfRunDir(run_dir.path)
-    assert (await eyes.look()).warnings == ()
+    observer = RunDirObserver(run_dir.path)
+    assert (await observer.look()).warnings == ()
     with log.open("a") as more:
         more.write(
             "13:00:01.000 INFO trtllm_disagg.x: not this\n13:00:01.100 WARNING trtllm_disagg.x: skipped\n"
@@ -146,17 +146,17 @@ async def test_each_logged_warning_is_shown_once(tmp_path: Path) -> None:
     (run_dir.path / "gone.log").symlink_to(
         tmp_path / "nowhere"
     )  # as a log that moves between two looks at it
-    assert (await eyes.look()).warnings == ("decode-0: skipped",)
-    assert (await eyes.look()).warnings == ()
+    assert (await observer.look()).warnings == ("decode-0: skipped",)
+    assert (await observer.look()).warnings == ()
 
 
 def test_a_directory_of_no_up_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"--run-dir: .* is not allowed; expected the run directory of an `up`"
     ):
-        eyes_on(tmp_path, None)
+        observer_of(tmp_path, None)
 
 
 def test_a_url_without_a_frontend_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--url: .* is not allowed"):
-        eyes_on(None, "http://127.0.0.1:1")
+        observer_of(None, "http://127.0.0.1:1")

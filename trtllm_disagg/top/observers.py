@@ -26,7 +26,7 @@ from trtllm_disagg.doctor.this_machine import listener
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.processes.activity import read_activity
 from trtllm_disagg.processes.direct_http import get
-from trtllm_disagg.top.snapshot import DEAD, SILENT, Frontend, Load, Process, Snapshot
+from trtllm_disagg.top.snapshot import DEAD, SILENT, FrontendLoad, Process, Snapshot, WorkerLoad
 
 ANSWER_SECONDS = 2.0
 _HTTP_OK = 200
@@ -34,7 +34,7 @@ _HTTP_OK = 200
 _WARNING = re.compile(r"^\d\d:\d\d:\d\d\.\d{3} (?:WARNING|ERROR) \S+: (.+)$")
 _MOST_LOG_BYTES = 64 * 1024
 
-#: Field of Load -> the metric; the labels tell ranks, endpoints and reasons apart; the value is their sum.
+#: Field of WorkerLoad -> the metric; the labels tell ranks, endpoints and reasons apart; the value is their sum.
 _OF_WORKER = {
     "batch": "trtllm_disagg_requests_active",
     "queued": "trtllm_disagg_queued_requests",
@@ -68,19 +68,19 @@ def samples_of(page: str) -> Samples:
     return found
 
 
-def load_of(page: str) -> Load:
+def load_of(page: str) -> WorkerLoad:
     samples = samples_of(page)
     ended = samples.get(_REQUESTS)
     fallbacks = None if ended is None else [each for each in ended if each.labels.get("fallback") != "none"]
-    return Load(
+    return WorkerLoad(
         **{name: _whole(samples.get(metric)) for name, metric in _OF_WORKER.items()},
         fallbacks=_whole(fallbacks),
     )
 
 
-def frontend_of(page: str) -> Frontend:
+def frontend_of(page: str) -> FrontendLoad:
     samples = samples_of(page)
-    return Frontend(
+    return FrontendLoad(
         running=_whole(samples.get(_RUNNING)),
         waiting=_whole(samples.get(_WAITING)),
         requests=_whole(samples.get(_DONE)),
@@ -108,24 +108,24 @@ def _buckets(samples: Samples, metric: str) -> tuple[tuple[float, float], ...]:
     return tuple(sorted(counts.items()))
 
 
-class Eyes(Protocol):
+class Observer(Protocol):
     async def look(self) -> Snapshot: ...
 
 
-def eyes_on(run_dir: Path | None, url: str | None) -> Eyes:
+def observer_of(run_dir: Path | None, url: str | None) -> Observer:
     """Raises ConfigError when there is no deployment."""
     if run_dir is None and url is not None:
         frontend = HttpFrontend(url, ANSWER_SECONDS)
         frontend.models()
         run_dir = _run_dir_behind(frontend)
         if run_dir is None:
-            return OfFrontend(frontend)
+            return FrontendObserver(frontend)
     assert run_dir is not None
     if not (run_dir / PROCESSES_FILE).is_file():
         raise ConfigError.bad_value(
             "--run-dir", str(run_dir), f"the run directory of an `up`, with a {PROCESSES_FILE}"
         )
-    return OfRunDir(run_dir)
+    return RunDirObserver(run_dir)
 
 
 def _run_dir_behind(frontend: HttpFrontend) -> Path | None:
@@ -136,7 +136,7 @@ def _run_dir_behind(frontend: HttpFrontend) -> Path | None:
     return run_dir if run_dir is not None and (run_dir / PROCESSES_FILE).is_file() else None
 
 
-class OfRunDir:
+class RunDirObserver:
     """Everything: what `up` and the workers say of themselves, the system's word on each process, pages and logs."""
 
     def __init__(self, run_dir: Path) -> None:
@@ -159,7 +159,7 @@ class OfRunDir:
             str(self._described.get("strategy", "")),
             doubt,
             tuple(process for process, _ in seen),
-            frontend_of(frontends[0]) if frontends else Frontend(),
+            frontend_of(frontends[0]) if frontends else FrontendLoad(),
             tuple(warnings),
         )
 
@@ -214,7 +214,7 @@ def _host(described: Mapping[str, Any], record: ProcessRecord) -> str:
     return host or LOOPBACK
 
 
-class OfFrontend:
+class FrontendObserver:
     """Observes a deployment on another machine, through its frontend only."""
 
     def __init__(self, frontend: HttpFrontend) -> None:
