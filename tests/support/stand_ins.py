@@ -58,7 +58,7 @@ http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 UP = """
 import asyncio, json, sys
 from pathlib import Path
-from trtllm_disagg.deployment.plan import Backoff
+from trtllm_disagg.deployment.backoff import Backoff
 from trtllm_disagg.deployment.plan import DeploymentConfig
 from trtllm_disagg.deployment.lifecycle import serve
 from trtllm_disagg.deployment.status import status_for

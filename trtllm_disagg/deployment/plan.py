@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from trtllm_disagg.config.worker_config import FLAGS, SETTINGS, check_value, flag_of
+from trtllm_disagg.deployment.backoff import Backoff
 from trtllm_disagg.deployment.brokers import STORE_DIR, broker_env, nats_server_argv
 from trtllm_disagg.deployment.gpus import NO_GPUS, VARIABLE, Gpus
 from trtllm_disagg.errors import ConfigError, DisaggError
@@ -59,19 +60,6 @@ KEY_VARIABLE = FLAGS["admin_key_file"].variables[0]
 
 # Fixed ports, which only one process can use, so they must not be inherited from the user's environment.
 PER_PROCESS_ENV = ("DYN_SYSTEM_PORT", "DYN_TCP_RPC_PORT", "DYN_TCP_RESPONSE_STREAM_PORT")
-
-
-@dataclass(frozen=True)
-class Backoff:
-    """The delays before a dead process is started again, in seconds: `first`, twice that, and so on up to `most`.
-
-    After `steady` seconds of being ready the delays begin anew. After `attempts` failed starts in a row it is given up.
-    """
-
-    first: float = 1.0
-    most: float = 30.0
-    steady: float = 60.0
-    attempts: int = 5
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from trtllm_disagg.deployment.backoff import Deaths
 from trtllm_disagg.deployment.brokers import EventBroker
-from trtllm_disagg.deployment.deaths import Deaths
 from trtllm_disagg.deployment.failure_reports import (
     continued,
     death_report,

@@ -22,6 +22,7 @@ import pytest
 from tests.support.handling import until
 from trtllm_disagg.cli import run
 from trtllm_disagg.commands import Describe, Scale, Set, Switch, UpCommand
+from trtllm_disagg.deployment.backoff import Backoff
 from trtllm_disagg.deployment.command_socket import (
     COMMAND_SOCKET,
     LIMITS,
@@ -33,7 +34,7 @@ from trtllm_disagg.deployment.command_socket import (
 )
 from trtllm_disagg.deployment.gpus import GpuNeeds, Gpus
 from trtllm_disagg.deployment.managed_process import ManagedProcess
-from trtllm_disagg.deployment.plan import Backoff, DeploymentConfig
+from trtllm_disagg.deployment.plan import DeploymentConfig
 from trtllm_disagg.deployment.run_dir import ProcessRecord, RunDir, is_alive, read_processes
 from trtllm_disagg.deployment.status import Status
 from trtllm_disagg.deployment.supervisor import Restarts, Supervisor

@@ -11,8 +11,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from tests.support.deployments import wait_until
+from trtllm_disagg.deployment.backoff import Backoff
 from trtllm_disagg.deployment.managed_process import ManagedProcess
-from trtllm_disagg.deployment.plan import Backoff, DeploymentConfig, ProcessSpec
+from trtllm_disagg.deployment.plan import DeploymentConfig, ProcessSpec
 from trtllm_disagg.deployment.run_dir import RunDir
 from trtllm_disagg.deployment.status import Status
 from trtllm_disagg.deployment.supervisor import Supervisor

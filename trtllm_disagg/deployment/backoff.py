@@ -1,8 +1,21 @@
-"""How often a process has died, and what follows from that."""
+"""When a process that has died starts again, and when it is given up."""
 
 from __future__ import annotations
 
-from trtllm_disagg.deployment.plan import Backoff
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """The delays before a dead process is started again, in seconds: `first`, twice that, and so on up to `most`.
+
+    After `steady` seconds of being ready the delays begin anew. After `attempts` failed starts in a row it is given up.
+    """
+
+    first: float = 1.0
+    most: float = 30.0
+    steady: float = 60.0
+    attempts: int = 5
 
 
 class Deaths:
