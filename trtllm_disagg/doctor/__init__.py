@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -102,26 +101,22 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 
 def _of_deployment(args: argparse.Namespace) -> ExitCode:
+    from trtllm_disagg.admin import client
     from trtllm_disagg.doctor.diagnosis import has_errors, live_to_json, show_live
-    from trtllm_disagg.doctor.frontend import HttpFrontend
+    from trtllm_disagg.doctor.frontend import FrontendClient
     from trtllm_disagg.doctor.live import Sources, look
     from trtllm_disagg.doctor.live_rules import findings
     from trtllm_disagg.processes.steadily import without_silence
 
-    frontend = HttpFrontend(args.url, args.timeout)
-    sources = Sources(frontend.url, frontend.address, frontend, dict(os.environ))
-    with without_silence(_say, f"asking {frontend.url}") as say:
-        seen = look(sources, args.model, _EVENT_SECONDS, say)
+    frontend = FrontendClient(args.url, args.timeout)
+    with without_silence(client.say, f"asking {frontend.url}") as say:
+        seen = look(Sources(frontend, dict(os.environ)), args.model, _EVENT_SECONDS, say)
     found = findings(seen)
     if args.json:
         print(live_to_json(seen, found))
     else:
         show_live(seen, found)
     return ExitCode.FAILED if has_errors(found) else ExitCode.DONE
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _of_files(args: argparse.Namespace) -> ExitCode:

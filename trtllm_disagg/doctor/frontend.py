@@ -8,7 +8,7 @@ import random
 import re
 import string
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request
@@ -21,6 +21,8 @@ from trtllm_disagg.processes.direct_http import open_url
 
 #: Tokens of an answer: one of prefill and some of decode.
 _NUM_TOKENS = 4
+#: Blocks of a prompt, at least.
+_NUM_BLOCKS = 4
 _PAGE_SECONDS = 5.0
 
 
@@ -72,22 +74,6 @@ class ProbeFailedError(DisaggError):
     status = 503
 
 
-class Frontend(Protocol):
-    def models(self) -> list[str]:
-        """Raises ConfigError when there is no frontend."""
-        ...
-
-    def instances(self) -> list[Instance] | None:
-        """The instances; None where the frontend does not list them."""
-        ...
-
-    def sizes(self, model: str) -> Sizes: ...
-
-    def ask(self, model: str, prompt: str, annotations: tuple[str, ...] = ()) -> Answer:
-        """Raises ProbeFailedError."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Sizes of a model; None where the frontend does not report them."""
@@ -96,17 +82,17 @@ class Sizes:
     context_length: int | None = None
 
 
-def fresh_prompt(sizes: Sizes, num_blocks: int = 4) -> str:
-    """Of so many blocks at least, unless the model has no room, and of no prompt before it: letters, which are a
+def fresh_prompt(sizes: Sizes) -> str:
+    """Of some blocks at least, unless the model has no room, and of no prompt before it: letters, which are a
     token each in most tokenizers and at most two.
     """
-    count = (num_blocks + 1) * (sizes.block_size or 32)
+    count = (_NUM_BLOCKS + 1) * (sizes.block_size or 32)
     if sizes.context_length is not None:
         count = max(1, min(count, (sizes.context_length - _NUM_TOKENS) // 2))
     return " ".join(random.choices(string.ascii_lowercase, k=count))
 
 
-class HttpFrontend:
+class FrontendClient:
     def __init__(self, url: str, seconds: float) -> None:
         """`seconds`: the timeout of an answer. Raises ConfigError for an invalid URL."""
         try:
@@ -125,6 +111,7 @@ class HttpFrontend:
         return parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
 
     def models(self) -> list[str]:
+        """Raises ConfigError when there is no frontend."""
         try:
             listed = json.loads(self._page("/v1/models"))
             return [str(each["id"]) for each in listed["data"]]
@@ -139,6 +126,7 @@ class HttpFrontend:
             ) from error
 
     def instances(self) -> list[Instance] | None:
+        """The instances; None where the frontend does not list them."""
         try:
             return msgspec.json.decode(self._page("/health"), type=_Health).instances
         except (OSError, http.client.HTTPException, msgspec.DecodeError):
@@ -155,6 +143,7 @@ class HttpFrontend:
         )
 
     def ask(self, model: str, prompt: str, annotations: tuple[str, ...] = ()) -> Answer:
+        """Raises ProbeFailedError."""
         body: dict[str, Any] = {
             "model": model,
             "max_tokens": _NUM_TOKENS,

@@ -20,13 +20,7 @@ from trtllm_disagg.commands import NoKeySigner
 from trtllm_disagg.config.settings import COMPONENTS, SHARED_COMPONENT
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.deployment.limits import INOTIFY_PER_FRONTEND, MachineLimits, Needs
-from trtllm_disagg.doctor.frontend import (
-    Answer,
-    Frontend,
-    Instance,
-    ProbeFailedError,
-    fresh_prompt,
-)
+from trtllm_disagg.doctor.frontend import Answer, FrontendClient, Instance, ProbeFailedError, fresh_prompt
 from trtllm_disagg.doctor.this_machine import LocalProcess, listener
 from trtllm_disagg.errors import ConfigError, DisaggError, PeerUnavailableError, StageTimeoutError
 from trtllm_disagg.strategies import orders
@@ -123,9 +117,7 @@ class Observed:
 class Sources:
     """What `look` sees with."""
 
-    url: str
-    address: tuple[str, int]
-    frontend: Frontend
+    frontend: FrontendClient
     #: Of this process: it may say where discovery is.
     environ: Mapping[str, str]
     listener: Callable[[str, int], LocalProcess | None] = listener
@@ -135,27 +127,28 @@ class Sources:
 
 def look(sources: Sources, model: str | None, event_seconds: float, say: Say) -> Observed:
     """Raises ConfigError when there is no frontend, or it does not serve `model`."""
-    name = _chosen(sources.frontend.models(), model, sources.url)
-    sizes = sources.frontend.sizes(name)
+    frontend = sources.frontend
+    name = _chosen(frontend.models(), model, frontend.url)
+    sizes = frontend.sizes(name)
     prompt = fresh_prompt(sizes)
     say("sending a prompt as a client does")
-    plain = _asked(sources.frontend, name, prompt)
-    instances = sources.frontend.instances()
+    plain = _asked(frontend, name, prompt)
+    instances = frontend.instances()
     ordered = repeats = None
     if isinstance(plain, Answer):
         if order := _order_to_ask_for(plain, instances or []):
             say(f"it stayed on one worker; asking for {order}")
-            ordered = _asked(sources.frontend, name, fresh_prompt(sizes), (f"disagg:{order}",))
+            ordered = _asked(frontend, name, fresh_prompt(sizes), (f"disagg:{order}",))
         say("sending it again, until the router knows it")
-        repeats = _repeated(sources.frontend, name, prompt, event_seconds)
+        repeats = _repeated(frontend, name, prompt, event_seconds)
     say("asking the workers what they are")
-    process = sources.listener(*sources.address)
+    process = sources.listener(*frontend.address)
     process = process if process is not None and process.is_frontend else None
     workers, undescribed = _workers(sources, instances, plain, process)
     watches_files = _variables(process, sources.environ).get("DYN_DISCOVERY_BACKEND") == "file"
     needs = Needs(INOTIFY_PER_FRONTEND if watches_files else 0, peers=len(workers or ()))
     limits = sources.limits(needs) if process else None
-    return Observed(sources.url, name, plain, ordered, repeats, workers, undescribed, process, needs, limits)
+    return Observed(frontend.url, name, plain, ordered, repeats, workers, undescribed, process, needs, limits)
 
 
 def _chosen(models: list[str], wanted: str | None, url: str) -> str:
@@ -171,7 +164,7 @@ def _chosen(models: list[str], wanted: str | None, url: str) -> str:
 
 
 def _asked(
-    frontend: Frontend, model: str, prompt: str, annotations: tuple[str, ...] = ()
+    frontend: FrontendClient, model: str, prompt: str, annotations: tuple[str, ...] = ()
 ) -> Answer | ProbeFailedError:
     try:
         return frontend.ask(model, prompt, annotations)
@@ -187,7 +180,7 @@ def _order_to_ask_for(answer: Answer, instances: list[Instance]) -> str | None:
     return next((order.name for order in orders() if order.entry_role == role), None)
 
 
-def _repeated(frontend: Frontend, model: str, prompt: str, seconds: float) -> Repeats | None:
+def _repeated(frontend: FrontendClient, model: str, prompt: str, seconds: float) -> Repeats | None:
     """None when a request failed."""
     began = time.monotonic()
     while True:

@@ -21,7 +21,7 @@ from trtllm_disagg.commands import Describe
 from trtllm_disagg.deployment.command_socket import NoUpError, send_to_up
 from trtllm_disagg.deployment.plan import LOOPBACK, NO_WORKERS
 from trtllm_disagg.deployment.run_dir import PROCESSES_FILE, ProcessRecord, is_alive, read_processes
-from trtllm_disagg.doctor.frontend import HttpFrontend, Instance
+from trtllm_disagg.doctor.frontend import FrontendClient, Instance
 from trtllm_disagg.doctor.this_machine import listener
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.processes.activity import read_activity
@@ -115,7 +115,7 @@ class Observer(Protocol):
 def observer_of(run_dir: Path | None, url: str | None) -> Observer:
     """Raises ConfigError when there is no deployment."""
     if run_dir is None and url is not None:
-        frontend = HttpFrontend(url, ANSWER_SECONDS)
+        frontend = FrontendClient(url, ANSWER_SECONDS)
         frontend.models()
         run_dir = _run_dir_behind(frontend)
         if run_dir is None:
@@ -128,7 +128,7 @@ def observer_of(run_dir: Path | None, url: str | None) -> Observer:
     return RunDirObserver(run_dir)
 
 
-def _run_dir_behind(frontend: HttpFrontend) -> Path | None:
+def _run_dir_behind(frontend: FrontendClient) -> Path | None:
     """Observes the deployment of an `up` of this user on this machine."""
     process = listener(*frontend.address)
     store = process.environ.get("DYN_FILE_KV") if process is not None else None
@@ -217,7 +217,7 @@ def _host(described: Mapping[str, Any], record: ProcessRecord) -> str:
 class FrontendObserver:
     """Observes a deployment on another machine, through its frontend only."""
 
-    def __init__(self, frontend: HttpFrontend) -> None:
+    def __init__(self, frontend: FrontendClient) -> None:
         self._frontend = frontend
 
     async def look(self) -> Snapshot:

@@ -16,7 +16,7 @@ from trtllm_disagg.deployment.ports import free_http_port
 from trtllm_disagg.doctor.frontend import (
     Answer,
     AnswerTrace,
-    HttpFrontend,
+    FrontendClient,
     ProbeFailedError,
     Sizes,
     fresh_prompt,
@@ -111,7 +111,7 @@ def pages() -> Iterator[Pages]:
 def test_an_answer_is_read_as_dynamo_writes_it(pages: Pages) -> None:
     pages.pages["/v1/completions"] = (200, ANSWER)
     trace = AnswerTrace("decode_first", "always", [], "f2", None, 98304)
-    answer = HttpFrontend(pages.url, 5).ask("demo", "a b", ("disagg:auto",))
+    answer = FrontendClient(pages.url, 5).ask("demo", "a b", ("disagg:auto",))
     assert answer == Answer(100, 96, 0.25, 1, 2, trace)
     (_, body) = pages.asked[0]
     assert (body["model"], body["prompt"], body["nvext"]["annotations"]) == ("demo", "a b", ["disagg:auto"])
@@ -119,23 +119,23 @@ def test_an_answer_is_read_as_dynamo_writes_it(pages: Pages) -> None:
 
 def test_an_answer_without_more_is_all_unknown(pages: Pages) -> None:
     pages.pages["/v1/completions"] = (200, {"usage": {"prompt_tokens": 5}})
-    assert HttpFrontend(pages.url, 5).ask("demo", "a") == Answer(5, 0, None, None, None, None)
+    assert FrontendClient(pages.url, 5).ask("demo", "a") == Answer(5, 0, None, None, None, None)
 
 
 def test_a_model_that_is_served_as_chat_only_is_asked_so(pages: Pages) -> None:
     pages.pages["/v1/chat/completions"] = (200, ANSWER)
-    assert HttpFrontend(pages.url, 5).ask("demo", "a b").prompt_tokens == 100
+    assert FrontendClient(pages.url, 5).ask("demo", "a b").prompt_tokens == 100
     assert pages.asked[1][1]["messages"] == [{"role": "user", "content": "a b"}]
 
 
 def test_http_error_of_the_frontend_is_raised_with_status_and_message(pages: Pages) -> None:
     pages.pages["/v1/completions"] = (503, {"message": "no instance", "code": 503})
     with pytest.raises(ProbeFailedError, match="503: no instance"):
-        HttpFrontend(pages.url, 5).ask("demo", "a")
+        FrontendClient(pages.url, 5).ask("demo", "a")
 
 
 def test_instances_and_sizes_are_read_or_unknown(pages: Pages) -> None:
-    frontend = HttpFrontend(pages.url, 5)
+    frontend = FrontendClient(pages.url, 5)
     assert (frontend.instances(), frontend.sizes("demo")) == (None, Sizes())
     pages.pages |= {"/health": (200, HEALTH), "/metrics": (200, METRICS)}
     (instance,) = frontend.instances() or []
@@ -160,7 +160,7 @@ def test_a_prompt_fills_blocks_and_fits_the_model() -> None:
 )
 def test_invalid_url_is_refused_by_name(url: str) -> None:
     with pytest.raises(ConfigError, match=r"--url.*the URL of a frontend"):
-        HttpFrontend(url, 5)
+        FrontendClient(url, 5)
 
 
 def test_url_without_a_listener_exits_with_2_and_the_reason(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,14 @@ import pytest
 
 from trtllm_disagg.config.settings import COMPONENTS, SHARED_COMPONENT
 from trtllm_disagg.deployment.limits import MachineLimits, Needs
-from trtllm_disagg.doctor.frontend import Answer, AnswerTrace, Instance, ProbeFailedError, Sizes
+from trtllm_disagg.doctor.frontend import (
+    Answer,
+    AnswerTrace,
+    FrontendClient,
+    Instance,
+    ProbeFailedError,
+    Sizes,
+)
 from trtllm_disagg.doctor.live import Observed, Sources, look
 from trtllm_disagg.doctor.this_machine import LocalProcess
 from trtllm_disagg.errors import ConfigError, PeerUnavailableError
@@ -34,11 +41,12 @@ PAIR = [
 
 
 @dataclass
-class FakeFrontend:
+class FakeFrontend(FrontendClient):
     served: list[str] = field(default_factory=lambda: ["demo"])
     listed: list[Instance] | None = field(default_factory=lambda: PAIR)
     answers: list[Answer | ProbeFailedError] = field(default_factory=lambda: [CROSSED])
     asked: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
+    url: str = "http://f:8000"
 
     def models(self) -> list[str]:
         return self.served
@@ -92,8 +100,6 @@ def seen(
 ) -> Observed:
     machine, directory = machine or FakeMachine(), directory or FakeDirectory()
     sources = Sources(
-        "http://f:8000",
-        ("f", 8000),
         frontend,
         FILES,
         listener=machine.listener,
