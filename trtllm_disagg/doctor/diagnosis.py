@@ -46,8 +46,8 @@ class Row:
     instead: str
 
 
-def diagnose(pair: Pair, rules: Sequence[Rule] = RULES) -> list[Row]:
-    rows = [_row(rule, rule.check(pair), pair) for rule in rules]
+def diagnose(pair: Pair) -> list[Row]:
+    rows = [_row(rule, rule.check(pair), pair) for rule in RULES]
     if not has_errors(rows):
         rows.append(_accepted(pair))
     return rows

@@ -4,7 +4,7 @@ has not seen enough.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -44,8 +44,8 @@ class Finding:
 Find = Callable[[Observed], Iterable[Finding]]
 
 
-def findings(seen: Observed, of: Sequence[Find] | None = None) -> list[Finding]:
-    return [finding for find in (FINDINGS if of is None else of) for finding in find(seen)]
+def findings(seen: Observed) -> list[Finding]:
+    return [finding for find in FINDINGS for finding in find(seen)]
 
 
 def _answers(seen: Observed) -> Iterator[Finding]:

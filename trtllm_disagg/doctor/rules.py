@@ -314,10 +314,8 @@ def _lengths(pair: Pair) -> Problem | None:
         return _error(f"decode: max_seq_len: {prefill}")
     beyond = [side for side in pair.sides if side.max_seq_len != _length_served(side)]
     if beyond:
-        roles = " and ".join(side.role.value for side in beyond)
-        return _note(
-            f"{roles}: max_seq_len: {_length_served(beyond[0])}, the model's own, which TensorRT-LLM takes instead"
-        )
+        longest = f"max_seq_len: {_length_served(beyond[0])}"
+        return _note(f"{_roles(beyond)}: {longest}, the model's own, which TensorRT-LLM takes instead")
     if prefill is None or decode is None or prefill == decode:
         return None
     return _note(

@@ -18,6 +18,7 @@ from typing import Protocol
 from dynamo.common.utils.graceful_shutdown import get_grace_period_seconds
 
 from trtllm_disagg.dynamo_runtime.handler import SMALLEST_REQUEST
+from trtllm_disagg.dynamo_runtime.worker_endpoint import Runtime
 from trtllm_disagg.engine.capabilities import COUNTS_REQUESTS
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.errors import DisaggError
@@ -32,14 +33,6 @@ _POLL_SECONDS = 0.05
 _LEAVE_SECONDS = 5.0
 #: Between two steps of an engine that reports fetched KV only during a step.
 _STEP_SECONDS = 1.0
-
-
-class Runtime(Protocol):
-    """The part of `dynamo_runtime.worker_endpoint.Runtime` that is used here."""
-
-    async def leave(self) -> None: ...
-
-    def shutdown(self) -> None: ...
 
 
 class Queue(Protocol):

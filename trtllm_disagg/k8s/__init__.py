@@ -169,15 +169,11 @@ def _cluster(args: argparse.Namespace) -> Cluster:
         resources=Resources(args.cpu, args.memory, args.shared_memory, args.gpus_per_node),
         model_claim=args.model_claim,
         hf_token_secret=args.hf_token_secret,
-        admin_key=_key(args.admin_key_file, _check_admin_key),
+        admin_key=_key(args.admin_key_file, lambda path: AdminKey.read(path, "--admin-key-file")),
         transfer_key=_key(args.transfer_key_file, read_key),
         has_compute_domain=args.compute_domain,
         has_pod_monitor=args.pod_monitor,
     )
-
-
-def _check_admin_key(path: Path) -> None:
-    AdminKey.read(path, "--admin-key-file")
 
 
 def _key(path: Path | None, check: Callable[[Path], Any]) -> bytes | None:

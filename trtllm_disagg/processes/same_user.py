@@ -37,11 +37,11 @@ def require_same_user(connection: socket.socket) -> PeerProcess:
     return peer
 
 
-def listen(name: str, backlog: int = 128) -> socket.socket:
+def listen(name: str) -> socket.socket:
     """The user of each accepted connection is still to be checked (`require_same_user`)."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(f"\0{name}")
-    listener.listen(backlog)
+    listener.listen(128)
     return listener
 
 

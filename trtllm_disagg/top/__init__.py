@@ -39,26 +39,20 @@ def run(args: argparse.Namespace) -> ExitCode:
     if not args.interval > 0:
         raise ConfigError.bad_value("--interval", args.interval, "more than 0 seconds")
     # Imported here because `--help` does not need them.
-    from trtllm_disagg.top.observers import observer_of
-
-    observer = observer_of(args.run_dir, args.url)
-    if args.once:
-        _print_frame(observer, as_json=args.json)
-    else:
-        return _live(observer, args.interval)
-    return ExitCode.DONE
-
-
-def _print_frame(observer: Observer, *, as_json: bool) -> None:
     import asyncio
 
     from trtllm_disagg.top.frame import print_frame, to_json
+    from trtllm_disagg.top.observers import observer_of
 
+    observer = observer_of(args.run_dir, args.url)
+    if not args.once:
+        return _live(observer, args.interval)
     seen = asyncio.run(observer.look())
-    if as_json:
+    if args.json:
         print(to_json(seen))
     else:
         print_frame(seen)
+    return ExitCode.DONE
 
 
 def _live(observer: Observer, interval: float) -> ExitCode:

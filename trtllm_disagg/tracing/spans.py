@@ -143,8 +143,8 @@ class Recording:
         self._ended: list[SpanData] = []
         self._root: SpanData | None = None
 
-    def root(self, name: str, parent: TraceParent | None, attributes: Attributes = _NONE) -> RecordedSpan:
-        root = RecordedSpan(self, name, parent and parent.span_id, attributes)
+    def root(self, name: str, parent: TraceParent | None) -> RecordedSpan:
+        root = RecordedSpan(self, name, parent and parent.span_id)
         self._root = root.data
         root.data.start = self.clock.start
         root.data.is_remote = parent is not None

@@ -223,13 +223,11 @@ def _read_attributes(holder: dict[str, Any]) -> dict[str, Value]:
 
 def _read_value(value: dict[str, Any]) -> Value:
     for kind, content in value.items():
-        if kind == "intValue":
-            return int(content)
-        if kind == "doubleValue":
-            return float(content)
-        if kind == "boolValue":
-            return bool(content)
         if kind == "arrayValue":
             return [str(_read_value(each)) for each in content.get("values") or ()]
-        return str(content)
+        read: type[str | bool | int | float] = _READ.get(kind, str)
+        return read(content)
     return ""
+
+
+_READ = {"intValue": int, "doubleValue": float, "boolValue": bool}

@@ -18,6 +18,7 @@ from tests.support.stage_client import FakeContext
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.dynamo_runtime.publishers import StatsForwarder
 from trtllm_disagg.dynamo_runtime.shutdown import Leaving
+from trtllm_disagg.dynamo_runtime.worker_endpoint import Runtime
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.errors import WorkerLeavingError
 from trtllm_disagg.handlers.cancellation import WorkerDrain, in_background
@@ -25,7 +26,7 @@ from trtllm_disagg.handlers.local import LocalAgg, LocalPrefill
 from trtllm_disagg.types import GenerateRequest, RequestContext, TokenChunk
 
 
-class Place:
+class Place(Runtime):
     """Discovery and the runtime, and the prefill queue; what was done, in order."""
 
     def __init__(self, broken: bool = False) -> None:
