@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     instance = None if args.instance is None else _instance_id(args.instance)
 
     async def change(workers: Workers, up: Up) -> ExitCode:
-        say = _silence if args.json else print
+        say = (lambda text: None) if args.json else print
         changes = await set_thresholds(workers, values, instance, say, client.say)
         if instance is None:
             up.change_new_workers(Set(values))
@@ -149,7 +149,3 @@ def _instance_id(text: str) -> int:
         raise ConfigError.bad_value(
             "--instance", text, "a hexadecimal instance id, as logs and answers have it"
         ) from None
-
-
-def _silence(text: str) -> None:
-    pass

@@ -51,10 +51,6 @@ def _note(instead: str) -> Problem:
     return Problem(Severity.NOTE, instead)
 
 
-def _shown_keys(side: Side) -> str:
-    return ", ".join(bad.key for bad in side.bad_keys) or "all known"
-
-
 def _keys(pair: Pair) -> Problem | None:
     found = [(side, bad) for side in pair.sides for bad in side.bad_keys]
     wrong = [
@@ -423,7 +419,7 @@ RULES = (
     Rule(
         "keys",
         "TensorRT-LLM refuses keys that it does not know and values that it does not take, after minutes of loading",
-        _shown_keys,
+        lambda side: ", ".join(bad.key for bad in side.bad_keys) or "all known",
         _keys,
     ),
     Rule(

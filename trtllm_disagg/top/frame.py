@@ -33,13 +33,11 @@ class Column:
     is_number: bool = True
 
 
-def _count(name: str) -> Column:
-    def value(process: Process, history: History) -> int | None:
-        found: int | None = getattr(process.load, name)
-        return found
-
+def _count(heading: str, name: str) -> Column:
     return Column(
-        _HEADINGS[name], lambda p, h: _shown(value(p, h)), lambda p, h: -float(_or_less(value(p, h)))
+        heading,
+        lambda p, h: _shown(getattr(p.load, name)),
+        lambda p, h: -_or_less(getattr(p.load, name)),
     )
 
 
@@ -51,8 +49,6 @@ def _rate(heading: str, total: str) -> Column:
     )
 
 
-_HEADINGS = {"batch": "batch", "queued": "queue", "handoffs_held": "held", "breakers_open": "open"}
-
 COLUMNS: tuple[Column, ...] = (
     Column("process", lambda p, h: p.name, lambda p, h: p.name, is_number=False),
     Column(
@@ -61,13 +57,13 @@ COLUMNS: tuple[Column, ...] = (
         lambda p, h: p.state,
         is_number=False,
     ),
-    _count("batch"),
-    _count("queued"),
+    _count("batch", "batch"),
+    _count("queue", "queued"),
     Column("KV", lambda p, h: _share(p.load.kv_use), lambda p, h: -_or_less(p.load.kv_use)),
-    _count("handoffs_held"),
+    _count("held", "handoffs_held"),
     _rate("in/s", "prefill_tokens"),
     _rate("out/s", "decode_tokens"),
-    _count("breakers_open"),
+    _count("open", "breakers_open"),
     Column("doing", lambda p, h: _doing(p), lambda p, h: _doing(p), is_number=False),
 )
 _DOING = COLUMNS[-1]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from trtllm_disagg.top.snapshot import DEAD, SILENT, Latency, Process, Snapshot, WorkerLoad, latency
+from trtllm_disagg.top.snapshot import DEAD, EMPTY, SILENT, Latency, Process, Snapshot, WorkerLoad, latency
 
 #: Of latencies and rates.
 WINDOW_SECONDS = 30.0
@@ -43,12 +43,10 @@ class History:
         return self.looks[-1]
 
     def ttft(self) -> Latency | None:
-        new, old = self.last.frontend, self.looks[0].frontend
-        return latency(new.ttft, new.ttft_sum, *((old.ttft, old.ttft_sum) if self._has_past else ()))
+        return latency(self.last.frontend.ttft, self.looks[0].frontend.ttft if self._has_past else EMPTY)
 
     def itl(self) -> Latency | None:
-        new, old = self.last.frontend, self.looks[0].frontend
-        return latency(new.itl, new.itl_sum, *((old.itl, old.itl_sum) if self._has_past else ()))
+        return latency(self.last.frontend.itl, self.looks[0].frontend.itl if self._has_past else EMPTY)
 
     @property
     def _has_past(self) -> bool:

@@ -26,7 +26,7 @@ from trtllm_disagg.doctor.this_machine import listener
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.processes.activity import read_activity
 from trtllm_disagg.processes.direct_http import get
-from trtllm_disagg.top.snapshot import DEAD, SILENT, FrontendLoad, Process, Snapshot, WorkerLoad
+from trtllm_disagg.top.snapshot import DEAD, SILENT, FrontendLoad, Histogram, Process, Snapshot, WorkerLoad
 
 ANSWER_SECONDS = 2.0
 _HTTP_OK = 200
@@ -84,10 +84,8 @@ def frontend_of(page: str) -> FrontendLoad:
         running=_whole(samples.get(_RUNNING)),
         waiting=_whole(samples.get(_WAITING)),
         requests=_whole(samples.get(_DONE)),
-        ttft=_buckets(samples, _TTFT),
-        ttft_sum=_sum(samples.get(f"{_TTFT}_sum", ())),
-        itl=_buckets(samples, _ITL),
-        itl_sum=_sum(samples.get(f"{_ITL}_sum", ())),
+        ttft=_histogram(samples, _TTFT),
+        itl=_histogram(samples, _ITL),
     )
 
 
@@ -99,13 +97,13 @@ def _sum(samples: Iterable[Sample]) -> float:
     return sum((sample.value for sample in samples), 0.0)
 
 
-def _buckets(samples: Samples, metric: str) -> tuple[tuple[float, float], ...]:
-    """The buckets of a histogram, added up over all models."""
+def _histogram(samples: Samples, metric: str) -> Histogram:
+    """Added up over all models."""
     counts: dict[float, float] = {}
     for sample in samples.get(f"{metric}_bucket", ()):
         bound = float(sample.labels["le"])
         counts[bound] = counts.get(bound, 0.0) + sample.value
-    return tuple(sorted(counts.items()))
+    return Histogram(tuple(sorted(counts.items())), _sum(samples.get(f"{metric}_sum", ())))
 
 
 class Observer(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 #: Beside the states of `up`'s own table: it is gone, and it does not answer though it should.
 DEAD, SILENT = "dead", "no answer"
@@ -58,6 +59,16 @@ class Latency:
     p99: float
 
 
+class Histogram(NamedTuple):
+    """Upper bounds of buckets, in seconds, and how many measurements were at most that; and the sum of all."""
+
+    buckets: tuple[tuple[float, float], ...] = ()
+    total: float = 0.0
+
+
+EMPTY = Histogram()
+
+
 @dataclass(frozen=True, slots=True)
 class FrontendLoad:
     """The frontend's metrics, from its /metrics page."""
@@ -65,11 +76,9 @@ class FrontendLoad:
     running: int | None = None
     waiting: int | None = None
     requests: int | None = None
-    #: Upper bounds of buckets, in seconds, and how many were at most that; since the start of the frontend.
-    ttft: tuple[tuple[float, float], ...] = ()
-    ttft_sum: float = 0.0
-    itl: tuple[tuple[float, float], ...] = ()
-    itl_sum: float = 0.0
+    #: Since the start of the frontend.
+    ttft: Histogram = EMPTY
+    itl: Histogram = EMPTY
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,21 +97,15 @@ class Snapshot:
     warnings: tuple[str, ...] = ()
 
 
-def latency(
-    buckets: tuple[tuple[float, float], ...],
-    total: float,
-    before: tuple[tuple[float, float], ...] = (),
-    total_before: float = 0.0,
-) -> Latency | None:
+def latency(now: Histogram, before: Histogram = EMPTY) -> Latency | None:
     """The latency of the measurements since `before`; None without any."""
-    old = dict(before)
-    counts = [(bound, count - old.get(bound, 0.0)) for bound, count in buckets]
+    old = dict(before.buckets)
+    counts = [(bound, count - old.get(bound, 0.0)) for bound, count in now.buckets]
     count = counts[-1][1] if counts else 0.0
     if count <= 0:
         return None
-    return Latency(
-        int(count), (total - total_before) / count, _quantile(counts, 0.5), _quantile(counts, 0.99)
-    )
+    mean = (now.total - before.total) / count
+    return Latency(int(count), mean, _quantile(counts, 0.5), _quantile(counts, 0.99))
 
 
 def _quantile(counts: list[tuple[float, float]], share: float) -> float:

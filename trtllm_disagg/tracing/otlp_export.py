@@ -18,7 +18,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.tracing.spans import Event, SpanData, Value
+from trtllm_disagg.tracing.spans import SpanData, Value
 from trtllm_disagg.tracing.trace_file import SCOPE
 
 _PROTOCOLS = {
@@ -60,7 +60,7 @@ class OtlpExport:
             else _context(span.trace_id, span.parent_id, is_remote=span.is_remote),
             resource=self._resource,
             attributes=span.attributes,
-            events=[_event(event) for event in span.events],
+            events=[OtelEvent(event.name, event.attributes, event.at) for event in span.events],
             kind=SpanKind.SERVER if span.is_remote else SpanKind.INTERNAL,
             status=Status() if span.error is None else Status(StatusCode.ERROR, span.error),
             start_time=span.start,
@@ -80,7 +80,3 @@ def _exporter(environ: Mapping[str, str]) -> SpanExporter:
 
 def _context(trace_id: str, span_id: str, *, is_remote: bool = False) -> SpanContext:
     return SpanContext(int(trace_id, 16), int(span_id, 16), is_remote, _SAMPLED)
-
-
-def _event(event: Event) -> OtelEvent:
-    return OtelEvent(event.name, event.attributes, event.at)

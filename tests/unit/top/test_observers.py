@@ -16,7 +16,7 @@ from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes.proc_stat import birth
 from trtllm_disagg.top import observers
 from trtllm_disagg.top.observers import RunDirObserver, frontend_of, load_of, observer_of
-from trtllm_disagg.top.snapshot import DEAD, SILENT, WorkerLoad, latency
+from trtllm_disagg.top.snapshot import DEAD, EMPTY, SILENT, Histogram, WorkerLoad, latency
 
 PAGE = """
 # TYPE trtllm_disagg_requests_active gauge
@@ -45,15 +45,17 @@ def test_invalid_metrics_page_gives_an_empty_load() -> None:
 
 def test_quantiles_of_latencies_are_those_of_prometheus() -> None:
     buckets = ((0.1, 50.0), (0.2, 90.0), (float("inf"), 100.0))
-    found = latency(buckets, 12.0)
+    found = latency(Histogram(buckets, 12.0))
     assert found is not None
     assert (found.count, found.mean, found.p50, found.p99) == (100, 0.12, 0.1, 0.2)
-    later = latency(((0.1, 50.0), (0.2, 91.0), (float("inf"), 101.0)), 12.15, buckets, 12.0)
+    later = latency(
+        Histogram(((0.1, 50.0), (0.2, 91.0), (float("inf"), 101.0)), 12.15), Histogram(buckets, 12.0)
+    )
     assert later is not None
     assert later.count == 1
     assert later.p50 == pytest.approx(0.15)
-    assert latency(buckets, 12.0, buckets, 12.0) is None
-    assert latency((), 0.0) is None
+    assert latency(Histogram(buckets, 12.0), Histogram(buckets, 12.0)) is None
+    assert latency(EMPTY) is None
 
 
 def test_the_frontends_histograms_are_those_of_all_models() -> None:
@@ -63,7 +65,7 @@ def test_the_frontends_histograms_are_those_of_all_models() -> None:
         lines += [f'{name}_bucket{{le="{le}",model="{model}"}} 1' for le in ("0.5", "+Inf")]
         lines += [f'{name}_sum{{model="{model}"}} 0.25', f'{name}_count{{model="{model}"}} 1']
     seen = frontend_of("\n".join(lines) + "\n")
-    assert (seen.ttft, seen.ttft_sum) == (((0.5, 2.0), (float("inf"), 2.0)), 0.5)
+    assert seen.ttft == (((0.5, 2.0), (float("inf"), 2.0)), 0.5)
 
 
 # -- processes

@@ -17,7 +17,7 @@ from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.top import frame
 from trtllm_disagg.top.history import History, events_between
 from trtllm_disagg.top.screen import Top
-from trtllm_disagg.top.snapshot import SILENT, FrontendLoad, Process, Snapshot, WorkerLoad
+from trtllm_disagg.top.snapshot import SILENT, FrontendLoad, Histogram, Process, Snapshot, WorkerLoad
 
 SIZE = (80, 24)
 
@@ -39,7 +39,7 @@ FIRST = Snapshot(
         worker("prefill-0", batch=2, decode_tokens=0, prefill_tokens=0),
         worker("decode-0", batch=9, kv_blocks=250, handoffs_held=3, breakers_open=0, decode_tokens=100),
     ),
-    FrontendLoad(11, 0, 40, BUCKETS, 0.15),
+    FrontendLoad(11, 0, 40, Histogram(BUCKETS, 0.15)),
 )
 SECOND = replace(
     FIRST,
@@ -179,7 +179,8 @@ async def test_ctrl_c_ends_the_screen_with_the_code_for_it() -> None:
 def test_latencies_and_rates_are_of_the_window_and_a_frontend_that_began_anew_is_not_subtracted() -> None:
     history = History()
     history.add(FIRST)
-    more = replace(FIRST.frontend, requests=41, ttft=((0.05, 1.0), (0.1, 3.0), (float("inf"), 3.0)))
+    later = Histogram(((0.05, 1.0), (0.1, 3.0), (float("inf"), 3.0)), 0.15)
+    more = replace(FIRST.frontend, requests=41, ttft=later)
     history.add(replace(FIRST, at=110.0, frontend=more))
     found = history.ttft()
     assert found is not None
