@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import NamedTuple
 
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.deployment.limits import (
@@ -27,8 +28,6 @@ from trtllm_disagg.processes.dev_shm import DIRECTORY, in_mib
 from trtllm_disagg.strategies import STRATEGIES
 from trtllm_disagg.worker.pairing import require_pair
 
-_ERROR, _NOTE = Severity.ERROR.value, Severity.NOTE.value
-
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -41,6 +40,23 @@ class Finding:
     instead: str = ""
 
 
+class _Rule(NamedTuple):
+    name: str
+    why: str
+
+    def fine(self, value: str) -> Finding:
+        return Finding(self.name, FINE, value, self.why)
+
+    def note(self, value: str, instead: str) -> Finding:
+        return Finding(self.name, Severity.NOTE.value, value, self.why, instead)
+
+    def error(self, value: str, instead: str) -> Finding:
+        return Finding(self.name, Severity.ERROR.value, value, self.why, instead)
+
+    def unknown(self, instead: str, value: str = "") -> Finding:
+        return Finding(self.name, UNKNOWN, value, self.why, instead)
+
+
 Find = Callable[[Observed], Iterable[Finding]]
 
 
@@ -49,19 +65,17 @@ def findings(seen: Observed) -> list[Finding]:
 
 
 def _answers(seen: Observed) -> Iterator[Finding]:
-    rule, why = "answers", "all else is read from the answers to requests"
+    rule = _Rule("answers", "all else is read from the answers to requests")
     if isinstance(seen.plain, ProbeFailedError):
-        yield Finding(
-            rule, _ERROR, "no", why, f"{seen.plain}; the logs of the frontend and of the workers say more"
-        )
+        yield rule.error("no", f"{seen.plain}; the logs of the frontend and of the workers say more")
     else:
-        yield Finding(rule, FINE, f"{seen.model}, a prompt of {seen.plain.prompt_tokens} tokens", why)
+        yield rule.fine(f"{seen.model}, a prompt of {seen.plain.prompt_tokens} tokens")
 
 
 def _workers(seen: Observed) -> Iterator[Finding]:
-    rule, why = "workers", "a request crosses both stages only while there is a worker of each role"
+    rule = _Rule("workers", "a request crosses both stages only while there is a worker of each role")
     if seen.workers is None:
-        yield Finding(rule, UNKNOWN, "", why, "the frontend has no list of instances at /health")
+        yield rule.unknown("the frontend has no list of instances at /health")
         return
     value = ", ".join(map(str, seen.workers)) or "none"
     roles = {worker.role for worker in seen.workers}
@@ -69,12 +83,12 @@ def _workers(seen: Observed) -> Iterator[Finding]:
     is_one_role = len(missing) == 1 and None not in roles
     if not seen.workers or is_one_role:
         start = " and ".join(sorted(missing))
-        yield Finding(rule, _ERROR, value, why, f"start a {start} worker, or look into its log")
+        yield rule.error(value, f"start a {start} worker, or look into its log")
     elif silent := _silent(seen):
         instead = f"{', '.join(map(str, silent))}: listed, and without an answer; look into the log"
-        yield Finding(rule, _ERROR, value, why, instead)
+        yield rule.error(value, instead)
     else:
-        yield Finding(rule, FINE, value, why)
+        yield rule.fine(value)
 
 
 def _described(seen: Observed) -> list[ObservedWorker]:
@@ -87,24 +101,24 @@ def _silent(seen: Observed) -> list[ObservedWorker]:
     return [worker for worker in seen.workers or () if could_ask and worker.description is None]
 
 
-def _undescribed(rule: str, why: str, seen: Observed) -> Finding:
+def _undescribed(rule: _Rule, seen: Observed) -> Finding:
     how = (
         "run doctor on the machine of the frontend, as its user, or with its discovery in the environment "
         "(DYN_DISCOVERY_BACKEND, ETCD_ENDPOINTS)"
     )
-    return Finding(rule, UNKNOWN, "", why, f"{seen.undescribed or 'no worker describes itself'}; {how}")
+    return rule.unknown(f"{seen.undescribed or 'no worker describes itself'}; {how}")
 
 
 def _pair(seen: Observed) -> Iterator[Finding]:
-    rule, why = "pair", "KV and handoffs of one worker have to mean the same to the other one"
+    rule = _Rule("pair", "KV and handoffs of one worker have to mean the same to the other one")
     described = _described(seen)
     prefills, decodes = ([w for w in described if w.role == role] for role in (Role.PREFILL, Role.DECODE))
     if not described:
-        yield _undescribed(rule, why, seen)
+        yield _undescribed(rule, seen)
         return
     if not prefills or not decodes:
         if {worker.role for worker in described} != {Role.AGG}:
-            yield Finding(rule, UNKNOWN, "", why, "no two workers of both roles describe themselves")
+            yield rule.unknown("no two workers of both roles describe themselves")
         return
     wrong: dict[str, None] = {}
     for prefill, decode in product(prefills, decodes):
@@ -113,28 +127,26 @@ def _pair(seen: Observed) -> Iterator[Finding]:
         except ConfigError as error:
             wrong[str(error)] = None
     if wrong:
-        yield Finding(rule, _ERROR, "do not fit", why, "; ".join(wrong))
+        yield rule.error("do not fit", "; ".join(wrong))
     else:
         count = len(prefills) * len(decodes)
-        yield Finding(rule, FINE, f"{count} of {count} fit", why)
+        yield rule.fine(f"{count} of {count} fit")
 
 
 def _versions(seen: Observed) -> Iterator[Finding]:
-    rule, why = "versions", "a handoff is written by one version and read by another"
+    rule = _Rule("versions", "a handoff is written by one version and read by another")
     described = _described(seen)
     if not described:
-        yield _undescribed(rule, why, seen)
+        yield _undescribed(rule, seen)
         return
     versions = {_version_of(worker) for worker in described}
     if any(UNKNOWN in version for version in versions):
-        yield Finding(
-            rule, UNKNOWN, "; ".join(sorted(versions)), why, "a worker of an older trtllm-disagg is there"
-        )
+        yield rule.unknown("a worker of an older trtllm-disagg is there", "; ".join(sorted(versions)))
     elif len(versions) > 1:
         each = "; ".join(f"{worker}: {_version_of(worker)}" for worker in described)
-        yield Finding(rule, _NOTE, each, why, "one version of everything on all workers")
+        yield rule.note(each, "one version of everything on all workers")
     else:
-        yield Finding(rule, FINE, versions.pop(), why)
+        yield rule.fine(versions.pop())
 
 
 def _version_of(worker: ObservedWorker) -> str:
@@ -147,21 +159,14 @@ def _version_of(worker: ObservedWorker) -> str:
 
 
 def _order(seen: Observed) -> Iterator[Finding]:
-    rule, why = (
-        "order",
-        "what a worker was started with is not what a request meets when something is missing",
+    rule = _Rule(
+        "order", "what a worker was started with is not what a request meets when something is missing"
     )
     if isinstance(seen.plain, ProbeFailedError):
         return
     trace = seen.plain.trace
     if trace is None or not trace.strategy:
-        yield Finding(
-            rule,
-            UNKNOWN,
-            "",
-            why,
-            "the answer has no engine_data.disagg: these are no workers of this project",
-        )
+        yield rule.unknown("the answer has no engine_data.disagg: these are no workers of this project")
         return
     value = f"{trace.strategy} ({trace.reason})"
     declared = {
@@ -169,20 +174,14 @@ def _order(seen: Observed) -> Iterator[Finding]:
     }
     is_declared = not declared or trace.strategy in declared or "auto" in declared
     if trace.fallbacks:
-        yield Finding(rule, _ERROR, value, why, "the request took another way: " + "; ".join(trace.fallbacks))
+        yield rule.error(value, "the request took another way: " + "; ".join(trace.fallbacks))
     elif trace.strategy == LOCAL:
-        yield Finding(
-            rule,
-            _NOTE,
-            value,
-            why,
-            f"a prompt of {seen.plain.prompt_tokens} tokens stays on the worker that has it "
-            "(docs/reference/deciders.md)",
-        )
+        stays = f"a prompt of {seen.plain.prompt_tokens} tokens stays on the worker that has it"
+        yield rule.note(value, f"{stays} (docs/reference/deciders.md)")
     elif not is_declared:
-        yield Finding(rule, _NOTE, value, why, f"the workers say {', '.join(sorted(declared))}")
+        yield rule.note(value, f"the workers say {', '.join(sorted(declared))}")
     else:
-        yield Finding(rule, FINE, value, why)
+        yield rule.fine(value)
 
 
 def _is_one_stage(seen: Observed) -> bool:
@@ -194,40 +193,33 @@ def _is_one_stage(seen: Observed) -> bool:
 
 def _stages(seen: Observed) -> Iterator[Finding]:
     """One request, and its KV."""
-    rule, why = (
-        "both stages",
-        "a first stage that answers alone looks healthy, and is twice as loaded as planned",
+    rule = _Rule(
+        "both stages", "a first stage that answers alone looks healthy, and is twice as loaded as planned"
     )
-    kv, why_kv = "KV moved", "a decode worker without the KV computes the prompt once more"
+    kv = _Rule("KV moved", "a decode worker without the KV computes the prompt once more")
     answer = seen.crossing
     if isinstance(seen.plain, ProbeFailedError) or _is_one_stage(seen):
         return
     if isinstance(answer, ProbeFailedError):
-        yield Finding(rule, _ERROR, "no answer", why, str(answer))
+        yield rule.error("no answer", str(answer))
         return
     moved = answer.trace.kv_transfer_bytes if answer.trace else None
     others = _other_stage(answer)
     if others or moved:
-        yield Finding(rule, FINE, others or "yes, through the prefill queue", why)
+        yield rule.fine(others or "yes, through the prefill queue")
     elif answer.trace is None:
-        yield Finding(rule, UNKNOWN, "", why, "the answer does not name its workers")
+        yield rule.unknown("the answer does not name its workers")
         return
     else:
         because = "; ".join(answer.trace.fallbacks) or f"reason: {answer.trace.reason}"
-        yield Finding(
-            rule, _ERROR, "one worker did both", why, f"look why the other stage was not called; {because}"
-        )
+        yield rule.error("one worker did both", f"look why the other stage was not called; {because}")
         return
     if moved:
-        yield Finding(kv, FINE, f"{moved:,} bytes", why_kv)
+        yield kv.fine(f"{moved:,} bytes")
     elif moved == 0:
-        yield Finding(kv, _ERROR, "0 bytes", why_kv, "look into the decode worker's log for the transfer")
+        yield kv.error("0 bytes", "look into the decode worker's log for the transfer")
     else:
-        yield Finding(
-            kv,
-            UNKNOWN,
-            "",
-            why_kv,
+        yield kv.unknown(
             "the engine has not measured the transfer: --publish-metrics on the workers; some of TensorRT-LLM's "
             "transceivers never do",
         )
@@ -247,35 +239,26 @@ def _other_stage(answer: Answer) -> str:
 
 
 def _events(seen: Observed) -> Iterator[Finding]:
-    rule, why = (
-        "KV events",
-        "the router sends a prompt to the worker that has its beginning, if it hears of blocks",
+    rule = _Rule(
+        "KV events", "the router sends a prompt to the worker that has its beginning, if it hears of blocks"
     )
     if seen.repeats is None:
         return
     last, waited = seen.repeats.last, f"{seen.repeats.seconds:.1f} s"
     if _only_guesses(seen):
-        yield Finding(rule, _NOTE, "not used", why, "the frontend runs with --no-router-kv-events")
+        yield rule.note("not used", "the frontend runs with --no-router-kv-events")
     elif last.hit_rate is None:
-        yield Finding(
-            rule, _NOTE, "not used", why, "the frontend does not route by KV cache: --router-mode kv"
-        )
+        yield rule.note("not used", "the frontend does not route by KV cache: --router-mode kv")
     elif last.hit_rate > 0:
-        yield Finding(rule, FINE, f"the router found {last.hit_rate:.0%} of the blocks after {waited}", why)
+        yield rule.fine(f"the router found {last.hit_rate:.0%} of the blocks after {waited}")
     elif last.cached_tokens:
-        yield Finding(
-            rule,
-            _ERROR,
+        yield rule.error(
             f"none after {waited}; the worker reused {last.cached_tokens} tokens",
-            why,
             "--publish-kv-events on the workers of the first stage; its port open to the frontend (DYN_EVENT_PLANE)",
         )
     else:
-        yield Finding(
-            rule,
-            _ERROR,
+        yield rule.error(
             f"none after {waited}, and no block was reused",
-            why,
             "kv_cache_config.enable_block_reuse: true, and --publish-kv-events on the workers of the first stage",
         )
 
@@ -288,40 +271,40 @@ def _only_guesses(seen: Observed) -> bool:
     return "--no-router-kv-events" in frontend.argv or off
 
 
-_LIMITS = {
-    OPEN_FILES_LIMIT: "each connection is an open file, and so is each file of a model",
-    LOCKED_MEMORY: "KV that moves by RDMA is locked as a whole",
-    INOTIFY_KEY: "each process that watches files of discovery takes some; one that finds none does not start",
-    str(DIRECTORY): "UCX, under NIXL, keeps its queues there; a process that finds no room dies of a signal",
-    PTRACE_SCOPE: "NIXL on one host reads another process's memory",
-}
+_LIMITS = (
+    _Rule(OPEN_FILES_LIMIT, "each connection is an open file, and so is each file of a model"),
+    _Rule(LOCKED_MEMORY, "KV that moves by RDMA is locked as a whole"),
+    _Rule(
+        INOTIFY_KEY,
+        "each process that watches files of discovery takes some; one that finds none does not start",
+    ),
+    _Rule(
+        str(DIRECTORY),
+        "UCX, under NIXL, keeps its queues there; a process that finds no room dies of a signal",
+    ),
+    _Rule(PTRACE_SCOPE, "NIXL on one host reads another process's memory"),
+)
 
 
 def _host(seen: Observed) -> Iterator[Finding]:
     if seen.limits is None:
         where = "the frontend runs on another machine, or as another user; run doctor there"
-        yield from (Finding(rule, UNKNOWN, "", why, where) for rule, why in _LIMITS.items())
+        yield from (rule.unknown(where) for rule in _LIMITS)
         return
     limits = _in_force(seen, seen.limits)
     found = {shortage.about: shortage for shortage in shortages(seen.needs, limits)}
-    for rule, value in _values(seen, limits).items():
-        shortage = found.get(rule)
+    values = _values(seen, limits)
+    for rule in _LIMITS:
+        value, shortage = values[rule.name], found.get(rule.name)
         if shortage is not None:
-            yield Finding(
-                rule, _ERROR if shortage.is_certain else _NOTE, value, _LIMITS[rule], shortage.sentence
-            )
-        elif value == UNKNOWN:
-            yield Finding(rule, UNKNOWN, "", _LIMITS[rule], "this system does not tell")
+            yield (rule.error if shortage.is_certain else rule.note)(value, shortage.sentence)
         else:
-            yield Finding(rule, FINE, value, _LIMITS[rule])
+            yield rule.unknown("this system does not tell") if value == UNKNOWN else rule.fine(value)
     silent = _silent(seen)
     if elsewhere := [str(w) for w in seen.workers or () if w.process is None and w not in silent]:
-        yield Finding(
-            "other hosts",
-            UNKNOWN,
-            ", ".join(elsewhere),
-            "the limits above are this machine's",
-            "run doctor on the machines of these workers too, as their user",
+        others = _Rule("other hosts", "the limits above are this machine's")
+        yield others.unknown(
+            "run doctor on the machines of these workers too, as their user", ", ".join(elsewhere)
         )
 
 
