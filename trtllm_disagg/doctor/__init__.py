@@ -145,7 +145,8 @@ def _of_files(args: argparse.Namespace) -> ExitCode:
 
 
 def _side(args: argparse.Namespace, role: Role, deployment: PlannedDeployment) -> Side:
-    from trtllm_disagg.doctor.pair import read_side, settings_of
+    from trtllm_disagg.config.yaml_file import read_mapping
+    from trtllm_disagg.doctor.pair import FLAGS_ONLY, settings_of, side_of
 
     config = settings_of(
         role, getattr(args, f"{role}_flags"), strategy=args.strategy, schedule_style=args.schedule_style
@@ -157,7 +158,8 @@ def _side(args: argparse.Namespace, role: Role, deployment: PlannedDeployment) -
                 f"--{role}-flags: --extra-engine-args {config.extra_engine_args} and the file {file}: give one of them"
             )
         file = Path(config.extra_engine_args)
-    return read_side(role, file, args.model, deployment, _gpus(args, role), config)
+    source, given = (FLAGS_ONLY, {}) if file is None else (str(file), read_mapping(file, role.value))
+    return side_of(role, source, given, args.model, deployment, _gpus(args, role), config)
 
 
 def _version(given: str | None) -> TrtllmVersion:

@@ -16,7 +16,6 @@ from pydantic import ValidationError
 from trtllm_disagg.config.args import parse_worker_flags
 from trtllm_disagg.config.engine_args import nearest_key, with_flags
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.config.yaml_file import read_mapping
 from trtllm_disagg.embedded.params.llm_args import TENSORRT_LLM_BACKENDS, LlmArgs
 from trtllm_disagg.engine.engines import ENGINES
 from trtllm_disagg.engine.trtllm_version import NEWEST_KNOWN, TrtllmVersion
@@ -150,22 +149,6 @@ class Pair:
     def longest_prompt(self) -> int | None:
         """Of those that prefill takes."""
         return self.prefill.max_seq_len
-
-
-def read_side(
-    role: Role,
-    path: Path | None,
-    model: str | None,
-    deployment: PlannedDeployment,
-    gpus: tuple[str, ...] = (),
-    config: WorkerConfig | None = None,
-) -> Side:
-    """`path`: None where the flags, in `config`, are all. Raises ConfigError, naming the file, for one that cannot be
-    read or is not a YAML mapping.
-    """
-    if path is None:
-        return side_of(role, FLAGS_ONLY, {}, model, deployment, gpus, config)
-    return side_of(role, str(path), read_mapping(path, role.value), model, deployment, gpus, config)
 
 
 def side_of(
