@@ -97,12 +97,11 @@ class PlainStatus(Status):
 class TableStatus(Status):
     """Shows a live table, with messages above it."""
 
-    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, stream: TextIO) -> None:
         from trtllm_disagg.console import Console
 
         self.console = Console(stream)
-        self._clock = clock
-        self._began = clock()
+        self._began = time.monotonic()
 
     @asynccontextmanager
     async def showing(self, processes: Sequence[ManagedProcess]) -> AsyncIterator[None]:

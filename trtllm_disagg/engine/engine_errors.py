@@ -10,7 +10,7 @@ from typing import Protocol
 from trtllm_disagg.errors import DisaggError, WorkerLeavingError
 
 
-class Engine(Protocol):
+class _Engine(Protocol):
     """The part of `engine.engine.Engine` that is used here."""
 
     @property
@@ -28,7 +28,7 @@ class EngineErrors:
 
     __slots__ = ("_engine", "_on_failure")
 
-    def __init__(self, engine: Engine, on_failure: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, engine: _Engine, on_failure: Callable[[], None] = lambda: None) -> None:
         self._engine = engine
         self._on_failure = on_failure
 

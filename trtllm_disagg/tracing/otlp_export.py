@@ -11,8 +11,7 @@ from threading import Thread
 from typing import Any
 
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import Event as OtelEvent
-from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
@@ -60,7 +59,7 @@ class OtlpExport:
             else _context(span.trace_id, span.parent_id, is_remote=span.is_remote),
             resource=self._resource,
             attributes=span.attributes,
-            events=[OtelEvent(event.name, event.attributes, event.at) for event in span.events],
+            events=[Event(event.name, event.attributes, event.at) for event in span.events],
             kind=SpanKind.SERVER if span.is_remote else SpanKind.INTERNAL,
             status=Status() if span.error is None else Status(StatusCode.ERROR, span.error),
             start_time=span.start,

@@ -40,7 +40,7 @@ class TraceParent(NamedTuple):
         return cls(found[1], found[2], bool(int(found[3], 16) & 1))
 
 
-class Event(NamedTuple):
+class SpanEvent(NamedTuple):
     """An event of a span; `at` is in nanoseconds since the epoch."""
 
     name: str
@@ -59,7 +59,7 @@ class SpanData:
     start: int
     end: int = 0
     attributes: dict[str, Value] = field(default_factory=dict)
-    events: list[Event] = field(default_factory=list)
+    events: list[SpanEvent] = field(default_factory=list)
     #: The error that ended it; None for success.
     error: str | None = None
     #: Its parent span is in another process.
@@ -188,7 +188,7 @@ class RecordedSpan(Span):
 
     def event(self, name: str, attributes: Attributes = _NONE, at: int | None = None) -> None:
         if not self.data.end:
-            self.data.events.append(Event(name, at or self._now(), _known(attributes)))
+            self.data.events.append(SpanEvent(name, at or self._now(), _known(attributes)))
 
     def end(self, error: BaseException | None = None, at: int | None = None) -> None:
         if self.data.end:

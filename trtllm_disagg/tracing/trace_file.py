@@ -16,8 +16,7 @@ from typing import Any
 import msgspec
 
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.tracing.spans import Event as SpanEvent
-from trtllm_disagg.tracing.spans import SpanData, Value
+from trtllm_disagg.tracing.spans import SpanData, SpanEvent, Value
 
 log = logging.getLogger(__name__)
 

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-__all__ = ["ExitStatus", "add_arguments", "prepare", "read_settings", "run"]
-
 add_arguments = add_worker_arguments
 prepare = with_dotted_flags
 

@@ -12,7 +12,7 @@ from tests.support.tracing import write
 from trtllm_disagg.cli import run
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.tracing.reading import read_traces
-from trtllm_disagg.tracing.spans import Event, SpanData
+from trtllm_disagg.tracing.spans import SpanData, SpanEvent
 from trtllm_disagg.tracing.trace_file import LONGEST_GAP, LONGEST_GAP_AFTER
 
 #: (name, place in the tree, first and last millisecond)
@@ -37,7 +37,7 @@ def spans_of(number: int, slower_ms: int) -> tuple[list[SpanData], list[SpanData
         span = SpanData(name, f"{number + 1:032x}", f"{number * 100 + place + 1:016x}", parent_id, at, until)
         made.append(span)
     made[0].attributes = {"gen_ai.request.id": f"id-{number}", "trtllm_disagg.strategy": "prefill_first"}
-    made[0].events = [Event("first_token", made[1].end, {})]
+    made[0].events = [SpanEvent("first_token", made[1].end, {})]
     made[6].attributes = {"kv_transfer.bytes": 49152, "kv_transfer.gb_per_second": 0.004}
     made[7].error = "EngineError: <lost>"
     return made[: len(SPANS)], made[len(SPANS) :]
@@ -158,8 +158,8 @@ def cancelled(tmp_path: Path) -> Path:
     of_prefill, of_decode = spans_of(0, 0)
     for span in (of_prefill[2], of_prefill[3], of_decode[0]):
         span.error = "KvTransferError: lost"
-    of_prefill[0].events.append(Event("breaker_open", of_prefill[1].end, {"instances": ["1a", "2b"]}))
-    of_prefill[0].events.append(Event("cancelled", of_prefill[0].end, {"tokens": 1}))
+    of_prefill[0].events.append(SpanEvent("breaker_open", of_prefill[1].end, {"instances": ["1a", "2b"]}))
+    of_prefill[0].events.append(SpanEvent("cancelled", of_prefill[0].end, {"tokens": 1}))
     for worker, spans in (("prefill-0", of_prefill), ("decode-0", of_decode)):
         write(tmp_path / "traces" / f"{worker}.jsonl", spans)
     return tmp_path

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.tracing import write
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.tracing.spans import Event, SpanData
+from trtllm_disagg.tracing.spans import SpanData, SpanEvent
 from trtllm_disagg.tracing.trace_file import OLD_SUFFIX, TraceFile, read_spans
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -24,7 +24,7 @@ ROOT = SpanData(
     1_700_000_000_000_000_001,
     1_700_000_000_500_000_001,
     {"n": 1, "share": 0.5, "text": "a", "yes": True, "reasons": ["stop", "length"]},
-    [Event("first_token", 1_700_000_000_100_000_001, {"index": 0})],
+    [SpanEvent("first_token", 1_700_000_000_100_000_001, {"index": 0})],
     "ValueError: no",
     is_remote=True,
 )
