@@ -36,9 +36,7 @@ class OtlpExport:
 
     def __init__(self, environ: Mapping[str, str], resource: Mapping[str, Value]) -> None:
         """Raises ConfigError for an unknown protocol, ModuleNotFoundError when its exporter is not installed."""
-        self._resource = Resource.create(
-            {"service.name": environ.get("OTEL_SERVICE_NAME") or "dynamo", **resource}
-        )
+        self._resource = Resource.create(dict(resource))
         self._processor = BatchSpanProcessor(_exporter(environ))
 
     def take(self, spans: Sequence[SpanData]) -> None:

@@ -120,13 +120,13 @@ def tracer_of(environ: Mapping[str, str], worker: str, instance: str) -> Tracer:
     """Raises ConfigError for an invalid value of a variable of export or sampling. `worker` is this worker's role and
     strategy, `instance` its id.
     """
-    resource = {"trtllm_disagg.worker": worker, "service.instance.id": instance}
+    service = environ.get("OTEL_SERVICE_NAME") or "dynamo"
+    resource = {"trtllm_disagg.worker": worker, "service.instance.id": instance, "service.name": service}
     receivers: list[Receiver] = []
     if environ.get(EXPORT_VARIABLE, "").lower() in _TRUE:
         receivers += _export(environ, resource)
     if path := environ.get(FILE_VARIABLE):
-        service = environ.get("OTEL_SERVICE_NAME") or "dynamo"
-        receivers.append(TraceFile(Path(path), resource | {"service.name": service}))
+        receivers.append(TraceFile(Path(path), resource))
     return Tracer(receivers, sampler_of(environ)) if receivers else Tracer()
 
 
