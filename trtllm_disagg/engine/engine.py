@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 import math
 from collections.abc import Callable
 from functools import partial
@@ -36,8 +35,6 @@ from trtllm_disagg.errors import (
 )
 from trtllm_disagg.types import GenerateRequest, InProgress, Rendezvous
 from trtllm_disagg.wire.bodies import decode_disaggregated_params
-
-log = logging.getLogger(__name__)
 
 _CONTEXT_ONLY, _GENERATION_ONLY = "context_only", "generation_only"
 #: DisaggScheduleStyle.GENERATION_FIRST; older TensorRT-LLM has no such name.

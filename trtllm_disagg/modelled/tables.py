@@ -22,8 +22,6 @@ from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.modelled.config import MODELS, ModelledArgs, ModelledConfig
 from trtllm_disagg.modelled.step_times import Chunk, StepParts
 
-log = logging.getLogger(__name__)
-
 PACKAGE = "aiconfigurator_core"
 BACKEND = "trtllm"
 #: Beyond these nothing was measured (products, attention); what is asked for there has an answer, but of no table.

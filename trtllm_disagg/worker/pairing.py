@@ -143,9 +143,6 @@ class Property(NamedTuple):
     #: All workers of one prefill queue have the same value.
     is_in_kind: bool = True
 
-    def values(self, prefill: Description, decode: Description) -> tuple[Any, Any]:
-        return prefill.get(self.key), decode.get(self.key)
-
 
 def _equal(key: str, setting: str, *, may_change: bool = False) -> Property:
     return Property(key, setting, lambda one, other: bool(one.get(key) == other.get(key)), may_change)
