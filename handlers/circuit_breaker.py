@@ -14,7 +14,6 @@ from trtllm_disagg.config.worker_config import ScheduleStyle, WorkerConfig
 from trtllm_disagg.errors import (
     DisaggError,
     EngineError,
-    NoInstanceError,
     PeerUnavailableError,
     StageTimeoutError,
 )
@@ -175,17 +174,9 @@ class CircuitBreakerClient:
 
     async def pick(self, request: GenerateRequest) -> CircuitBreakerInstance:
         """An instance that is not skipped; any instance when all are skipped, because none at all would be worse."""
-        cautious = request
         if skipped := self._breaker.open():
             request.span.event("breaker_open", {"instances": [f"{each:x}" for each in sorted(skipped)]})
-        for instance_id in skipped:
-            cautious = cautious.avoiding(instance_id)
-        try:
-            picked = await self._stage.pick(cautious)
-        except NoInstanceError:
-            if cautious is request:
-                raise
-            picked = await self._stage.pick(request)
+        picked = await self._stage.pick(request.skipping(skipped))
         return CircuitBreakerInstance(
             picked, self._breaker, self._timeouts, self._unanswered, request.trace.root
         )

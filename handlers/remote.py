@@ -39,7 +39,9 @@ class StageClient(Protocol):
     """The client of the workers of the other role."""
 
     async def pick(self, request: GenerateRequest) -> StageInstance:
-        """An instance for this request, none of `request.avoid`. Raises NoInstanceError when there is none."""
+        """An instance for this request, none of `request.avoid`, and one of `request.skipped` only if there is no other.
+        Raises NoInstanceError when there is none.
+        """
         ...
 
     def instance_ids(self) -> Collection[int]:

@@ -171,13 +171,14 @@ class SelectedStage:
 
     async def pick(self, request: GenerateRequest) -> CountedInstance:
         there = self.instance_ids()
-        allowed = [each for each in there if each not in request.avoid]
+        possible = [each for each in there if each not in request.avoid]
+        allowed = [each for each in possible if each not in request.skipped] or possible
         if not there:
             raise NoInstanceError(f"no {self._role} worker is in discovery")
         if not allowed:
             raise NoInstanceError(
-                f"none of {len(there)} {self._role} instances can take this request: they failed it, do not fit this "
-                "worker or are skipped"
+                f"none of {len(there)} {self._role} instances can take this request: they failed it or do not fit this "
+                "worker"
             )
         chosen = await self._selector.choose(request, self._pinned(request, allowed) or allowed)
         instance = self._directory.instance(chosen)
@@ -203,7 +204,7 @@ class SelectedStage:
         allowed_pins = [pin for pin in pins if pin in allowed]
         if pins and not allowed_pins:
             names = ", ".join(f"{pin:x}" for pin in pins)
-            why = "is gone" if not set(pins) & request.avoid else "failed or is skipped"
+            why = "is gone" if not set(pins) & (request.avoid | request.skipped) else "failed or is skipped"
             because = f"pinned {self._role} instance {names} {why}"
             if not any(because in recorded for recorded in request.trace.fallbacks):
                 request.trace.fell_back(Fallback.OTHER_INSTANCE, because)

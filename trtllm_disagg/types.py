@@ -260,6 +260,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     decode_follows: bool = False
     #: Instances that failed this request already.
     avoid: frozenset[int] = frozenset()
+    #: Instances that fail other requests, too: they take this one only if no other does.
+    skipped: frozenset[int] = frozenset()
     trace: RequestTrace = msgspec.field(default_factory=RequestTrace)
     #: The span of the current step; the spans of its parts are children of it.
     step: Span = NO_SPAN
@@ -282,6 +284,9 @@ class GenerateRequest(msgspec.Struct, frozen=True):
 
     def avoiding(self, instance_id: int) -> GenerateRequest:
         return msgspec.structs.replace(self, avoid=self.avoid | {instance_id})
+
+    def skipping(self, instance_ids: frozenset[int]) -> GenerateRequest:
+        return msgspec.structs.replace(self, skipped=instance_ids) if instance_ids else self
 
     def with_rendezvous(self, rendezvous: Rendezvous) -> GenerateRequest:
         return msgspec.structs.replace(self, rendezvous=rendezvous)

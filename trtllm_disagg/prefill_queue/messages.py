@@ -31,6 +31,8 @@ class Item(msgspec.Struct, frozen=True):
     avoid: Annotated[list[InstanceId], msgspec.Meta(max_length=MAX_AVOIDED)]
     #: The body, as for any other worker (`wire.bodies.encode_request`).
     request: dict[str, Any]
+    #: Instances that the pusher's circuit breaker skips: they run the item only if no other one takes it.
+    skipped: Annotated[list[InstanceId], msgspec.Meta(max_length=MAX_AVOIDED)] = []
 
 
 class _OfAttempt(msgspec.Struct, frozen=True, tag=True):

@@ -179,7 +179,7 @@ class Puller:
     async def _serve(self, message: Msg, item: Item) -> None:
         attempt = message.metadata.num_delivered
         may_be_offered_again = attempt < self._limits.offers
-        if self._instance_id in item.avoid and may_be_offered_again:
+        if may_be_offered_again and self._instance_id in (*item.avoid, *item.skipped):
             await _settle(message.nak(_OFFER_AGAIN_SECONDS))
             return
         context = PulledContext(item.request_id)

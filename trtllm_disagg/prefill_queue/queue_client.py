@@ -101,7 +101,9 @@ class Pushed:
             self.outcome.set_result(message.chunk)
         else:
             self.is_settled = True
-            self.fail(message.error(), self.claim.worker)
+            worker = self.claim.worker
+            # A worker that the item avoids has refused it: that says nothing of the worker, but that no other is there.
+            self.fail(message.error(), QUEUE_ID if worker in self.item.avoid else worker)
 
     def take(self) -> dict[str, Any]:
         """Take the answer, and with it the duty to release its KV."""
@@ -213,9 +215,9 @@ class QueueClient:
     ) -> AsyncGenerator[dict[str, Any], None]:
         """Push an item and yield a prefill worker's answer. Raises a DisaggError with `peer`."""
         request_id = context.id() if context is not None else None
-        # More than fit come from the circuit breaker, in a fleet of which much is down.
-        avoid = sorted(request.avoid)[:MAX_AVOIDED]
-        item = Item(uuid.uuid4().hex, self._id, request_id, avoid, raw)
+        # The circuit breaker may skip more than fit, in a fleet of which much is down.
+        avoid, skipped = (sorted(ids)[:MAX_AVOIDED] for ids in (request.avoid, request.skipped))
+        item = Item(uuid.uuid4().hex, self._id, request_id, avoid, raw, skipped)
         limits = self._broker.limits
         pushed = Pushed(item, self._timeout, on_claim, limits.claims, limits.silence)
         self._pushed[item.id] = pushed

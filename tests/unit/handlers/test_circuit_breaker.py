@@ -56,7 +56,7 @@ class Instance:
 
 
 class Stage:
-    """Always the first one that is allowed."""
+    """Always the first one that is allowed, and not skipped if there is such a one."""
 
     def __init__(self, **calls: Call) -> None:
         self.calls = {int(name[1:]): call for name, call in calls.items()}
@@ -68,9 +68,9 @@ class Stage:
         """Nothing is wished for."""
 
     async def pick(self, request: GenerateRequest) -> Instance:
-        for instance_id, call in self.calls.items():
-            if instance_id not in request.avoid:
-                return Instance(instance_id, call)
+        allowed = [each for each in self.calls if each not in request.avoid]
+        for instance_id in [each for each in allowed if each not in request.skipped] or allowed:
+            return Instance(instance_id, self.calls[instance_id])
         raise NoInstanceError("none")
 
 

@@ -102,6 +102,18 @@ async def test_selector_picks_no_instance_that_is_gone_or_has_failed(
             await selected.pick(asked)
 
 
+@pytest.mark.parametrize(
+    ("avoid", "skipped", "chosen"), [({1}, {2}, 3), ({1, 3}, {2}, 2), ({3}, {1, 2}, 1)]
+)
+async def test_a_skipped_instance_is_picked_only_if_every_other_one_is_avoided_or_skipped(
+    avoid: set[int], skipped: set[int], chosen: int
+) -> None:
+    asked = request().skipping(frozenset(skipped))
+    for each in avoid:
+        asked = asked.avoiding(each)
+    assert (await stage(Directory(1, 2, 3), RoundRobin()).pick(asked)).instance_id == chosen
+
+
 @pytest.mark.parametrize("selector", [RoundRobin(), LeastLoaded(InFlight()), BestCached(unable, InFlight())])
 async def test_instances_with_equal_load_take_turns(selector: Selector) -> None:
     chosen = Counter([await selector.choose(request(), [3, 1, 2]) for _ in range(9)])

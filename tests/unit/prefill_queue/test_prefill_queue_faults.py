@@ -15,7 +15,7 @@ from tests.support.nats_server import NatsServer
 from tests.support.queueing import Queueing, blocked, queueing, raising
 from trtllm_disagg.errors import EngineError, InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker, CircuitBreakerClient, StreamTimeouts
-from trtllm_disagg.handlers.remote import PREFILL
+from trtllm_disagg.handlers.remote import PREFILL, QUEUE_ID
 from trtllm_disagg.prefill_queue.broker import QueueLimits, Reply
 from trtllm_disagg.prefill_queue.messages import (
     MAX_BYTES,
@@ -72,6 +72,32 @@ async def test_a_worker_that_fails_its_items_is_skipped_and_not_the_queue(queue:
     assert len([each async for each in instance.call(encode_request(request(1), PREFILL), None)]) == 1
     assert instance.instance_id == 0xD
     assert breaker.open() == {0xC}
+
+
+async def test_a_skipped_worker_without_another_one_runs_the_item_and_is_skipped_no_more(
+    queue: Queueing,
+) -> None:
+    queue.limits = QueueLimits(offers=3)
+    pushing, _ = await queue.pusher(), await queue.puller(0xC)
+    breaker = CircuitBreaker(3, 60.0)
+    for _ in range(3):
+        breaker.failed(0xC)
+    stage = CircuitBreakerClient(pushing.client, breaker, {"prefill": StreamTimeouts(20.0, 20.0)})
+    instance = await stage.pick(request())
+    assert len([each async for each in instance.call(encode_request(request(1), PREFILL), None)]) == 1
+    assert breaker.open() == set()
+
+
+async def test_a_worker_that_refuses_an_item_that_avoids_it_has_not_failed(queue: Queueing) -> None:
+    queue.limits = QueueLimits(offers=3)
+    pushing, _ = await queue.pusher(), await queue.puller(0xC)
+    breaker = CircuitBreaker(1, 60.0)
+    stage = CircuitBreakerClient(pushing.client, breaker, {"prefill": StreamTimeouts(20.0, 20.0)})
+    instance = await stage.pick(request().avoiding(0xC))
+    with pytest.raises(PeerUnavailableError, match="no other prefill worker takes this request") as error:
+        await anext(instance.call(encode_request(request(), PREFILL), None))
+    assert error.value.peer == QUEUE_ID
+    assert breaker.open() == set()
 
 
 async def test_a_worker_slower_than_the_ack_wait_keeps_its_item(queue: Queueing) -> None:
@@ -206,6 +232,7 @@ FORGED = {
     "a request that is none": item(request=[1]),
     "a number for a name": item(request_id=7),
     "an endless list": item(avoid=list(range(65))),
+    "another endless list": item(skipped=list(range(65))),
     "too deep": b"\x91" * 100_000,
     "unknown": item(),
     "without tokens": item(request={"no": "tokens"}),
@@ -305,7 +332,8 @@ async def test_an_answer_of_another_attempt_is_not_taken(
 
 
 def test_an_item_reads_as_it_was_written() -> None:
-    sent = Item(uuid.uuid4().hex, uuid.uuid4().hex, None, [1, 2**64 - 1], raw_request())
+    sent = Item(uuid.uuid4().hex, uuid.uuid4().hex, None, [1, 2**64 - 1], raw_request(), [2])
     assert decode(encode(sent), Item) == sent
+    assert decode(item(), Item).skipped == [], "an older pusher does not say which workers it skips"
     with pytest.raises(UnreadableError, match="bytes, of which"):
         decode(b"x" * (MAX_BYTES + 1), Item)
