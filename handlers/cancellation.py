@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, aclosing, contextmanager, suppres
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.llm_api import RequestOutput
 from trtllm_disagg.errors import WorkerLeavingError
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
@@ -49,7 +50,10 @@ class AbortGuard:
     and crashed on that (Dynamo #7489). With `deferred` the abort waits for `may_abort`, at the first output.
     """
 
-    def __init__(self, result: RequestOutput, context: RequestContext, *, deferred: bool = False) -> None:
+    def __init__(
+        self, engine: Engine, result: RequestOutput, context: RequestContext, *, deferred: bool = False
+    ) -> None:
+        self._engine = engine
         self._result = result
         self._context = context
         self._allowed = not deferred
@@ -87,7 +91,7 @@ class AbortGuard:
     def _abort_if_due(self) -> None:
         if self._wanted and self._allowed and not self._done and not self._has_failed:
             self._done = True
-            self._result.abort()
+            self._engine.abort(self._result)
 
 
 class _Contexts:

@@ -86,7 +86,7 @@ class LocalPush:
 
     async def _run(self, request: GenerateRequest, context: RequestContext) -> TokenChunk:
         result = self._engine.start_prefill(request)
-        await finished(self._engine, result, AbortGuard(result, context))
+        await finished(self._engine, result, AbortGuard(self._engine, result, context))
         chunks = OutputCursor(len(request.token_ids)).advance(result)
         if not chunks or chunks[0].finish_reason == "cancelled":
             if context.is_stopped():

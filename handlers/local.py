@@ -64,7 +64,7 @@ class LocalPrefill:
         if self._first_token_is_the_answer(request):
             return await self._whole(request, context)
         result = self._engine.start_prefill(request)
-        guard = AbortGuard(result, context)
+        guard = AbortGuard(self._engine, result, context)
         try:
             await finished(self._engine, result, guard)
             if context.is_stopped():
@@ -83,7 +83,7 @@ class LocalPrefill:
 
     async def _whole(self, request: GenerateRequest, context: RequestContext) -> Handoff:
         result = self._engine.start_agg(request, streaming=False)
-        await finished(self._engine, result, AbortGuard(result, context))
+        await finished(self._engine, result, AbortGuard(self._engine, result, context))
         if context.is_stopped():
             raise RequestCancelledError("the client left during prefill")
         chunk = self._first(request, result)
@@ -104,11 +104,11 @@ class LocalPrefill:
             chunk = self._first(request, result)
             if chunk.finish_reason not in _ENDS_OF_EVERY_PREFILL:
                 if self._drain is None:
-                    result.abort()
+                    self._engine.abort(result)
                 return Handoff(chunk, None)
             passed = self._result(chunk, result)
         except BaseException:
-            result.abort()
+            self._engine.abort(result)
             raise
         return Handoff(
             chunk.without_end(),
@@ -133,7 +133,7 @@ class LocalPrefill:
         self, request: GenerateRequest, context: RequestContext, result: RequestOutput, handoff: Handoff
     ) -> None:
         if self._drain is None:
-            result.abort()
+            self._engine.abort(result)
         elif not (handoff.was_sent_to_decode and context.is_stopped()):
             # A decode worker fetches before it stops for a client that left; a second fetch would fail there.
             self._drain(request.with_handoff(handoff))
@@ -244,7 +244,7 @@ async def _stream(
 ) -> AsyncGenerator[TokenChunk, None]:
     """The chunks of an engine request. `start` is called at the first read, `finished` before the last chunk."""
     result = start()
-    with engine.answering, AbortGuard(result, context, deferred=deferred_abort) as guard:
+    with engine.answering, AbortGuard(engine, result, context, deferred=deferred_abort) as guard:
         async with (
             EngineErrors(engine, guard.failed),
             aclosing(newest_states(result, guard.may_abort, engine.cancel_at_death)) as states,

@@ -241,6 +241,11 @@ class Engine:
         if self.death is not None:
             waiting.cancel()
 
+    def abort(self, result: RequestOutput) -> None:
+        """Nothing is aborted on a dead engine: TensorRT-LLM sends an abort to its process, which may block for ever."""
+        if self.death is None and self.fatal_error is None:
+            result.abort()
+
     def _end(self, waiting: asyncio.Future[Any]) -> None:
         del self._waiting[waiting]
         if not waiting.cancelled():
@@ -280,8 +285,7 @@ class Engine:
         try:
             await self.finished(result)
         except asyncio.CancelledError:
-            if self.death is None:
-                result.abort()
+            self.abort(result)
             raise
 
     async def is_idle(self) -> bool:

@@ -23,7 +23,7 @@ class EngineErrors:
     """A context manager around the wait for a request, for each request: a class, because a generator's one takes 3 us.
 
     Raises a DisaggError for an error of the engine, and WorkerLeavingError where the engine's death has cancelled the
-    wait. `on_failure` is called when the request must not be aborted any more.
+    wait. `on_failure` is called when nothing more comes of the request.
     """
 
     __slots__ = ("_engine", "_on_failure")
@@ -42,7 +42,6 @@ class EngineErrors:
             return
         death = self._engine.death
         if death is not None:
-            # An abort is sent to the engine's process: on a dead one it may block the event loop.
             self._on_failure()
         if isinstance(error, asyncio.CancelledError):
             if death is not None and not _is_cancelled():

@@ -45,7 +45,7 @@ from trtllm_disagg.errors import (
     RequestCancelledError,
     WorkerLeavingError,
 )
-from trtllm_disagg.handlers.cancellation import num_in_background
+from trtllm_disagg.handlers.cancellation import POLL_SECONDS, num_in_background
 from trtllm_disagg.handlers.decide import CachedPrefixes
 from trtllm_disagg.handlers.local import LocalAgg, LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.remote import DECODE, PREFILL
@@ -531,6 +531,23 @@ async def test_a_wait_for_an_engine_that_dies_ends_without_an_abort_there(
         await waiting
     assert engine.llm.results[-1].aborts == []
     assert num_in_background() == 0
+
+
+async def test_a_client_that_leaves_between_two_tokens_causes_no_abort_on_an_engine_that_has_died(
+    tensorrt_llm: ModuleType,
+) -> None:
+    engine, context = opened(), FakeContext()
+    engine.llm.may_abort.set()  # without it, an abort blocks for ever
+    engine.llm.scripts.append(Script(gate=asyncio.Semaphore(1)))
+    chunks = LocalAgg(engine)(request(max_tokens=5), context)
+    await anext(chunks)
+    engine.llm.die()
+    engine.die("rank 3 is gone")
+    context.stop()
+    await asyncio.sleep(3 * POLL_SECONDS)
+    with pytest.raises(WorkerLeavingError, match="rank 3 is gone"):
+        await anext(chunks)
+    assert engine.llm.results[-1].aborts == []
 
 
 async def test_a_probe_that_is_cancelled_is_aborted(tensorrt_llm: ModuleType) -> None:

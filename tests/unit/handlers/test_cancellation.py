@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 
 from tests.support.handling import PROMPT, until
-from tests.support.recording_pair import leftover_tasks
+from tests.support.recording_pair import leftover_tasks, recording_engine
 from tests.support.stage_client import FakeContext
 from trtllm_disagg.handlers.cancellation import POLL_SECONDS, AbortGuard, in_background, num_in_background
 from trtllm_disagg.testing.recording import (
@@ -36,6 +36,10 @@ def generation_only(script: Script | None = None) -> RequestOutput:
     return start(script, params)
 
 
+def guard_of(result: RequestOutput, context: FakeContext, *, deferred: bool = False) -> AbortGuard:
+    return AbortGuard(recording_engine(), result, context, deferred=deferred)
+
+
 class SeenContext(FakeContext):
     """Says when it was seen to be stopped."""
 
@@ -61,7 +65,7 @@ async def test_background_work_that_fails_is_logged_by_its_name(caplog: pytest.L
 
 async def test_repeated_abort_reaches_the_result_once() -> None:
     result = start()
-    guard = AbortGuard(result, FakeContext())
+    guard = guard_of(result, FakeContext())
     guard.abort()
     guard.may_abort()
     guard.abort()
@@ -70,7 +74,7 @@ async def test_repeated_abort_reaches_the_result_once() -> None:
 
 async def test_a_deferred_abort_waits_until_it_may() -> None:
     result = start()
-    guard = AbortGuard(result, FakeContext(), deferred=True)
+    guard = guard_of(result, FakeContext(), deferred=True)
     guard.abort()
     assert result.aborts == []
     guard.may_abort()
@@ -80,7 +84,7 @@ async def test_a_deferred_abort_waits_until_it_may() -> None:
 
 async def test_may_abort_without_an_abort_aborts_nothing() -> None:
     result = start()
-    guard = AbortGuard(result, FakeContext(), deferred=True)
+    guard = guard_of(result, FakeContext(), deferred=True)
     guard.may_abort()
     assert result.aborts == []
     guard.abort()
@@ -89,7 +93,7 @@ async def test_may_abort_without_an_abort_aborts_nothing() -> None:
 
 async def test_a_stopped_context_aborts() -> None:
     result, context = start(), FakeContext()
-    with AbortGuard(result, context):
+    with guard_of(result, context):
         await anext(result)
         context.stop()
         await until(lambda: result.aborts)
@@ -102,7 +106,7 @@ async def test_a_stopped_context_aborts() -> None:
 async def test_a_context_that_was_stopped_before_aborts() -> None:
     result, context = start(), FakeContext()
     context.stop()
-    with AbortGuard(result, context):
+    with guard_of(result, context):
         await result.aresult()
     assert result.outputs[0].finish_reason == "cancelled"
 
@@ -113,12 +117,12 @@ async def test_a_request_that_cannot_be_aborted_leaves_the_others_watched(time: 
         raise RequestError("no abort")
 
     if time != "first":
-        with AbortGuard(finished := start(), FakeContext()):
+        with guard_of(finished := start(), FakeContext()):
             await finished.aresult()
         await asyncio.sleep(2 * POLL_SECONDS)
     broken, result = start(), start()
     of_broken, of_result = SeenContext(), SeenContext()
-    with suppress(RequestError), AbortGuard(broken, of_broken), AbortGuard(result, of_result):
+    with suppress(RequestError), guard_of(broken, of_broken), guard_of(result, of_result):
         broken.abort = fails  # type: ignore[method-assign]
         of_broken.stop()
         await of_broken.seen.wait()
@@ -130,7 +134,7 @@ async def test_a_request_that_cannot_be_aborted_leaves_the_others_watched(time: 
 
 async def test_a_finished_result_is_not_aborted() -> None:
     result, context = start(), FakeContext()
-    with AbortGuard(result, context):
+    with guard_of(result, context):
         await result.aresult()
     context.stop()
     await leftover_tasks()
@@ -139,14 +143,14 @@ async def test_a_finished_result_is_not_aborted() -> None:
 
 async def test_a_block_that_is_left_early_aborts_the_result() -> None:
     result = start()
-    with AbortGuard(result, FakeContext()):
+    with guard_of(result, FakeContext()):
         await anext(result)
     assert result.aborts == [1]
 
 
 async def test_an_error_that_ends_the_result_aborts_nothing() -> None:
     result = start(Script(error=RequestError("boom")))
-    with pytest.raises(RequestError), AbortGuard(result, FakeContext()):
+    with pytest.raises(RequestError), guard_of(result, FakeContext()):
         await result.aresult()
     assert result.aborts == []
 
@@ -156,7 +160,7 @@ async def test_an_abort_waits_for_the_first_output() -> None:
     result, context = generation_only(Script(gate=gate)), SeenContext()
 
     async def read() -> None:
-        with AbortGuard(result, context, deferred=True) as guard:
+        with guard_of(result, context, deferred=True) as guard:
             async for _ in result:
                 guard.may_abort()
 
@@ -176,7 +180,7 @@ async def test_abort_of_a_cancelled_decode_waits_until_the_kv_has_arrived() -> N
     result = generation_only(Script(gate=gate))
 
     async def read() -> None:
-        with AbortGuard(result, FakeContext(), deferred=True):
+        with guard_of(result, FakeContext(), deferred=True):
             await result.aresult()
 
     reader = asyncio.create_task(read())
@@ -197,7 +201,7 @@ async def test_kv_that_never_arrives_for_a_cancelled_request_is_a_line_in_the_lo
     caplog.set_level("INFO")
     result = generation_only()
     LLM.kv_store.clear()
-    with AbortGuard(result, FakeContext(), deferred=True):
+    with guard_of(result, FakeContext(), deferred=True):
         pass
     assert await leftover_tasks() == set()
     assert "a cancelled request has failed: RequestError" in caplog.text
