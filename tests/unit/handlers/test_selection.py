@@ -102,9 +102,7 @@ async def test_selector_picks_no_instance_that_is_gone_or_has_failed(
             await selected.pick(asked)
 
 
-@pytest.mark.parametrize(
-    ("avoid", "skipped", "chosen"), [({1}, {2}, 3), ({1, 3}, {2}, 2), ({3}, {1, 2}, 1)]
-)
+@pytest.mark.parametrize(("avoid", "skipped", "chosen"), [({1}, {2}, 3), ({1, 3}, {2}, 2), ({3}, {1, 2}, 1)])
 async def test_a_skipped_instance_is_picked_only_if_every_other_one_is_avoided_or_skipped(
     avoid: set[int], skipped: set[int], chosen: int
 ) -> None:
