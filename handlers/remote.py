@@ -28,7 +28,7 @@ from trtllm_disagg.types import (
     RequestContext,
     TokenChunk,
 )
-from trtllm_disagg.wire.bodies import decode_chunk, limited_to_one_token
+from trtllm_disagg.wire.bodies import decode_chunk, limited_to_one_token, require_readable
 from trtllm_disagg.wire.handoff_formats import result_of
 from trtllm_disagg.wire.handoff_protocols import DYNAMO, HandoffProtocol
 
@@ -39,7 +39,7 @@ class StageClient(Protocol):
     """The client of the workers of the other role."""
 
     async def pick(self, request: GenerateRequest) -> StageInstance:
-        """An instance for this request, none of `request.avoid`, and one of `request.skipped` only if there is no other.
+        """An instance for this request: none of `request.avoid`, and one of `request.skipped` only without another one.
         Raises NoInstanceError when there is none.
         """
         ...
@@ -161,6 +161,8 @@ class RemotePrefill:
     def _handoff(self, request: GenerateRequest, chunk: TokenChunk, on_taken: Callable[[], None]) -> Handoff:
         try:
             result = result_of(chunk)
+            if result is not None:
+                require_readable(result)
         except HandoffRefusedError as error:
             raise PeerUnavailableError(f"the prefill worker sent an unreadable handoff: {error}") from None
         if result is None:

@@ -330,13 +330,25 @@ class _EngineParams(msgspec.Struct, frozen=True):
             msgspec.structs.force_setattr(self, "ctx_info_endpoint", one_endpoint(self.ctx_info_endpoint))
 
 
-def decode_disaggregated_params(result: PrefillResult, params_class: Any, logprob_class: Any) -> Any:
-    """The handoff as a generation_only `params_class` of the engine. Raises HandoffRefusedError."""
-    given = {key: value for key, value in result.disaggregated_params.items() if key not in _FOREIGN_KEYS}
-    if not names_a_sender(given):
+def require_readable(result: PrefillResult) -> None:
+    """Raises HandoffRefusedError for a handoff with fields that no engine can read, or without a sender."""
+    _read(result)
+
+
+def _read(result: PrefillResult) -> _EngineParams:
+    if not names_a_sender(result.disaggregated_params):
         raise HandoffRefusedError(f"handoff names no sender: it has neither {' nor '.join(_SENDER_KEYS)}")
     try:
-        read = msgspec.convert(given, _EngineParams)
+        return msgspec.convert(result.disaggregated_params, _EngineParams)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise HandoffRefusedError(f"handoff is not readable: {error}") from None
+
+
+def decode_disaggregated_params(result: PrefillResult, params_class: Any, logprob_class: Any) -> Any:
+    """The handoff as a generation_only `params_class` of the engine. Raises HandoffRefusedError."""
+    read = _read(result)
+    given = {key: value for key, value in result.disaggregated_params.items() if key not in _FOREIGN_KEYS}
+    try:
         given |= {name: getattr(read, name) for name in given.keys() & set(_EngineParams.__struct_fields__)}
         if read.first_gen_log_probs is not None:
             given["first_gen_log_probs"] = [
@@ -346,7 +358,7 @@ def decode_disaggregated_params(result: PrefillResult, params_class: Any, logpro
                 for entry in read.first_gen_log_probs
             ]
         return params_class(**(given | {"request_type": "generation_only"}))
-    except (msgspec.ValidationError, TypeError, ValueError) as error:
+    except (TypeError, ValueError) as error:
         raise HandoffRefusedError(f"handoff is not readable: {error}") from None
 
 

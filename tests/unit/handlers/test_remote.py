@@ -113,6 +113,8 @@ async def test_an_answer_without_a_handoff_is_final() -> None:
         ([{"token_ids": [], "disaggregated_params": PARAMS}], "0 tokens", 0),
         ([{"token_ids": [7], "kv_transfer_params": BOTH_DIRECTIONS}], "unreadable handoff", 0),
         ([{"token_ids": [7], "kv_transfer_params": {}}], "unreadable handoff", 0),
+        ([PREFILLED | {"disaggregated_params": PARAMS | {"opaque_state": 5}}], "opaque_state", 0),
+        ([PREFILLED | {"disaggregated_params": {}}], "names no sender", 0),
     ],
 )
 async def test_invalid_prefill_answer_raises_peer_unavailable_and_drains_its_kv(
