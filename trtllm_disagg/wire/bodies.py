@@ -302,7 +302,8 @@ def names_a_sender(encoded: dict[str, Any]) -> bool:
 
 class _LogProb(msgspec.Struct, frozen=True):
     token_id: int
-    logprob: float
+    #: None stands for minus infinity, which a guide gives to tokens that it forbids: JSON has no such number.
+    logprob: float | None
     rank: int | None
 
 
@@ -352,7 +353,10 @@ def decode_disaggregated_params(result: PrefillResult, params_class: Any, logpro
         given |= {name: getattr(read, name) for name in given.keys() & set(_EngineParams.__struct_fields__)}
         if read.first_gen_log_probs is not None:
             given["first_gen_log_probs"] = [
-                {each.token_id: logprob_class(logprob=each.logprob, rank=each.rank) for each in entry}
+                {
+                    each.token_id: logprob_class(logprob=_number(each.logprob), rank=each.rank)
+                    for each in entry
+                }
                 if isinstance(entry, list)
                 else entry
                 for entry in read.first_gen_log_probs
@@ -360,6 +364,10 @@ def decode_disaggregated_params(result: PrefillResult, params_class: Any, logpro
         return params_class(**(given | {"request_type": "generation_only"}))
     except (TypeError, ValueError) as error:
         raise HandoffRefusedError(f"handoff is not readable: {error}") from None
+
+
+def _number(logprob: float | None) -> float:
+    return -math.inf if logprob is None else logprob
 
 
 def _fields(params: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from typing import Any
 
 import pytest
@@ -254,6 +255,19 @@ def test_a_plain_first_logprob_crosses() -> None:
     encoded = PrefillResult(over_the_wire(encode_disaggregated_params(params)))
     decoded = decode_disaggregated_params(encoded, recording.DisaggregatedParams, recording.Logprob)
     assert decoded.first_gen_log_probs == [-0.5]
+
+
+@pytest.mark.parametrize("over_json", [False, True])
+def test_a_first_alternative_that_a_guide_forbids_crosses(over_json: bool) -> None:
+    given = [{4710: recording.Logprob(-0.1, 1), 9: recording.Logprob(-math.inf, 2)}]
+    params = recording.DisaggregatedParams(opaque_state=b"kv", first_gen_log_probs=given)
+    encoded = encode_disaggregated_params(params)
+    if over_json:  # Dynamo's serde_json writes null for a number that is not finite
+        encoded = json.loads(json.dumps(encoded).replace("-Infinity", "null"))
+    decoded = decode_disaggregated_params(
+        PrefillResult(encoded), recording.DisaggregatedParams, recording.Logprob
+    )
+    assert decoded.first_gen_log_probs == given
 
 
 def test_keys_added_by_routers_are_dropped_from_a_handoff() -> None:
