@@ -174,11 +174,11 @@ async def close(engine: Engine, times: HealthTimes = TIMES) -> bool:
     seconds = times.shutdown if engine.death is None else times.shutdown_dead
     log.info("the engine shuts down; it has %g s", seconds)
     try:
-        async with asyncio.timeout(None if math.isinf(seconds) else seconds):
+        async with asyncio.timeout(None if math.isinf(seconds) else seconds) as limit:
             await in_daemon_thread(engine.close, "engine-shutdown")
-    except TimeoutError:
-        log.error("the engine has not ended within %g s", seconds)
-        return False
     except Exception:
+        if limit.expired():
+            log.error("the engine has not ended within %g s", seconds)
+            return False
         log.exception("the engine's shutdown failed")
     return True

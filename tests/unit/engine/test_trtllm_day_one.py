@@ -587,6 +587,18 @@ async def test_a_shutdown_that_never_returns_is_not_waited_for(
     engine.llm.may_shut_down.set()
 
 
+async def test_a_shutdown_that_raises_a_timeout_of_its_own_has_ended(
+    tensorrt_llm: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def shutdown() -> None:
+        raise TimeoutError("rank 1 did not join in time")
+
+    engine = opened()
+    monkeypatch.setattr(engine.llm, "shutdown", shutdown)
+    assert await close(engine, TIMES)
+    assert "the engine's shutdown failed" in caplog.text
+
+
 async def test_a_shutdown_without_a_limit_is_waited_for(tensorrt_llm: ModuleType) -> None:
     engine = opened()
     assert await close(engine, HealthTimes(shutdown=math.inf))
