@@ -267,20 +267,21 @@ class Runtime:
         for endpoint in list(self._listed):
             with suppress(Exception):
                 await endpoint.unregister_endpoint_instance()
-            await endpoint.register_endpoint_instance()
+            if not self._has_left:
+                await self._enter(endpoint)
 
-    def _is_leaving(self) -> bool:
-        return self._has_left
+    async def _enter(self, endpoint: Any) -> None:
+        await endpoint.register_endpoint_instance()
+        self._listed.add(endpoint)
+        if self._has_left:  # meanwhile
+            await self.leave()
 
     async def _list(self, endpoint_id: str, endpoint: Any) -> None:
         """Answer requests at an endpoint, and enter it into discovery, unless this worker has left."""
-        if endpoint in self._listed or self._is_leaving():
+        if endpoint in self._listed or self._has_left:
             return
         if endpoint_id in self._serving:
-            await endpoint.register_endpoint_instance()
-            self._listed.add(endpoint)
-            if self._is_leaving():  # meanwhile
-                await self.leave()
+            await self._enter(endpoint)
             return
         self._listed.add(endpoint)
         self._serving[endpoint_id] = serving = asyncio.ensure_future(

@@ -119,6 +119,29 @@ async def test_a_worker_that_leaves_while_it_is_entered_is_not_in_discovery(
         assert front.calls[-2:] == ["register", "unregister"]
 
 
+@pytest.mark.parametrize("step", ["unregister_endpoint_instance", "register_endpoint_instance"])
+async def test_a_worker_that_leaves_while_it_enters_discovery_again_is_not_in_it(
+    step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with at_frontends(monkeypatch) as (runtime, front, _):
+        may_go_on, original = asyncio.Event(), getattr(front, step)
+
+        async def slow() -> None:
+            setattr(front, step, original)  # the next call is a fast one
+            has_come.set()
+            await may_go_on.wait()
+            await original()
+
+        has_come = asyncio.Event()
+        monkeypatch.setattr(front, step, slow)
+        renewing = asyncio.create_task(runtime.list_again())
+        await has_come.wait()
+        await runtime.leave()
+        may_go_on.set()
+        await renewing
+        assert front.calls[-1] == "unregister"
+
+
 async def test_a_worker_that_has_left_while_it_started_enters_no_discovery() -> None:
     config = WorkerConfig(model="m", role=Role.PREFILL, strategy="prefill_first", discovery_backend="mem")
     runtime = Runtime(config)
