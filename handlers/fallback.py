@@ -114,16 +114,12 @@ def remainder_of(
 
 
 def depends_on_text_only(request: GenerateRequest) -> bool:
-    """Whether the sampler treats prompt tokens and generated tokens alike."""
+    """Whether the sampler treats prompt tokens and generated tokens alike. It does so with `max_thinking_tokens`:
+    TensorRT-LLM counts from the last start tag, wherever that is (`llmapi/thinking_budget.py`).
+    """
     sampling = request.sampling
     penalties = (sampling.presence_penalty, sampling.frequency_penalty)
-    return (
-        not any(penalties)
-        and sampling.repetition_penalty in (None, 1.0)
-        and not sampling.guided_decoding
-        # Counted from the end of the prompt.
-        and request.stop.max_thinking_tokens is None
-    )
+    return not any(penalties) and sampling.repetition_penalty in (None, 1.0) and not sampling.guided_decoding
 
 
 def with_seed(request: GenerateRequest) -> GenerateRequest:

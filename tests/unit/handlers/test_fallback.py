@@ -117,12 +117,13 @@ async def test_logprobs_of_the_prompt_have_none_of_delivered_tokens() -> None:
     assert chunks[-1].of_prompt == {"prompt_logprobs": [{str(token): {"logprob": 0.0}} for token in PROMPT]}
 
 
-async def test_an_answer_with_a_limit_of_thinking_is_replayed() -> None:
-    """Appended, the engine would count thinking from the last delivered token on."""
+async def test_an_answer_with_a_limit_of_thinking_is_appended_with_that_limit() -> None:
+    """TensorRT-LLM counts thinking from its start tag on, so delivered tokens count where they are appended."""
     seen: Seen = []
     thinking = request(5, stop_conditions={"max_tokens": 5, "max_thinking_tokens": 3})
     await collect(with_fallback([FallbackStep("a", way(seen, 2)), FallbackStep("b", way(seen))]), thinking)
-    assert [each.token_ids for each in seen] == [PROMPT] * 2
+    assert [each.token_ids for each in seen] == [PROMPT, [*PROMPT, *expected_tokens(2)]]
+    assert [each.stop.max_thinking_tokens for each in seen] == [3, 3]
 
 
 async def test_failure_after_the_last_token_sends_only_the_finish_reason() -> None:
