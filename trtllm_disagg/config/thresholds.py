@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Generic, TypeVar
 
 from trtllm_disagg.config.deciders import DeciderRule
-from trtllm_disagg.config.worker_config import DECIDER_THRESHOLDS, WorkerConfig, check_value
+from trtllm_disagg.config.worker_config import DECIDER_THRESHOLDS, WorkerConfig, check_value, flag_of
 from trtllm_disagg.errors import ConfigError
 
 #: Thresholds that every worker uses.
@@ -22,11 +22,13 @@ class Thresholds:
     """The value of each threshold in NAMES: tokens, requests, or a share."""
 
     values: Mapping[str, int | float]
+    #: False with `--on-missing-stage fail`: no request is served alone, so FALLBACK_BUDGET has no effect.
+    may_fall_back: bool = True
 
     @classmethod
     def of(cls, config: WorkerConfig) -> Thresholds:
         given = {name: value for name in NAMES if (value := config.value_of(name)) is not None}
-        return cls(_bounds(config) | given)
+        return cls(_bounds(config) | given, config.on_missing_stage != "fail")
 
     def __getitem__(self, name: str) -> int:
         """The value of a whole-number threshold, one of ADMISSION and FALLBACK_BUDGET."""
@@ -37,9 +39,14 @@ class Thresholds:
         return replace(kind(), **{threshold.name: self.values[threshold.name] for threshold in fields(kind)})
 
     def changed(self, values: Mapping[str, Any], source: str) -> Thresholds:
-        """Raises ConfigError as `check_thresholds` does."""
+        """Raises ConfigError as `check_thresholds` does, and for a threshold without effect."""
         check_thresholds(values, source)
-        return Thresholds({**self.values, **values})
+        without_effect = () if self.may_fall_back else FALLBACK_BUDGET
+        for name in without_effect:
+            if values.get(name):
+                fails = f"{flag_of('on_missing_stage')} fail"
+                raise ConfigError.bad_value(f"{source}: {name}", values[name], f"0 with {fails}")
+        return replace(self, values={**self.values, **values})
 
     def differences(self, other: Thresholds) -> list[str]:
         """ "name: ours -> theirs"."""

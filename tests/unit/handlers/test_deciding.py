@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.handling import ORDERS, collect, request, tokens_of, until
 from tests.support.recording_pair import make_pair
-from trtllm_disagg.config.thresholds import Live, Thresholds
+from trtllm_disagg.config.thresholds import FALLBACK_BUDGET, Live, Thresholds
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.handlers.decide import CachedPrefixes, Decider, FactSources, create_decider
@@ -182,6 +182,16 @@ def test_invalid_threshold_change_is_refused_and_changes_nothing(
     with pytest.raises(ConfigError, match=message):
         live.set_thresholds(values, "policy.yaml")
     assert live.thresholds.value == before
+
+
+@pytest.mark.parametrize("name", FALLBACK_BUDGET)
+def test_a_fallback_budget_is_refused_where_no_request_is_served_alone(name: str) -> None:
+    live = live_state(on_missing_stage="fail")
+    message = f"set: {name}: 4 is not allowed; expected 0 with --on-missing-stage fail"
+    with pytest.raises(ConfigError, match=message):
+        live.set_thresholds({name: 4}, "set")
+    assert live.set_thresholds({name: 0}, "set") == []
+    assert live_state().set_thresholds({name: 4}, "set") == [f"{name}: 0 -> 4"]
 
 
 def test_a_policy_file_is_read_at_the_start(tmp_path: Path) -> None:
