@@ -153,13 +153,19 @@ class StageState:
                     await self._registration.enter()
                 except BaseException:
                     strategy.set(was)
-                    # The KV routers of the other role have lost this worker's card.
-                    await self._registration.stand_by()
+                    await self._stand_by_again()
                     raise
             else:
                 await self._registration.leave()
                 strategy.set(to)
         log.info("switched from %s to %s: %s stage", was, to, "first" if self._is_first(to) else "second")
+
+    async def _stand_by_again(self) -> None:
+        """After an entry that failed: the KV routers of the other role have lost this worker's card."""
+        try:
+            await self._registration.stand_by()
+        except Exception as error:
+            log.warning("this worker has no place at the KV routers of the other role: %s", error)
 
     def _is_first(self, strategy: str) -> bool:
         return spec_of(strategy).entry_role in (self._config.role, None)

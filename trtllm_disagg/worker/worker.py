@@ -164,7 +164,7 @@ class _Worker:
             own = with_engine(own, model.block_size, engine.ctx_info_endpoint, engine.ctx_dp_rank, transport)
             leaving = Leaving(self.runtime, self.drain, engine, self.queue, config.drain_seconds)
             leaving.leave_on_signals()
-            async with _leave_when_dead(engine, leaving, _health_times(config), config.stall_seconds):
+            async with leave_when_dead(engine, leaving, _health_times(config), config.stall_seconds):
                 await self._serve(engine, own, model, load_seconds)
         finally:
             await asyncio.to_thread(self.tracer.close)
@@ -378,17 +378,27 @@ async def _watch_for_stalls(engine: Engine, health: EngineHealth, seconds: float
 
 
 @contextlib.asynccontextmanager
-async def _leave_when_dead(
+async def leave_when_dead(
     engine: Engine, leaving: Leaving, times: HealthTimes, stall_seconds: float
 ) -> AsyncIterator[None]:
-    """Leave the deployment when the engine has died, and raise EngineLostError at the end of the block."""
+    """Leave the deployment when the engine has died, and raise EngineLostError at the end of the block, also in the
+    place of another error: a worker that is leaving fails at each step of its start.
+    """
     health = EngineHealth(engine, lambda reason: leaving.leave("its engine died"), times)
     health.start()
     stalls = asyncio.create_task(_watch_for_stalls(engine, health, stall_seconds), name="stalls")
     try:
         yield
+    except Exception as error:
+        if engine.death is None:
+            raise
+        raise _lost(engine.death) from error
     finally:
         stalls.cancel()
         health.stop()
     if engine.death is not None:
-        raise EngineLostError(f"the engine died while serving: {engine.death}")
+        raise _lost(engine.death)
+
+
+def _lost(death: str) -> EngineLostError:
+    return EngineLostError(f"the engine died: {death}")

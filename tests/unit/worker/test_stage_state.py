@@ -26,6 +26,7 @@ class FakeRegistration:
         self.history: list[tuple[str, str]] = []
         self.live: LiveState | None = None
         self.error: Exception | None = None
+        self.stand_by_error: Exception | None = None
         #: Peers may listen to this worker's cache events.
         self.is_at_peers = False
 
@@ -37,6 +38,8 @@ class FakeRegistration:
         await self._change("leave", False)
 
     async def stand_by(self) -> None:
+        if self.stand_by_error is not None:
+            raise self.stand_by_error
         self.is_at_peers = True
 
     async def renew(self) -> None:
@@ -158,6 +161,17 @@ async def test_a_registration_that_fails_leaves_the_old_order_and_the_place_at_p
         await worker.handle_command(switch_to("prefill_first"))
     assert live.strategy.value == "decode_first"
     assert registration.is_at_peers
+
+
+async def test_a_registration_that_fails_is_the_reason_also_if_this_worker_cannot_go_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    worker, registration, live = stage_state("prefill", "decode_first")
+    registration.error, registration.stand_by_error = ConfigError("no card"), OSError("no discovery")
+    with pytest.raises(ConfigError, match="no card"):
+        await worker.handle_command(switch_to("prefill_first"))
+    assert live.strategy.value == "decode_first"
+    assert "no discovery" in caplog.text
 
 
 @pytest.mark.parametrize(("role", "strategy"), [("agg", "decode_first"), ("decode", "router")])

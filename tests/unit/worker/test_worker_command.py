@@ -61,7 +61,7 @@ async def lost(*_):
     threading.Thread(target=threading.Event().wait).start()
     atexit.register(threading.Event().wait)
     if "refused" not in sys.argv:
-        raise EngineLostError("the engine died while serving: rank 3 is gone")
+        raise EngineLostError("the engine died: rank 3 is gone")
     try:
         raise ConfigError("the pair does not fit")
     finally:
@@ -79,7 +79,7 @@ with patch.object(worker, "run_worker", lost), patch.object(
 def test_a_worker_that_has_lost_its_engine_ends_whatever_its_threads_do() -> None:
     done = subprocess.run(python("-c", LOST), capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == "error: the engine died while serving: rank 3 is gone"
+    assert done.stderr.splitlines()[-1] == "error: the engine died: rank 3 is gone"
 
 
 def test_refused_worker_with_a_hanging_engine_prints_both_errors_and_exits() -> None:
