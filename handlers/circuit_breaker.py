@@ -235,8 +235,7 @@ class CircuitBreakerInstance:
                     timer.disarm()
                     yield answer
                     timer.arm(further, timeouts.next)
-                if self.instance_id != QUEUE_ID:
-                    self._breaker.succeeded(self.instance_id)
+                self._breaker.succeeded(self.instance_id)
 
     @contextmanager
     def _counting_failures(self) -> Iterator[None]:

@@ -142,12 +142,8 @@ def _prompt_logprobs(output: CompletionOutput) -> list[dict[str, dict[str, Any]]
 Watch = Callable[[asyncio.Future[Any], RequestOutput], None]
 
 
-def _never_cancelled(reading: asyncio.Future[Any], result: RequestOutput) -> None:
-    """For an engine that does not die."""
-
-
 async def newest_states(
-    result: RequestOutput, on_output: Callable[[], None], cancel_at_death: Watch = _never_cancelled
+    result: RequestOutput, on_output: Callable[[], None], cancel_at_death: Watch
 ) -> AsyncGenerator[RequestOutput, None]:
     """Yields `result` (cumulative) when it has grown: once for all outputs that came while the caller was busy. A task
     reads the engine's outputs as fast as they come, however slow the client is.

@@ -42,8 +42,6 @@ COLLECT_SECONDS = 1.0
 CHECK_SECONDS = 1.0
 #: A decode worker that lives has reported by then that it has taken an answer, also while it leaves.
 REPORTED_SECONDS = 2 * COLLECT_SECONDS
-#: An answer is forgotten after this time, even if its lease is longer.
-_LONGEST_SECONDS = 600.0
 _NO_CHUNKS: tuple[TokenChunk, ...] = ()
 
 #: Errors after which the prefill worker holds no KV.
@@ -160,9 +158,9 @@ class Recalls:
         lease_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`senders`: the decode workers that are in discovery now."""
+        """`senders`: the decode workers that are in discovery now. An answer is forgotten after `lease_seconds`."""
         self._senders = senders
-        self._lease_seconds = min(lease_seconds, _LONGEST_SECONDS)
+        self._lease_seconds = lease_seconds
         self._clock = clock
         self._running: set[str] = set()
         self._recalled: set[str] = set()

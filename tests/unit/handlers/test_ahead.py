@@ -33,11 +33,15 @@ def ignore() -> None:
     pass
 
 
+def never_cancelled(reading: object, result: object) -> None:
+    """The engine of these tests does not die."""
+
+
 async def chunks_of(result: Any, pauses: list[int]) -> list[TokenChunk]:
     """A client that lets `pauses[i]` turns of the event loop go by before it reads on."""
     cursor = OutputCursor(len(PROMPT))
     chunks: list[TokenChunk] = []
-    async with aclosing(newest_states(result, ignore)) as states:
+    async with aclosing(newest_states(result, ignore, never_cancelled)) as states:
         async for state in states:
             chunks += cursor.advance(state)
             for _ in range(pauses[len(chunks) % len(pauses)]):
@@ -77,7 +81,7 @@ async def test_outputs_that_came_while_the_reader_waited_are_one_chunk() -> None
 
 async def test_single_token_is_delivered_at_once() -> None:
     gate = asyncio.Semaphore(0)
-    async with aclosing(newest_states(start(Script(gate=gate)), ignore)) as states:
+    async with aclosing(newest_states(start(Script(gate=gate)), ignore, never_cancelled)) as states:
         for length in range(1, 6):
             gate.release()
             state = await asyncio.wait_for(anext(states), 5)
@@ -91,7 +95,7 @@ async def test_an_error_comes_behind_the_tokens_before_it() -> None:
     result = start(Script(error=RequestError("boom"), error_at=5))
 
     async def read_all() -> None:
-        async with aclosing(newest_states(result, ignore)) as states:
+        async with aclosing(newest_states(result, ignore, never_cancelled)) as states:
             async for state in states:
                 lengths.append(len(state.outputs[0].token_ids))
 
@@ -102,7 +106,7 @@ async def test_an_error_comes_behind_the_tokens_before_it() -> None:
 
 async def test_closing_the_reader_cancels_the_read_ahead_task() -> None:
     gate = asyncio.Semaphore(1)
-    async with aclosing(newest_states(start(Script(gate=gate)), ignore)) as states:
+    async with aclosing(newest_states(start(Script(gate=gate)), ignore, never_cancelled)) as states:
         await anext(states)
     assert not [task for task in asyncio.all_tasks() if task.get_name() == "read-ahead"]
 
@@ -114,7 +118,7 @@ async def test_callback_gets_outputs_while_the_reader_is_busy() -> None:
         nonlocal told
         told += 1
 
-    async with aclosing(newest_states(start(Script(), 6), tell)) as states:
+    async with aclosing(newest_states(start(Script(), 6), tell, never_cancelled)) as states:
         await anext(states)
         for _ in range(100):
             await asyncio.sleep(0)
