@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.day_one import opened
 from tests.support.handling import collect, raw_request, request, until
 from tests.support.stage_client import FakeContext, RecordingStageClient
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import (
     DisaggError,
     EngineError,
@@ -20,6 +22,9 @@ from trtllm_disagg.handlers.cancellation import num_in_background, when_stopped
 from trtllm_disagg.handlers.chain import chain
 from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker, CircuitBreakerClient, StreamTimeouts
 from trtllm_disagg.handlers.remote import RemoteDecode, RemoteDrain, RemotePrefill
+from trtllm_disagg.handlers.services import build_generate
+from trtllm_disagg.testing.hard_edges import PESSIMISTIC
+from trtllm_disagg.testing.mounted import mounted_recording_llm
 from trtllm_disagg.types import (
     Generate,
     GenerateRequest,
@@ -170,6 +175,30 @@ async def test_a_drain_that_hangs_ends_with_the_time_for_a_first_token() -> None
     RemoteDrain(guarded)(request())
     await until(lambda: decode.calls and not num_in_background())
     await decode.idle()
+
+
+class DecodesOfRouter(RecordingStageClient):
+    """`skipped` has, for each drain, the instances that the circuit breaker skips."""
+
+    def __init__(self) -> None:
+        super().__init__(error=PeerUnavailableError("gone"))
+        self.skipped: list[frozenset[int]] = []
+
+    async def pick(self, request: GenerateRequest) -> RecordingStageClient:
+        self.skipped.append(request.skipped)
+        return await super().pick(request)
+
+
+async def test_drains_under_router_skip_a_decode_worker_that_fails_them() -> None:
+    decode, config = DecodesOfRouter(), WorkerConfig(model="m", role=Role.PREFILL, strategy="router")
+    with mounted_recording_llm(PESSIMISTIC):
+        prefill = build_generate(config, opened(), decode)
+        for _ in range(config.breaker_failures + 1):
+            context = FakeContext()
+            async for _ in prefill(request(), context):
+                context.stop()
+            await until(lambda: not num_in_background())
+    assert decode.skipped == [*[frozenset()] * config.breaker_failures, {decode.instance_id}]
 
 
 # -- decode

@@ -96,7 +96,7 @@ async def test_silent_worker_times_out_and_beats_extend_the_timeout() -> None:
 
 
 async def test_a_prefill_that_runs_gets_the_time_of_some_beats_however_short_the_queue_timeout_is() -> None:
-    timeout, silence = 0.01, 0.5
+    timeout, silence = 0.01, 60.0
     pushed = Pushed(item(), timeout, lambda claim: None, MAX_CLAIMS, silence)
     pushed.receive(claim(1), lambda yes: None)
     await asyncio.sleep(2 * timeout)
