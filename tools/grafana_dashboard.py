@@ -179,7 +179,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                 "requests, {{worker_id}}": gauge(f"{OURS}_queued_requests"),
                 "open breakers, {{worker_id}}": gauge(f"{OURS}_breakers_open"),
             },
-            "Requests without a first token yet, and workers of the other role that are skipped because they fail.",
+            "Requests without a first token yet, and workers that are skipped because they fail.",
         ),
         Panel(
             "Lateness of the modelled engine",

@@ -233,7 +233,7 @@ class LoadMetrics(Collector):
         waiting = "Requests that this worker has taken on and that have no first token yet"
         yield _gauge("queued_requests", waiting, queued.requests)
         yield _gauge("queued_tokens", "Prompt tokens of those requests", queued.tokens)
-        skipped = "Workers of the other role that are skipped now, because they failed several times in a row"
+        skipped = "Workers that this one skips now, because they failed several times in a row"
         yield _gauge("breakers_open", skipped, self._breaker.num_open())
         opened = "How often such a worker began to be skipped, or was skipped for longer"
         yield CounterMetricFamily(PREFIX + "breakers_opened", opened, value=self._breaker.times_opened)
