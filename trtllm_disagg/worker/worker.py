@@ -381,9 +381,7 @@ async def _watch_for_stalls(engine: Engine, health: EngineHealth, seconds: float
 async def leave_when_dead(
     engine: Engine, leaving: Leaving, times: HealthTimes, stall_seconds: float
 ) -> AsyncIterator[None]:
-    """Leave the deployment when the engine has died, and raise EngineLostError at the end of the block, also in the
-    place of another error: a worker that is leaving fails at each step of its start.
-    """
+    """Leave the deployment when the engine has died. EngineLostError ends the block then, whatever else has failed."""
     health = EngineHealth(engine, lambda reason: leaving.leave("its engine died"), times)
     health.start()
     stalls = asyncio.create_task(_watch_for_stalls(engine, health, stall_seconds), name="stalls")
@@ -392,13 +390,9 @@ async def leave_when_dead(
     except Exception as error:
         if engine.death is None:
             raise
-        raise _lost(engine.death) from error
+        log.info("a step of this worker failed after its engine's death: %s", error)
     finally:
         stalls.cancel()
         health.stop()
     if engine.death is not None:
-        raise _lost(engine.death)
-
-
-def _lost(death: str) -> EngineLostError:
-    return EngineLostError(f"the engine died: {death}")
+        raise EngineLostError(f"the engine died: {engine.death}")
