@@ -45,6 +45,8 @@ class ManagedProcess:
         self.returncode: int | None = None
         self.started_at = self.changed_at = time.monotonic()
         self.restarts = 0
+        #: What an ended process has left behind is gone, too, or given up.
+        self.is_swept = True
         #: When a process in state `restarting` starts.
         self.restart_at = 0.0
         self._ready_at: float | None = None
@@ -78,8 +80,8 @@ class ManagedProcess:
 
     @property
     def holds_gpus(self) -> bool:
-        """The GPUs of its environment are not free: it runs, if only to drain, or starts again."""
-        return self.is_running or self.state == "restarting"
+        """The GPUs of its environment are not free: it or a rank of it runs, if only to drain, or it starts again."""
+        return self.is_running or self.state == "restarting" or not self.is_swept
 
     @property
     def elapsed(self) -> float:
@@ -137,6 +139,7 @@ class ManagedProcess:
             )
         self.started_at = time.monotonic()
         self.returncode = self._ready_at = self._ended_at = None
+        self.is_swept = False
         self._born = birth(self.pid)
         self._become("starting")
 

@@ -104,8 +104,7 @@ class Restarts:
             process.waits(deaths.delay)
             self._owner.changed(process)
             await asyncio.sleep(deaths.delay)
-            if not self._owner.keeps(process):
-                return
+            await self._owner.swept(process)
             process.spec = self._spec_of_now(process)
             try:
                 await self._owner.bring_up(process)
@@ -221,6 +220,10 @@ class Supervisor:
         """It is to run: it may have been removed between its death and this question."""
         return process in self.processes and process not in self._starting_or_stopping
 
+    async def swept(self, process: ManagedProcess) -> None:
+        """Wait until what a dead process has left behind is gone, or given up."""
+        await asyncio.wait((self._watchers[process],))
+
     async def remove(self, process: ManagedProcess) -> bool:
         """Stop one worker when its requests have ended, and forget it. Returns whether it ended by itself."""
         await self._restarts.forget(process)
@@ -254,16 +257,22 @@ class Supervisor:
         self._stopping = True
         try:
             await self._until_killed(self.processes)
-            self._survivors = await kill_all_marked(MARK_VARIABLE, self._mark)
+            marked = await kill_all_marked(MARK_VARIABLE, self._mark)
+            # One that hangs while it exits has no environment any more in which a mark could be.
+            hanging = (process.pid for process in self.processes if process.is_running)
+            self._survivors = sorted({*marked, *hanging})
             if self._survivors:
                 self.note(survivors_report(self._survivors))
             self._write()
         finally:
-            self._run_dir.release()
             self._is_gone = True
-            self._events.close()
-            if self._reaper is not None:
-                stop_reaper(self._reaper)
+            try:
+                self._events.close()
+                if self._reaper is not None:
+                    stop_reaper(self._reaper)
+            finally:
+                # Last: the sockets of the next deployment have the same names.
+                self._run_dir.release()
 
     async def _until_killed(self, processes: Sequence[ManagedProcess]) -> None:
         for process in processes:
@@ -292,11 +301,14 @@ class Supervisor:
 
     async def _reap(self, process: ManagedProcess, mark: str) -> None:
         await process.wait()
-        # The ranks of mpiexec have sessions of their own, and would keep the GPUs from the next start.
-        await kill_all_marked(PROCESS_VARIABLE, mark)
-        if not self._stopping and process not in self._starting_or_stopping:
-            self._deaths.put_nowait(process)
-        self.changed(process)
+        try:
+            if not self._stopping and process not in self._starting_or_stopping:
+                self._deaths.put_nowait(process)
+            self.changed(process)
+        finally:
+            # The ranks of mpiexec have sessions of their own, and would keep the GPUs from the next start.
+            await kill_all_marked(PROCESS_VARIABLE, mark)
+            process.is_swept = True
 
     async def _all_ready(self, wave: Sequence[ManagedProcess]) -> bool:
         await asyncio.gather(*(self._becomes_ready(process) for process in wave))

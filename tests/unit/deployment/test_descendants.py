@@ -6,17 +6,25 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
+
 from tests.support.deployments import wait_until
 from trtllm_disagg.deployment.backoff import Backoff
+from trtllm_disagg.deployment.brokers import EventBroker
+from trtllm_disagg.deployment.gpus import GpuNeeds, Gpus
 from trtllm_disagg.deployment.managed_process import ManagedProcess
-from trtllm_disagg.deployment.plan import DeploymentConfig, ProcessSpec
-from trtllm_disagg.deployment.run_dir import RunDir
+from trtllm_disagg.deployment.orphan_reaper import PROCESS_VARIABLE, kill_marked
+from trtllm_disagg.deployment.plan import DeploymentConfig, ProcessSpec, RunDirInUseError
+from trtllm_disagg.deployment.run_dir import RunDir, read_processes
+from trtllm_disagg.deployment.scaler import Scaler
 from trtllm_disagg.deployment.status import Status
 from trtllm_disagg.deployment.supervisor import Supervisor
+from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes.proc_stat import birth
 
 #: A worker whose child has a session of its own, and is in a file before the worker is ready.
@@ -28,6 +36,10 @@ with open(sys.argv[1] + ".new", "w") as file:
 os.rename(sys.argv[1] + ".new", sys.argv[1])
 signal.pause()
 """
+IDLE = (sys.executable, "-S", "-c", "import signal; signal.pause()")
+SUPERVISOR = "trtllm_disagg.deployment.supervisor"
+#: Larger than any pid.
+NO_PID = 2**22 + 1
 SECONDS = 30.0
 
 
@@ -66,24 +78,165 @@ def with_child(file: Path) -> ProcessSpec:
 async def test_children_of_a_dead_worker_in_other_sessions_are_gone_before_its_next_start(
     tmp_path: Path,
 ) -> None:
-    class Notes(Status):
-        restarting = asyncio.Event()
+    class Starts(Status):
+        child = 0
+        child_lives: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
-        def note(self, text: str) -> None:
-            if "it starts again" in text:
-                self.restarting.set()
+        def changed(self, process: ManagedProcess) -> None:
+            if process.state == "starting" and process.restarts == 1:
+                self.child_lives.set_result(bool(birth(self.child)))
 
-    status = Notes()
-    async with supervising(tmp_path, status, backoff=Backoff(first=600.0, most=600.0)) as supervisor:
+    status = Starts()
+    async with supervising(tmp_path, status, backoff=Backoff(first=0.0)) as supervisor:
         watching = asyncio.create_task(supervisor.watch())
         worker = await supervisor.add(with_child(tmp_path / "child"))
-        child = await pid_in(tmp_path / "child")
+        status.child = await pid_in(tmp_path / "child")
 
         os.kill(worker.pid, signal.SIGKILL)
-        await asyncio.wait_for(status.restarting.wait(), SECONDS)
 
-        assert not birth(child)
+        assert not await asyncio.wait_for(status.child_lives, SECONDS)
         watching.cancel()
+
+
+class EndlessSweep:
+    """Stands in for `kill_marked`: while `is_endless`, one descendant of each process survives SIGKILL."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, kill_seconds: float) -> None:
+        self.is_endless = False
+        self.began = threading.Event()
+        monkeypatch.setattr(f"{SUPERVISOR}.kill_marked", self._kill_marked)
+        monkeypatch.setattr(f"{SUPERVISOR}.KILL_SECONDS", kill_seconds)
+
+    def _kill_marked(self, mark: str, variable: str) -> list[int]:
+        survivor = [NO_PID] if self.is_endless and variable == PROCESS_VARIABLE else []
+        if survivor:
+            self.began.set()
+        return [*kill_marked(mark, variable), *survivor]
+
+
+def unheard(said: str) -> None:
+    pass
+
+
+async def always_ready(spec: ProcessSpec, config: DeploymentConfig) -> bool:
+    return True
+
+
+async def test_dead_worker_counts_and_keeps_its_gpus_while_its_descendants_are_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep = EndlessSweep(monkeypatch, SECONDS)
+    monkeypatch.setattr(f"{SUPERVISOR}.is_ready", always_ready)
+    gpus = Gpus({"prefill": ("0",)}, {"prefill": GpuNeeds(1, 0.9, 60.0)})
+    async with supervising(tmp_path, Status(), worker_command=IDLE, gpus=gpus) as supervisor:
+        watching = asyncio.create_task(supervisor.watch())
+        await Scaler(supervisor).scale({"prefill": 1}, unheard)
+        sweep.is_endless = True
+        os.kill(supervisor.processes[0].pid, signal.SIGKILL)
+        await asyncio.to_thread(sweep.began.wait, SECONDS)
+
+        (record,) = read_processes(tmp_path / "run")
+        assert record.state == "restarting"
+        assert (await Scaler(supervisor).scale({"prefill": 1}, unheard))["prefill"] == 1
+        with pytest.raises(ConfigError, match="--gpus"):
+            await Scaler(supervisor).scale({"prefill": 2}, unheard)
+        sweep.is_endless = False
+        watching.cancel()
+
+
+async def test_worker_that_does_not_start_again_keeps_its_gpus_while_its_descendants_are_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep = EndlessSweep(monkeypatch, SECONDS)
+    monkeypatch.setattr(f"{SUPERVISOR}.is_ready", always_ready)
+    async with supervising(tmp_path, Status(), restart=False) as supervisor:
+        worker = await supervisor.add(ProcessSpec("decode-0", "decode", IDLE))
+        sweep.is_endless = True
+        os.kill(worker.pid, signal.SIGKILL)
+        await asyncio.to_thread(sweep.began.wait, SECONDS)
+        assert (worker.state, worker.holds_gpus) == ("exited", True)
+        sweep.is_endless = False
+        await supervisor.swept(worker)
+        assert not worker.holds_gpus
+
+
+async def test_worker_dies_once_although_the_sweep_of_its_late_start_outlasts_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Notes(Status):
+        starts = 0
+        reports = ""
+        is_back = asyncio.Event()
+
+        def changed(self, process: ManagedProcess) -> None:
+            self.starts += process.state == "starting"
+
+        def note(self, text: str) -> None:
+            self.reports += text
+            if "is back" in text:
+                self.is_back.set()
+
+    async def all_but_the_second_start(spec: ProcessSpec, config: DeploymentConfig) -> bool:
+        return status.starts != 2
+
+    status = Notes()
+    sweep = EndlessSweep(monkeypatch, kill_seconds=0.3)
+    monkeypatch.setattr(f"{SUPERVISOR}.is_ready", all_but_the_second_start)
+    backoff = Backoff(first=1.0, most=1.0)
+    async with supervising(tmp_path, status, startup_timeout=0.5, backoff=backoff) as supervisor:
+        watching = asyncio.create_task(supervisor.watch())
+        worker = await supervisor.add(ProcessSpec("decode-0", "decode", IDLE))
+        sweep.is_endless = True
+        os.kill(worker.pid, signal.SIGKILL)
+        await asyncio.wait_for(status.is_back.wait(), SECONDS)
+        # A second death would start the worker once more, beside the one that is back.
+        assert status.reports.count("decode-0 died") == 1
+        assert status.starts == 3
+        sweep.is_endless = False
+        watching.cancel()
+
+
+async def test_worker_that_sigkill_does_not_end_is_named_and_fails_the_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Notes(Status):
+        text = ""
+
+        def note(self, text: str) -> None:
+            self.text += text
+
+    status = Notes()
+    monkeypatch.setattr(f"{SUPERVISOR}.KILL_SECONDS", 0.1)
+    monkeypatch.setattr(f"{SUPERVISOR}.is_ready", always_ready)
+    async with supervising(tmp_path, status, stop_timeout=0.1) as supervisor:
+        worker = await supervisor.add(ProcessSpec("decode-0", "decode", IDLE))
+        # A process that hangs while it exits: it has no environment any more in which a mark could be.
+        monkeypatch.setattr(f"{SUPERVISOR}.kill_marked", lambda mark, variable: [])
+        monkeypatch.setattr(worker, "terminate", lambda: None)
+        kill = worker.kill
+        monkeypatch.setattr(worker, "kill", lambda: None)
+        try:
+            assert not await supervisor.drain()
+            assert f"pid {worker.pid}" in status.text
+        finally:
+            kill()
+            await supervisor.swept(worker)
+
+
+async def test_run_directory_is_in_use_until_the_sockets_in_it_are_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(broker: EventBroker) -> None:
+        with pytest.raises(RunDirInUseError):
+            RunDir.claim(tmp_path / "run")
+        asked.append(broker)
+
+    asked: list[EventBroker] = []
+    monkeypatch.setattr(EventBroker, "close", refused)
+    async with supervising(tmp_path, Status()):
+        pass
+    assert asked
+    RunDir.claim(tmp_path / "run").release()
 
 
 async def test_descendants_are_killed_although_each_report_fails(tmp_path: Path) -> None:
