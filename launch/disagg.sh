@@ -52,13 +52,14 @@ engine=$("$PYTHON" -P -m trtllm_disagg.engine.engines "${ENGINE:-${TRTLLM_DISAGG
 if [[ $engine == tensorrt_llm ]]; then
     : "${STARTUP_TIMEOUT:=3600}"
     # One GPU for each worker, unless the user has assigned GPUs. Other engines see all of them.
-    if [[ -z ${CUDA_VISIBLE_DEVICES:-} ]]; then
+    if [[ -z ${CUDA_VISIBLE_DEVICES+set} ]]; then
         export PREFILL_CUDA_VISIBLE_DEVICES="${PREFILL_CUDA_VISIBLE_DEVICES:-0}"
         export DECODE_CUDA_VISIBLE_DEVICES="${DECODE_CUDA_VISIBLE_DEVICES:-1}"
     fi
     require_gpus ''
 fi
 : "${STARTUP_TIMEOUT:=300}"
+read_stop_timeout prefill,decode
 start frontend "$launch/frontend.sh"
 export gpus_fit=yes
 DYN_SYSTEM_PORT=$PREFILL_SYSTEM_PORT start prefill "$launch/prefill.sh"

@@ -17,10 +17,9 @@ fail() {
 : "${NAMESPACE:=dynamo}"      # a frontend sees the workers of its Dynamo namespace only
 : "${HTTP_HOST:=127.0.0.1}"   # where clients reach the frontend; 0.0.0.0 for other machines
 : "${HTTP_PORT:=8000}"
-drain=${TRTLLM_DISAGG_DRAIN_SECONDS:-30} drain=${drain%.*}
-# Where one script starts several processes: seconds until one that was told to stop is killed. A worker drains for
-# TRTLLM_DISAGG_DRAIN_SECONDS, and then ends its engine.
-: "${STOP_TIMEOUT:=$((drain + 15))}"
+# Where one script starts several processes: seconds until one that was told to stop is killed (as `up` has it when unset: a
+# worker drains for TRTLLM_DISAGG_DRAIN_SECONDS, and then ends its engine).
+: "${STOP_TIMEOUT:=}"
 : "${PYTHON:=python3}"
 : "${TRANSFER_HOST:=}" # the embedded engine on several machines: where others fetch KV from this one (SECURITY.md)
 # Also read: PREFILL_CUDA_VISIBLE_DEVICES, DECODE_CUDA_VISIBLE_DEVICES and AGG_CUDA_VISIBLE_DEVICES, the GPUs of a worker of
@@ -101,6 +100,19 @@ require_gpus() {
         both+=("${argv[@]}" --)
     done
     "$PYTHON" -P -m trtllm_disagg.deployment.for_scripts gpus "${both[@]}" || exit 1
+}
+
+# read_stop_timeout ROLE[,ROLE] [ARG...]: sets STOP_TIMEOUT, if it is not set, for workers of these roles with these further
+# arguments.
+read_stop_timeout() {
+    local every=() roles role argv
+    [[ -z $STOP_TIMEOUT ]] || return 0
+    IFS=, read -ra roles <<<"$1"
+    for role in "${roles[@]}"; do
+        worker_arguments "$role" "${@:2}"
+        every+=("${argv[@]}" --)
+    done
+    STOP_TIMEOUT=$("$PYTHON" -P -m trtllm_disagg.deployment.for_scripts stop "${every[@]}") || exit 1
 }
 
 # exec_worker ROLE SYSTEM_PORT [ARG...]: becomes a worker.

@@ -64,10 +64,12 @@ head=${nodes[0]}
 if [[ $STRATEGY == agg ]]; then
     stop_order=agg
     plan "agg:$AGG_WORKERS"
+    read_stop_timeout agg "${worker_args[@]}"
 else
     export STRATEGY
     read_strategy
     plan "prefill:$PREFILL_WORKERS" "decode:$DECODE_WORKERS"
+    read_stop_timeout prefill,decode "${worker_args[@]}"
 fi
 # One value for a role would give all its workers the same GPUs.
 unset {AGG,PREFILL,DECODE}_CUDA_VISIBLE_DEVICES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -108,14 +109,37 @@ def test_workers_of_every_role_publish_their_kv_events(scripts: Scripts, script:
     assert "--publish-events-and-metrics" in arguments.split()
 
 
-@pytest.mark.parametrize(("drain", "seconds"), [("", 30.0), ("12", 12.0), ("7.5", 7.5)])
-def test_a_stop_leaves_a_worker_the_time_to_drain(drain: str, seconds: float) -> None:
+@pytest.mark.parametrize(
+    ("engine", "drain", "arguments", "seconds"),
+    [
+        ("embedded", "", "", 30 + 15),
+        ("embedded", "12", "", 12 + 15),
+        ("embedded", "7.5", "", 7.5 + 15),
+        ("embedded", "1e2", "", 100 + 15),
+        ("embedded", "008", "", 8 + 15),
+        ("embedded", "12", "--drain-seconds 40", 40 + 15),
+        ("tensorrt_llm", "", "", 30 + 15 + 60),
+    ],
+)
+def test_a_stop_leaves_a_worker_the_time_to_drain_and_to_end_its_engine(
+    engine: str, drain: str, arguments: str, seconds: float
+) -> None:
     assert SETTINGS["drain_seconds"].default == 30.0
-    script = f"unset STOP_TIMEOUT; source {ROOT / 'launch' / 'lib.sh'}; echo $STOP_TIMEOUT"
-    environment = os.environ | {"TRTLLM_DISAGG_DRAIN_SECONDS": drain, "DYN_FILE_KV": os.devnull, "MODEL": "m"}
-    environment |= {"DYN_DISCOVERY_BACKEND": "etcd"}
+    script = (
+        f"unset STOP_TIMEOUT; source {ROOT / 'launch' / 'lib.sh'}; read_stop_timeout prefill,decode {arguments}; "
+        "echo $STOP_TIMEOUT"
+    )
+    environment = os.environ | {"TRTLLM_DISAGG_DRAIN_SECONDS": drain, "DYN_DISCOVERY_BACKEND": "etcd"}
+    environment |= {"MODEL": "m", "ENGINE": engine, "PYTHON": sys.executable}
     said = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
-    assert float(said.stdout) > seconds + 10
+    assert int(said.stdout) == math.ceil(seconds)
+
+
+def test_a_given_stop_timeout_is_used() -> None:
+    script = f"source {ROOT / 'launch' / 'lib.sh'}; read_stop_timeout prefill,decode; echo $STOP_TIMEOUT"
+    environment = os.environ | {"STOP_TIMEOUT": "7", "DYN_DISCOVERY_BACKEND": "etcd", "PYTHON": "/none"}
+    said = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert said.stdout == "7\n"
 
 
 def test_an_unknown_strategy_is_refused_with_those_that_are_known(scripts: Scripts) -> None:
@@ -202,9 +226,10 @@ def test_scripts_use_etcd_discovery_when_etcd_endpoints_is_set(
         ({}, "all", "all"),
         ({"PREFILL_CUDA_VISIBLE_DEVICES": "0,1", "DECODE_CUDA_VISIBLE_DEVICES": "2"}, "0,1", "2"),
         ({"CUDA_VISIBLE_DEVICES": "4,5"}, "4,5", "4,5"),
+        ({"CUDA_VISIBLE_DEVICES": "", "ENGINE": "tensorrt_llm"}, "", ""),
         ({"ENGINE": "embedded"}, "all", "all"),
     ],
-    ids=["one each", "by its variable", "embedded by default", "by role", "for all", "embedded"],
+    ids=["one each", "by its variable", "embedded by default", "by role", "for all", "none", "embedded"],
 )
 def test_each_worker_has_the_gpus_of_its_role(
     scripts: Scripts, variables: dict[str, str], prefill: str, decode: str

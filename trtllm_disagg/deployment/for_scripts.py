@@ -7,6 +7,9 @@ value of `srun --mpi`, and the program that starts each rank, if there is one.
 `gpus ARG... [-- ARG...]`, the arguments of each worker: checks that the workers fit side by side on the GPUs that the
 script gives them. Exits with 1 and the reason when they do not.
 
+`stop ARG... [-- ARG...]`, the arguments of each worker: prints after how many seconds a script kills a process that it
+has told to stop.
+
 `placement GPUS_PER_NODE GPUS NODES ROLE:WORKERS:RANKS...`, for launch/slurm/: prints one line for each worker with its
 role, its nodes, their number, its ranks, its ranks on each node, and its GPUs there (`-` without GPUs). GPUS_PER_NODE
 is a number (`-` without GPUs), GPUS lists the usable GPUs of every node (2,3, or `-` for all), NODES is a list with
@@ -15,6 +18,7 @@ commas, too. A worker that needs several nodes gets whole nodes. All others shar
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections import defaultdict
@@ -31,7 +35,9 @@ from trtllm_disagg.deployment.gpus import (
     num_ranks,
     parse_gpus,
     read_worker,
+    shutdown_seconds,
 )
+from trtllm_disagg.deployment.plan import BEYOND_DRAIN_SECONDS
 from trtllm_disagg.engine.engines import ENGINES
 from trtllm_disagg.errors import ERROR_PREFIX, ConfigError
 
@@ -75,6 +81,19 @@ def require_room(workers: Mapping[str, Sequence[str]], environ: Mapping[str, str
                 "GPUs of their own, or kv_cache_config.free_gpu_memory_fraction that add up to at most 1 on one that "
                 f"they share; they are {fractions}",
             )
+
+
+def stop_seconds(workers: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> int:
+    """Whole seconds in which each of these workers drains and ends its engine."""
+    configs = [read_worker(arguments, environ) for arguments in workers.values()]
+    slowest = max(
+        (
+            config.drain_seconds + (shutdown_seconds(config) if config.engine_spec.is_tensorrt_llm else 0.0)
+            for config in configs
+        ),
+        default=0.0,
+    )
+    return math.ceil(slowest + BEYOND_DRAIN_SECONDS)
 
 
 def _workers_of(arguments: Sequence[str]) -> dict[str, list[str]]:
@@ -180,11 +199,13 @@ def main(arguments: Sequence[str]) -> None:
             print(describe_ranks(words, os.environ))
         case ["gpus", *words]:
             require_room(_workers_of(words), os.environ)
+        case ["stop", *words]:
+            print(stop_seconds(_workers_of(words), os.environ))
         case ["placement", per_node, given, nodes, *groups]:
             every = [WorkerGroup.parse(group) for group in groups]
             print(*place(every, nodes.split(","), gpus_of_node(per_node, given)), sep="\n")
         case _:
-            raise ConfigError("for_scripts: ranks, gpus or placement, and what it needs")
+            raise ConfigError("for_scripts: ranks, gpus, stop or placement, and what it needs")
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ def gpus_of(
     """
     on_gpus = {
         role: config
-        for role, config in _worker_configs(workers, environ)
+        for role, config in worker_configs(workers, environ)
         if ENGINES[config.engine].is_tensorrt_llm
     }
     if not on_gpus:
@@ -136,7 +136,7 @@ def _devices_in(
     }
 
 
-def _worker_configs(
+def worker_configs(
     workers: Mapping[str, Sequence[str]], environ: Mapping[str, str]
 ) -> Iterator[tuple[str, WorkerConfig]]:
     """Skips workers with wrong arguments: the worker itself refuses those."""

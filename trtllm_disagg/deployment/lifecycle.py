@@ -16,7 +16,7 @@ from pathlib import Path
 
 from trtllm_disagg.deployment.command_socket import serving_commands
 from trtllm_disagg.deployment.first_completed import first_completed
-from trtllm_disagg.deployment.gpus import gpus_of
+from trtllm_disagg.deployment.gpus import gpus_of, worker_configs
 from trtllm_disagg.deployment.limits import check_deployment_limits
 from trtllm_disagg.deployment.managed_process import ManagedProcess
 from trtllm_disagg.deployment.plan import (
@@ -52,7 +52,14 @@ def prepare(config: DeploymentConfig, status: Status) -> Supervisor:
         status.note(f"warning: {shortage}")
     http_port = free_http_port(config.http_host, config.http_port)
     config = replace(config, http_port=http_port, run_dir=config.run_dir.absolute())
-    config = replace(config, gpus=gpus_of(worker_arguments(config), config.gpu_devices, os.environ))
+    workers = worker_arguments(config)
+    # As the workers have it, by --worker-args too.
+    drains = (worker.drain_seconds for _, worker in worker_configs(workers, os.environ))
+    config = replace(
+        config,
+        drain_seconds=max(drains, default=config.drain_seconds),
+        gpus=gpus_of(workers, config.gpu_devices, os.environ),
+    )
     specs = plan(config, system_ports=free_system_ports(num_system_ports(config)), environ=os.environ)
     # Last, because it removes the traces of the deployment before.
     run_dir = RunDir.claim(config.run_dir, status.note)

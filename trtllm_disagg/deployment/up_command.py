@@ -58,7 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stop-timeout",
         type=float,
         metavar="SECONDS",
-        help=f"when a process that was told to stop is killed (default: {BEYOND_DRAIN_SECONDS:g} s after draining)",
+        help=f"when a process that was told to stop is killed (default: {BEYOND_DRAIN_SECONDS:g} s after draining, and "
+        f"with GPUs also {flag_of('engine_health_shutdown_timeout')})",
     )
     add(
         "--no-restart",

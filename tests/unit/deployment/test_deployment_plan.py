@@ -10,6 +10,7 @@ import pytest
 
 from trtllm_disagg.deployment.lifecycle import prepare
 from trtllm_disagg.deployment.plan import (
+    BEYOND_DRAIN_SECONDS,
     DYNAMO_VERSION,
     DeploymentConfig,
     ProcessSpec,
@@ -367,6 +368,22 @@ def test_default_model_name_is_the_directory_or_the_whole_hub_name(
     assert default_name(f"{tmp_path}/toy/") == "toy"
     assert default_name(".") == "toy"
     assert default_name("org/toy") == "org/toy"
+
+
+@pytest.mark.parametrize(
+    ("drain_seconds", "worker_args", "expected"),
+    [(None, (), 30.0), (7.0, (), 7.0), (7.0, ("--drain-seconds", "120"), 120.0), (7.0, ("--seed", "x"), 7.0)],
+    ids=["default", "flag of up", "flag of the workers", "wrong flag of the workers"],
+)
+async def test_stop_waits_as_long_as_the_workers_drain(
+    drain_seconds: float | None, worker_args: tuple[str, ...], expected: float, tmp_path: Path
+) -> None:
+    config = DeploymentConfig(
+        "agg", "m", "m", tmp_path / "run", http_port=0, drain_seconds=drain_seconds, worker_args=worker_args
+    )
+    supervisor = prepare(config, Status())
+    await supervisor.kill()
+    assert supervisor.config.stop_seconds == expected + BEYOND_DRAIN_SECONDS
 
 
 def test_without_dynamo_a_deployment_is_refused_with_the_command_that_installs_it(
