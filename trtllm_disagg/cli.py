@@ -227,7 +227,8 @@ _INSTALL_EMBEDDED = "pip install 'trtllm-disagg[embedded]' brings it"
 
 
 def _text_of(error: DisaggError | OSError) -> str:
-    if isinstance(error, OSError) and error.filename is not None:
+    # An HTTPError has its URL as filename, and no strerror.
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error)
 

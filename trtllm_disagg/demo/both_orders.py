@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
+from urllib.error import HTTPError
 
 from trtllm_disagg.console import Console
 from trtllm_disagg.demo_model.building import build_demo_model
@@ -71,12 +72,17 @@ def stream_chat(
     parts: list[str] = []
     sent = time.time()
     first_text = 0.0
-    with open_url(request, _TIMEOUT_SECONDS) as response:
-        for event in _events(response):
-            for text in _texts(event):
-                first_text = first_text or time.time()
-                parts.append(text)
-                on_text(text)
+    try:
+        with open_url(request, _TIMEOUT_SECONDS) as response:
+            for event in _events(response):
+                for text in _texts(event):
+                    first_text = first_text or time.time()
+                    parts.append(text)
+                    on_text(text)
+    except HTTPError as error:
+        raise ConnectionError(
+            f"the answer has failed: {error}: {error.read().decode(errors='replace')}"
+        ) from None
     done = time.time()
     return ChatAnswer("".join(parts), sent, first_text or done, done)
 
@@ -150,16 +156,25 @@ def show_both_orders(args: argparse.Namespace) -> ExitCode:
     else:
         _say(f"1. The model: {args.model}")
     model = servable_model(args.model)
-    answers = [_one_order(number, order, model, args) for number, order in enumerate(orders(), 2)]
-    same = len({answer.text for answer in answers}) == 1
-    _say("Both orders gave the same answer." if same else "The two orders gave DIFFERENT answers: a bug.")
-    return ExitCode.DONE if same else ExitCode.FAILED
-
-
-def _one_order(number: int, order: StrategySpec, model: Path, args: argparse.Namespace) -> ChatAnswer:
-    _say(f"{number}. {order.name}: the frontend sends the request to the {order.entry_role} worker first")
     with scratch_directory("trtllm-disagg-demo-") as scratch:
-        return _ask(scratch.path, order.name, model, args)
+        answers = [
+            _one_order(number, order, scratch.path / order.name, model, args)
+            for number, order in enumerate(orders(), 2)
+        ]
+        same = len({answer.text for answer in answers}) == 1
+        scratch.is_kept = not same
+    if same:
+        _say("Both orders gave the same answer.")
+        return ExitCode.DONE
+    _say(f"The two orders gave DIFFERENT answers: a bug. The logs are kept in {scratch.path}")
+    return ExitCode.FAILED
+
+
+def _one_order(
+    number: int, order: StrategySpec, run_dir: Path, model: Path, args: argparse.Namespace
+) -> ChatAnswer:
+    _say(f"{number}. {order.name}: the frontend sends the request to the {order.entry_role} worker first")
+    return _ask(run_dir, order.name, model, args)
 
 
 def _ask(run_dir: Path, order: str, model: Path, args: argparse.Namespace) -> ChatAnswer:

@@ -8,6 +8,7 @@ import fcntl
 import os
 import shutil
 import stat
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -205,8 +206,8 @@ class Scratch:
 
 @contextmanager
 def scratch_directory(prefix: str) -> Iterator[Scratch]:
-    """A temporary directory for this user only. It is kept after a failure, for its logs, but not after a wrong setting
-    (then no process was started).
+    """A temporary directory for this user only. It is kept after a failure, for its logs, and named on stderr, but not
+    after a wrong setting (then no process was started).
     """
     scratch = Scratch(Path(tempfile.mkdtemp(prefix=prefix)))
     try:
@@ -215,6 +216,7 @@ def scratch_directory(prefix: str) -> Iterator[Scratch]:
         raise
     except Exception:
         scratch.is_kept = True
+        print(f"the logs are kept in {scratch.path}", file=sys.stderr, flush=True)
         raise
     finally:
         if not scratch.is_kept:

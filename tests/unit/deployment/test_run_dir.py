@@ -254,10 +254,13 @@ def test_change_lock_of_a_missing_run_directory_raises_nothing(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("error", [OSError("the demo's request failed"), RuntimeError("unforeseen")])
-def test_a_scratch_directory_is_kept_for_its_logs_after_any_failure(error: Exception) -> None:
+def test_a_scratch_directory_is_kept_for_its_logs_and_named_after_any_failure(
+    error: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(type(error)), scratch_directory("test-") as scratch:
         raise error
     assert scratch.path.is_dir()
+    assert capsys.readouterr().err == f"the logs are kept in {scratch.path}\n"
     scratch.path.rmdir()
 
 

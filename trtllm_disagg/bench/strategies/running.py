@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TextIO
 
 import yaml
@@ -32,7 +33,6 @@ from trtllm_disagg.config.thresholds import ADMISSION
 from trtllm_disagg.config.worker_config import flag_of
 from trtllm_disagg.deployment.lifecycle import running_deployment
 from trtllm_disagg.deployment.plan import DeploymentConfig, ProcessRole
-from trtllm_disagg.deployment.run_dir import scratch_directory
 from trtllm_disagg.deployment.up_command import default_name
 from trtllm_disagg.modelled.factors import Factors
 from trtllm_disagg.processes.short_log import halves
@@ -79,14 +79,14 @@ class Deployments:
     async def serving(self, key: Key) -> AsyncIterator[Target]:
         place = self._place(key)
         # A Unix socket's path has room for 107 bytes, and arms' names are long.
-        with scratch_directory("trtllm-disagg-bench-") as scratch:
-            config = replace(self.config(key), run_dir=scratch.path)
+        with TemporaryDirectory(prefix="trtllm-disagg-bench-", ignore_cleanup_errors=True) as scratch:
+            config = replace(self.config(key), run_dir=Path(scratch))
             try:
                 async with running_deployment(config) as deployment:
                     model, factors = config.served_model_name, place / _FACTORS
                     yield Target(deployment.base_url, model, deployment, factors)
             finally:
-                for log in scratch.path.glob("*.log"):
+                for log in config.run_dir.glob("*.log"):
                     for half in halves(log):
                         shutil.copy(half, place)
 
