@@ -307,7 +307,7 @@ def _overview() -> str:
 
 
 def _log_to_stderr() -> None:
-    level = os.environ.get(_LOG_LEVEL, "INFO").upper()
+    level = (os.environ.get(_LOG_LEVEL) or "INFO").upper()
     if level not in (known := logging.getLevelNamesMapping()):
         raise ConfigError.bad_value(_LOG_LEVEL, os.environ[_LOG_LEVEL], f"one of {', '.join(known)}")
     logging.basicConfig(

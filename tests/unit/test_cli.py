@@ -210,6 +210,12 @@ def test_a_wrong_level_of_the_log_is_one_line_and_status_2(
     assert "error: TRTLLM_DISAGG_LOG: 'verbose' is not allowed; expected one of " in capsys.readouterr().err
 
 
+def test_an_empty_level_of_the_log_is_the_default(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRTLLM_DISAGG_LOG", "")
+    command.run = lambda namespace: 0
+    assert status_of("try") == 0
+
+
 def test_ctrl_c_is_status_130(command: Any) -> None:
     def interrupt(namespace: Any) -> int:
         raise KeyboardInterrupt

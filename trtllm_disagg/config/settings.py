@@ -64,6 +64,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def more_than_zero(text: str) -> float:
+    """A type for argparse: a number above 0."""
+    if number := not_negative(text):
+        return number
+    raise ArgumentTypeError(f"{text!r} is not allowed; expected a number above 0")
+
+
 def not_negative(text: str) -> float:
     """A type for argparse: a number that is not negative."""
     with suppress(ValueError):

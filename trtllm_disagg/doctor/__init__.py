@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trtllm_disagg.config.settings import not_negative
+from trtllm_disagg.config.settings import more_than_zero
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle
 from trtllm_disagg.deployment.gpus import ROLE_VARIABLES, parse_gpus
 from trtllm_disagg.engine.trtllm_version import NEWEST_KNOWN, TrtllmVersion, installed_version
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
     add(
         "--timeout",
-        type=not_negative,
+        type=more_than_zero,
         default=60.0,
         metavar="SECONDS",
         help="with --url: for one request (default: %(default)g)",
@@ -146,7 +146,7 @@ def _of_files(args: argparse.Namespace) -> ExitCode:
 
 def _side(args: argparse.Namespace, role: Role, deployment: PlannedDeployment) -> Side:
     from trtllm_disagg.config.yaml_file import read_mapping
-    from trtllm_disagg.doctor.pair import FLAGS_ONLY, settings_of, side_of
+    from trtllm_disagg.doctor.pair import settings_of, side_of
 
     config = settings_of(
         role, getattr(args, f"{role}_flags"), strategy=args.strategy, schedule_style=args.schedule_style
@@ -158,7 +158,7 @@ def _side(args: argparse.Namespace, role: Role, deployment: PlannedDeployment) -
                 f"--{role}-flags: --extra-engine-args {config.extra_engine_args} and the file {file}: give one of them"
             )
         file = Path(config.extra_engine_args)
-    source, given = (FLAGS_ONLY, {}) if file is None else (str(file), read_mapping(file, role.value))
+    source, given = ("", {}) if file is None else (str(file), read_mapping(file, role.value))
     return side_of(role, source, given, args.model, deployment, _gpus(args, role), config)
 
 

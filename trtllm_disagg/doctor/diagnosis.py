@@ -18,7 +18,7 @@ from rich.text import Text
 
 from trtllm_disagg.config.engine_args import build_engine_args
 from trtllm_disagg.console import Console
-from trtllm_disagg.doctor.pair import ANY_MODEL, FLAGS_ONLY, Pair
+from trtllm_disagg.doctor.pair import ANY_MODEL, Pair
 from trtllm_disagg.doctor.rules import RULES, Problem, Rule, Severity
 from trtllm_disagg.errors import ConfigError
 
@@ -72,9 +72,11 @@ def _accepted(pair: Pair) -> Row:
     """The worker's own checks, which may find more than the rules."""
     refusals = []
     for side in pair.sides:
-        is_file = side.source != FLAGS_ONLY and os.path.exists(side.source)
+        file = side.config.extra_engine_args
         config = replace(
-            side.config, model=side.model or ANY_MODEL, extra_engine_args=side.source if is_file else ""
+            side.config,
+            model=side.model or ANY_MODEL,
+            extra_engine_args=file if os.path.exists(file) else "",
         )
         try:
             build_engine_args(config)

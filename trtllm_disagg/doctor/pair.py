@@ -70,7 +70,6 @@ class Side:
     """One file, and the flags beside it. `args` has TensorRT-LLM's defaults where they say nothing."""
 
     role: Role
-    source: str
     #: The arguments as given in the file and the flags.
     given: Mapping[str, Any]
     args: LlmArgs
@@ -79,12 +78,17 @@ class Side:
     model: str | None
     facts: ModelFacts
     fingerprint: Fingerprint
-    #: The configuration from its flags.
+    #: The configuration from its flags, with the file as `extra_engine_args`.
     config: WorkerConfig
     #: A sentence for each flag that the file overrules.
     overruled: tuple[str, ...] = ()
     #: The GPUs of this worker; empty where unknown.
     gpus: tuple[str, ...] = ()
+
+    @property
+    def source(self) -> str:
+        """The name of its file, for the reader."""
+        return self.config.extra_engine_args or FLAGS_ONLY
 
     def gave(self, *path: str) -> bool:
         """Whether the file or a flag sets this key."""
@@ -160,6 +164,7 @@ def side_of(
     gpus: tuple[str, ...] = (),
     config: WorkerConfig | None = None,
 ) -> Side:
+    """`source`: the name of the file; empty where there is none."""
     config = config or settings_of(
         role, (), strategy=deployment.strategy, schedule_style=deployment.schedule_style
     )
@@ -174,9 +179,7 @@ def side_of(
     fingerprint = Fingerprint.of(
         ENGINE, of_worker, block_size, facts, str(deployment.trtllm_version), deployment.environ
     )
-    return Side(
-        role, source, given, args, bad_keys, own_model, facts, fingerprint, config, tuple(overruled), gpus
-    )
+    return Side(role, given, args, bad_keys, own_model, facts, fingerprint, config, tuple(overruled), gpus)
 
 
 def _transceiver(args: LlmArgs, given: Mapping[str, Any]) -> dict[str, Any] | None:

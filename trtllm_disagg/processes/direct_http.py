@@ -1,10 +1,11 @@
 """HTTP requests of commands. A proxy that the environment names is for other machines: it cannot reach a server that
-listens on this machine's loopback address.
+listens on this machine's loopback address, and perhaps not one on another address of this machine.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from ipaddress import ip_address
 from urllib.parse import urlsplit
@@ -35,13 +36,20 @@ def open_url(request: Request, timeout: float) -> HTTPResponse:
     """The open response, to be closed by the caller. `timeout` in seconds. Raises OSError, and HTTPError for a status
     from 400 on.
     """
-    handlers = (ProxyHandler({}),) if _is_loopback(urlsplit(request.full_url).hostname or "") else ()
+    handlers = (ProxyHandler({}),) if _is_here(urlsplit(request.full_url).hostname or "") else ()
     response: HTTPResponse = build_opener(*handlers).open(request, timeout=timeout)
     return response
 
 
-def _is_loopback(host: str) -> bool:
+def _is_here(host: str) -> bool:
+    """Whether it is an address of this machine: those are the ones to which a socket can be bound."""
     try:
-        return ip_address(host).is_loopback
+        family = socket.AF_INET if ip_address(host).version == 4 else socket.AF_INET6
     except ValueError:
         return host == "localhost"
+    try:
+        with socket.socket(family) as probe:
+            probe.bind((host, 0))
+    except OSError:
+        return False
+    return True

@@ -43,6 +43,25 @@ def test_pair_without_findings_exits_with_0(
     assert shown.endswith("0 errors, 0 notes; TensorRT-LLM 1.3.0rc29, decode_first\n")
 
 
+def test_timeout_of_0_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of("--url", "http://127.0.0.1:1", "--timeout", "0") == 2
+    assert "--timeout: '0' is not allowed; expected a number above 0" in capsys.readouterr().err
+
+
+def test_a_file_named_flags_gets_the_workers_own_checks(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: list[str] = []
+    monkeypatch.setattr(
+        "trtllm_disagg.doctor.diagnosis.build_engine_args",
+        lambda config: given.append(config.extra_engine_args),
+    )
+    monkeypatch.chdir(pair[0].parent)
+    pair[0].rename("flags")
+    assert status_of("flags", pair[1]) == 0
+    assert given == ["flags", str(pair[1])]
+
+
 def test_an_error_ends_with_1_and_is_explained(
     pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -52,8 +52,8 @@ def no_exceptions(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_a_loopback_server_is_asked_without_the_proxy(
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
+def test_a_server_on_this_machine_is_asked_without_the_proxy(
     server: Server, host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
@@ -62,8 +62,11 @@ def test_a_loopback_server_is_asked_without_the_proxy(
     assert server.asked == ["/v1/models"]
 
 
-def test_another_machine_is_asked_through_the_proxy(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("host", ["frontend.invalid", "192.0.2.1", "[2001:db8::1]"])
+def test_another_machine_is_asked_through_the_proxy(
+    server: Server, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("http_proxy", server.url())
-    with open_url(Request("http://frontend.invalid:8000/health"), SECONDS) as response:
+    with open_url(Request(f"http://{host}:8000/health"), SECONDS) as response:
         assert response.read() == b"ok"
-    assert server.asked == ["http://frontend.invalid:8000/health"]
+    assert server.asked == [f"http://{host}:8000/health"]
