@@ -58,7 +58,8 @@ def run(args: argparse.Namespace) -> ExitCode:
     async def change(workers: Workers, up: Up) -> ExitCode:
         say = (lambda text: None) if args.json else print
         changes = await set_thresholds(workers, values, instance, say, client.say)
-        if instance is None:
+        # What no worker has taken would keep those that `up` starts later from starting.
+        if instance is None and any(each.error is None for each in changes):
             up.change_new_workers(Set(values))
             late = await _late_after(args.timeout, up)
             changes += await set_thresholds(workers, values, None, say, client.say, done=changes)

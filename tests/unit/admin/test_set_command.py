@@ -144,6 +144,21 @@ def test_a_worker_that_starts_for_longer_is_named_and_holds_up_no_other_command(
     assert "error: decode-12: still starting after 0 s" in capsys.readouterr().err
 
 
+def test_a_value_that_every_worker_refuses_is_not_given_to_workers_to_come(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake = FakeDeployment()
+    fake.gone = {10, 11}
+
+    async def carry_out(change: client.Change) -> ExitCode:
+        return await change(fake, fake.up)
+
+    monkeypatch.setattr(client, "change_deployment", lambda args, change: asyncio.run(carry_out(change)))
+    assert run(["set", "--max-local-prefill-length", "500"]) is ExitCode.FAILED
+    assert fake.up.heard == []
+    assert capsys.readouterr().err.count("error: ") == 2
+
+
 async def test_set_names_a_worker_without_an_answer_and_changes_the_others() -> None:
     fake = FakeDeployment()
     fake.gone = {10}
