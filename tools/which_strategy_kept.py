@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 
 from trtllm_disagg.bench.strategies.charts import Chart, charts_of
+from trtllm_disagg.bench.strategies.measures import LABELS, Slo
 from trtllm_disagg.bench.strategies.records import RunDirectory
 from trtllm_disagg.bench.strategies.report import Report, WorkloadReport, report_of
-from trtllm_disagg.bench.strategies.slo import LABELS, Slo
 from trtllm_disagg.bench.strategies.verdict import Verdict
 from trtllm_disagg.strategies import STRATEGIES
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from statistics import median
 
-from trtllm_disagg.bench.strategies.measures import PARTS, MeasuredPoint
+from trtllm_disagg.bench.strategies.measures import PARTS, MeasuredPoint, Quantity, Slo
 from trtllm_disagg.bench.strategies.records import NOMINAL, Arm
-from trtllm_disagg.bench.strategies.slo import Quantity, Slo
 from trtllm_disagg.bench.strategies.sweep import Sweep, shown
 from trtllm_disagg.bench.strategies.verdict import (
     LEAD,

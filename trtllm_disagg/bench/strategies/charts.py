@@ -12,9 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from trtllm_disagg.bench.strategies.measures import PARTS, MeasuredPoint, ParetoPoint, pareto_front
+from trtllm_disagg.bench.strategies.measures import (
+    PARTS,
+    MeasuredPoint,
+    ParetoPoint,
+    Quantity,
+    Slo,
+    pareto_front,
+)
 from trtllm_disagg.bench.strategies.records import NOMINAL
-from trtllm_disagg.bench.strategies.slo import Quantity, Slo
 from trtllm_disagg.bench.strategies.sweep import ENOUGH_IN_TIME, Sweep
 
 _SIZE = (5.0, 3.5)

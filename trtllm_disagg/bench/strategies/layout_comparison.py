@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trtllm_disagg.bench.figures import Column, Grid
-from trtllm_disagg.bench.strategies.estimate import ModelledWorker
-from trtllm_disagg.bench.strategies.planning import Engines, arms_at, slo_of, traffics, worker_counts
+from trtllm_disagg.bench.strategies.arms import arms_at, worker_counts
+from trtllm_disagg.bench.strategies.measures import Slo
+from trtllm_disagg.bench.strategies.planning import Engines, slo_of, traffics
 from trtllm_disagg.bench.strategies.records import Arm
-from trtllm_disagg.bench.strategies.simulation import ArmSimulations
-from trtllm_disagg.bench.strategies.slo import Slo
+from trtllm_disagg.bench.strategies.simulation import ArmSimulations, ModelledWorker
 from trtllm_disagg.bench.strategies.sweep import ENOUGH_IN_TIME
 from trtllm_disagg.bench.strategies.workloads import Shape, Traffic
 from trtllm_disagg.strategies import orders

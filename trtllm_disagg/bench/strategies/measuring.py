@@ -12,8 +12,8 @@ from http.client import HTTPException
 from pathlib import Path
 
 from trtllm_disagg.bench.strategies.aiperf import AIPerf, Seen, Send, read_export
+from trtllm_disagg.bench.strategies.measures import done_share
 from trtllm_disagg.bench.strategies.records import Arm, Point, PointResult, RequestRecord, Sensitivity
-from trtllm_disagg.bench.strategies.saturation import done_share
 from trtllm_disagg.bench.strategies.spent import Lateness, RequestLogs, lateness_of, software_share
 from trtllm_disagg.bench.strategies.workloads import Ask
 from trtllm_disagg.deployment.lifecycle import Deployment

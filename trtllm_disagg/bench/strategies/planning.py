@@ -1,4 +1,6 @@
-"""Makes a `Plan` from the flags: arms, workloads, time scales, and the rates of each sweep."""
+"""Makes a `Plan` from the flags: arms, workloads, time scales, and the rates of each sweep. Rates are in requests a
+second, and follow from the arms' simulated knees (simulation.py).
+"""
 
 from __future__ import annotations
 
@@ -7,27 +9,24 @@ import hashlib
 import json
 import math
 import shlex
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from trtllm_disagg.bench.strategies import rates
-from trtllm_disagg.bench.strategies.estimate import ModelledWorker, capacity
+from trtllm_disagg.bench.strategies.arms import arms_for
+from trtllm_disagg.bench.strategies.measures import DEFAULT_SLO, Slo
 from trtllm_disagg.bench.strategies.records import NOMINAL, Arm, Plan, Point, Sensitivity, Software
-from trtllm_disagg.bench.strategies.simulation import ArmSimulations
-from trtllm_disagg.bench.strategies.slo import DEFAULT_SLO, Slo
+from trtllm_disagg.bench.strategies.simulation import ArmSimulations, ModelledWorker, capacity
 from trtllm_disagg.bench.strategies.workloads import BUILT_IN, Traffic, trace
-from trtllm_disagg.config.deciders import ALWAYS, DECIDERS, DECODE_OCCUPANCY
 from trtllm_disagg.config.engine_args import merged_args, override_of
-from trtllm_disagg.config.worker_config import flag_of
 from trtllm_disagg.config.yaml_file import read_mapping
 from trtllm_disagg.deployment.up_command import default_name
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.modelled.config import checked
-from trtllm_disagg.strategies import STRATEGIES, StrategySpec, WorkerRole, spec_of, worker_side
+from trtllm_disagg.strategies import WorkerRole, spec_of
 
 #: What our own software adds, where it was not measured.
 ASSUMED = Software(first_token_ms=20.0)
@@ -38,65 +37,27 @@ _PLANNED_SOFTWARE = 0.04
 _RELAYED_PIECES, _MODELLED_TOKENS = 1000, 25_000
 #: A limit for requests and KV leases that is longer than any of them takes.
 LONGEST_WAIT_SECONDS = 3600
+#: Planned wall seconds of drain at a real deployment, where it cannot be estimated.
+_REAL_DRAIN_SECONDS = 15.0
 #: Most wall seconds of an answer in a quick run. If TTFT needs a slower clock, the clock is as slow as the SLO needs,
 #: and no conclusion is drawn from TTFT itself.
 _QUICK_ANSWER_SECONDS = 20.0
 #: The time scales to choose from: few, so that workloads with similar needs share a deployment.
 _SCALES = tuple(sorted(2.0**power * step for power in range(-2, 8) for step in (1, 1.5)))
 
-#: Where a worker calls another one, it routes by cached prefixes.
-_NEXT_ROUTER = (flag_of("next_router"), "kv")
-
-
-def arms_at(workers: int, gpus_per_worker: int = 1) -> tuple[Arm, ...]:
-    """All arms of `workers` workers. Raises ConfigError for fewer than two."""
-    if workers < 2:
-        raise ConfigError.bad_value("--workers", workers, "at least 2: a prefill and a decode worker")
-    gpus = workers * gpus_per_worker
-    return tuple(arm for spec in STRATEGIES.values() for arm in _arms_of(spec, workers, gpus))
-
-
-def _arms_of(spec: StrategySpec, workers: int, gpus: int) -> Iterator[Arm]:
-    if not spec.is_disaggregated:
-        yield Arm(f"{workers} {spec.name}", spec.name, agg_workers=workers, gpus=gpus)
-        return
-    for prefill in range(1, workers):
-        decode = workers - prefill
-        for decider in _deciders_of(spec):
-            name = f"{prefill}P{decode}D {spec.name}" + ("" if decider == ALWAYS else f" {decider}")
-            chosen = () if decider == ALWAYS else (flag_of("prefill_decider"), decider)
-            flags = (*_NEXT_ROUTER, *chosen) if spec.name in worker_side() else ()
-            yield Arm(name, spec.name, 0, prefill, decode, gpus, decider, flags)
-
-
-def _deciders_of(spec: StrategySpec) -> Iterator[str]:
-    """The deciders that suit the strategy. decode_occupancy keeps requests at the prefill worker, so it needs one."""
-    if spec.name not in worker_side():
-        yield ALWAYS
-        return
-    for decider in DECIDERS:
-        if decider != DECODE_OCCUPANCY or spec.entry_role == "prefill" or not spec.is_order:
-            yield decider
-
-
-#: Without --arms: every strategy; deciders only when asked for.
-DEFAULT_PATTERNS = ("* agg", *(f"*D {name}" for name, spec in STRATEGIES.items() if spec.is_disaggregated))
-
-#: With --quick: no router, and no order for each request.
-QUICK_PATTERNS = ("* agg", "*D prefill_first", "*D decode_first")
-
-
-def choose(arms: Sequence[Arm], patterns: Iterable[str]) -> tuple[Arm, ...]:
-    """The arms with a name that fits one of the patterns. Raises ConfigError for a pattern that fits none."""
-    chosen: dict[str, Arm] = {}
-    for pattern in patterns:
-        fitting = {arm.name: arm for arm in arms if fnmatchcase(arm.name, pattern)}
-        if not fitting:
-            raise ConfigError.bad_value(
-                "--arms", pattern, f"a pattern for some of: {', '.join(a.name for a in arms)}"
-            )
-        chosen |= fitting
-    return tuple(arm for arm in arms if arm.name in chosen)
+#: As shares of the best arm's knee.
+_SWEEP = (0.15, 0.35, 0.55, 0.75, 0.9, 1.05, 1.25)
+#: In a quick run, as shares of a knee: a calm rate; one below the knee by as much as the simulation may be wrong; and
+#: one above it.
+_CALM, _BELOW, _ABOVE = 0.5, 0.85, 1.3
+#: On a side of the band, around the knees of arms that are near each other. A rate above the knees alone would compare
+#: small numbers: next to nothing is in time there.
+_JUST_BELOW, _JUST_ABOVE = 0.9, 1.1
+#: Arms with knees that differ by a smaller factor are near each other: one rate is below all knees.
+_NEAR = 1.3
+#: A real knee may be so many times the simulated one: where prompts share prefixes and lengths vary, an arm had all
+#: answers in time above it.
+_MOST_ERROR = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,23 +165,10 @@ def _refuse_too_long(name: str, traffic: Traffic, longest: int) -> None:
         raise ConfigError.bad_value("--workloads", name, allowed)
 
 
-def arms_for(args: argparse.Namespace, gpus_per_worker: int = 1) -> tuple[Arm, ...]:
-    default = QUICK_PATTERNS if args.quick else DEFAULT_PATTERNS
-    patterns = args.arms.split(",") if args.arms else default
-    return tuple(
-        arm for count in worker_counts(args) for arm in choose(arms_at(count, gpus_per_worker), patterns)
-    )
-
-
-def worker_counts(args: argparse.Namespace) -> list[int]:
-    return [int(count) for count in (args.workers or ("2" if args.quick else "2,4")).split(",")]
-
-
 def make_plan(
     args: argparse.Namespace,
     engines: Engines,
     chosen: Mapping[str, Traffic],
-    command: str,
     software: Mapping[str, Software],
 ) -> Plan:
     """The plan of a run on modelled engines. Raises ConfigError, also for what no table covers."""
@@ -262,31 +210,85 @@ def make_plan(
                 yield plan.point(Point(arm.name, name, rate, repetition, side, time_scale))
 
     points = tuple(point for key in product(workers, arms, chosen) for point in points_of(*key))
+    return _plan_of(args, engines, chosen, arms, points, software=dict(software))
+
+
+def plan_of_real(
+    args: argparse.Namespace, arms: tuple[Arm, ...], chosen: Mapping[str, Traffic], engines: Engines | None
+) -> Plan:
+    """A plan for real engines: with the given rates, in wall time, without a sensitivity band. `engines`: None behind
+    URLs.
+    """
+    points = tuple(
+        Point(arm.name, name, rate, repetition, requests=args.requests, drain_s=_REAL_DRAIN_SECONDS)
+        for arm in arms
+        for name in chosen
+        for repetition in range(args.repetitions)
+        for rate in _given_rates(args)
+    )
+    return _plan_of(args, engines, chosen, arms, points, is_modelled=False)
+
+
+def _plan_of(
+    args: argparse.Namespace,
+    engines: Engines | None,
+    chosen: Mapping[str, Traffic],
+    arms: tuple[Arm, ...],
+    points: tuple[Point, ...],
+    **more: Any,
+) -> Plan:
     return Plan(
-        subject=engines.subject(),
+        subject=engines.subject() if engines else default_name(str(args.model)),
         arms=arms,
         workloads=tuple(traffic.record for traffic in chosen.values()),
         points=points,
-        gpus_per_worker=engines.gpus_per_worker,
-        command=command,
-        software=dict(software),
-        settings=settings_of(args, engines),
+        gpus_per_worker=engines.gpus_per_worker if engines else 1,
+        command=shlex.join(["trtllm-disagg", *sys.argv[1:]]),
+        settings=_settings_of(args, engines),
+        **more,
     )
 
 
 def _rates_by_arm(args: argparse.Namespace, simulations: ArmSimulations) -> dict[str, tuple[float, ...]]:
     """The same rates for all arms; for each arm they end with the first that is surely above its knee."""
-    if given := given_rates(args):
+    if given := _given_rates(args):
         return {arm.name: given for arm in simulations.arms}
     knees = {arm.name: simulations.knee(arm, slo_of(args)) for arm in simulations.arms}
     common = _sweep(args, knees, next(iter(simulations.workers.values())).factors)
-    return {arm: rates.up_to_the_first_above(own, common) for arm, own in knees.items()}
+    return {arm: up_to_the_first_above(own, common) for arm, own in knees.items()}
 
 
 def _sweep(args: argparse.Namespace, knees: Mapping[str, float], side: Sensitivity) -> tuple[float, ...]:
     if not args.quick:
-        return rates.sweep(knees)
-    return rates.quick_sweep(knees) if side == NOMINAL else rates.deciding(knees)
+        return full_sweep(knees)
+    return quick_sweep(knees) if side == NOMINAL else deciding(knees)
+
+
+def full_sweep(knees: Mapping[str, float]) -> tuple[float, ...]:
+    return _rounded(share * max(knees.values()) for share in _SWEEP)
+
+
+def quick_sweep(knees: Mapping[str, float]) -> tuple[float, ...]:
+    low, high = min(knees.values()), max(knees.values())
+    lowest = _CALM * high if high < _NEAR * low else _BELOW * low
+    return _rounded((lowest, _BELOW * high, _ABOVE * high))
+
+
+def deciding(knees: Mapping[str, float]) -> tuple[float, ...]:
+    """The rates for a side of the band: one that only the best arm should sustain; or, if arms are near each other, one
+    that all should sustain and one that none should.
+    """
+    low, high = min(knees.values()), max(knees.values())
+    return _rounded((_JUST_BELOW * low, _JUST_ABOVE * high) if high < _NEAR * low else (_BELOW * high,))
+
+
+def _rounded(rates: Iterable[float]) -> tuple[float, ...]:
+    return tuple(float(f"{rate:.2g}") for rate in rates)
+
+
+def up_to_the_first_above(knee: float, common: tuple[float, ...]) -> tuple[float, ...]:
+    """The sorted `common` rates up to and including the first that is surely above the arm's knee."""
+    return common[: sum(rate <= _MOST_ERROR * knee for rate in common) + 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +326,7 @@ def slo_of(args: argparse.Namespace) -> Slo:
     return Slo.parse(args.slo) if args.slo else DEFAULT_SLO
 
 
-def given_rates(args: argparse.Namespace) -> tuple[float, ...]:
+def _given_rates(args: argparse.Namespace) -> tuple[float, ...]:
     return tuple(sorted(float(rate) for rate in args.rates.split(","))) if args.rates else ()
 
 
@@ -385,7 +387,7 @@ def _num_pieces(tokens: float, workers: Mapping[str, ModelledWorker]) -> float:
     return max(tokens / min(worker.stream_interval for worker in workers.values()), min(tokens, 2.0))
 
 
-def settings_of(args: argparse.Namespace, engines: Engines | None) -> dict[str, str]:
+def _settings_of(args: argparse.Namespace, engines: Engines | None) -> dict[str, str]:
     """All settings that tell one run from another."""
     flags = ("engine", "url", "workers", "arms", "workloads", "rates", "requests", "repetitions")
     told = {name: str(getattr(args, name)) for name in (*flags, "band", "time_scale", "quick")}

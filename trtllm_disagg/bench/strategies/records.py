@@ -175,7 +175,7 @@ class PointResult:
     kv_hit_rate: float | None = None
     #: The arm could not keep up: it ended long after the last arrival, or refused requests.
     is_saturated: bool = False
-    #: The share of requests that ended while others arrived (saturation.py). 1 if the arm kept up.
+    #: The share of requests that ended while others arrived (measures.py). 1 if the arm kept up.
     done_share: float = 1.0
     #: The exact command of each process: "frontend", "prefill-0", ..., "load".
     commands: Mapping[str, str] = field(default_factory=dict)
@@ -207,7 +207,7 @@ class Plan:
     arms: tuple[Arm, ...]
     workloads: tuple[Workload, ...]
     points: tuple[Point, ...]
-    #: Points that the run added, at rates that `points` lack (further.py).
+    #: Points that the run added, at rates that `points` lack (starting.py).
     further: tuple[Point, ...] = ()
     #: False: a real deployment, measured in wall time.
     is_modelled: bool = True

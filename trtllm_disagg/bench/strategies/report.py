@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 from trtllm_disagg.bench.strategies.advice import Advice, advise, described
 from trtllm_disagg.bench.strategies.charts import charts_of
-from trtllm_disagg.bench.strategies.measures import PARTS, PERCENTILES, MeasuredPoint
+from trtllm_disagg.bench.strategies.measures import DEFAULT_SLO, PARTS, PERCENTILES, MeasuredPoint, Slo
 from trtllm_disagg.bench.strategies.records import NOMINAL, Plan, PointResult, RunDirectory, write_whole
-from trtllm_disagg.bench.strategies.slo import DEFAULT_SLO, Slo
 from trtllm_disagg.bench.strategies.sweep import Sweep, sweeps_of
 from trtllm_disagg.bench.strategies.verdict import (
     Lead,

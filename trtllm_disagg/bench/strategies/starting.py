@@ -1,32 +1,46 @@
-"""Starts or resumes a run as the flags say. All settings are checked before anything is started."""
+"""Starts or resumes a run as the flags say. All settings are checked before anything is started.
+
+The planned rates come from a simulation. If an arm does better or worse than simulated, the comparison ends in a doubt
+that names the missing rate, and the run goes on with that rate.
+"""
 
 from __future__ import annotations
 
 import argparse
 import math
-import shlex
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from statistics import mean
 from types import MappingProxyType
 from urllib.parse import urlsplit
 
 from trtllm_disagg.bench.http_client import Connection, completion_request
 from trtllm_disagg.bench.strategies.aiperf import AIPerf
-from trtllm_disagg.bench.strategies.estimate import ModelledWorker
-from trtllm_disagg.bench.strategies.further import announcement, further_points
+from trtllm_disagg.bench.strategies.arms import arms_for, workers_of
 from trtllm_disagg.bench.strategies.measuring import Target
 from trtllm_disagg.bench.strategies.planning import (
     Engines,
-    arms_for,
-    given_rates,
+    PointPlan,
     make_plan,
-    settings_of,
+    plan_of_real,
+    slo_of,
     traffics,
     vocabulary_of,
 )
-from trtllm_disagg.bench.strategies.records import NOMINAL, Arm, Plan, Point, RunDirectory, Software
+from trtllm_disagg.bench.strategies.records import (
+    NOMINAL,
+    Arm,
+    Plan,
+    Point,
+    PointResult,
+    RunDirectory,
+    Sensitivity,
+    Software,
+)
 from trtllm_disagg.bench.strategies.running import Deployments, Runner, Urls, duration
+from trtllm_disagg.bench.strategies.simulation import ArmSimulations, ModelledWorker
+from trtllm_disagg.bench.strategies.sweep import Sweep, WantedRate, shown, sweeps_of
+from trtllm_disagg.bench.strategies.verdict import Measure, goodput, judge
 from trtllm_disagg.bench.strategies.workloads import Ask, Shape, Traffic
 from trtllm_disagg.deployment.lifecycle import Interrupts
 from trtllm_disagg.deployment.up_command import default_name
@@ -35,8 +49,6 @@ from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.processes.steadily import without_silence
 from trtllm_disagg.strategies import spec_of
 
-#: Planned wall seconds of drain at a real deployment, where it cannot be estimated.
-_REAL_DRAIN_SECONDS = 15.0
 _LONGEST_AT_URL = 1 << 17
 _QUICK_SECONDS, _LONG_SECONDS = 600, 86400
 _LONG_ANSWER, _FEW_PIECES = 1000, '{"stream_interval": 8192}'
@@ -46,6 +58,9 @@ _SHORTER = "--quick, --workloads, --workers 2, --arms, --repetitions 1 or --band
 WARM_UP, REQUESTS = 2, 6
 #: Tokens of an answer in the calibration: enough for a handoff and some steps.
 TOKENS = 24
+
+#: As factors of the plan's highest and lowest rate. Beyond them the simulation is wrong, not the choice of rates.
+_HIGHEST, _LOWEST = 2.5, 0.2
 
 
 def arm_to_calibrate_on(plan: Plan) -> Arm:
@@ -89,7 +104,7 @@ async def _added_seconds(
     rest = decode.isolated_seconds(whole) - decode.isolated_seconds(alone)
     moving = 0.0 if arm.agg_workers else prefill.sending_seconds(whole)
     first_seen, rest_seen = answer.first - answer.asked, answer.ended - answer.first
-    if spec_of(arm.strategy).entry_role is None and not arm.agg_workers:
+    if arm.waits_for_decode:
         first, moving = first + moving, 0.0
     return first_seen - first, rest_seen - rest - moving
 
@@ -104,12 +119,12 @@ def check(args: argparse.Namespace) -> None:
         ("--rates", args.rates, float, 0.001, 100_000),
         ("--workers", args.workers, int, 1, 1000),
     ):
-        for number in text.split(",") if text else ():
+        numbers = text.split(",") if text else []
+        for number in numbers:
             if not _is_between(number, kind, least, most):
                 allowed = f"numbers from {least:g} to {most:g} with commas between them"
                 raise ConfigError.bad_value(key, number, allowed)
-        numbers = [kind(number) for number in text.split(",")] if text else []
-        if len(set(numbers)) < len(numbers):
+        if len(set(map(kind, numbers))) < len(numbers):
             raise ConfigError.bad_value(key, text, "each number once")
     if args.model is None or not (args.model / "config.json").is_file():
         raise ConfigError.bad_value(
@@ -148,12 +163,12 @@ def runner_of_engines(
     engines = _engines(args)
     chosen = traffics(args, engines.longest)
     plan = (
-        make_plan(args, engines, chosen, _command(), software)
+        make_plan(args, engines, chosen, software)
         if engines.is_modelled
-        else _plan_of_real(args, arms_for(args, engines.gpus_per_worker), chosen, engines)
+        else plan_of_real(args, arms_for(args, engines.gpus_per_worker), chosen, engines)
     )
     targets = Deployments(plan, engines, directory, tuple(args.worker_args))
-    return _runner(args, _resumed(plan, directory), directory, chosen, targets, aiperf)
+    return _runner(args, plan, directory, chosen, targets, aiperf)
 
 
 def _engines(args: argparse.Namespace) -> Engines:
@@ -163,7 +178,7 @@ def _engines(args: argparse.Namespace) -> Engines:
 
 def runner_of_urls(args: argparse.Namespace, aiperf: AIPerf, directory: RunDirectory) -> Runner:
     urls = dict(text.partition("=")[::2] for text in args.url)
-    counts = sorted({_workers_of(name) for name in urls})
+    counts = sorted({workers_of(name) for name in urls})
     known = {
         arm.name: arm
         for count in counts
@@ -175,41 +190,9 @@ def runner_of_urls(args: argparse.Namespace, aiperf: AIPerf, directory: RunDirec
                 "--url", f"{name}={url}", "ARM=http://..., as '1P1D decode_first=http://...'"
             )
     chosen = traffics(args, _LONGEST_AT_URL)
-    plan = _plan_of_real(args, tuple(known[name] for name in urls), chosen, None)
+    plan = plan_of_real(args, tuple(known[name] for name in urls), chosen, None)
     targets = Urls(urls, default_name(str(args.model)))
-    return _runner(args, _resumed(plan, directory), directory, chosen, targets, aiperf)
-
-
-def _workers_of(name: str) -> int:
-    """The number of workers of an arm by its name, as "2 agg" or "1P3D router"."""
-    layout = name.partition(" ")[0].rstrip("D")
-    numbers = layout.split("P")
-    if not all(number.isdigit() for number in numbers):
-        raise ConfigError.bad_value("--url", name, "ARM=URL, with an arm as '2 agg' or '1P3D router'")
-    return sum(map(int, numbers))
-
-
-def _plan_of_real(
-    args: argparse.Namespace, arms: tuple[Arm, ...], chosen: Mapping[str, Traffic], engines: Engines | None
-) -> Plan:
-    """A plan for real engines: with the given rates, in wall time, without a sensitivity band."""
-    points = tuple(
-        Point(arm.name, name, rate, repetition, requests=args.requests, drain_s=_REAL_DRAIN_SECONDS)
-        for arm in arms
-        for name in chosen
-        for repetition in range(args.repetitions)
-        for rate in given_rates(args)
-    )
-    return Plan(
-        subject=engines.subject() if engines else default_name(str(args.model)),
-        arms=arms,
-        workloads=tuple(traffic.record for traffic in chosen.values()),
-        points=points,
-        is_modelled=False,
-        gpus_per_worker=engines.gpus_per_worker if engines else 1,
-        command=_command(),
-        settings=settings_of(args, engines),
-    )
+    return _runner(args, plan, directory, chosen, targets, aiperf)
 
 
 def _resumed(plan: Plan, directory: RunDirectory) -> Plan:
@@ -239,12 +222,8 @@ def _runner(
     targets: Deployments | Urls,
     aiperf: AIPerf,
 ) -> Runner:
-    vocabulary = vocabulary_of(args.model)
+    vocabulary, plan = vocabulary_of(args.model), _resumed(plan, directory)
     return Runner(plan, directory, chosen, targets, aiperf, vocabulary, is_quick=args.quick)
-
-
-def _command() -> str:
-    return shlex.join(["trtllm-disagg", *sys.argv[1:]])
 
 
 async def measure_all(
@@ -286,6 +265,73 @@ def _further(args: argparse.Namespace, runner: Runner, say: Callable[[str], None
         return further_points(args, engines, runner.traffics, runner.plan, results)
 
 
+def further_points(
+    args: argparse.Namespace,
+    engines: Engines,
+    traffics: Mapping[str, Traffic],
+    plan: Plan,
+    results: Iterable[PointResult],
+) -> tuple[Point, ...]:
+    """The points to measure beyond the plan's, all of which are measured, to decide the best goodput. Empty if the user
+    chose the rates.
+    """
+    if args.rates or not plan.is_modelled:
+        return ()
+    measure, nominal = goodput(slo_of(args)), engines.workers()
+    found: list[Point] = []
+    for sweep in sweeps_of(plan, results):
+        traffic = traffics[sweep.workload.name]
+        for side, rate in _wanted(plan, sweep, measure):
+            workers = {role: replace(worker, factors=side) for role, worker in nominal.items()}
+            simulations = ArmSimulations(sweep.arms, traffic, workers, args.fewest_requests, args.fills_gpus)
+            point_plan = PointPlan.of({arm.name: (rate,) for arm in sweep.arms}, simulations)
+            found += map(point_plan.point, _points(plan, sweep, measure, side, rate))
+    return tuple(found)
+
+
+def _wanted(plan: Plan, sweep: Sweep, measure: Measure) -> list[tuple[Sensitivity, float]]:
+    verdict = judge(sweep, measure)
+    wanted = [lead.doubt.wanted for lead in verdict.doubtful if not verdict.refusal]
+    rates = [(each.sensitivity, _measured_beyond(sweep, each) or each.requests_s) for each in wanted if each]
+    return [(side, rate) for side, rate in dict.fromkeys(rates) if _is_near(plan, sweep, side, rate)]
+
+
+def _measured_beyond(sweep: Sweep, wanted: WantedRate) -> float | None:
+    """The next rate at which another arm was measured: arms are compared at rates that they share."""
+    measured = {point.rate for point in sweep.measured if point.sensitivity == wanted.sensitivity}
+    return min((rate for rate in measured if wanted.requests_s >= rate > wanted.beyond), default=None)
+
+
+def _is_near(plan: Plan, sweep: Sweep, side: Sensitivity, rate: float) -> bool:
+    planned = [each for arm in sweep.arms for each in _rates(plan.points, sweep, arm, side)]
+    return _LOWEST * min(planned) <= rate <= _HIGHEST * max(planned)
+
+
+def _points(plan: Plan, sweep: Sweep, measure: Measure, side: Sensitivity, rate: float) -> Iterator[Point]:
+    """Points at `rate` for each arm that lacks it and that no lower rate has exhausted, with all repetitions."""
+    for arm in sweep.arms:
+        curves = sweep.curves(arm.name, side).values()
+        highest = [curve[max(curve)] for curve in curves if max(curve) < rate]
+        own = _rates(plan.every_point, sweep, arm, side)
+        if rate not in own and not any(map(measure.is_exhausted, highest)):
+            yield from (replace(point, rate=rate) for point in own[min(own)])
+
+
+def _rates(points: Iterable[Point], sweep: Sweep, arm: Arm, side: Sensitivity) -> dict[float, list[Point]]:
+    """The points of each rate, one for each repetition."""
+    found: dict[float, list[Point]] = {}
+    for point in points:
+        if (point.arm, point.workload, point.sensitivity) == (arm.name, sweep.workload.name, side):
+            found.setdefault(point.rate, []).append(point)
+    return found
+
+
+def announcement(points: Sequence[Point]) -> str:
+    """ "2 more points, at 14.5 requests/s with decode steps x1.5"."""
+    rates = dict.fromkeys(f"{point.rate:g} requests/s with {shown(point.sensitivity)}" for point in points)
+    return f"the rates so far decide nothing: {len(points)} more points, at {', '.join(rates)}"
+
+
 def why_long(args: argparse.Namespace, seconds: int, software: Mapping[str, Software], plan: Plan) -> str:
     """A clause that says why a run takes long and what makes it shorter; empty for a short one."""
     if not args.quick:
@@ -315,7 +361,7 @@ async def _software(
         return {}
     engines = _engines(args)
     chosen = traffics(args, engines.longest)
-    plan = make_plan(args, engines, chosen, _command(), {})
+    plan = make_plan(args, engines, chosen, {})
     arm = arm_to_calibrate_on(plan)
     say(f"{arm.name}: a few requests, for what our own software takes here")
     deployments = Deployments(plan, engines, directory, tuple(args.worker_args))

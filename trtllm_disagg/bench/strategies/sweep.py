@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
+from typing import NamedTuple
 
-from trtllm_disagg.bench.strategies.doubt import NO_DOUBT, Doubt
-from trtllm_disagg.bench.strategies.measures import PERCENTILES, MeasuredPoint
+from trtllm_disagg.bench.strategies.measures import PERCENTILES, MeasuredPoint, Slo
 from trtllm_disagg.bench.strategies.records import (
     NOMINAL,
     Arm,
@@ -18,7 +18,6 @@ from trtllm_disagg.bench.strategies.records import (
     Sensitivity,
     Workload,
 )
-from trtllm_disagg.bench.strategies.slo import Slo
 
 #: Largest share of a measured time that our own software may take; above it, the time does not show the GPUs.
 MOST_SOFTWARE = 0.05
@@ -29,6 +28,42 @@ ENOUGH_IN_TIME = 0.9
 Curve = Mapping[float, MeasuredPoint]
 #: By name of a time that matters: the share of our own software in it, at a point.
 SoftwareShares = Callable[[MeasuredPoint], Mapping[str, float]]
+
+
+class WantedRate(NamedTuple):
+    """A rate at which an arm would show how much it sustains."""
+
+    sensitivity: Sensitivity
+    requests_s: float
+    #: The highest, or lowest, rate that was compared.
+    beyond: float
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    #: A clause, as the report says it.
+    why: str
+    #: What a user does next: a clause with the flag in it.
+    remedy: str
+    #: The two arms are equally good, within the precision of the measurement.
+    is_tie: bool = False
+    #: The rate that is missing; a run that chose its own rates measures it by itself (starting.py).
+    wanted: WantedRate | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.why)
+
+    def __str__(self) -> str:
+        return self.why
+
+
+NO_DOUBT = Doubt("", "")
+GO_ON = "give the same command again, until every point is measured"
+
+
+def remedies(doubts: Iterable[Doubt]) -> str:
+    """The distinct remedies of `doubts`, joined by semicolons."""
+    return "; ".join(dict.fromkeys(doubt.remedy for doubt in doubts if doubt.remedy))
 
 
 @dataclass(frozen=True)

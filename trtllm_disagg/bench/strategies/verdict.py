@@ -14,16 +14,19 @@ from functools import partial
 from typing import Literal
 
 from trtllm_disagg.bench.figures import Sample
-from trtllm_disagg.bench.strategies.doubt import GO_ON, NO_DOUBT, Doubt, WantedRate, remedies
-from trtllm_disagg.bench.strategies.measures import MeasuredPoint, front_area
+from trtllm_disagg.bench.strategies.measures import MeasuredPoint, Slo, front_area
 from trtllm_disagg.bench.strategies.records import NOMINAL, Sensitivity
-from trtllm_disagg.bench.strategies.slo import Slo
 from trtllm_disagg.bench.strategies.sweep import (
     ENOUGH_IN_TIME,
+    GO_ON,
     MOST_SOFTWARE,
+    NO_DOUBT,
     Curve,
+    Doubt,
     SoftwareShares,
     Sweep,
+    WantedRate,
+    remedies,
     shown,
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trtllm_disagg.bench.strategies.planning import DEFAULT_PATTERNS, arms_at, choose
+from trtllm_disagg.bench.strategies.arms import DEFAULT_PATTERNS, arms_at, choose
 from trtllm_disagg.config.deciders import DECIDERS
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.strategies import STRATEGIES, worker_side

@@ -10,10 +10,10 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tests.unit.bench.strategies.test_starting import MEASURED
-from trtllm_disagg.bench.strategies.estimate import ModelledWorker
+from trtllm_disagg.bench.strategies.arms import arms_at
 from trtllm_disagg.bench.strategies.measuring import Target
-from trtllm_disagg.bench.strategies.planning import arms_at
 from trtllm_disagg.bench.strategies.records import Plan
+from trtllm_disagg.bench.strategies.simulation import ModelledWorker
 from trtllm_disagg.bench.strategies.starting import REQUESTS, TOKENS, WARM_UP, arm_to_calibrate_on, calibrate
 from trtllm_disagg.bench.strategies.workloads import BUILT_IN, Shape
 

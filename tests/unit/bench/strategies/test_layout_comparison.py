@@ -13,9 +13,9 @@ import yaml
 
 from tests.support.queueing_model import Gpu, Job, simulate_agg, simulate_pair
 from trtllm_disagg import cli
-from trtllm_disagg.bench.strategies.estimate import ModelledWorker
 from trtllm_disagg.bench.strategies.layout_comparison import LayoutSimulation, Lead, layouts
-from trtllm_disagg.bench.strategies.slo import Slo
+from trtllm_disagg.bench.strategies.measures import Slo
+from trtllm_disagg.bench.strategies.simulation import ModelledWorker
 from trtllm_disagg.bench.strategies.workloads import BUILT_IN
 from trtllm_disagg.errors import ConfigError
 

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.bench.strategies.synthetic import CHAT
-from trtllm_disagg.bench.strategies.measures import MeasuredPoint, ParetoPoint, front_area, pareto_front
+from trtllm_disagg.bench.strategies.measures import MeasuredPoint, ParetoPoint, Slo, front_area, pareto_front
 from trtllm_disagg.bench.strategies.records import Arm, Parts, Point, PointResult, RequestRecord
-from trtllm_disagg.bench.strategies.slo import Slo
 
 _TIMES = st.floats(0.1, 10_000)
 _PLACES = st.lists(st.tuples(st.floats(0.1, 500), st.floats(0.1, 5000)), max_size=12)

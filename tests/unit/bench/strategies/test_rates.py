@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trtllm_disagg.bench.strategies.rates import deciding, quick_sweep, sweep, up_to_the_first_above
+from trtllm_disagg.bench.strategies.planning import deciding, full_sweep, quick_sweep, up_to_the_first_above
 
 APART = {"fast": 10.0, "slow": 5.0}
 NEAR = {"fast": 10.0, "slow": 9.0}
@@ -29,8 +29,8 @@ def test_a_side_on_which_arms_are_near_each_other_has_a_rate_that_all_are_able_t
 
 
 def test_seven_point_sweep_spans_both_knees() -> None:
-    assert len(sweep(NEAR)) == 7
-    assert sweep(NEAR)[0] < 2 < 11 < sweep(NEAR)[-1]
+    assert len(full_sweep(NEAR)) == 7
+    assert full_sweep(NEAR)[0] < 2 < 11 < full_sweep(NEAR)[-1]
 
 
 def test_an_arm_is_measured_up_to_the_first_rate_that_is_surely_above_what_it_is_able_to_do() -> None:

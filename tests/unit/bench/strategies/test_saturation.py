@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trtllm_disagg.bench.strategies.saturation import done_share
+from trtllm_disagg.bench.strategies.measures import done_share
 
 
 def share_of(latencies: list[float], rate: float = 1.0) -> float:

@@ -7,11 +7,9 @@ from statistics import mean
 import pytest
 
 from tests.support.queueing_model import Gpu, Job, simulate_agg, simulate_pair
-from trtllm_disagg.bench.strategies.estimate import ModelledWorker
+from trtllm_disagg.bench.strategies.measures import Slo, done_share
 from trtllm_disagg.bench.strategies.records import Arm
-from trtllm_disagg.bench.strategies.saturation import done_share
-from trtllm_disagg.bench.strategies.simulation import knee, simulate
-from trtllm_disagg.bench.strategies.slo import Slo
+from trtllm_disagg.bench.strategies.simulation import ModelledWorker, knee, simulate
 from trtllm_disagg.bench.strategies.workloads import BUILT_IN
 
 GPU = Gpu(

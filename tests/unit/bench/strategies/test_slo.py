@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trtllm_disagg.bench.strategies.slo import Slo
+from trtllm_disagg.bench.strategies.measures import Slo
 from trtllm_disagg.errors import ConfigError
 
 

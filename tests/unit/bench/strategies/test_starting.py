@@ -17,7 +17,7 @@ import yaml
 from tests.unit.bench.strategies.synthetic import Behaviour, result_of
 from trtllm_disagg.bench.strategies import add_arguments, settle, simulation, starting
 from trtllm_disagg.bench.strategies.aiperf import AIPerf, LoadFailedError
-from trtllm_disagg.bench.strategies.estimate import ModelledWorker, requests_to_fill
+from trtllm_disagg.bench.strategies.measures import Slo
 from trtllm_disagg.bench.strategies.measuring import Schedule, Target
 from trtllm_disagg.bench.strategies.planning import scale_for, sensitivities, vocabulary_of
 from trtllm_disagg.bench.strategies.records import (
@@ -33,8 +33,12 @@ from trtllm_disagg.bench.strategies.records import (
     Workload,
 )
 from trtllm_disagg.bench.strategies.running import Deployments, Key, Progress, Runner, batches, duration
-from trtllm_disagg.bench.strategies.simulation import SimulatedPoint, simulate
-from trtllm_disagg.bench.strategies.slo import Slo
+from trtllm_disagg.bench.strategies.simulation import (
+    ModelledWorker,
+    SimulatedPoint,
+    requests_to_fill,
+    simulate,
+)
 from trtllm_disagg.bench.strategies.starting import check, runner_of_engines, runner_of_urls, why_long
 from trtllm_disagg.bench.strategies.sweep import sweeps_of
 from trtllm_disagg.bench.strategies.verdict import goodput, judge

@@ -20,8 +20,8 @@ from tests.unit.bench.strategies.synthetic import (
     with_software,
 )
 from trtllm_disagg.bench.strategies.advice import advise
+from trtllm_disagg.bench.strategies.measures import Slo
 from trtllm_disagg.bench.strategies.records import NOMINAL, Parts, Point, PointResult, Sensitivity
-from trtllm_disagg.bench.strategies.slo import Slo
 from trtllm_disagg.bench.strategies.sweep import Sweep, sweeps_of
 from trtllm_disagg.bench.strategies.verdict import Verdict, goodput, judge, latency_at, pareto_area
 

@@ -21,7 +21,7 @@ from tools.which_strategy import link_from, main
 from tools.which_strategy_runs import RUNS
 from tools.which_strategy_trace import write_trace
 from trtllm_disagg.bench.strategies import add_arguments as add_bench_arguments
-from trtllm_disagg.bench.strategies import estimate
+from trtllm_disagg.bench.strategies import simulation
 from trtllm_disagg.bench.strategies.layout_comparison import FIRST_TOKEN_FACTORS, TOKEN_FACTORS, Lead
 from trtllm_disagg.bench.strategies.workloads import BUILT_IN, trace
 from trtllm_disagg.modelled.build import Gpus, open_gpus
@@ -124,7 +124,7 @@ def test_a_run_of_the_list_is_a_command_that_plans_its_pair_and_workload(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measured = {"model": "m", "modelled": {"measured": MEASURED}}
-    monkeypatch.setattr(estimate, "open_gpus", lambda args: gpus_of(json.dumps(measured)))
+    monkeypatch.setattr(simulation, "open_gpus", lambda args: gpus_of(json.dumps(measured)))
     only = "llama-3.1-70b-fp8-h200_sxm-bursts"
     model = str(model_in(tmp_path))
     main(["--measure", str(tmp_path), "--model", model, "--dry-run", "--only", only])
@@ -155,7 +155,7 @@ def test_a_run_with_many_requests_or_long_answers_is_planned_to_end_within_two_h
     workload: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the others `--dry-run` says it; tables take a while."""
-    monkeypatch.setattr(estimate, "open_gpus", lambda args: gpus_of(args.model_dump_json()))
+    monkeypatch.setattr(simulation, "open_gpus", lambda args: gpus_of(args.model_dump_json()))
     options = argparse.Namespace(measure=tmp_path, model=model_in(tmp_path))
     (run,) = (run for run in RUNS if run.name == f"llama-3.1-8b-h100_sxm-{workload}")
     assert run.minutes(options) <= 120
