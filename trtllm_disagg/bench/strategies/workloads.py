@@ -40,24 +40,8 @@ class Shape:
     cached_tokens: float = 0.0
 
 
-class Tokens:
-    """Makes random token ids, none of them special."""
-
-    def __init__(self, vocabulary: int, random_: random.Random) -> None:
-        self._ids = range(min(256, vocabulary // 2), vocabulary)
-        self._random = random_
-
-    def some(self, count: int) -> tuple[int, ...]:
-        return tuple(self._random.choices(self._ids, k=count))
-
-
-class AnyTokens(Tokens):
-    """Makes prompts of zeros in no time, for uses in which only lengths matter."""
-
-    def some(self, count: int) -> tuple[int, ...]:
-        return (0,) * count
-
-
+#: Makes so many token ids.
+Tokens = Callable[[int], tuple[int, ...]]
 #: Makes an endless stream of requests: (rate, tokens, random numbers).
 Source = Callable[[float, Tokens, random.Random], Iterator[Ask]]
 
@@ -80,12 +64,14 @@ class Traffic:
         """
         # By name: the prompts of one workload do not depend on which others run.
         numbers = random.Random(f"{self.record.name} {seed}")
-        return self._first(rate, count, Tokens(vocabulary, numbers), numbers)
+        # None of these ids is special.
+        ids = range(min(256, vocabulary // 2), vocabulary)
+        return self._first(rate, count, lambda length: tuple(numbers.choices(ids, k=length)), numbers)
 
     def lengths(self, rate: float, count: int) -> tuple[Ask, ...]:
-        """As `asks`, with one fixed seed and prompts of zeros."""
+        """As `asks`, with one fixed seed and prompts of zeros, for uses in which only lengths matter."""
         numbers = random.Random(self.record.name)
-        return self._first(rate, count, AnyTokens(1, numbers), numbers)
+        return self._first(rate, count, lambda length: (0,) * length, numbers)
 
     def _first(self, rate: float, count: int, tokens: Tokens, numbers: random.Random) -> tuple[Ask, ...]:
         stream = self.source(rate, tokens, numbers)
@@ -103,7 +89,7 @@ def _single(input_tokens: int, output_tokens: int, burst: int = 1) -> Source:
         now, number = 0.0, 0
         while True:
             for _ in range(burst):
-                prompt = tokens.some(_around(input_tokens, numbers))
+                prompt = tokens(_around(input_tokens, numbers))
                 yield Ask(now, prompt, _around(output_tokens, numbers), str(number))
                 number += 1
             now += numbers.expovariate(rate / burst)
@@ -131,7 +117,7 @@ _SYSTEM, _ADDED, _ANSWER, _TURNS, _THINKING = 2048, 768, 192, 8, 2.0
 
 def _agent(rate: float, tokens: Tokens, numbers: random.Random) -> Iterator[Ask]:
     """Sessions with Poisson arrivals. A turn is sent at its time, whether or not the one before was answered."""
-    system = tokens.some(_SYSTEM)
+    system = tokens(_SYSTEM)
     # Some sessions are under way when the point begins.
     now, sessions = -_TURNS * _THINKING, 0
     waiting: list[Ask] = []
@@ -140,7 +126,7 @@ def _agent(rate: float, tokens: Tokens, numbers: random.Random) -> Iterator[Ask]
     while True:
         prompt, arrival = system, now
         for turn in range(_TURNS):
-            prompt = (*prompt, *tokens.some(_around(_ADDED, numbers)))
+            prompt = (*prompt, *tokens(_around(_ADDED, numbers)))
             waiting.append(Ask(arrival, prompt, _around(_ANSWER, numbers), str(sessions), turn))
             arrival += numbers.expovariate(1 / _THINKING)
         now += numbers.expovariate(rate / _TURNS)
@@ -153,44 +139,31 @@ def _agent(rate: float, tokens: Tokens, numbers: random.Random) -> Iterator[Ask]
                 known[ask.session] = len(ask.prompt)
 
 
-_CHAT = "short chats: 256 tokens in, 256 out"
 _AGENT_INPUT = _SYSTEM + _ADDED * (_TURNS + 1) / 2
+
+
+def _singles(name: str, description: str, prompt: int, answer: int, burst: int = 1) -> Traffic:
+    """A workload of independent requests. `prompt` and `answer`: mean tokens."""
+    record, source = Workload(name, description, prompt, answer), _single(prompt, answer, burst)
+    return Traffic(record, Shape(prompt, answer), source, _longest(prompt, answer))
+
+
+_AGENTS = f"agents of {_TURNS} turns with growing prompts, over one system prompt of {_SYSTEM} tokens"
 
 BUILT_IN: dict[str, Traffic] = {
     traffic.record.name: traffic
     for traffic in (
-        Traffic(Workload("chat", _CHAT, 256, 256), Shape(256, 256), _single(256, 256), _longest(256, 256)),
+        _singles("chat", "short chats: 256 tokens in, 256 out", 256, 256),
+        _singles("rag", "long documents: 8192 in, 256 out", 8192, 256),
+        _singles("reasoning", "long answers: 1024 in, 4096 out", 1024, 4096),
         Traffic(
-            Workload("rag", "long documents: 8192 in, 256 out", 8192, 256),
-            Shape(8192, 256),
-            _single(8192, 256),
-            _longest(8192, 256),
-        ),
-        Traffic(
-            Workload("reasoning", "long answers: 1024 in, 4096 out", 1024, 4096),
-            Shape(1024, 4096),
-            _single(1024, 4096),
-            _longest(1024, 4096),
-        ),
-        Traffic(
-            Workload(
-                "agentic",
-                f"agents of {_TURNS} turns with growing prompts, over one system prompt of {_SYSTEM} tokens",
-                _AGENT_INPUT,
-                _ANSWER,
-                _TURNS,
-            ),
+            Workload("agentic", _AGENTS, _AGENT_INPUT, _ANSWER, _TURNS),
             Shape(_AGENT_INPUT, _ANSWER, _AGENT_INPUT - _ADDED),
             _agent,
             _SYSTEM + _longest(*[_ADDED] * _TURNS, _ANSWER),
             session_s=_TURNS * _THINKING,
         ),
-        Traffic(
-            Workload("bursts", "16 requests at once: 1024 in, 256 out", 1024, 256),
-            Shape(1024, 256),
-            _single(1024, 256, burst=16),
-            _longest(1024, 256),
-        ),
+        _singles("bursts", "16 requests at once: 1024 in, 256 out", 1024, 256, burst=16),
     )
 }
 
@@ -226,9 +199,9 @@ def trace(file: Path, longest: int) -> Traffic:
             prompt: list[int] = []
             for block in line.hash_ids:
                 if block not in blocks:
-                    blocks[block] = tokens.some(_HASH_TOKENS)
+                    blocks[block] = tokens(_HASH_TOKENS)
                 prompt += blocks[block]
-            prompt += tokens.some(max(0, line.input_length - len(prompt)))
+            prompt += tokens(max(0, line.input_length - len(prompt)))
             arrival = (line.timestamp - begin) / 1000 * own_rate / rate
             yield Ask(
                 arrival, tuple(prompt[: line.input_length]), line.output_length, str(number), known=known
