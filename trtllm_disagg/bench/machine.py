@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -38,6 +39,12 @@ def cpu_seconds(pid: int) -> float:
     """User and system time of a process and all its threads."""
     times = psutil.Process(pid).cpu_times()
     return float(times.user + times.system)
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
 
 
 class CoreWaits:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import argparse
 import random
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from trtllm_disagg.bench.figures import Column, Figure, Grid, Sample, Section, paired_ratio
 from trtllm_disagg.bench.kv_shapes import SHAPES, KvShape
+from trtllm_disagg.bench.machine import seconds_of
 from trtllm_disagg.bench.report import Say, add_choice, add_number, add_output_arguments, run_benchmark
 from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.kv_transfer.transports import on_one_host
@@ -97,14 +98,14 @@ def time_pulls(backend: str, shape: KvShape, rounds: int, say: Say) -> PullTimes
         say(f"{shape.name}, {backend}: first pull")
         first = receiver.pull(remote["contiguous"], local["contiguous"])
         pools, whole = MemcpyPools(shape), np.array([[0, 0, shape.prompt_bytes]])
-        timed: dict[str, Callable[[], float]] = {MEMCPY: _timer(pools.copying(whole))}
+        timed: dict[str, Callable[[], float]] = {MEMCPY: partial(seconds_of, pools.copying(whole))}
         for pattern in PATTERNS:
             raw = ProcessVmReadv(pid, pool_address, receiver.pool.data_ptr(), ranges[pattern])
-            timed[memcpy_of(pattern)] = _timer(pools.copying(ranges[pattern]))
-            timed[readv_of(pattern)] = _timer(raw)
-            timed[pattern] = lambda p=pattern: receiver.pull(remote[p], local[p])  # type: ignore[misc]
-        timed[ONE_BLOCK] = lambda: receiver.pull([3], [5])
-        timed[NO_BLOCK] = lambda: receiver.pull([], [])
+            timed[memcpy_of(pattern)] = partial(seconds_of, pools.copying(ranges[pattern]))
+            timed[readv_of(pattern)] = partial(seconds_of, raw)
+            timed[pattern] = partial(receiver.pull, remote[pattern], local[pattern])
+        timed[ONE_BLOCK] = partial(receiver.pull, [3], [5])
+        timed[NO_BLOCK] = partial(receiver.pull, [], [])
         seconds: dict[str, list[float]] = {name: [] for name in timed}
         for number in range(-1, rounds):  # the first round warms up
             say(f"{shape.name}, {backend}: round {number + 1} of {rounds}")
@@ -117,15 +118,6 @@ def time_pulls(backend: str, shape: KvShape, rounds: int, say: Say) -> PullTimes
             receiver.pull(remote[pattern], local[pattern])
             receiver.require_arrived(remote[pattern], local[pattern])
     return PullTimes(shape, backend, first, {p: len(r) for p, r in ranges.items()}, seconds)
-
-
-def _timer(copy: Callable[[], None]) -> Callable[[], float]:
-    def timed() -> float:
-        started = time.perf_counter()
-        copy()
-        return time.perf_counter() - started
-
-    return timed
 
 
 _COLUMNS = (

@@ -62,22 +62,6 @@ def _words(vocab_size: int) -> list[str]:
     return [f"t{token}" for token in range(vocab_size)]
 
 
-_LAYER_NAMES = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-_NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
 _ROPE_BASE = 10000.0
 _NORM_EPS = 1e-6
 
@@ -119,15 +103,11 @@ def _write_gguf(path: Path, source: Path, size: Size, dtype: str) -> None:
             kind = gguf.GGMLQuantizationType.BF16
             writer.add_tensor(name, gguf.quants.quantize(weight, kind), raw_dtype=kind)
 
-    weights = load_file(source / "model.safetensors")
-    for name, target in _NAMES.items():
-        put(target, weights[name])
-    for layer in range(settings["num_hidden_layers"]):
-        for name, target in _LAYER_NAMES.items():
-            weight = weights[f"model.layers.{layer}.{name}.weight"]
-            if target in ("attn_q", "attn_k"):
-                weight = interleaved(weight, heads if target == "attn_q" else kv_heads)
-            put(f"blk.{layer}.{target}.weight", weight)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, settings["num_hidden_layers"])
+    for name, weight in load_file(source / "model.safetensors").items():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            weight = interleaved(weight, heads if "q_proj" in name else kv_heads)
+        put(names.get_name(name, try_suffixes=(".weight",)), weight)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

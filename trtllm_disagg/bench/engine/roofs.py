@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from numba import njit
 from torch.nn.functional import linear
 
 from trtllm_disagg.bench.engine.measurement_plan import computed_in
+from trtllm_disagg.bench.machine import seconds_of
 
 if TYPE_CHECKING:
     from trtllm_disagg.bench.engine.contestants import Start
@@ -76,10 +76,4 @@ class Roofs:
 
 def _best(*ways: Callable[[], object]) -> float:
     """Seconds."""
-    return min(_seconds(way) for _ in range(_BEST_OF) for way in ways)
-
-
-def _seconds(way: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    way()
-    return time.perf_counter() - started
+    return min(seconds_of(way) for _ in range(_BEST_OF) for way in ways)
