@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trtllm_disagg.errors import ConfigError
 
@@ -18,6 +18,7 @@ _COLUMNS = 4
 _PANEL_INCHES = (4.6, 3.1)
 _BAR_GROUP = 0.84
 _NOT_MEASURED = math.nan
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,12 @@ class Sample:
 def paired_ratio(numerators: Iterable[float], denominators: Iterable[float], factor: float = 1.0) -> Sample:
     """Ratios of measurements that are neighbours in time, so that a slow minute affects both."""
     return Sample.of((a / b for a, b in zip(numerators, denominators, strict=True)), factor)
+
+
+def in_turn(subjects: Sequence[T], number: int) -> list[T]:
+    """The subjects in the order of round `number`: each round begins with another one."""
+    first = number % len(subjects)
+    return [*subjects[first:], *subjects[:first]]
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from trtllm_disagg.bench.figures import Column, Figure, Grid, Rounds, Sample, Section
+from trtllm_disagg.bench.figures import Column, Figure, Grid, Rounds, Sample, Section, in_turn
 from trtllm_disagg.bench.http_client import (
     BadAnswerError,
     Connection,
@@ -162,9 +162,7 @@ async def _measure(args: argparse.Namespace, say: Say) -> Rounds:
             texts: set[str] = set()
             for number in range(rounds):
                 say(f"round {number + 1} of {rounds}")
-                # Each round begins with another order.
-                turn = number % len(subjects)
-                for subject in [*subjects[turn:], *subjects[:turn]]:
+                for subject in in_turn(subjects, number):
                     text, quantities = await subject.measure(asked)
                     texts.add(text)
                     measured.note(subject.name, quantities)

@@ -16,7 +16,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trtllm_disagg.bench.figures import Column, Figure, Grid, Rounds, Section
+from trtllm_disagg.bench.figures import Column, Figure, Grid, Rounds, Section, in_turn
 from trtllm_disagg.bench.machine import two_cores
 from trtllm_disagg.bench.models import NANOGPT_DIRECTORY, random_checkpoint, vocab_size
 from trtllm_disagg.bench.report import Say, add_choice, add_number, add_output_arguments, run_benchmark
@@ -218,15 +218,13 @@ def _repeat(
     outcome.compare(
         {m: asyncio.run(drive(s, warm_up, warm_up.prompts(-1, vocabulary))) for m, s in servers.items()}
     )
-    order = list(servers)
     for repetition in range(repetitions):
         prompts = scenario.prompts(repetition, vocabulary)
         traces: dict[str, list[Trace]] = {}
-        for mode in order:
+        for mode in in_turn(list(servers), repetition):
             say(f"{scale.name} {scenario.name}: {mode}, repetition {repetition + 1} of {repetitions}")
             traces[mode] = asyncio.run(drive(servers[mode], scenario, prompts))
             outcome.measured.note(mode, measures_of(traces[mode]))
-        order = [*order[1:], order[0]]
         outcome.compare(traces)
     return outcome
 

@@ -15,7 +15,7 @@ from trtllm_disagg import cli
 from trtllm_disagg.bench.engine import costs, peer_checkpoints, speed
 from trtllm_disagg.bench.engine.contestants import CONTESTANTS, PEERS
 from trtllm_disagg.bench.engine.costs import Curve, Overheads
-from trtllm_disagg.bench.engine.measurement_plan import QUICK, Plan
+from trtllm_disagg.bench.engine.measurement_plan import QUICK, Case, Plan
 from trtllm_disagg.bench.engine.speed import LLAMA_CPP, PREFILL, Speeds, decode_of
 from trtllm_disagg.bench.figures import Figure, Rounds, Section, draw
 from trtllm_disagg.bench.models import SIZES
@@ -31,6 +31,10 @@ from trtllm_disagg.bench.report import (
 from trtllm_disagg.embedded.cpu_kernels.cpu import CpuFeatures
 
 # -- models, plans, targets
+
+
+def case_of(size: str) -> Case:
+    return Case(Plan(), SIZES[size], "float32", Path())
 
 
 @pytest.mark.parametrize(("name", "parameters"), [("1M", 0.9e6), ("30M", 29.4e6), ("450M", 443e6)])
@@ -50,10 +54,10 @@ def _parameters_of_transformers(name: str) -> int:
 
 
 def test_the_first_prompts_are_the_same_for_every_batch() -> None:
-    plan = Plan()
-    few, many = (plan.prompts(SIZES["1M"], count, 10, "decode") for count in (2, 5))
+    case = case_of("1M")
+    few, many = (case.prompts(count, 10, "decode") for count in (2, 5))
     assert many[:2] == few
-    assert few != plan.prompts(SIZES["1M"], 2, 10, "prefill 0")
+    assert few != case.prompts(2, 10, "prefill 0")
     assert all(len(set(map(tuple, prompts))) == len(prompts) for prompts in (few, many))
 
 
@@ -113,9 +117,7 @@ def test_hardware_that_is_not_there_is_no_missed_target(
 
 def speeds_of(**rates: Sequence[float]) -> Speeds:
     return Speeds(
-        SIZES["450M"],
-        "float32",
-        1,
+        case_of("450M"),
         rates=Rounds(
             {
                 name: {
@@ -185,7 +187,7 @@ def test_costs_that_grow_too_fast_miss_their_targets() -> None:
 
 def overheads_of(**more: float) -> Overheads:
     values = {"step": 9e-3, "forward": 8e-3, "ipc": 1e-3, "cpu_per_token": 1e-5, "resident": 5e8, "pool": 1e8}
-    return Overheads(SIZES["30M"], "float32", 32, **(values | more))
+    return Overheads(case_of("30M"), **(values | more))
 
 
 def test_overheads_have_share_weights_and_allowed_memory() -> None:

@@ -26,7 +26,7 @@ from trtllm_disagg.bench.engine.contestants import (
     Start,
 )
 from trtllm_disagg.bench.engine.costs import costs_per_block
-from trtllm_disagg.bench.engine.measurement_plan import QUICK
+from trtllm_disagg.bench.engine.measurement_plan import QUICK, Case
 from trtllm_disagg.bench.engine.other_engines import Arrivals
 from trtllm_disagg.bench.engine.own_engine import OwnEngine
 from trtllm_disagg.bench.engine.speed import LLAMA_CPP, PREFILL, decode_of, measure_speeds
@@ -131,7 +131,7 @@ def test_every_contestant_has_a_turn_in_every_round_and_one_that_fails_is_out(tm
         said.append(text)
         processes.append(len(_child_processes()))
 
-    speeds = measure_speeds(QUICK, SIZES["1M"], "float32", 1, PEERS, tmp_path, say)
+    speeds = measure_speeds(Case(QUICK, SIZES["1M"], "float32", tmp_path), PEERS, say)
     # Of four contestants and the roofs, one has ended with its failure.
     assert processes[-1] == max(processes) - 1
     assert speeds.absent == {
@@ -154,7 +154,7 @@ def test_every_contestant_has_a_turn_in_every_round_and_one_that_fails_is_out(tm
 def test_the_embedded_engine_must_not_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(CONTESTANTS, EMBEDDED, CONTESTANTS["ctranslate2"])
     with pytest.raises(EngineError, match="out of luck"):
-        measure_speeds(QUICK, SIZES["1M"], "float32", 1, [], tmp_path, lambda _: None)
+        measure_speeds(Case(QUICK, SIZES["1M"], "float32", tmp_path), [], lambda _: None)
 
 
 def test_processes_that_share_a_core_wait_for_it() -> None:

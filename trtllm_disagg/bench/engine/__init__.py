@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trtllm_disagg.bench.engine.contestants import PEERS, install_peers
-from trtllm_disagg.bench.engine.measurement_plan import DTYPES, QUICK, Plan
+from trtllm_disagg.bench.engine.measurement_plan import DTYPES, QUICK, Case, Plan
 from trtllm_disagg.bench.engine.peer_checkpoints import DEFAULT_DIRECTORY
 from trtllm_disagg.bench.figures import Section
 from trtllm_disagg.bench.models import SIZES
@@ -100,24 +100,21 @@ def measure(
     # The command's --help needs no torch.
     from trtllm_disagg.bench.engine import costs, speed
 
-    kinds = [(SIZES[size], dtype) for size in plan.sizes for dtype in plan.dtypes]
+    cases = [Case(plan, SIZES[size], dtype, cache) for size in plan.sizes for dtype in plan.dtypes]
     lengths = f"Prompts of {plan.prompt_tokens} tokens, decode at context {plan.context}"
     sections = [Section(remarks=[f"{lengths}, {plan.rounds} rounds; medians, ratios in pairs."])]
     if "speed" in parts:
         sections += [
-            speed.section_of(speed.measure_speeds(plan, *kind, threads, peers, cache, say))
-            for kind in kinds
+            speed.section_of(speed.measure_speeds(replace(case, threads=threads), peers, say))
+            for case in cases
             for threads in plan.threads
         ]
     if "overheads" in parts:
-        sections += [
-            costs.overheads_section(costs.measure_overheads(plan, *kind, cache, say)) for kind in kinds
-        ]
+        sections += [costs.overheads_section(costs.measure_overheads(case, say)) for case in cases]
         sections.append(costs.added_ttft_section(costs.measure_added_ttft(plan, cache, say)))
     if "scaling" in parts:
-        size, dtype = kinds[0][0], kinds[-1][1]
-        curves = costs.measure_scaling(plan, size, dtype, cache, say)
-        sections.append(costs.scaling_section(f"{size.name} {dtype}", curves))
+        smallest = replace(cases[0], dtype=cases[-1].dtype)
+        sections.append(costs.scaling_section(smallest.model, costs.measure_scaling(smallest, say)))
     return [
         replace(section, not_judged_because=not_judged_because or section.not_judged_because)
         for section in sections

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from trtllm_disagg.bench.child_process import ChildProcess
 from trtllm_disagg.bench.engine import other_engines, peer_checkpoints
-from trtllm_disagg.bench.engine.measurement_plan import DTYPES, Plan
+from trtllm_disagg.bench.engine.measurement_plan import DTYPES, Case
 from trtllm_disagg.bench.models import Size
 from trtllm_disagg.errors import EngineError
 
@@ -94,31 +94,24 @@ class Contestant:
             return f"not installed; {self.install}"
         return None if dtype in self.dtypes else f"has no {dtype} on the CPU"
 
-    def start(
-        self, plan: Plan, size: Size, dtype: str, threads: int, cache: Path, *, rows: int = 0, tokens: int = 0
-    ) -> ChildProcess:
+    def start(self, case: Case, *, rows: int = 0, tokens: int = 0) -> ChildProcess:
         """`rows` and `tokens`: at least the plan's."""
         start = Start(
-            model=str(self.checkpoint(cache, size, dtype).absolute()),
-            dtype=dtype,
-            threads=threads,
-            vocab_size=size.vocab_size,
-            max_batch=max(rows, *plan.batches),
-            max_tokens=max(tokens, plan.longest),
+            model=str(self.checkpoint(case.cache, case.size, case.dtype).absolute()),
+            dtype=case.dtype,
+            threads=case.threads,
+            vocab_size=case.size.vocab_size,
+            max_batch=max(rows, *case.plan.batches),
+            max_tokens=max(tokens, case.plan.longest),
         )
         # Not at the top: `--help` needs no engine.
         from trtllm_disagg.embedded.cpu_kernels.cpu import on_huge_pages, this_cpu
 
         level = _AVX2_OF_PEERS if this_cpu().level == "avx2" else {}
         pages = on_huge_pages(os.environ) if self.is_own else {}
-        variables = {
-            "OMP_NUM_THREADS": str(threads),
-            "HF_HUB_OFFLINE": "1",
-            **level,
-            **pages,
-            **self.variables,
-        }
-        interpreter = str(self.environment.interpreter(cache)) if self.environment else sys.executable
+        common = {"OMP_NUM_THREADS": str(case.threads), "HF_HUB_OFFLINE": "1"}
+        variables = common | level | pages | self.variables
+        interpreter = str(self.environment.interpreter(case.cache)) if self.environment else sys.executable
         return ChildProcess(self.factory, start, variables, interpreter=interpreter)
 
 
@@ -161,9 +154,9 @@ PEERS = tuple(name for name in CONTESTANTS if name not in (EMBEDDED, EMBEDDED_AP
 
 
 @contextmanager
-def alone(kind: str, plan: Plan, size: Size, dtype: str, cache: Path, **room: int) -> Iterator[ChildProcess]:
-    """Starts a class of own_engine.py with one thread and waits until it is ready."""
-    with own(kind).start(plan, size, dtype, 1, cache, **room) as process:
+def started(kind: str, case: Case, **room: int) -> Iterator[ChildProcess]:
+    """Starts a class of own_engine.py and waits until it is ready."""
+    with own(kind).start(case, **room) as process:
         process.await_ready()
         yield process
 

@@ -5,19 +5,18 @@ how a decode step grows with batch, context and pool, and how the cost of a KV b
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
 from trtllm_disagg.bench.child_process import ChildProcess
-from trtllm_disagg.bench.engine.contestants import alone
-from trtllm_disagg.bench.engine.measurement_plan import Plan, computed_in
+from trtllm_disagg.bench.engine.contestants import started
+from trtllm_disagg.bench.engine.measurement_plan import Case, Plan, computed_in
 from trtllm_disagg.bench.engine.own_engine import TOKENS_PER_BLOCK
 from trtllm_disagg.bench.figures import Figure, Lines, Section
-from trtllm_disagg.bench.models import ITEM_BYTES, SIZES, Size
+from trtllm_disagg.bench.models import ITEM_BYTES, SIZES
 from trtllm_disagg.bench.report import Say
 from trtllm_disagg.embedded.kv_cache.block_manager import BlockManager, KvEventLog
 
@@ -25,8 +24,6 @@ from trtllm_disagg.embedded.kv_cache.block_manager import BlockManager, KvEventL
 _BATCH = 8
 _PASSES = 3
 _BLOCK_COSTS = ("lookup", "allocation")
-#: The stages of a request's blocks: hashing, lookup (also of a partial block), acquisition, release.
-_STAGES = ("keys", "match", "match_start", "acquire", "allocate", "commit", "release")
 _REQUEST_BLOCKS = 64
 _KNOWN_BLOCKS = _REQUEST_BLOCKS // 2
 _REQUESTS = 50
@@ -40,21 +37,15 @@ _FIXED_BYTES = 400e6
 
 @dataclass(frozen=True, slots=True)
 class Overheads:
-    """Medians for one size and dtype, in seconds and bytes."""
+    """Medians for one model, in seconds and bytes."""
 
-    size: Size
-    dtype: str
-    batch: int
+    case: Case
     step: float
     forward: float
     ipc: float
     cpu_per_token: float
     resident: float
     pool: float
-
-    @property
-    def name(self) -> str:
-        return f"{self.size.name} {self.dtype}"
 
     @property
     def share(self) -> float:
@@ -64,47 +55,43 @@ class Overheads:
 
     @property
     def weights(self) -> float:
-        return self.size.parameters * ITEM_BYTES[computed_in(self.dtype)]
+        return self.case.size.parameters * ITEM_BYTES[computed_in(self.case.dtype)]
 
     @property
     def allowed(self) -> float:
         return 1.25 * self.weights + self.pool + _FIXED_BYTES
 
 
-def measure_overheads(plan: Plan, size: Size, dtype: str, cache: Path, say: Say) -> Overheads:
-    batch = max(plan.batches)
-    contexts = plan.prompts(size, batch, plan.decode_prompt, "decode")
-    short = plan.prompts(size, batch, _TTFT_TOKENS, "stream")
-    say(f"{size.name} {dtype}: steps without the API")
-    with alone("OwnEngine", plan, size, dtype, cache) as core:
+def measure_overheads(case: Case, say: Say) -> Overheads:
+    plan, batch = case.plan, case.plan.largest_batch
+    contexts = case.prompts(batch, plan.decode_prompt, "decode")
+    short = case.prompts(batch, _TTFT_TOKENS, "stream")
+    say(f"{case.model}: steps without the API")
+    with started("OwnEngine", case) as core:
         split = core.call("split", contexts, 2 * plan.steps)
-    say(f"{size.name} {dtype}: {batch} streams through the API")
-    with alone("LlmApi", plan, size, dtype, cache) as api:
-        streamed = api.call("stream", short, _STREAMED_TOKENS)
+    say(f"{case.model}: {batch} streams through the API")
+    with started("LlmApi", case) as api:
+        cpu = api.call("stream", short, _STREAMED_TOKENS)
         # Long rows write to the pool, so that its memory is resident.
         api.call("stream", contexts, 2)
         memory = api.call("memory")
     step, forward, ipc = (float(np.median(split[part])) for part in ("step", "forward", "ipc"))
-    pool = memory["pool_tokens"] * size.kv_bytes_per_token(dtype)
-    cpu = streamed["cpu_per_token"]
-    return Overheads(size, dtype, batch, step, forward, ipc, cpu, memory["resident"], pool)
+    pool = memory["pool_tokens"] * case.size.kv_bytes_per_token(case.dtype)
+    return Overheads(case, step, forward, ipc, cpu, memory["resident"], pool)
 
 
 def measure_added_ttft(plan: Plan, cache: Path, say: Say) -> float:
     """Seconds that the LLM API adds to the first token, prompt by prompt in turn with the core alone."""
     say("first tokens with and without the API")
-    size = _TTFT_SIZE
-    prompts = plan.prompts(size, _TTFT_PROMPTS, _TTFT_TOKENS, "ttft")
-    with (
-        alone("OwnEngine", plan, size, "float32", cache) as core,
-        alone("LlmApi", plan, size, "float32", cache) as api,
-    ):
+    case = Case(plan, _TTFT_SIZE, "float32", cache)
+    prompts = case.prompts(_TTFT_PROMPTS, _TTFT_TOKENS, "ttft")
+    with started("OwnEngine", case) as core, started("LlmApi", case) as api:
         added = [api.call("prefill", prompt) - core.call("prefill", prompt) for prompt in prompts]
     return float(np.median(added[_TTFT_WARM_UP:]))
 
 
 def overheads_section(overheads: Overheads) -> Section:
-    name, batch = overheads.name, overheads.batch
+    name, batch = overheads.case.model, overheads.case.plan.largest_batch
     share = f"{name} scheduler, sampling and IPC, share of a step at batch {batch}"
     resident = f"{name} resident / (1.25 x weights + KV pool + 400 MB)"
     figures = [
@@ -144,22 +131,23 @@ class Curve:
         return float((later / earlier) ** (1 / np.log2(now / before)))
 
 
-def measure_scaling(plan: Plan, size: Size, dtype: str, cache: Path, say: Say) -> dict[str, Curve]:
-    """One thread. Keys: batch, context and pool (seconds a step); lookup and allocation (seconds a block)."""
+def measure_scaling(case: Case, say: Say) -> dict[str, Curve]:
+    """Keys: batch, context and pool (seconds a step); lookup and allocation (seconds a block)."""
+    plan = case.plan
 
     def step(core: ChildProcess, batch: int, context: int) -> float:
-        say(f"{size.name} {dtype}: batch {batch}, context {context}")
-        prompts = plan.prompts(size, batch, context - plan.steps // 2, f"scaling {context}")
+        say(f"{case.model}: batch {batch}, context {context}")
+        prompts = case.prompts(batch, context - plan.steps // 2, f"scaling {context}")
         return float(np.median(core.call("decode", prompts, plan.steps)))
 
     def step_in_pool(core: ChildProcess, blocks: int) -> float:
-        say(f"{size.name} {dtype}: pool of {blocks} blocks")
+        say(f"{case.model}: pool of {blocks} blocks")
         core.call("rebuild", blocks)
         return step(core, _pool_batch(plan), plan.context)
 
     rows = max(_BATCH, *plan.scaling_batches)
     tokens = max(plan.scaling_contexts) + plan.steps + TOKENS_PER_BLOCK
-    with alone("OwnEngine", plan, size, dtype, cache, rows=rows, tokens=tokens) as core:
+    with started("OwnEngine", case, rows=rows, tokens=tokens) as core:
         batch = _best(plan.scaling_batches, lambda rows: step(core, rows, plan.context))
         context = _best(plan.scaling_contexts, lambda tokens: step(core, _BATCH, tokens))
         pool = _best(plan.scaling_pools, lambda blocks: step_in_pool(core, blocks))
@@ -191,13 +179,6 @@ def costs_per_block(pool: int) -> tuple[float, float]:
 
     They are those of the median request of 2048 tokens, half of them cached. No model is run.
     """
-    stages = dict(zip(_STAGES, _stage_seconds(pool), strict=True))
-    lookup = stages["keys"] + stages["match"] + stages["acquire"]
-    return lookup / _KNOWN_BLOCKS, stages["allocate"] / (_REQUEST_BLOCKS - _KNOWN_BLOCKS)
-
-
-def _stage_seconds(pool: int) -> list[float]:
-    """The median request's time in each of _STAGES."""
     events = KvEventLog(100_000, 4096)
     blocks = BlockManager(pool, TOKENS_PER_BLOCK, enable_reuse=True, events=events)
     prompts = pool // _KNOWN_BLOCKS
@@ -206,33 +187,23 @@ def _stage_seconds(pool: int) -> list[float]:
         blocks.commit(_tokens(prompt, _KNOWN_BLOCKS), held, [], b"")
         blocks.release(held)
         events.take()
-    times = []
+    seconds = []
     for number in range(min(_REQUESTS, max(1, prompts // 4))):
-        known = _tokens(prompts - 1 - number, _KNOWN_BLOCKS)  # the newest ones are evicted last
-        fresh = _tokens(prompts + number, _REQUEST_BLOCKS)[len(known) :]
-        times.append([later - earlier for earlier, later in pairwise(_one_request(blocks, known + fresh))])
+        tokens = _tokens(prompts - 1 - number, _KNOWN_BLOCKS)  # the newest ones are evicted last
+        tokens += _tokens(prompts + number, _REQUEST_BLOCKS)[len(tokens) :]
+        begun = time.perf_counter()
+        keys = blocks.prompt_keys(tokens, b"")
+        known = blocks.match(keys)
+        blocks.acquire(known)
+        found = time.perf_counter()
+        fresh = blocks.allocate(_REQUEST_BLOCKS - len(known))
+        seconds.append((found - begun, time.perf_counter() - found))
+        blocks.commit(tokens, known + fresh, keys[: len(known)], b"")
+        blocks.release(known + fresh)
         events.take()  # as every step does
     blocks.check()
-    return [float(seconds) for seconds in np.median(times, axis=0)]
-
-
-def _one_request(blocks: BlockManager, prompt: list[int]) -> Iterator[float]:
-    """The time before and after each stage."""
-    yield time.perf_counter()
-    keys = blocks.prompt_keys(prompt, b"")
-    yield time.perf_counter()
-    known = blocks.match(keys)
-    yield time.perf_counter()
-    blocks.match_start(keys[len(known) - 1], prompt[len(known) * TOKENS_PER_BLOCK :][:TOKENS_PER_BLOCK], b"")
-    yield time.perf_counter()
-    blocks.acquire(known)
-    yield time.perf_counter()
-    fresh = blocks.allocate(_REQUEST_BLOCKS - len(known))
-    yield time.perf_counter()
-    blocks.commit(prompt, known + fresh, keys[: len(known)], b"")
-    yield time.perf_counter()
-    blocks.release(known + fresh)
-    yield time.perf_counter()
+    lookup, allocation = np.median(seconds, axis=0)
+    return float(lookup) / _KNOWN_BLOCKS, float(allocation) / (_REQUEST_BLOCKS - _KNOWN_BLOCKS)
 
 
 def _tokens(prompt: int, blocks: int) -> list[int]:

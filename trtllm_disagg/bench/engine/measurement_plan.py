@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from trtllm_disagg.bench.models import ITEM_BYTES, Size
@@ -37,6 +38,10 @@ class Plan:
     block_pools: tuple[int, ...] = (1_000, 10_000, 100_000, 1_000_000)
 
     @property
+    def largest_batch(self) -> int:
+        return max(self.batches)
+
+    @property
     def decode_prompt(self) -> int:
         return self.context - self.steps // 2
 
@@ -44,11 +49,6 @@ class Plan:
     def longest(self) -> int:
         """Tokens of the longest sequence of the comparison."""
         return max(self.prompt_tokens, self.context + self.steps) + 64
-
-    def prompts(self, size: Size, count: int, tokens: int, seed: str) -> list[list[int]]:
-        """Random prompts; the first n are the same for every count."""
-        source = random.Random(seed)
-        return [[source.randrange(3, size.vocab_size) for _ in range(tokens)] for _ in range(count)]
 
     def with_options(self, **given: Sequence[Any] | int | None) -> Plan:
         """The plan with the given fields replaced, except those that are None."""
@@ -58,6 +58,31 @@ class Plan:
             if value is not None
         }
         return replace(self, **chosen)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model on a number of threads, and the plan by which it is measured."""
+
+    plan: Plan
+    size: Size
+    dtype: str
+    #: Where checkpoints are kept.
+    cache: Path
+    threads: int = 1
+
+    @property
+    def model(self) -> str:
+        return f"{self.size.name} {self.dtype}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} {self.threads}t"
+
+    def prompts(self, count: int, tokens: int, seed: str) -> list[list[int]]:
+        """Random prompts; the first n are the same for every count."""
+        source = random.Random(seed)
+        return [[source.randrange(3, self.size.vocab_size) for _ in range(tokens)] for _ in range(count)]
 
 
 #: Well under a minute; shows that everything runs, not how fast the engine is.

@@ -14,8 +14,7 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -41,12 +40,10 @@ TOKENS_PER_BLOCK = 32
 #: Prompt tokens that pass through the cache without evicting a decode row's context.
 _SPARE_TOKENS = 8192
 _STEP_TOKENS = 4096
-#: After so many steps every row must decode; early rows have generated as many extra tokens by then.
-_MOST_PREFILL_STEPS = 40
 _SETTLE_SECONDS = 3.0
 
 
-class OwnEngine:
+class OwnEngine(Peer):
     def __init__(self, start: Start) -> None:
         torch.set_num_threads(start.threads)
         self._start = start
@@ -62,59 +59,33 @@ class OwnEngine:
         self.core.close()
         self.core = self._build(blocks)
 
-    def prefill(self, prompt: list[int]) -> float:
-        self._add(prompt, 1)
-        return sum(seconds for seconds, _ in self._run())
-
-    def decode(self, prompts: list[list[int]], steps: int) -> list[float]:
-        with self._decoding(prompts, steps):
-            return [self._step()[0] for _ in range(steps)]
+    def answer(self, prompts: list[list[int]], tokens: int, arrivals: Arrivals) -> list[list[int]]:
+        answers: dict[int, list[int]] = {self._add(prompt, tokens): [] for prompt in prompts}
+        while self.core.has_work:
+            for output in self._step()[1].outputs:
+                answers[output.request_id] += output.token_ids
+                arrivals.note(len(answers[output.request_id]))
+        return list(answers.values())
 
     def split(self, prompts: list[list[int]], steps: int) -> dict[str, list[float]]:
-        """Seconds of each decode step: the whole step, its forward, and the IPC of its report."""
+        """Seconds of the last `steps` decode steps: the whole step, its forward, and the IPC of its report."""
+        self.answer(prompts, 1, Arrivals())  # fills the prefix cache with the contexts
         core: Any = self.core
         runner = core.model.runner = _TimedRunner(core.model.runner)
-        whole, forward, reports = [], [], []
+        for prompt in prompts:
+            self._add(prompt, steps + 2)
+        timed = []
         try:
-            with self._decoding(prompts, steps):
-                for _ in range(steps):
-                    seconds, report = self._step()
-                    whole.append(seconds)
-                    forward.append(runner.seconds)
-                    reports.append(report)
+            while core.has_work:
+                seconds, report = self._step()
+                timed.append((seconds, runner.seconds, report))
         finally:
             core.model.runner = runner._runner
-        return {"step": whole, "forward": forward, "ipc": _ipc_seconds(reports)}
-
-    def generate(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-        answers: dict[int, list[int]] = {self._add(prompt, tokens): [] for prompt in prompts}
-        for _, report in self._run():
-            for output in report.outputs:
-                answers[output.request_id] += output.token_ids
-        return list(answers.values())
+        whole, forward, reports = zip(*timed[-steps:], strict=True)
+        return {"step": list(whole), "forward": list(forward), "ipc": _ipc_seconds(reports)}
 
     def close(self) -> None:
         self.core.close()
-
-    @contextmanager
-    def _decoding(self, prompts: list[list[int]], steps: int) -> Iterator[None]:
-        """In the block every row decodes and has more than `steps` tokens to go.
-
-        From the second call on, each prompt's context is in the prefix cache.
-        """
-        rows = [self._add(prompt, steps + _MOST_PREFILL_STEPS) for prompt in prompts]
-        for _ in range(_MOST_PREFILL_STEPS - 1):
-            self._step()
-            running = self.core.scheduler.running
-            if len(running) == len(rows) and not any(sequence.in_prefill for sequence in running):
-                break
-        else:
-            raise RuntimeError(f"{len(running)} of {len(rows)} rows run")
-        yield
-        for row in rows:
-            self.core.abort(row)
-        for _ in self._run():
-            pass
 
     def _add(self, prompt: list[int], tokens: int) -> int:
         request_id = next(self._ids)
@@ -131,10 +102,6 @@ class OwnEngine:
             if output.error is not None:
                 raise RuntimeError(output.error)
         return seconds, report
-
-    def _run(self) -> Iterator[tuple[float, StepReport]]:
-        while self.core.has_work:
-            yield self._step()
 
 
 def _arguments(start: Start, pool_tokens: int) -> dict[str, Any]:
@@ -199,13 +166,12 @@ class LlmApi(Peer):
     def answer(self, prompts: list[list[int]], tokens: int, arrivals: Arrivals) -> list[list[int]]:
         return self._loop.run(self._answer(prompts, tokens, arrivals))
 
-    def stream(self, prompts: list[list[int]], tokens: int) -> dict[str, float]:
-        """Streams all prompts at once. Returns this process's CPU seconds for each token, and tokens a second."""
+    def stream(self, prompts: list[list[int]], tokens: int) -> float:
+        """Streams all prompts at once. Returns this process's CPU seconds for each token."""
         self.generate(prompts, 2)
-        started, cpu = time.perf_counter(), time.process_time()
+        before = time.process_time()
         count = sum(map(len, self.generate(prompts, tokens)))
-        cpu, wall = time.process_time() - cpu, time.perf_counter() - started
-        return {"cpu_per_token": cpu / count, "tokens_per_second": count / wall}
+        return (time.process_time() - before) / count
 
     def memory(self) -> dict[str, int]:
         """The resident bytes of the idle engine process, and the tokens that its pool holds."""

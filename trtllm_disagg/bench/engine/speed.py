@@ -5,17 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from trtllm_disagg.bench.child_process import ChildProcess
 from trtllm_disagg.bench.engine.contestants import CONTESTANTS, EMBEDDED, EMBEDDED_API, Contestant
-from trtllm_disagg.bench.engine.measurement_plan import Plan, computed_in
-from trtllm_disagg.bench.figures import Bars, Column, Figure, Grid, Rounds, Sample, Section, paired_ratio
+from trtllm_disagg.bench.engine.measurement_plan import Case, computed_in
+from trtllm_disagg.bench.figures import (
+    Bars,
+    Column,
+    Figure,
+    Grid,
+    Rounds,
+    Sample,
+    Section,
+    in_turn,
+    paired_ratio,
+)
 from trtllm_disagg.bench.machine import CoreWaits
-from trtllm_disagg.bench.models import ITEM_BYTES, Size
+from trtllm_disagg.bench.models import ITEM_BYTES
 from trtllm_disagg.bench.report import Say
 from trtllm_disagg.errors import EngineError
 
@@ -36,11 +45,9 @@ def decode_of(batch: int) -> str:
 
 @dataclass(slots=True)
 class Speeds:
-    """Results for one size, dtype and number of threads. Values at the same index are of the same round."""
+    """Results for one case. Values at the same index are of the same round."""
 
-    size: Size
-    dtype: str
-    threads: int
+    case: Case
     #: Tokens a second, by contestant and test.
     rates: Rounds = field(default_factory=Rounds)
     #: The roofs, in GB/s and GFLOP/s.
@@ -52,10 +59,6 @@ class Speeds:
     agreeing: dict[str, tuple[int, int]] = field(default_factory=dict)
     #: The share of their time that contestants waited for a core used by other processes; 0 on a calm machine.
     waited: float = 0.0
-
-    @property
-    def name(self) -> str:
-        return f"{self.size.name} {self.dtype} {self.threads}t"
 
     @property
     def tests(self) -> list[str]:
@@ -85,29 +88,28 @@ class Speeds:
 
     def prefill_share(self) -> Sample:
         """Prefill as percent of the matrix product's rate; attention and the head do not count as work."""
-        flops = 2e-9 * self.size.layer_parameters
+        flops = 2e-9 * self.case.size.layer_parameters
         return paired_ratio(self.rates.values[EMBEDDED][PREFILL], self.multiply, 100 * flops)
 
     def read_share(self) -> Sample:
         """Decode at batch 1 as percent of the read bandwidth; only weights count as bytes."""
-        gigabytes = 1e-9 * self.size.streamed_parameters * ITEM_BYTES[computed_in(self.dtype)]
+        item = ITEM_BYTES[computed_in(self.case.dtype)]
+        gigabytes = 1e-9 * self.case.size.streamed_parameters * item
         return paired_ratio(self.rates.values[EMBEDDED][decode_of(1)], self.read, 100 * gigabytes)
 
 
-def measure_speeds(
-    plan: Plan, size: Size, dtype: str, threads: int, peers: Sequence[str], cache: Path, say: Say
-) -> Speeds:
+def measure_speeds(case: Case, peers: Sequence[str], say: Say) -> Speeds:
     """Raises EngineError when the embedded engine fails; a peer that fails is reported as absent."""
-    speeds = Speeds(size, dtype, threads)
+    speeds = Speeds(case)
     with ExitStack() as stack:
-        rounds = _Rounds(plan, speeds, cache, say, stack)
-        rounds.start([*OWN, *peers])
-        rounds.compare_answers()
-        rounds.measure(-1)  # warms up
+        contest = _Contest(speeds, say, stack)
+        contest.start([*OWN, *peers])
+        contest.compare_answers()
+        contest.measure(-1)  # warms up
         speeds.rates = Rounds()
-        waits = CoreWaits(rounds.pids)
-        for number in range(plan.rounds):
-            rounds.measure(number)
+        waits = CoreWaits(contest.pids)
+        for number in range(case.plan.rounds):
+            contest.measure(number)
         speeds.waited = waits.share()
     return speeds
 
@@ -117,11 +119,11 @@ def _undisturbed(seconds: Sequence[float]) -> float:
     return float(np.percentile(seconds, 25))
 
 
-class _Rounds:
+class _Contest:
     """Runs the rounds of one `Speeds`: one contestant works, all others sleep."""
 
-    def __init__(self, plan: Plan, speeds: Speeds, cache: Path, say: Say, stack: ExitStack) -> None:
-        self._plan, self._speeds, self._cache, self._say, self._stack = plan, speeds, cache, say, stack
+    def __init__(self, speeds: Speeds, say: Say, stack: ExitStack) -> None:
+        self._case, self._speeds, self._say, self._stack = speeds.case, speeds, say, stack
         self._remotes: dict[str, ChildProcess] = {}
 
     @property
@@ -131,10 +133,10 @@ class _Rounds:
     def start(self, names: Sequence[str]) -> None:
         for name in names:
             contestant = CONTESTANTS[name]
-            if reason := contestant.absence(self._speeds.dtype, self._cache):
+            if reason := contestant.absence(self._case.dtype, self._case.cache):
                 self._speeds.absent[name] = reason
                 continue
-            self._say(f"{self._speeds.name}: starting {name}")
+            self._say(f"{self._case.name}: starting {name}")
             with self._forgiven(name):
                 self._remotes[name] = self._start(contestant)
         self._roofs = self._start(ROOFS)
@@ -145,9 +147,8 @@ class _Rounds:
 
     def compare_answers(self) -> None:
         """Counts equal greedy answers, to see that all have the same weights. In bfloat16 some answers differ."""
-        prompts = self._plan.prompts(self._speeds.size, _AGREEMENT_PROMPTS, _AGREEMENT_LENGTH, "agreement")[
-            : max(self._plan.batches)
-        ]
+        count = min(_AGREEMENT_PROMPTS, self._case.plan.largest_batch)
+        prompts = self._case.prompts(count, _AGREEMENT_LENGTH, "agreement")
         ours = self._call(EMBEDDED, "generate", prompts, _AGREEMENT_TOKENS)
         for name in [name for name in self._remotes if name != EMBEDDED]:
             with self._forgiven(name):
@@ -157,31 +158,29 @@ class _Rounds:
 
     def measure(self, number: int) -> None:
         """Runs every test once with every contestant; each round begins with another one."""
-        round_now = f"round {number + 1} of {self._plan.rounds}" if number >= 0 else "warming up"
+        round_now = f"round {number + 1} of {self._case.plan.rounds}" if number >= 0 else "warming up"
         read, multiply = self._roofs.call("read"), self._roofs.call("multiply")
         self._roofs.await_sleep()
         if number >= 0:
             self._speeds.read.append(read)
             self._speeds.multiply.append(multiply)
         for test, measure in self._tests(number).items():
-            order = list(self._remotes)
-            first = number % len(order)
-            for name in (*order[first:], *order[:first]):
-                self._say(f"{self._speeds.name}: {round_now}, {test}, {name}")
+            for name in in_turn(list(self._remotes), number):
+                self._say(f"{self._case.name}: {round_now}, {test}, {name}")
                 with self._forgiven(name):
                     self._speeds.rates.note(name, {test: measure(name)})
 
     def _tests(self, number: int) -> dict[str, Callable[[str], float]]:
         """By test, a function from a contestant's name to its tokens a second."""
-        plan, size = self._plan, self._speeds.size
-        fresh = plan.prompts(size, _PREFILL_TRIES, plan.prompt_tokens, f"prefill {number}")
+        plan = self._case.plan
+        fresh = self._case.prompts(_PREFILL_TRIES, plan.prompt_tokens, f"prefill {number}")
 
         def prefill(name: str) -> float:
             seconds: list[float] = [self._call(name, "prefill", prompt) for prompt in fresh]
             return plan.prompt_tokens / min(seconds)
 
         def decode(batch: int) -> Callable[[str], float]:
-            prompts = plan.prompts(size, batch, plan.decode_prompt, "decode")
+            prompts = self._case.prompts(batch, plan.decode_prompt, "decode")
             return lambda name: batch / _undisturbed(self._call(name, "decode", prompts, plan.steps))
 
         return {PREFILL: prefill} | {decode_of(batch): decode(batch) for batch in plan.batches}
@@ -193,9 +192,7 @@ class _Rounds:
         return answer
 
     def _start(self, contestant: Contestant) -> ChildProcess:
-        speeds = self._speeds
-        process = contestant.start(self._plan, speeds.size, speeds.dtype, speeds.threads, self._cache)
-        return self._stack.enter_context(process)
+        return self._stack.enter_context(contestant.start(self._case))
 
     @contextmanager
     def _forgiven(self, name: str) -> Iterator[None]:
@@ -212,7 +209,7 @@ class _Rounds:
 
 
 def section_of(speeds: Speeds) -> Section:
-    name, read, multiply = speeds.name, Sample.of(speeds.read).median, Sample.of(speeds.multiply).median
+    name, read, multiply = speeds.case.name, Sample.of(speeds.read).median, Sample.of(speeds.multiply).median
     ratios = (f"{EMBEDDED} / best peer", f"{EMBEDDED_API} / best peer", f"{EMBEDDED} / {LLAMA_CPP}")
     columns = (
         *(Column(each, "tok/s", ".0f") for each in speeds.rates.subjects),
