@@ -18,8 +18,8 @@ from tools.which_strategy_trace import write_trace
 from trtllm_disagg.bench.strategies.layout_comparison import (
     FIRST_TOKEN_FACTORS,
     TOKEN_FACTORS,
+    LayoutLead,
     LayoutSimulation,
-    Lead,
     layouts,
 )
 from trtllm_disagg.bench.strategies.planning import Engines
@@ -30,7 +30,7 @@ NAME = "which-layout"
 _MOST_DOUBLINGS = 2
 _CONFIGS = Path("engine_configs/modelled")
 #: By the limits of TTFT and TPOT, as factors of what a lone request takes.
-Leads = dict[tuple[float, float], Lead | None]
+Leads = dict[tuple[float, float], LayoutLead | None]
 #: By workload and subject: what a lone request takes, as text, and the leads.
 ByWorkload = dict[str, dict[str, tuple[str, Leads]]]
 
@@ -167,7 +167,7 @@ def _rows(by_subject: dict[str, tuple[str, Leads]]) -> Iterator[tuple[float, Lea
             yield first, own
 
 
-def _sided(lead: Lead | None) -> float:
+def _sided(lead: LayoutLead | None) -> float:
     """Doublings by which separate workers lead; below 0: by which agg leads."""
     if lead is None:
         return math.nan
@@ -180,7 +180,7 @@ def _share(by_subject: dict[str, tuple[str, Leads]], token: float) -> str:
     return f"{sum(lead is not None and lead.is_separate and lead.is_clear for lead in cases)} of {len(cases)}"
 
 
-def _cell(lead: Lead | None) -> str:
+def _cell(lead: LayoutLead | None) -> str:
     if lead is None:
         return "-"
     return f"**{lead}**" if lead.is_separate and lead.is_clear else str(lead)

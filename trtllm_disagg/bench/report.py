@@ -52,72 +52,72 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """A bound for figures with a name that matches `pattern`. `on`: the hardware it is for, a key of _HARDWARE."""
+class Bound:
+    """A target for figures with a name that matches `pattern`. `on`: the hardware it is for, a key of _HARDWARE."""
 
     pattern: str
     comparison: str
-    bound: float
+    limit: float
     on: str = "any"
 
     def applies(self, figure: str, cpu: CpuFeatures) -> bool:
         return fnmatchcase(figure, self.pattern) and _HARDWARE[self.on](cpu)
 
     def judge(self, figure: Figure) -> Figure:
-        ok = bool(_COMPARISONS[self.comparison](figure.value, self.bound))
-        return replace(figure, target=f"{self.comparison} {self.bound:g}", ok=ok)
+        ok = bool(_COMPARISONS[self.comparison](figure.value, self.limit))
+        return replace(figure, target=f"{self.comparison} {self.limit:g}", ok=ok)
 
 
 TARGETS = (
     # bench engine. The same weights in other engines, the same minute. The 1M model of --quick has no targets; neither
     # has a bfloat16 model where it is computed in float32, beside peers that read half as many bytes.
-    Target("*0M float32 * prefill embedded / llama.cpp", ">=", 1.2, "avx512"),
-    Target("*0M float32 * prefill embedded / llama.cpp", ">=", 1.0, "compiled"),
-    Target("*0M bfloat16 * prefill embedded / llama.cpp", ">=", 3.0, "amx"),
-    Target("*0M bfloat16 * prefill embedded / llama.cpp", ">=", 1.2, "bfloat16"),
+    Bound("*0M float32 * prefill embedded / llama.cpp", ">=", 1.2, "avx512"),
+    Bound("*0M float32 * prefill embedded / llama.cpp", ">=", 1.0, "compiled"),
+    Bound("*0M bfloat16 * prefill embedded / llama.cpp", ">=", 3.0, "amx"),
+    Bound("*0M bfloat16 * prefill embedded / llama.cpp", ">=", 1.2, "bfloat16"),
     *(
-        Target(f"*0M {dtype} * decode {batch} embedded / best peer", ">=", bound, on)
+        Bound(f"*0M {dtype} * decode {batch} embedded / best peer", ">=", limit, on)
         for dtype, on in (("float32", "avx512"), ("bfloat16", "bfloat16"))
-        for batch, bound in (("b1", 1.0), ("b8", 1.5), ("b32", 1.9))
+        for batch, limit in (("b1", 1.0), ("b8", 1.5), ("b32", 1.9))
     ),
     *(
-        Target(f"*0M float32 * decode {batch} embedded / best peer", ">=", bound, "compiled")
-        for batch, bound in (("b1", 1.0), ("b8", 1.5), ("b32", 1.5))
+        Bound(f"*0M float32 * decode {batch} embedded / best peer", ">=", limit, "compiled")
+        for batch, limit in (("b1", 1.0), ("b8", 1.5), ("b32", 1.5))
     ),
     # The hardware, the same minute.
-    Target("450M float32 * prefill share of the matrix product's rate", ">=", 75.0, "compiled"),
-    Target("450M bfloat16 * prefill share of the matrix product's rate", ">=", 55.0, "bfloat16"),
-    Target("450M float32 * decode b1 share of the read bandwidth", ">=", 85.0, "compiled"),
-    Target("450M bfloat16 * decode b1 share of the read bandwidth", ">=", 70.0, "bfloat16"),
+    Bound("450M float32 * prefill share of the matrix product's rate", ">=", 75.0, "compiled"),
+    Bound("450M bfloat16 * prefill share of the matrix product's rate", ">=", 55.0, "bfloat16"),
+    Bound("450M float32 * decode b1 share of the read bandwidth", ">=", 85.0, "compiled"),
+    Bound("450M bfloat16 * decode b1 share of the read bandwidth", ">=", 70.0, "bfloat16"),
     # What is not the model.
-    Target("*0M * scheduler, sampling and IPC, share of a step *", "<=", 5.0),
-    Target("added to TTFT by the LLM API", "<=", 0.3),
-    Target("*0M * worker CPU per token", "<=", 15.0),
+    Bound("*0M * scheduler, sampling and IPC, share of a step *", "<=", 5.0),
+    Bound("added to TTFT by the LLM API", "<=", 0.3),
+    Bound("*0M * worker CPU per token", "<=", 15.0),
     # Growth: twice the work costs at most twice the time, and the pool's size nothing. A table of a million entries
     # does not fit a CPU's cache, so that a block may cost some more in it; a scan would cost a thousand times.
-    Target("* step, twice the batch", "<=", 2.0),
-    Target("* step, twice the context", "<=", 2.0),
-    Target("* step, largest pool / smallest", "<=", 1.15),
-    Target("lookup, largest pool / smallest", "<=", 3.0),
-    Target("allocation, largest pool / smallest", "<=", 3.0),
-    Target("* resident / (1.25 x weights + KV pool + 400 MB)", "<=", 1.0),
+    Bound("* step, twice the batch", "<=", 2.0),
+    Bound("* step, twice the context", "<=", 2.0),
+    Bound("* step, largest pool / smallest", "<=", 1.15),
+    Bound("lookup, largest pool / smallest", "<=", 3.0),
+    Bound("allocation, largest pool / smallest", "<=", 3.0),
+    Bound("* resident / (1.25 x weights + KV pool + 400 MB)", "<=", 1.0),
     # bench transfer, percent. On some CPUs the system call that NIXL is built on is far from memcpy.
     *(
-        Target(f"* {transport} {pattern} share of memcpy", ">=", bound)
+        Bound(f"* {transport} {pattern} share of memcpy", ">=", limit)
         for transport in ("NIXL", "SHARED_MEMORY")
-        for pattern, bound in (("contiguous", 85.0), ("scattered", 65.0))
+        for pattern, limit in (("contiguous", 85.0), ("scattered", 65.0))
     ),
-    Target("* NIXL contiguous share of process_vm_readv", ">=", 95.0),
-    Target("* NIXL scattered share of process_vm_readv", ">=", 95.0),
+    Bound("* NIXL contiguous share of process_vm_readv", ">=", 95.0),
+    Bound("* NIXL scattered share of process_vm_readv", ">=", 95.0),
     # bench scenarios: the ratios of the article's strongest one are to be beaten at any size.
-    Target("* long_prompts throughput best disaggregated/*", ">=", 1.62),
-    Target("* long_prompts ttft best disaggregated/*", "<=", 0.26),
-    Target("token mismatches", "==", 0),
+    Bound("* long_prompts throughput best disaggregated/*", ">=", 1.62),
+    Bound("* long_prompts ttft best disaggregated/*", "<=", 0.26),
+    Bound("token mismatches", "==", 0),
     # bench overhead: the worker-side orders beside the chain of the frontend, and a token that a worker relays.
-    Target("*_first TTFT - router", "<=", 1.0),
-    Target("*_first tok/s / router", ">=", 0.9),
-    Target("*, 1% traced: tok/s / none", ">=", 0.98),
-    Target("prefill_first prefill worker CPU per token", "<=", 30.0),
+    Bound("*_first TTFT - router", "<=", 1.0),
+    Bound("*_first tok/s / router", ">=", 0.9),
+    Bound("*, 1% traced: tok/s / none", ">=", 0.98),
+    Bound("prefill_first prefill worker CPU per token", "<=", 30.0),
 )
 
 
@@ -126,8 +126,8 @@ def judged(figure: Figure, cpu: CpuFeatures | None = None) -> Figure:
     from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
 
     cpu = cpu or this_cpu()
-    target = next((target for target in TARGETS if target.applies(figure.figure, cpu)), None)
-    return target.judge(figure) if target else figure
+    bound = next((bound for bound in TARGETS if bound.applies(figure.figure, cpu)), None)
+    return bound.judge(figure) if bound else figure
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:

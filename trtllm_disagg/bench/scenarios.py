@@ -27,6 +27,7 @@ from trtllm_disagg.kv_transfer.transports import on_one_host
 from trtllm_disagg.model_directory import model_directory
 
 if TYPE_CHECKING:
+    from trtllm_disagg.bench.servers import Answer
     from trtllm_disagg.embedded import SamplingParams
 
 
@@ -68,14 +69,14 @@ def measures_of(traces: Sequence[Trace]) -> dict[str, float]:
     }
 
 
-async def drive(server: Server, scenario: Scenario, prompts: Sequence[list[int]]) -> list[Trace]:
+async def drive(answer: Answer, scenario: Scenario, prompts: Sequence[list[int]]) -> list[Trace]:
     """Sends each request at its time, whether or not earlier ones have ended."""
     started = time.perf_counter()
 
     async def one(number: int, prompt: list[int]) -> Trace:
         trace = Trace(arrived=number * scenario.gap / 1000)
         await asyncio.sleep(max(0.0, trace.arrived - (time.perf_counter() - started)))
-        async for tokens in server.answer(prompt, _sampling(number, scenario)):
+        async for tokens in answer(prompt, _sampling(number, scenario)):
             trace.times += [time.perf_counter() - started] * len(tokens)
             trace.tokens += tokens
         return trace
@@ -216,14 +217,17 @@ def _repeat(
     say(f"{scale.name} {scenario.name}: warming up")
     warm_up = scenario.warm_up
     outcome.compare(
-        {m: asyncio.run(drive(s, warm_up, warm_up.prompts(-1, vocabulary))) for m, s in servers.items()}
+        {
+            m: asyncio.run(drive(s.answer, warm_up, warm_up.prompts(-1, vocabulary)))
+            for m, s in servers.items()
+        }
     )
     for repetition in range(repetitions):
         prompts = scenario.prompts(repetition, vocabulary)
         traces: dict[str, list[Trace]] = {}
         for mode in in_turn(list(servers), repetition):
             say(f"{scale.name} {scenario.name}: {mode}, repetition {repetition + 1} of {repetitions}")
-            traces[mode] = asyncio.run(drive(servers[mode], scenario, prompts))
+            traces[mode] = asyncio.run(drive(servers[mode].answer, scenario, prompts))
             outcome.measured.note(mode, measures_of(traces[mode]))
         outcome.compare(traces)
     return outcome

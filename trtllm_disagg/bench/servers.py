@@ -10,12 +10,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trtllm_disagg.bench.seed_scenarios import Scale
 
 if TYPE_CHECKING:
     from trtllm_disagg.embedded import LLM, SamplingParams
+
+    #: Yields an answer's tokens as they come, each exactly once.
+    Answer = Callable[[list[int], SamplingParams], AsyncIterator[list[int]]]
 
 
 class Place(Enum):
@@ -87,40 +90,34 @@ DISAGG = "disagg"
 CONDITIONAL = "disagg-conditional"
 
 
-class Server(Protocol):
-    def answer(self, prompt: list[int], sampling: SamplingParams) -> AsyncIterator[list[int]]:
-        """Tokens as they come, each exactly once."""
-        ...
+@dataclass(frozen=True, slots=True)
+class Server:
+    answer: Answer
+    engines: tuple[LLM, ...]
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.shutdown()
 
 
-class Monolithic:
+def monolithic(llm: LLM) -> Server:
     """One engine: prefill chunks and decode rows share a forward pass."""
 
-    def __init__(self, llm: LLM) -> None:
-        self._llm = llm
-
-    async def answer(self, prompt: list[int], sampling: SamplingParams) -> AsyncIterator[list[int]]:
-        result = self._llm.generate_async(prompt, sampling, streaming=True)
+    async def answer(prompt: list[int], sampling: SamplingParams) -> AsyncIterator[list[int]]:
+        result = llm.generate_async(prompt, sampling, streaming=True)
         async for _ in result:
             yield result.outputs[0].token_ids_diff
 
-    def close(self) -> None:
-        self._llm.shutdown()
+    return Server(answer, (llm,))
 
 
-class Disaggregated:
+def disaggregated(prefill: LLM, decode: LLM) -> Server:
     """Two engines. Prefill gives the first token before any KV has moved; decode continues."""
+    from trtllm_disagg.embedded import DisaggregatedParams
 
-    def __init__(self, prefill: LLM, decode: LLM) -> None:
-        self._prefill, self._decode = prefill, decode
-
-    async def answer(self, prompt: list[int], sampling: SamplingParams) -> AsyncIterator[list[int]]:
-        from trtllm_disagg.embedded import DisaggregatedParams
-
+    async def answer(prompt: list[int], sampling: SamplingParams) -> AsyncIterator[list[int]]:
         only_context = DisaggregatedParams(request_type="context_only")
-        first = self._prefill.generate_async(
+        first = prefill.generate_async(
             prompt, replace(sampling, max_tokens=1), disaggregated_params=only_context
         )
         await first.aresult()
@@ -128,7 +125,7 @@ class Disaggregated:
         handoff = first.outputs[0].disaggregated_params
         assert handoff is not None
         handoff.request_type = "generation_only"
-        result = self._decode.generate_async(prompt, sampling, streaming=True, disaggregated_params=handoff)
+        result = decode.generate_async(prompt, sampling, streaming=True, disaggregated_params=handoff)
         repeated = 1
         async for _ in result:
             new = result.outputs[0].token_ids_diff
@@ -136,34 +133,24 @@ class Disaggregated:
                 yield new[repeated:]
             repeated = max(0, repeated - len(new))
 
-    def close(self) -> None:
-        self._prefill.shutdown()
-        self._decode.shutdown()
+    return Server(answer, (prefill, decode))
 
 
-class Conditional:
-    """As `Disaggregated`, but decode computes a prompt itself, in chunks beside its rows, when prefill is busy."""
+def conditional(prefill: LLM, decode: LLM, occupancy: Occupancy) -> Server:
+    """As `disaggregated`, but decode computes a prompt itself, in chunks beside its rows, when prefill is busy."""
+    servers = {Place.PREFILL: disaggregated(prefill, decode), Place.DECODE: monolithic(decode)}
 
-    def __init__(self, prefill: LLM, decode: LLM, occupancy: Occupancy) -> None:
-        self._disaggregated = Disaggregated(prefill, decode)
-        self._servers: dict[Place, Server] = {
-            Place.PREFILL: self._disaggregated,
-            Place.DECODE: Monolithic(decode),
-        }
-        self._occupancy = occupancy
-
-    async def answer(self, prompt: list[int], sampling: SamplingParams) -> AsyncIterator[list[int]]:
-        place = await self._occupancy.place(len(prompt))
-        answer = self._servers[place].answer(prompt, sampling)
-        first = await anext(answer)
-        self._occupancy.first_token(place, len(prompt))
+    async def answer(prompt: list[int], sampling: SamplingParams) -> AsyncIterator[list[int]]:
+        place = await occupancy.place(len(prompt))
+        tokens_as_they_come = servers[place].answer(prompt, sampling)
+        first = await anext(tokens_as_they_come)
+        occupancy.first_token(place, len(prompt))
         yield first
-        async for tokens in answer:
+        async for tokens in tokens_as_they_come:
             yield tokens
-        self._occupancy.last_token()
+        occupancy.last_token()
 
-    def close(self) -> None:
-        self._disaggregated.close()
+    return Server(answer, (prefill, decode))
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,17 +181,17 @@ class Bench:
             **more,
         )
 
-    def monolithic(self, chunk: int, threads: int) -> Monolithic:
+    def monolithic(self, chunk: int, threads: int) -> Server:
         """The budget has a token for every decode row and `chunk` tokens for prompts."""
-        return Monolithic(self.engine(chunk + self.max_batch_size, threads))
+        return monolithic(self.engine(chunk + self.max_batch_size, threads))
 
-    def disaggregated(self) -> Disaggregated:
-        return Disaggregated(*self._pair(self.scale.whole_prompt))
+    def disaggregated(self) -> Server:
+        return disaggregated(*self._pair(self.scale.whole_prompt))
 
-    def conditional(self) -> Conditional:
+    def conditional(self) -> Server:
         budgets = {Place.PREFILL: self.scale.whole_prompt, Place.DECODE: self.scale.local_chunk}
         pair = self._pair(self.scale.local_chunk + self.max_batch_size)
-        return Conditional(*pair, Occupancy(budgets, self.max_batch_size))
+        return conditional(*pair, Occupancy(budgets, self.max_batch_size))
 
     def _pair(self, decode_budget: int) -> tuple[LLM, LLM]:
         """A prefill and a decode engine of one thread each."""
@@ -215,8 +202,7 @@ class Bench:
         return prefill.result(), decode.result()
 
 
-@dataclass(frozen=True, slots=True)
-class Mode:
+class Mode(NamedTuple):
     help: str
     start: Callable[[Bench], Server]
 
@@ -232,11 +218,11 @@ MODES = {
     "mono-1t": Mode("one engine, one thread, chunks", lambda bench: bench.monolithic(bench.scale.chunk, 1)),
     DISAGG: Mode(
         "a prefill and a decode engine, one thread each, whole prompts, KV moved between them",
-        lambda bench: bench.disaggregated(),
+        Bench.disaggregated,
     ),
     CONDITIONAL: Mode(
         "the same, but decode computes a prompt itself, in small chunks, when prefill is busy",
-        lambda bench: bench.conditional(),
+        Bench.conditional,
     ),
 }
 #: The modes with two engines.

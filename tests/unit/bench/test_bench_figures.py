@@ -21,7 +21,7 @@ from trtllm_disagg.bench.figures import (
     paired_ratio,
     to_json,
 )
-from trtllm_disagg.bench.report import Target, progress
+from trtllm_disagg.bench.report import Bound, progress
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes import steadily
 
@@ -41,7 +41,7 @@ def test_a_figure_knows_whether_it_meets_its_target(
     comparison: str, value: float, bound: float, ok: bool
 ) -> None:
     assert not Figure("f", value, "x").missed
-    figure = Target("*", comparison, bound).judge(Figure("f", value, "x"))
+    figure = Bound("*", comparison, bound).judge(Figure("f", value, "x"))
     assert (figure.target, figure.ok, figure.missed) == (f"{comparison} {bound:g}", ok, not ok)
 
 

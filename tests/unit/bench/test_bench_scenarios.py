@@ -93,7 +93,7 @@ def test_prompts_differ_between_requests_and_repetitions_but_not_between_modes()
 async def test_each_request_has_its_own_seed_and_comes_when_it_is_due() -> None:
     scenario = Scenario("s", 3, 4, 5, gap=20.0)
     server = FakeServer()
-    traces = await drive(server, scenario, scenario.prompts(0, 100))
+    traces = await drive(server.answer, scenario, scenario.prompts(0, 100))
     assert len(set(server.seeds)) == 3
     assert [trace.arrived for trace in traces] == [0.0, 0.02, 0.04]
     assert all(trace.times[0] >= trace.arrived for trace in traces)

@@ -29,7 +29,7 @@ _ORDER = orders()[0].name
 
 
 @dataclass(frozen=True, slots=True)
-class Lead:
+class LayoutLead:
     """How far the best layout is ahead of the best one of the other kind (agg, or separate workers)."""
 
     layout: str
@@ -56,7 +56,7 @@ class Limited:
 
     ttft: float
     tpot: float
-    lead: Lead | None
+    lead: LayoutLead | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class LayoutSimulation:
             found[layout_of(arm)] = rate if keeps else 0.0
         return found
 
-    def lead(self, slo: Slo) -> Lead | None:
+    def lead(self, slo: Slo) -> LayoutLead | None:
         """None if no layout keeps the SLO."""
         rates = self.rates(slo)
         best = max(rates, key=rates.__getitem__)
@@ -104,7 +104,7 @@ class LayoutSimulation:
             return None
         others = (rate for layout, rate in rates.items() if is_separate(layout) is not is_separate(best))
         other = max(others, default=0.0)
-        return Lead(best, rates[best] / other if other else None)
+        return LayoutLead(best, rates[best] / other if other else None)
 
     def slo(self, first_token_factor: float, token_factor: float) -> Slo:
         """Limits as multiples of what a lone request takes."""

@@ -18,7 +18,6 @@ from trtllm_disagg.bench.strategies.spent import Lateness, RequestLogs, lateness
 from trtllm_disagg.bench.strategies.workloads import Ask
 from trtllm_disagg.deployment.lifecycle import Deployment
 from trtllm_disagg.deployment.plan import NO_WORKERS
-from trtllm_disagg.modelled.factors import Factors
 
 #: Before the first point, while engines connect to each other and the request plane warms up.
 _WARM_UP_REQUESTS, _WARM_UP_SECONDS = 4, 8.0
@@ -152,7 +151,7 @@ class Target:
     def set_factors(self, sensitivity: Sensitivity) -> None:
         """Modelled engines multiply step times by these factors from their next pause on."""
         if self.factors is not None:
-            Factors(sensitivity.prefill_factor, sensitivity.decode_factor).write(self.factors)
+            sensitivity.factors.write(self.factors)
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,7 +177,7 @@ def make_plan(
     equals = {gpus: [arm for arm in arms if arm.gpus == gpus] for gpus in dict.fromkeys(a.gpus for a in arms)}
     # Each side has rates of its own: with faster steps, the nominal rates would exhaust no arm and prove nothing.
     workers = {
-        side: {role: replace(worker, factors=side) for role, worker in nominal.items()}
+        side: {role: replace(worker, side=side) for role, worker in nominal.items()}
         for side in sensitivities(args.band)
     }
 
@@ -254,7 +254,7 @@ def _rates_by_arm(args: argparse.Namespace, simulations: ArmSimulations) -> dict
     if given := _given_rates(args):
         return {arm.name: given for arm in simulations.arms}
     knees = {arm.name: simulations.knee(arm, slo_of(args)) for arm in simulations.arms}
-    common = _sweep(args, knees, next(iter(simulations.workers.values())).factors)
+    common = _sweep(args, knees, next(iter(simulations.workers.values())).side)
     return {arm: up_to_the_first_above(own, common) for arm, own in knees.items()}
 
 

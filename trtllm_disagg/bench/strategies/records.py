@@ -21,6 +21,7 @@ from typing import TypeVar
 import msgspec
 
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.modelled.factors import Factors
 from trtllm_disagg.strategies import spec_of
 
 #: The version of the file format. A directory of another version is refused.
@@ -71,6 +72,11 @@ class Sensitivity:
 
     prefill_factor: float = 1.0
     decode_factor: float = 1.0
+
+    @property
+    def factors(self) -> Factors:
+        """As modelled engines read them."""
+        return Factors(self.prefill_factor, self.decode_factor)
 
 
 NOMINAL = Sensitivity()

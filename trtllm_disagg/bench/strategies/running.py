@@ -34,7 +34,6 @@ from trtllm_disagg.config.worker_config import flag_of
 from trtllm_disagg.deployment.lifecycle import running_deployment
 from trtllm_disagg.deployment.plan import DeploymentConfig, ProcessRole
 from trtllm_disagg.deployment.up_command import default_name
-from trtllm_disagg.modelled.factors import Factors
 from trtllm_disagg.processes.short_log import halves
 from trtllm_disagg.strategies import spec_of
 
@@ -100,7 +99,7 @@ class Deployments:
         arm = self.plan.arm(arm_name)
         place = self._place(key)
         place.mkdir(parents=True, exist_ok=True)
-        Factors(sensitivity.prefill_factor, sensitivity.decode_factor).write(place / _FACTORS)
+        sensitivity.factors.write(place / _FACTORS)
         configs: dict[ProcessRole, Path] = {}
         for role in spec_of(arm.strategy).roles:
             file = place / f"{role}.yaml"

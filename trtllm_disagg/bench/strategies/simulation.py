@@ -21,7 +21,6 @@ from trtllm_disagg.bench.strategies.sweep import ENOUGH_IN_TIME
 from trtllm_disagg.bench.strategies.workloads import Ask, Shape, Traffic
 from trtllm_disagg.modelled.build import Gpus, num_kv_blocks, open_gpus
 from trtllm_disagg.modelled.config import ModelledArgs
-from trtllm_disagg.modelled.factors import Factors
 from trtllm_disagg.modelled.step_times import Chunk
 
 #: How far the search for a knee goes, as factors of the first guess: an arm may keep the SLO at no rate or, with few
@@ -47,8 +46,8 @@ class ModelledWorker:
     max_batch: int
     max_step_tokens: int
     pool_tokens: int
-    #: Factors on all step times, as on a side of the sensitivity band.
-    factors: Sensitivity = NOMINAL
+    #: The side of the sensitivity band, which has factors on all step times.
+    side: Sensitivity = NOMINAL
     #: The client gets the first token, then one output every `stream_interval` tokens, and the end.
     stream_interval: int = 1
 
@@ -98,8 +97,7 @@ class ModelledWorker:
 
     def step_seconds(self, chunks: Sequence[Chunk], num_decode: int, context: int) -> float:
         parts = self.gpus.times.parts(chunks, num_decode, context)
-        factors = Factors(self.factors.prefill_factor, self.factors.decode_factor)
-        return parts.seconds(sum(chunk.tokens for chunk in chunks), num_decode, factors)
+        return parts.seconds(sum(chunk.tokens for chunk in chunks), num_decode, self.side.factors)
 
     def sending_seconds(self, shape: Shape) -> float:
         """Seconds to move a prompt's KV over the link."""

@@ -282,7 +282,7 @@ def further_points(
     for sweep in sweeps_of(plan, results):
         traffic = traffics[sweep.workload.name]
         for side, rate in _wanted(plan, sweep, measure):
-            workers = {role: replace(worker, factors=side) for role, worker in nominal.items()}
+            workers = {role: replace(worker, side=side) for role, worker in nominal.items()}
             simulations = ArmSimulations(sweep.arms, traffic, workers, args.fewest_requests, args.fills_gpus)
             point_plan = PointPlan.of({arm.name: (rate,) for arm in sweep.arms}, simulations)
             found += map(point_plan.point, _points(plan, sweep, measure, side, rate))

@@ -13,7 +13,7 @@ import yaml
 
 from tests.support.queueing_model import Gpu, Job, simulate_agg, simulate_pair
 from trtllm_disagg import cli
-from trtllm_disagg.bench.strategies.layout_comparison import LayoutSimulation, Lead, layouts
+from trtllm_disagg.bench.strategies.layout_comparison import LayoutLead, LayoutSimulation, layouts
 from trtllm_disagg.bench.strategies.measures import Slo
 from trtllm_disagg.bench.strategies.simulation import ModelledWorker
 from trtllm_disagg.bench.strategies.workloads import BUILT_IN
@@ -77,12 +77,12 @@ def test_an_objective_below_what_a_request_takes_alone_is_kept_by_no_layout(told
 @pytest.mark.parametrize(
     ("lead", "said"),
     [
-        (Lead("1P1D", 1.84), "1P1D 1.8x"),
-        (Lead("2 agg", 1.09), "alike"),
-        (Lead("2 agg", None), "2 agg alone"),
+        (LayoutLead("1P1D", 1.84), "1P1D 1.8x"),
+        (LayoutLead("2 agg", 1.09), "alike"),
+        (LayoutLead("2 agg", None), "2 agg alone"),
     ],
 )
-def test_text_of_a_lead_has_layout_and_size(lead: Lead, said: str) -> None:
+def test_text_of_a_lead_has_layout_and_size(lead: LayoutLead, said: str) -> None:
     assert str(lead) == said
 
 

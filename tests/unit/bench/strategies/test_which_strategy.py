@@ -22,7 +22,7 @@ from tools.which_strategy_runs import RUNS
 from tools.which_strategy_trace import write_trace
 from trtllm_disagg.bench.strategies import add_arguments as add_bench_arguments
 from trtllm_disagg.bench.strategies import simulation
-from trtllm_disagg.bench.strategies.layout_comparison import FIRST_TOKEN_FACTORS, TOKEN_FACTORS, Lead
+from trtllm_disagg.bench.strategies.layout_comparison import FIRST_TOKEN_FACTORS, TOKEN_FACTORS, LayoutLead
 from trtllm_disagg.bench.strategies.workloads import BUILT_IN, trace
 from trtllm_disagg.modelled.build import Gpus, open_gpus
 from trtllm_disagg.modelled.config import ModelledArgs
@@ -97,7 +97,7 @@ def test_the_command_that_is_kept_names_no_place_on_the_machine_of_its_run(tmp_p
 
 def test_the_page_of_layouts_counts_where_separate_workers_are_clearly_better(tmp_path: Path) -> None:
     limits = [(first, token) for first in FIRST_TOKEN_FACTORS for token in TOKEN_FACTORS]
-    separate, slightly, agg = Lead("2P2D", 1.62), Lead("1P3D", 1.05), Lead("4 agg", 2.0)
+    separate, slightly, agg = LayoutLead("2P2D", 1.62), LayoutLead("1P3D", 1.05), LayoutLead("4 agg", 2.0)
     of_one: Leads = dict.fromkeys(limits, separate)
     of_one |= {(first, TOKEN_FACTORS[-1]): agg for first, _ in limits}
     of_another: Leads = dict.fromkeys(limits, slightly)
