@@ -214,10 +214,11 @@ class Lines:
 Panel = Bars | Lines
 
 
-def require_matplotlib() -> None:
-    """Raises ConfigError if matplotlib is missing. Called before anything is measured."""
-    if find_spec("matplotlib") is None:
-        raise ConfigError("--plot: matplotlib is not installed; pip install 'trtllm-disagg[bench]'")
+def require_packages(what: str, *packages: str) -> None:
+    """Raises ConfigError if a package that `what` needs is missing. Called before anything is measured."""
+    for package in packages:
+        if find_spec(package) is None:
+            raise ConfigError(f"{what}: {package} is not installed; pip install 'trtllm-disagg[bench]'")
 
 
 def draw(panels: Sequence[Panel], heading: str, path: Path) -> None:

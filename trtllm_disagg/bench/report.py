@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from trtllm_disagg.bench.figures import Column, Figure, Grid, Section, draw, require_matplotlib, to_json
+from trtllm_disagg.bench.figures import Column, Figure, Grid, Section, draw, require_packages, to_json
 from trtllm_disagg.bench.machine import describe_machine, load
 from trtllm_disagg.config.settings import positive
 from trtllm_disagg.errors import ConfigError
@@ -152,7 +152,7 @@ def run_benchmark(
 ) -> T:
     """Measures, then prints and plots as --json and --plot say. Raises ConfigError for bad flags before measuring."""
     if args.plot is not None:
-        require_matplotlib()
+        require_packages("--plot", "matplotlib")
         if not args.plot.absolute().parent.is_dir():
             raise ConfigError.bad_value("--plot", str(args.plot), "a file in a directory that exists")
     before = load()

@@ -137,9 +137,10 @@ def _count_or_auto(text: str) -> int | str:
 
 def run(args: argparse.Namespace) -> ExitCode:
     # The package is imported for `--help` too, which needs no engine.
+    from trtllm_disagg.bench.figures import require_packages
     from trtllm_disagg.bench.strategies.planning import slo_of
     from trtllm_disagg.bench.strategies.records import RunDirectory
-    from trtllm_disagg.bench.strategies.report import require_packages, write_report
+    from trtllm_disagg.bench.strategies.report import write_report
 
     if args.foresee:
         _refuse_flags_beside("--foresee", args, _OF_FORESEE)
@@ -154,7 +155,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         _refuse_flags_beside("--advise", args, _OF_ADVISE)
     slo = slo_of(args)
     # Checked first: a run that has measured for an hour should not fail then.
-    require_packages()
+    require_packages("bench strategies", "matplotlib", "jinja2")
     directory = RunDirectory(args.out)
     if not args.advise and (code := _measure(args, directory)):
         return code

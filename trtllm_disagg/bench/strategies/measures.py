@@ -119,12 +119,9 @@ class MeasuredPoint:
     @cached_property
     def times(self) -> dict[Quantity, Numbers]:
         requests = self.result.requests
-        columns: dict[Quantity, list[float | None]] = {
-            "ttft": [request.ttft_ms for request in requests],
-            "tpot": [request.tpot_ms for request in requests],
-            "latency": [request.latency_ms for request in requests],
-        }
-        return self._columns(columns)
+        return self._columns(
+            {name: [getattr(request, f"{name}_ms") for request in requests] for name in QUANTITIES}
+        )
 
     @cached_property
     def modelled_times(self) -> dict[Quantity, Numbers]:

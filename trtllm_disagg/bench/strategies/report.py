@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from trtllm_disagg.bench.strategies.advice import Advice, advise, described
 from trtllm_disagg.bench.strategies.charts import charts_of
-from trtllm_disagg.bench.strategies.measures import DEFAULT_SLO, PARTS, PERCENTILES, MeasuredPoint, Slo
+from trtllm_disagg.bench.strategies.measures import DEFAULT_SLO, PARTS, PERCENTILES, QUANTITIES, Slo
 from trtllm_disagg.bench.strategies.records import NOMINAL, Plan, PointResult, RunDirectory, write_whole
 from trtllm_disagg.bench.strategies.sweep import Sweep, sweeps_of
 from trtllm_disagg.bench.strategies.verdict import (
@@ -131,8 +132,7 @@ def _workload(sweep: Sweep, slo: Slo, plan: Plan) -> WorkloadReport:
 
 
 def write_report(run: RunDirectory, slo: Slo = DEFAULT_SLO) -> Report:
-    """Writes the report into the run directory. Raises ConfigError before that if matplotlib or Jinja is missing."""
-    require_packages()
+    """Writes the report into the run directory."""
     report = report_of(run, slo)
     plots = run.path / "plots"
     plots.mkdir(exist_ok=True)
@@ -143,13 +143,11 @@ def write_report(run: RunDirectory, slo: Slo = DEFAULT_SLO) -> Report:
         ]
         for each in report.workloads
     ]
-    files = {
-        "report.html": _page(report, pictures),
-        "report.json": json.dumps(as_json(report), indent=1) + "\n",
-        "points.csv": _table(list(points_of(report))),
-    }
-    for name, content in files.items():
-        write_whole(run.path / name, content.encode())
+    write_whole(run.path / "report.html", _page(report, pictures).encode())
+    # Infinity and NaN, which JSON lacks, become null.
+    encoded = msgspec.json.encode(_as_json(report))
+    write_whole(run.path / "report.json", msgspec.json.format(encoded, indent=1) + b"\n")
+    write_whole(run.path / "points.csv", _table(list(_points_of(report))).encode())
     return report
 
 
@@ -159,15 +157,6 @@ def _table(rows: list[dict[str, str | float]]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return file.getvalue()
-
-
-def require_packages() -> None:
-    """Raises ConfigError if a package that reports need is missing."""
-    for package in ("matplotlib", "jinja2"):
-        if find_spec(package) is None:
-            raise ConfigError(
-                f"bench strategies: {package} is not installed; pip install 'trtllm-disagg[bench]'"
-            )
 
 
 class Picture(NamedTuple):
@@ -234,7 +223,7 @@ def arm_rows(workload: WorkloadReport, slo: Slo) -> tuple[tuple[str, ...], list[
     return headers, rows
 
 
-def points_of(report: Report) -> Iterator[dict[str, str | float]]:
+def _points_of(report: Report) -> Iterator[dict[str, str | float]]:
     """One row for each measured point. A cell without a number is empty."""
     for workload in report.workloads:
         for point, measured in workload.sweep.measured.items():
@@ -257,39 +246,28 @@ def points_of(report: Report) -> Iterator[dict[str, str | float]]:
                 "tokens_s_user": measured.pareto_point[0],
                 "tokens_s_gpu": measured.pareto_point[1],
             }
-            row |= _percentiles(measured)
-            row |= {f"{part}_ms": measured.mean_parts.get(part, math.nan) for part in PARTS}
-            row["kv_hit_rate"] = _or_nan(measured.result.kv_hit_rate)
-            for name in ("ttft", "tpot", "latency"):
-                row[f"software_{name}"] = _or_nan(measured.result.software.get(name))
-            yield {
-                name: "" if isinstance(value, float) and math.isnan(value) else value
-                for name, value in row.items()
-            }
+            for name, percent in product(QUANTITIES, PERCENTILES):
+                row[f"{name}_p{percent}_ms"] = measured.percentile(name, percent)
+            row |= {f"{part}_ms": measured.mean_parts.get(part) for part in PARTS}
+            row["kv_hit_rate"] = measured.result.kv_hit_rate
+            row |= {f"software_{name}": measured.result.software.get(name) for name in QUANTITIES}
+            yield {name: "" if _is_missing(value) else value for name, value in row.items()}
 
 
-def _percentiles(measured: MeasuredPoint) -> dict[str, float]:
-    return {
-        f"{name}_p{percent}_ms": measured.percentile(name, percent)
-        for name in ("ttft", "tpot", "latency")
-        for percent in PERCENTILES
-    }
+def _is_missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def _or_nan(value: float | None) -> float:
-    return math.nan if value is None else value
-
-
-def as_json(report: Report) -> dict[str, Any]:
+def _as_json(report: Report) -> dict[str, Any]:
     """The content of report.json: verdicts with scores and doubts; commands and versions of each point."""
     return {
         "subject": report.plan.subject,
         "slo": report.slo.limits,
         "command": report.plan.command,
-        "settings": dict(report.plan.settings),
+        "settings": report.plan.settings,
         "is_modelled": report.plan.is_modelled,
-        "software": {name: asdict(software) for name, software in report.plan.software.items()},
-        "arms": [asdict(arm) for arm in report.plan.arms],
+        "software": report.plan.software,
+        "arms": report.plan.arms,
         "workloads": [
             {
                 **asdict(each.sweep.workload),
@@ -298,12 +276,12 @@ def as_json(report: Report) -> dict[str, Any]:
             }
             for each in report.workloads
         ],
-        "points": list(points_of(report)),
+        "points": list(_points_of(report)),
         "runs": [
             {
-                "point": asdict(result.point),
-                "commands": dict(result.commands),
-                "versions": dict(result.versions),
+                "point": result.point,
+                "commands": result.commands,
+                "versions": result.versions,
                 "machine": result.machine,
                 "wall_s": result.wall_s,
             }
@@ -320,19 +298,10 @@ def _verdict_json(verdict: Verdict) -> Mapping[str, Any]:
         "why_not": verdict.why_not,
         "what_next": verdict.what_next,
         "left_out": list(map(str, verdict.left_out)),
-        "leads": [
-            asdict(lead)
-            | {"doubt": str(lead.doubt), "factor": _finite(lead.factor), "lowest": _finite(lead.lowest)}
-            for lead in verdict.leads
-        ],
+        "leads": [asdict(lead) | {"doubt": str(lead.doubt)} for lead in verdict.leads],
         "scores": [
-            {"arm": arm, **asdict(variant), "values": [_finite(value) for value in sample.values]}
+            {"arm": arm, **asdict(variant), "values": sample.values}
             for arm, by_variant in verdict.scores.items()
             for variant, sample in by_variant.items()
         ],
     }
-
-
-def _finite(value: float) -> float | None:
-    """`value`, or None for infinity and NaN, which JSON lacks."""
-    return value if math.isfinite(value) else None

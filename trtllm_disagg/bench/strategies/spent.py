@@ -15,6 +15,7 @@ from urllib.request import urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from trtllm_disagg.bench.strategies.measures import QUANTITIES
 from trtllm_disagg.bench.strategies.records import Arm, Parts, RequestRecord
 from trtllm_disagg.processes.short_log import halves
 
@@ -149,6 +150,6 @@ def software_share(requests: Sequence[RequestRecord], arm: Arm, late_ms: float) 
     late = late_ms * len(known)
     return {
         time: min(1.0, (abs(sums[time] - sums[f"{time} modelled"]) + late) / sums[time])
-        for time in ("ttft", "tpot", "latency")
+        for time in QUANTITIES
         if sums[time]
     }
