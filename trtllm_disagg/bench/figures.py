@@ -38,8 +38,12 @@ class Figure:
 
 def to_json(figures: Iterable[Figure]) -> str:
     """The figures as JSON, with four significant digits: more would be noise."""
-    rounded = [asdict(figure) | {"value": float(f"{figure.value:.4g}")} for figure in figures]
-    return json.dumps(rounded, indent=1)
+    return json.dumps([asdict(figure) | {"value": rounded(figure.value, 4)} for figure in figures], indent=1)
+
+
+def rounded(number: float, digits: int) -> float:
+    """`number` with so many significant digits."""
+    return float(f"{number:.{digits}g}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ import json
 import re
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -97,13 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--concurrency", 32, "requests at once, in the second half of a round")
     add_number(parser, "--tokens", _TOKENS, "of each answer there; the shorter, the more requests")
     add_number(parser, "--tokens-per-step", 1, "ready at once in the engine")
-    parser.add_argument(
-        "--step-ms",
-        type=not_negative,
-        default=0.0,
-        metavar="X",
-        help="between two steps; 0: at once (default: %(default)s)",
-    )
+    add_number(parser, "--step-ms", 0.0, "between two steps; 0: at once", type=not_negative, metavar="X")
     parser.add_argument(
         "--quick", action="store_true", help="two small rounds: shows that all works, measures little"
     )
@@ -150,7 +145,7 @@ async def _measure(args: argparse.Namespace, say: Say) -> Rounds:
     if args.quick:
         asked, rounds = Load(4, 8, 8, 16, 4), 2
     with scratch_directory("trtllm-disagg-overhead-") as scratch:
-        configs = {arm.name: _config(arm, scratch.path, args) for arm in _arms(args)}
+        configs = dict(_configs(args, scratch.path))
         for shortage in check_deployment_limits(list(configs.values())):
             say(f"warning: {shortage}")
         say(f"starting {', '.join(configs)}")
@@ -187,25 +182,18 @@ async def _side_by_side(managers: Iterable[AbstractAsyncContextManager[T]]) -> A
         await asyncio.gather(*(stack.aclose() for stack, _ in stacks))
 
 
-@dataclass(frozen=True, slots=True)
-class _Arm:
-    """A deployment to start."""
-
-    name: str
-    strategy: str
-    worker_command: tuple[str, ...] = DeploymentConfig.worker_command
-    stop_timeout: float | None = None
-
-
-def _arms(args: argparse.Namespace) -> Iterator[_Arm]:
-    for strategy in args.strategy:
-        for traced in args.traced:
-            sampler = ("env", _SAMPLERS[traced]) if _SAMPLERS[traced] else ()
-            command = (*sampler, *DeploymentConfig.worker_command)
-            yield _Arm(subject_name(strategy, traced, args.traced), strategy, command)
+def _configs(args: argparse.Namespace, scratch: Path) -> Iterator[tuple[str, DeploymentConfig]]:
+    """The deployments to start, with the names of their subjects."""
+    for strategy, traced in product(args.strategy, args.traced):
+        name = subject_name(strategy, traced, args.traced)
+        sampler = ("env", _SAMPLERS[traced]) if _SAMPLERS[traced] else ()
+        config = _config(name, strategy, scratch, args)
+        yield name, replace(config, worker_command=(*sampler, *config.worker_command))
     if args.upstream:
         for strategy in dict.fromkeys(map(_as_upstream_has_it, args.strategy)):
-            yield _Arm(_UPSTREAM + strategy, strategy, _UPSTREAM_COMMAND, _UPSTREAM_STOP_SECONDS)
+            name = _UPSTREAM + strategy
+            config = _config(name, strategy, scratch, args)
+            yield name, replace(config, worker_command=_UPSTREAM_COMMAND, stop_timeout=_UPSTREAM_STOP_SECONDS)
 
 
 def subject_name(strategy: str, traced: str, beside: Collection[str]) -> str:
@@ -221,20 +209,18 @@ def _as_upstream_has_it(strategy: str) -> str:
     return BASELINE if spec_of(strategy).is_disaggregated else strategy
 
 
-def _config(arm: _Arm, scratch: Path, args: argparse.Namespace) -> DeploymentConfig:
-    place = scratch / re.sub(r"\W+", "-", arm.name)
+def _config(name: str, strategy: str, scratch: Path, args: argparse.Namespace) -> DeploymentConfig:
+    place = scratch / re.sub(r"\W+", "-", name)
     pace = {"tokens_per_step": args.tokens_per_step, "step_seconds": args.step_ms / 1000}
     # For Dynamo's own worker, which sets no transceiver by itself.
     engine_args = {"recording": pace, "cache_transceiver_config": {"backend": "DEFAULT"}}
     return DeploymentConfig(
-        strategy=arm.strategy,
+        strategy=strategy,
         model=str(weightless_model(place / "model")),
         served_model_name=_MODEL,
         run_dir=place / "run",
         http_port=0,
         engine="recording",
-        stop_timeout=arm.stop_timeout,
-        worker_command=arm.worker_command,
         worker_args=("--override-engine-args", json.dumps(engine_args)),
     )
 

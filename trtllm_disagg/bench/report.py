@@ -17,7 +17,16 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from trtllm_disagg.bench.figures import Column, Figure, Grid, Section, draw, require_packages, to_json
+from trtllm_disagg.bench.figures import (
+    Column,
+    Figure,
+    Grid,
+    Section,
+    draw,
+    require_packages,
+    rounded,
+    to_json,
+)
 from trtllm_disagg.bench.machine import describe_machine, load
 from trtllm_disagg.config.settings import positive
 from trtllm_disagg.errors import ConfigError
@@ -135,16 +144,24 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw a PNG; needs matplotlib")
 
 
-def add_choice(parser: argparse.ArgumentParser, flag: str, choices: Iterable[str], help: str = "") -> None:
-    """Adds a flag that takes one or more of `choices`; all are the default."""
+def add_choice(
+    parser: argparse.ArgumentParser, flag: str, choices: Iterable[str], help: str, nargs: str = "+"
+) -> None:
+    """Adds a flag that takes one or more of `choices`, or as many as `nargs` says; all are the default."""
     every = list(choices)
-    text = f"{help} (default: all)".strip()
-    parser.add_argument(flag, choices=every, nargs="+", default=every, help=text)
+    parser.add_argument(flag, choices=every, nargs=nargs, default=every, help=f"{help} (default: all)")
 
 
-def add_number(parser: argparse.ArgumentParser, flag: str, default: int, help: str = "") -> None:
-    text = f"{help} (default: %(default)s)".strip()
-    parser.add_argument(flag, type=positive, default=default, metavar="N", help=text)
+def add_number(
+    parser: argparse.ArgumentParser,
+    flag: str,
+    default: float,
+    help: str,
+    type: Callable[[str], float] = positive,
+    metavar: str = "N",
+) -> None:
+    help = f"{help} (default: %(default)s)"
+    parser.add_argument(flag, type=type, default=default, metavar=metavar, help=help)
 
 
 def run_benchmark(
@@ -231,7 +248,7 @@ def _shown(number: float | str, column: Column) -> str:
 def _figures(title: str, figures: Iterable[Figure]) -> Table:
     shown = _table(title, ("figure", ">value", "unit", "target", ""))
     for figure in figures:
-        value = f"{float(f'{figure.value:.4g}'):g}"
+        value = f"{rounded(figure.value, 4):g}"
         shown.add_row(figure.figure, value, figure.unit, figure.target or "", _VERDICTS[figure.ok])
     return shown
 

@@ -49,13 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"repetitions, all engines by turns (default: {default.rounds})",
     )
-    parser.add_argument(
-        "--peer",
-        choices=PEERS,
-        nargs="*",
-        default=list(PEERS),
-        help="engines beside the embedded one (default: all)",
-    )
+    add_choice(parser, "--peer", PEERS, "engines beside the embedded one", nargs="*")
     parser.add_argument(
         "--install-peers",
         action="store_true",

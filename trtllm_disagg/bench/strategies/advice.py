@@ -9,7 +9,7 @@ from itertools import takewhile
 from statistics import median
 
 from trtllm_disagg.bench.strategies.measures import PARTS, MeasuredPoint, Quantity, Slo
-from trtllm_disagg.bench.strategies.records import NOMINAL, Arm
+from trtllm_disagg.bench.strategies.records import NOMINAL, Arm, gpu_count
 from trtllm_disagg.bench.strategies.sweep import Sweep, shown
 from trtllm_disagg.bench.strategies.verdict import (
     LEAD,
@@ -76,7 +76,7 @@ def _because(sweep: Sweep, slo: Slo, verdict: Verdict) -> Iterator[str]:
     if verdict.is_decided:
         rate = sweep.peak_rate(best, slo)
         tokens = median(each.goodput(slo).tokens_s_gpu for each in sweep.at_rate(best, rate))
-        told = f"It answers up to {score} requests/s within {slo} on {_gpus(sweep.arms[0].gpus)}"
+        told = f"It answers up to {score} requests/s within {slo} on {gpu_count(sweep.arms[0].gpus)}"
         yield f"{told} ({number(tokens)} tok/s/GPU); {_listed(_against(sweep, verdict))}."
     elif verdict.beaten:
         yield f"Behind {best} ({score} {measure.unit}): {_listed(_against(sweep, verdict))}."
@@ -188,10 +188,6 @@ def _other_slo(sweep: Sweep, slo: Slo, best: str) -> str:
     return (
         "no SLO from a quarter to four times this one, one limit changed at a time, makes another arm better"
     )
-
-
-def _gpus(count: int) -> str:
-    return f"{count} GPU{'s' * (count != 1)}"
 
 
 def _listed(words: list[str]) -> str:

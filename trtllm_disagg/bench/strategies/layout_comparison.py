@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trtllm_disagg.bench.figures import Column, Grid
+from trtllm_disagg.bench.figures import Column, Grid, rounded
 from trtllm_disagg.bench.strategies.arms import arms_at, worker_counts
 from trtllm_disagg.bench.strategies.measures import Slo
 from trtllm_disagg.bench.strategies.planning import Engines, slo_of, traffics
@@ -109,8 +109,8 @@ class LayoutSimulation:
     def slo(self, first_token_factor: float, token_factor: float) -> Slo:
         """Limits as multiples of what a lone request takes."""
         return Slo(
-            ttft=float(f"{first_token_factor * self.first_token_ms:.3g}"),
-            tpot=float(f"{token_factor * self.token_ms:.3g}"),
+            ttft=rounded(first_token_factor * self.first_token_ms, 3),
+            tpot=rounded(token_factor * self.token_ms, 3),
         )
 
 
@@ -142,24 +142,28 @@ def compare_layouts(args: argparse.Namespace) -> list[LayoutComparison]:
     )
     workers, slo = engines.workers(), slo_of(args)
     return [
-        _comparison(
-            LayoutSimulation(arms, traffic, workers), name, arms[0].gpus, slo, traffic.shape.output_tokens
-        )
-        for name, traffic in traffics(args, engines.longest).items()
+        _comparison(layouts(count, engines.gpus_per_worker), traffic, workers, slo)
+        for traffic in traffics(args, engines.longest).values()
         for count in counts
-        for arms in (layouts(count, engines.gpus_per_worker),)
     ]
 
 
 def _comparison(
-    simulated: LayoutSimulation, name: str, gpus: int, slo: Slo, output_tokens: float
+    arms: Sequence[Arm], traffic: Traffic, workers: Mapping[str, ModelledWorker], slo: Slo
 ) -> LayoutComparison:
+    simulated = LayoutSimulation(arms, traffic, workers)
     limits = [simulated.slo(first, token) for first in FIRST_TOKEN_FACTORS for token in TOKEN_FACTORS]
     return LayoutComparison(
-        *(name, gpus, slo, output_tokens),
-        *(simulated.first_token_ms, simulated.token_ms),
-        simulated.rates(slo),
-        tuple(Limited(each.limits["ttft"], each.limits["tpot"], simulated.lead(each)) for each in limits),
+        workload=traffic.record.name,
+        gpus=arms[0].gpus,
+        slo=slo,
+        output_tokens=traffic.shape.output_tokens,
+        ttft_alone=simulated.first_token_ms,
+        tpot_alone=simulated.token_ms,
+        rates=simulated.rates(slo),
+        by_limits=tuple(
+            Limited(each.limits["ttft"], each.limits["tpot"], simulated.lead(each)) for each in limits
+        ),
     )
 
 

@@ -16,9 +16,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from trtllm_disagg.bench.figures import rounded
 from trtllm_disagg.bench.strategies.arms import arms_for
 from trtllm_disagg.bench.strategies.measures import DEFAULT_SLO, Slo
-from trtllm_disagg.bench.strategies.records import NOMINAL, Arm, Plan, Point, Sensitivity, Software
+from trtllm_disagg.bench.strategies.records import NOMINAL, Arm, Plan, Point, Sensitivity, Software, gpu_count
 from trtllm_disagg.bench.strategies.simulation import ArmSimulations, ModelledWorker, capacity
 from trtllm_disagg.bench.strategies.workloads import BUILT_IN, Traffic, trace
 from trtllm_disagg.config.engine_args import merged_args, override_of
@@ -106,8 +107,7 @@ class Engines:
 
     def subject(self) -> str:
         own: dict[str, Any] = next(iter(self.arguments.values())).get("modelled") or {}
-        gpus = self.gpus_per_worker
-        on = f"{gpus} GPU{'s' * (gpus > 1)} a worker"
+        on = f"{gpu_count(self.gpus_per_worker)} a worker"
         if not self.is_modelled:
             return f"{default_name(str(self.model))} on {on}"
         if own.get("measured"):
@@ -283,7 +283,7 @@ def deciding(knees: Mapping[str, float]) -> tuple[float, ...]:
 
 
 def _rounded(rates: Iterable[float]) -> tuple[float, ...]:
-    return tuple(float(f"{rate:.2g}") for rate in rates)
+    return tuple(rounded(rate, 2) for rate in rates)
 
 
 def up_to_the_first_above(knee: float, common: tuple[float, ...]) -> tuple[float, ...]:

@@ -52,6 +52,10 @@ class Arm:
         return spec_of(self.strategy).entry_role is None
 
 
+def gpu_count(count: int) -> str:
+    return f"{count} GPU{'s' * (count != 1)}"
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     #: A word, unique in a run: "chat", "rag", "reasoning", "agentic", "trace", "bursts".

@@ -234,7 +234,7 @@ class Runner:
     ) -> None:
         attempt, failed, again = 1, 0, ""
         while points:
-            schedule = self._schedule(points, attempt)
+            schedule = Schedule.of([(point, self.asks(point)) for point in points], attempt)
             progress.begin(f"{key[0]}: starting{again}", schedule.seconds)
             async with self.targets.serving(key) as target:
                 told = ", ".join(dict.fromkeys(point.workload for point in points))
@@ -274,9 +274,6 @@ class Runner:
         measured = await measure(schedule, target, self.aiperf, place.absolute())
         arms = {arm.name: arm for arm in self.plan.arms}
         return measured.results(target, arms, versions, describe_machine())
-
-    def _schedule(self, points: Sequence[Point], patience: float = 1.0) -> Schedule:
-        return Schedule.of([(point, self.asks(point)) for point in points], patience)
 
     def _lengths(self, point: Point) -> tuple[Ask, ...]:
         """Requests with the right lengths only, to estimate durations: real prompts would take gigabytes."""

@@ -8,6 +8,7 @@ from functools import cached_property
 from statistics import median
 from typing import NamedTuple
 
+from trtllm_disagg.bench.figures import rounded
 from trtllm_disagg.bench.strategies.measures import PERCENTILES, MeasuredPoint, Slo
 from trtllm_disagg.bench.strategies.records import (
     NOMINAL,
@@ -17,6 +18,7 @@ from trtllm_disagg.bench.strategies.records import (
     PointResult,
     Sensitivity,
     Workload,
+    gpu_count,
 )
 
 #: Largest share of a measured time that our own software may take; above it, the time does not show the GPUs.
@@ -81,8 +83,7 @@ class Sweep:
     @property
     def name(self) -> str:
         """ "chat on 4 GPUs"."""
-        gpus = self.arms[0].gpus
-        return f"{self.workload.name} on {gpus} GPU{'s' * (gpus != 1)}"
+        return f"{self.workload.name} on {gpu_count(self.arms[0].gpus)}"
 
     @cached_property
     def variants(self) -> tuple[Sensitivity, ...]:
@@ -234,7 +235,7 @@ def _slow_enough(measured: MeasuredPoint, software: SoftwareShares) -> float:
     """The time scale at which the share of our own software should be well below the limit."""
     result = measured.result
     share = max(software(measured).values(), default=0.0) if result.software else 0.0
-    return float(f"{1.3 * result.point.time_scale * share / MOST_SOFTWARE:.2g}")
+    return rounded(1.3 * result.point.time_scale * share / MOST_SOFTWARE, 2)
 
 
 def shown(sensitivity: Sensitivity) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from trtllm_disagg.bench.figures import Sample
+from trtllm_disagg.bench.figures import Sample, rounded
 from trtllm_disagg.bench.strategies.measures import MeasuredPoint, Slo, front_area
 from trtllm_disagg.bench.strategies.records import NOMINAL, Sensitivity
 from trtllm_disagg.bench.strategies.sweep import (
@@ -313,7 +313,7 @@ def _doubt_of_rates(sweep: Sweep, measure: Measure, other: str, variant: Sensiti
     why = f"{other} could take more than {highest:g} requests/s, the highest rate compared{_with(variant)}"
     if fewest < needed:
         return Doubt(why, f"give --requests {needed}: with {fewest} all have come before GPUs are full")
-    wanted = WantedRate(variant, _rounded(1.5 * highest), highest)
+    wanted = WantedRate(variant, rounded(1.5 * highest, 3), highest)
     return Doubt(why, f"give --rates of your own, up to {wanted.requests_s:,g}", wanted=wanted)
 
 
@@ -336,7 +336,7 @@ def _doubt_of_lower_rates(sweep: Sweep, measure: Measure, other: str, best_score
     lowest = past_at_every_rate(sweep, measure, other)
     if lowest is None or best_score >= LEAD_ONCE * lowest:
         return NO_DOUBT
-    wanted = WantedRate(NOMINAL, _rounded(lowest / 2), lowest)
+    wanted = WantedRate(NOMINAL, rounded(lowest / 2, 3), lowest)
     return Doubt(
         f"{other} may do better below {lowest:g} requests/s, the lowest rate compared",
         f"give --rates of your own, down to {wanted.requests_s:,g}",
@@ -366,12 +366,8 @@ def spread(sample: Sample) -> str:
     return number(sample.median) + (f" ({number(low)} to {number(high)})" if len(sample.values) > 1 else "")
 
 
-def _rounded(rate: float) -> float:
-    return float(f"{rate:.3g}")
-
-
 def number(value: float) -> str:
     """`value` with three digits: more would be noise."""
     if math.isnan(value):
         return "-"
-    return f"{float(f'{value:.3g}'):,g}" if abs(value) < 1e6 else f"{value:.3g}"
+    return f"{rounded(value, 3):,g}" if abs(value) < 1e6 else f"{value:.3g}"
