@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trtllm_disagg.errors import ConfigError
+
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 #: nanoGPT's "baby GPT" (6 layers, 6 heads, 384 wide: 11M parameters) as a Llama, with room for 4k prompts.
 NANOGPT: dict[str, Any] = {
@@ -33,58 +35,53 @@ class Size:
     """A Llama with random weights; every size has grouped heads of 64."""
 
     name: str
-    settings: Mapping[str, Any]
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocab_size: int
 
-    @classmethod
-    def of(
-        cls, name: str, hidden: int, layers: int, heads: int, kv: int, intermediate: int, vocab: int
-    ) -> Size:
-        shape = {
-            "vocab_size": vocab,
-            "hidden_size": hidden,
-            "intermediate_size": intermediate,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv,
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of its config.json."""
+        return NANOGPT | {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
             "max_position_embeddings": 4096,
             "tie_word_embeddings": False,
         }
-        return cls(name, NANOGPT | shape)
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self.settings["vocab_size"])
 
     @property
     def layer_parameters(self) -> int:
         """The parameters of all matrices in the layers, with which each prompt token is multiplied."""
-        s = self.settings
-        hidden, intermediate = s["hidden_size"], s["intermediate_size"]
-        kv = hidden * s["num_key_value_heads"] // s["num_attention_heads"]
-        layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * intermediate
-        return int(s["num_hidden_layers"] * layer)
+        kv = self.hidden * self.kv_heads // self.heads
+        return self.layers * self.hidden * (2 * self.hidden + 2 * kv + 3 * self.intermediate)
 
     @property
     def streamed_parameters(self) -> int:
         """The parameters read in every step: all but the embedding table, of which a step reads one row a token."""
-        return self.layer_parameters + self.vocab_size * int(self.settings["hidden_size"])
+        return self.layer_parameters + self.vocab_size * self.hidden
 
     @property
     def parameters(self) -> int:
-        return self.streamed_parameters + self.vocab_size * int(self.settings["hidden_size"])
+        return self.streamed_parameters + self.vocab_size * self.hidden
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        s = self.settings
-        head_dim = s["hidden_size"] // s["num_attention_heads"]
-        return int(2 * s["num_hidden_layers"] * s["num_key_value_heads"] * head_dim * ITEM_BYTES[dtype])
+        head_dim = self.hidden // self.heads
+        return 2 * self.layers * self.kv_heads * head_dim * ITEM_BYTES[dtype]
 
 
 SIZES = {
     size.name: size
     for size in (
-        Size.of("1M", hidden=128, layers=4, heads=2, kv=1, intermediate=384, vocab=512),
-        Size.of("30M", hidden=512, layers=8, heads=8, kv=4, intermediate=1536, vocab=4096),
-        Size.of("450M", hidden=1024, layers=24, heads=16, kv=8, intermediate=4096, vocab=32000),
+        Size("1M", hidden=128, layers=4, heads=2, kv_heads=1, intermediate=384, vocab_size=512),
+        Size("30M", hidden=512, layers=8, heads=8, kv_heads=4, intermediate=1536, vocab_size=4096),
+        Size("450M", hidden=1024, layers=24, heads=16, kv_heads=8, intermediate=4096, vocab_size=32000),
     )
 }
 
@@ -112,7 +109,13 @@ def random_checkpoint(directory: Path, settings: Mapping[str, Any] = NANOGPT) ->
 
 
 def vocab_size(model: Path) -> int:
-    return int(json.loads((model / "config.json").read_text())["vocab_size"])
+    """Raises ConfigError for a config.json without vocab_size."""
+    file = model / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        return int((config.get("text_config") or config)["vocab_size"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError.bad_value("--model", str(file), "a config.json with vocab_size") from error
 
 
 def weightless_model(directory: Path) -> Path:
@@ -137,7 +140,9 @@ def weightless_model(directory: Path) -> Path:
         "chat_template": "{% for message in messages %}{{ message['content'] }}{% endfor %}",
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
-    size = Size.of("weightless", hidden=8, layers=1, heads=1, kv=1, intermediate=8, vocab=len(vocabulary))
+    size = Size(
+        "weightless", hidden=8, layers=1, heads=1, kv_heads=1, intermediate=8, vocab_size=len(vocabulary)
+    )
     config = {
         **size.settings,
         "architectures": ["LlamaForCausalLM"],

@@ -14,8 +14,8 @@ import pytest
 from trtllm_disagg import cli
 from trtllm_disagg.bench.engine import costs, peer_checkpoints, speed
 from trtllm_disagg.bench.engine.contestants import CONTESTANTS, PEERS
-from trtllm_disagg.bench.engine.costs import Curve, Overheads
-from trtllm_disagg.bench.engine.measurement_plan import QUICK, Case, Plan
+from trtllm_disagg.bench.engine.costs import Growth, Overheads
+from trtllm_disagg.bench.engine.measurement_plan import QUICK, Case, MeasurementPlan
 from trtllm_disagg.bench.engine.speed import LLAMA_CPP, PREFILL, Speeds, decode_of
 from trtllm_disagg.bench.figures import Figure, Rounds, Section, draw
 from trtllm_disagg.bench.models import SIZES
@@ -34,7 +34,7 @@ from trtllm_disagg.embedded.cpu_kernels.cpu import CpuFeatures
 
 
 def case_of(size: str) -> Case:
-    return Case(Plan(), SIZES[size], "float32", Path())
+    return Case(MeasurementPlan(), SIZES[size], "float32", Path())
 
 
 @pytest.mark.parametrize(("name", "parameters"), [("1M", 0.9e6), ("30M", 29.4e6), ("450M", 443e6)])
@@ -169,14 +169,14 @@ def test_without_peers_there_are_no_ratios() -> None:
 
 
 def test_curve_has_its_growth_per_doubling() -> None:
-    curve = Curve({8: 1.0, 16: 1.5, 64: 6.0})
+    curve = Growth({8: 1.0, 16: 1.5, 64: 6.0})
     assert curve.ends == 6.0
     assert curve.per_doubling == 2.0
 
 
 def scaling_of(growth: float) -> Section:
     curves = ("batch", "context", "pool of blocks", "lookup", "allocation")
-    return costs.scaling_section("30M float32", dict.fromkeys(curves, Curve({1: 1.0, 2: growth})))
+    return costs.scaling_section("30M float32", dict.fromkeys(curves, Growth({1: 1.0, 2: growth})))
 
 
 def test_costs_that_grow_too_fast_miss_their_targets() -> None:

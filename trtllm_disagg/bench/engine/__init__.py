@@ -7,12 +7,11 @@ beside the model, what the LLM API adds, memory. scaling: how the cost of a step
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from trtllm_disagg.bench.engine.contestants import PEERS, install_peers
-from trtllm_disagg.bench.engine.measurement_plan import DTYPES, QUICK, Case, Plan
+from trtllm_disagg.bench.engine.measurement_plan import DTYPES, QUICK, Case, MeasurementPlan
 from trtllm_disagg.bench.engine.peer_checkpoints import DEFAULT_DIRECTORY
 from trtllm_disagg.bench.figures import Section
 from trtllm_disagg.bench.models import SIZES
@@ -24,7 +23,7 @@ PARTS = ("speed", "overheads", "scaling")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    default = Plan()
+    default = MeasurementPlan()
     add_output_arguments(parser)
     parser.add_argument(
         "--quick", action="store_true", help="a tiny model and two rounds, to see that all parts run"
@@ -66,50 +65,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Exit status 0. Raises EngineError when the embedded engine fails; peers may be absent, or fail."""
-    plan = (QUICK if args.quick else Plan()).with_options(
+    plan = (QUICK if args.quick else MeasurementPlan()).with_options(
         sizes=args.size, dtypes=args.dtype, threads=args.threads, batches=args.batch, rounds=args.rounds
     )
 
-    def measure_all(say: Say) -> list[Section]:
+    def measure(say: Say) -> list[Section]:
         if args.install_peers:
             install_peers(args.peer, args.cache_dir, say)
-        return measure(plan, args.part, args.peer, args.cache_dir, say, TOO_SHORT if args.quick else "")
+        sections = _measure(plan, args, say)
+        if args.quick:
+            return [replace(section, not_judged_because=TOO_SHORT) for section in sections]
+        return sections
 
-    run_benchmark("engine", args, measure_all, lambda sections: sections)
+    run_benchmark("engine", args, measure, lambda sections: sections)
     return ExitCode.DONE
 
 
-def measure(
-    plan: Plan,
-    parts: Sequence[str],
-    peers: Sequence[str],
-    cache: Path,
-    say: Say,
-    not_judged_because: str = "",
-) -> list[Section]:
-    """`not_judged_because`: why no target is judged, as a clause.
-
-    The part `scaling` uses the smallest model: its own step hides the other costs least.
-    """
+def _measure(plan: MeasurementPlan, args: argparse.Namespace, say: Say) -> list[Section]:
+    """The part `scaling` uses the smallest model: its own step hides the other costs least."""
     # The command's --help needs no torch.
     from trtllm_disagg.bench.engine import costs, speed
 
-    cases = [Case(plan, SIZES[size], dtype, cache) for size in plan.sizes for dtype in plan.dtypes]
+    cases = [Case(plan, SIZES[size], dtype, args.cache_dir) for size in plan.sizes for dtype in plan.dtypes]
     lengths = f"Prompts of {plan.prompt_tokens} tokens, decode at context {plan.context}"
     sections = [Section(remarks=[f"{lengths}, {plan.rounds} rounds; medians, ratios in pairs."])]
-    if "speed" in parts:
+    if "speed" in args.part:
         sections += [
-            speed.section_of(speed.measure_speeds(replace(case, threads=threads), peers, say))
+            speed.section_of(speed.measure_speeds(replace(case, threads=threads), args.peer, say))
             for case in cases
             for threads in plan.threads
         ]
-    if "overheads" in parts:
+    if "overheads" in args.part:
         sections += [costs.overheads_section(costs.measure_overheads(case, say)) for case in cases]
-        sections.append(costs.added_ttft_section(costs.measure_added_ttft(plan, cache, say)))
-    if "scaling" in parts:
+        sections.append(costs.added_ttft_section(costs.measure_added_ttft(plan, args.cache_dir, say)))
+    if "scaling" in args.part:
         smallest = replace(cases[0], dtype=cases[-1].dtype)
         sections.append(costs.scaling_section(smallest.model, costs.measure_scaling(smallest, say)))
-    return [
-        replace(section, not_judged_because=not_judged_because or section.not_judged_because)
-        for section in sections
-    ]
+    return sections

@@ -13,7 +13,7 @@ import numpy as np
 
 from trtllm_disagg.bench.child_process import ChildProcess
 from trtllm_disagg.bench.engine.contestants import started
-from trtllm_disagg.bench.engine.measurement_plan import Case, Plan, computed_in
+from trtllm_disagg.bench.engine.measurement_plan import Case, MeasurementPlan, computed_in
 from trtllm_disagg.bench.engine.own_engine import TOKENS_PER_BLOCK
 from trtllm_disagg.bench.figures import Figure, Lines, Section
 from trtllm_disagg.bench.models import ITEM_BYTES, SIZES
@@ -80,7 +80,7 @@ def measure_overheads(case: Case, say: Say) -> Overheads:
     return Overheads(case, step, forward, ipc, cpu, memory["resident"], pool)
 
 
-def measure_added_ttft(plan: Plan, cache: Path, say: Say) -> float:
+def measure_added_ttft(plan: MeasurementPlan, cache: Path, say: Say) -> float:
     """Seconds that the LLM API adds to the first token, prompt by prompt in turn with the core alone."""
     say("first tokens with and without the API")
     case = Case(plan, _TTFT_SIZE, "float32", cache)
@@ -113,7 +113,7 @@ def added_ttft_section(seconds: float) -> Section:
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class Growth:
     """Seconds by the size of what grows."""
 
     points: dict[int, float]
@@ -131,7 +131,7 @@ class Curve:
         return float((later / earlier) ** (1 / np.log2(now / before)))
 
 
-def measure_scaling(case: Case, say: Say) -> dict[str, Curve]:
+def measure_scaling(case: Case, say: Say) -> dict[str, Growth]:
     """Keys: batch, context and pool (seconds a step); lookup and allocation (seconds a block)."""
     plan = case.plan
 
@@ -153,7 +153,7 @@ def measure_scaling(case: Case, say: Say) -> dict[str, Curve]:
         pool = _best(plan.scaling_pools, lambda blocks: step_in_pool(core, blocks))
     say("lookup and allocation of KV blocks")
     costs = {blocks: costs_per_block(blocks) for blocks in plan.block_pools}
-    lookup, allocation = (Curve({blocks: cost[n] for blocks, cost in costs.items()}) for n in range(2))
+    lookup, allocation = (Growth({blocks: cost[n] for blocks, cost in costs.items()}) for n in range(2))
     return {
         "batch": batch,
         "context": context,
@@ -163,13 +163,13 @@ def measure_scaling(case: Case, say: Say) -> dict[str, Curve]:
     }
 
 
-def _best(xs: Sequence[int], measure: Callable[[int], float]) -> Curve:
+def _best(xs: Sequence[int], measure: Callable[[int], float]) -> Growth:
     """The best of several passes over all points, so that a short disturbance does not count."""
     passes = [[measure(x) for x in xs] for _ in range(_PASSES)]
-    return Curve(dict(zip(xs, map(min, zip(*passes, strict=True)), strict=True)))
+    return Growth(dict(zip(xs, map(min, zip(*passes, strict=True)), strict=True)))
 
 
-def _pool_batch(plan: Plan) -> int:
+def _pool_batch(plan: MeasurementPlan) -> int:
     """As many rows as fit into the smallest pool."""
     return min(_BATCH, min(plan.scaling_pools) * TOKENS_PER_BLOCK // (2 * plan.context))
 
@@ -212,7 +212,7 @@ def _tokens(prompt: int, blocks: int) -> list[int]:
     return list(range(start, start + blocks * TOKENS_PER_BLOCK))
 
 
-def scaling_section(name: str, curves: dict[str, Curve]) -> Section:
+def scaling_section(name: str, curves: dict[str, Growth]) -> Section:
     """`name`: the model's."""
     steps = {what: curve for what, curve in curves.items() if what not in _BLOCK_COSTS}
     blocks = {what: curves[what] for what in _BLOCK_COSTS}
@@ -238,5 +238,5 @@ def scaling_section(name: str, curves: dict[str, Curve]) -> Section:
     return Section(f"Growth, {name}, one thread", figures=figures, panels=panels)
 
 
-def _scaled(curve: Curve, factor: float) -> dict[int, float]:
+def _scaled(curve: Growth, factor: float) -> dict[int, float]:
     return {x: factor * seconds for x, seconds in curve.points.items()}

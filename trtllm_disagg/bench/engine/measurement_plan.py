@@ -21,7 +21,7 @@ def computed_in(dtype: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MeasurementPlan:
     sizes: tuple[str, ...] = ("30M", "450M")
     dtypes: tuple[str, ...] = DTYPES
     threads: tuple[int, ...] = (1, 2)
@@ -50,7 +50,7 @@ class Plan:
         """Tokens of the longest sequence of the comparison."""
         return max(self.prompt_tokens, self.context + self.steps) + 64
 
-    def with_options(self, **given: Sequence[Any] | int | None) -> Plan:
+    def with_options(self, **given: Sequence[Any] | int | None) -> MeasurementPlan:
         """The plan with the given fields replaced, except those that are None."""
         chosen = {
             name: tuple(value) if isinstance(value, list) else value
@@ -64,7 +64,7 @@ class Plan:
 class Case:
     """A model on a number of threads, and the plan by which it is measured."""
 
-    plan: Plan
+    plan: MeasurementPlan
     size: Size
     dtype: str
     #: Where checkpoints are kept.
@@ -86,7 +86,7 @@ class Case:
 
 
 #: Well under a minute; shows that everything runs, not how fast the engine is.
-QUICK = Plan(
+QUICK = MeasurementPlan(
     sizes=("1M",),
     dtypes=("float32",),
     threads=(1,),

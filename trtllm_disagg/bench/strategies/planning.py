@@ -133,16 +133,6 @@ class Engines:
         return given
 
 
-def vocabulary_of(model: Path) -> int:
-    """Raises ConfigError for a config.json without vocab_size."""
-    file = model / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-        return int((config.get("text_config") or config)["vocab_size"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError.bad_value("--model", str(file), "a config.json with vocab_size") from error
-
-
 def traffics(args: argparse.Namespace, longest: int) -> dict[str, Traffic]:
     """The chosen workloads by name. Raises ConfigError for an unknown name."""
     known = BUILT_IN | ({"trace": trace(args.trace, longest)} if args.trace else {})
@@ -185,7 +175,7 @@ def make_plan(
         simulations = ArmSimulations(
             equals[gpus], chosen[name], workers[side], args.fewest_requests, args.fills_gpus
         )
-        return PointPlan.of(_rates_by_arm(args, simulations), simulations)
+        return PointPlan.of(_rates_by_arm(args, simulations, side), simulations)
 
     plans = {key: plan_of(*key) for key in product(workers, equals, chosen)}
 
@@ -249,19 +239,20 @@ def _plan_of(
     )
 
 
-def _rates_by_arm(args: argparse.Namespace, simulations: ArmSimulations) -> dict[str, tuple[float, ...]]:
+def _rates_by_arm(
+    args: argparse.Namespace, simulations: ArmSimulations, side: Sensitivity
+) -> dict[str, tuple[float, ...]]:
     """The same rates for all arms; for each arm they end with the first that is surely above its knee."""
     if given := _given_rates(args):
         return {arm.name: given for arm in simulations.arms}
     knees = {arm.name: simulations.knee(arm, slo_of(args)) for arm in simulations.arms}
-    common = _sweep(args, knees, next(iter(simulations.workers.values())).side)
-    return {arm: up_to_the_first_above(own, common) for arm, own in knees.items()}
-
-
-def _sweep(args: argparse.Namespace, knees: Mapping[str, float], side: Sensitivity) -> tuple[float, ...]:
     if not args.quick:
-        return full_sweep(knees)
-    return quick_sweep(knees) if side == NOMINAL else deciding(knees)
+        common = full_sweep(knees)
+    elif side == NOMINAL:
+        common = quick_sweep(knees)
+    else:
+        common = deciding(knees)
+    return {arm: up_to_the_first_above(own, common) for arm, own in knees.items()}
 
 
 def full_sweep(knees: Mapping[str, float]) -> tuple[float, ...]:

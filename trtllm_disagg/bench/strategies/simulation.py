@@ -147,7 +147,7 @@ class _Job:
 
 
 @dataclass
-class _Server:
+class _SimulatedWorker:
     """A worker that admits jobs in order of arrival, as many as its batch and its pool hold."""
 
     worker: ModelledWorker
@@ -240,7 +240,7 @@ class _Server:
 def _serve(worker: ModelledWorker, count: int, jobs: Sequence[_Job]) -> None:
     """Gives the jobs to `count` workers in turn, as the router balances load."""
     for number in range(count):
-        _Server(worker).serve(jobs[number::count])
+        _SimulatedWorker(worker).serve(jobs[number::count])
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from urllib.parse import urlsplit
 
 from trtllm_disagg.bench.http_client import Connection, completion_request
+from trtllm_disagg.bench.models import vocab_size
 from trtllm_disagg.bench.strategies.aiperf import AIPerf
 from trtllm_disagg.bench.strategies.arms import arms_for, workers_of
 from trtllm_disagg.bench.strategies.measuring import Target
@@ -25,7 +26,6 @@ from trtllm_disagg.bench.strategies.planning import (
     plan_of_real,
     slo_of,
     traffics,
-    vocabulary_of,
 )
 from trtllm_disagg.bench.strategies.records import (
     NOMINAL,
@@ -222,7 +222,7 @@ def _runner(
     targets: Deployments | Urls,
     aiperf: AIPerf,
 ) -> Runner:
-    vocabulary, plan = vocabulary_of(args.model), _resumed(plan, directory)
+    vocabulary, plan = vocab_size(args.model), _resumed(plan, directory)
     return Runner(plan, directory, chosen, targets, aiperf, vocabulary, is_quick=args.quick)
 
 
@@ -366,4 +366,4 @@ async def _software(
     say(f"{arm.name}: a few requests, for what our own software takes here")
     deployments = Deployments(plan, engines, directory, tuple(args.worker_args))
     async with deployments.serving((arm.name, NOMINAL, 1.0)) as target:
-        return await calibrate(target, arm, engines.workers(), chosen, vocabulary_of(args.model))
+        return await calibrate(target, arm, engines.workers(), chosen, vocab_size(args.model))

@@ -15,11 +15,12 @@ import pytest
 import yaml
 
 from tests.unit.bench.strategies.synthetic import Behaviour, result_of
+from trtllm_disagg.bench.models import vocab_size
 from trtllm_disagg.bench.strategies import add_arguments, settle, simulation, starting
 from trtllm_disagg.bench.strategies.aiperf import AIPerf, LoadFailedError
 from trtllm_disagg.bench.strategies.measures import Slo
 from trtllm_disagg.bench.strategies.measuring import Schedule, Target
-from trtllm_disagg.bench.strategies.planning import scale_for, sensitivities, vocabulary_of
+from trtllm_disagg.bench.strategies.planning import scale_for, sensitivities
 from trtllm_disagg.bench.strategies.records import (
     NOMINAL,
     Arm,
@@ -711,7 +712,7 @@ def test_quick_run_measures_once_unless_repetitions_are_given(model: Path, confi
 
 def test_vocab_size_is_read_from_the_text_config(model: Path, configs: Path) -> None:
     (model / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 99}}))
-    assert vocabulary_of(model) == 99
+    assert vocab_size(model) == 99
 
 
 @pytest.mark.parametrize(
