@@ -12,7 +12,7 @@ import msgspec
 from trtllm_disagg.bench.strategies.charts import Chart, charts_of
 from trtllm_disagg.bench.strategies.measures import LABELS, Slo
 from trtllm_disagg.bench.strategies.records import RunDirectory
-from trtllm_disagg.bench.strategies.report import Report, WorkloadReport, report_of
+from trtllm_disagg.bench.strategies.run_report import Report, WorkloadReport, report_of
 from trtllm_disagg.bench.strategies.verdict import Verdict
 from trtllm_disagg.strategies import STRATEGIES
 

@@ -140,7 +140,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     from trtllm_disagg.bench.figures import require_packages
     from trtllm_disagg.bench.strategies.planning import slo_of
     from trtllm_disagg.bench.strategies.records import RunDirectory
-    from trtllm_disagg.bench.strategies.report import write_report
+    from trtllm_disagg.bench.strategies.run_report import write_report
 
     if args.foresee:
         _refuse_flags_beside("--foresee", args, _OF_FORESEE)

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from trtllm_disagg.bench.http_client import Connection, completion_request
 from trtllm_disagg.bench.models import vocab_size
 from trtllm_disagg.bench.strategies.aiperf import AIPerf
-from trtllm_disagg.bench.strategies.arms import arms_for, workers_of
+from trtllm_disagg.bench.strategies.arms import arms_at, arms_for, workers_of
 from trtllm_disagg.bench.strategies.measuring import Target
 from trtllm_disagg.bench.strategies.planning import (
     Engines,
@@ -130,21 +130,20 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError.bad_value(
             "--model", args.model and str(args.model), "a directory with a tokenizer and a config.json"
         )
-    real = args.url or args.engine != "modelled"
-    if real and args.foresee:
-        raise ConfigError.bad_value("--foresee", None, "modelled GPUs: there are no tables of others")
-    if real and not args.rates:
-        raise ConfigError.bad_value(
-            "--rates", None, "rates: without the tables of a modelled engine none are known"
-        )
-    if real and args.fills_gpus:
-        raise ConfigError.bad_value(
-            "--requests", args.requests, "a number: what fills GPUs is known of modelled ones"
-        )
-    if real and (args.time_scale or 1) != 1:
-        raise ConfigError.bad_value(
-            "--time-scale", args.time_scale, "1: a real deployment's clock is the wall's"
-        )
+    if args.url or args.engine != "modelled":
+        _check_real(args)
+
+
+def _check_real(args: argparse.Namespace) -> None:
+    clock = args.time_scale
+    for is_wrong, flag, value, allowed in (
+        (args.foresee, "--foresee", None, "modelled GPUs: there are no tables of others"),
+        (not args.rates, "--rates", None, "rates: without the tables of a modelled engine none are known"),
+        (args.fills_gpus, "--requests", args.requests, "a number: what fills GPUs is known of modelled ones"),
+        (clock not in (None, 1), "--time-scale", clock, "1: a real deployment's clock is the wall's"),
+    ):
+        if is_wrong:
+            raise ConfigError.bad_value(flag, value, allowed)
 
 
 def _is_between(text: str, kind: type[float] | type[int], least: float, most: float) -> bool:
@@ -179,11 +178,7 @@ def _engines(args: argparse.Namespace) -> Engines:
 def runner_of_urls(args: argparse.Namespace, aiperf: AIPerf, directory: RunDirectory) -> Runner:
     urls = dict(text.partition("=")[::2] for text in args.url)
     counts = sorted({workers_of(name) for name in urls})
-    known = {
-        arm.name: arm
-        for count in counts
-        for arm in arms_for(argparse.Namespace(workers=str(count), arms="*", quick=False))
-    }
+    known = {arm.name: arm for count in counts for arm in arms_at(count)}
     for name, url in urls.items():
         if name not in known or not url.startswith(("http://", "https://")):
             raise ConfigError.bad_value(

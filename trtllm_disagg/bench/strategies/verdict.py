@@ -34,6 +34,8 @@ from trtllm_disagg.bench.strategies.sweep import (
 LEAD = 1.05
 #: The same for points that were measured once, so that their spread is not known.
 LEAD_ONCE = 1.10
+#: By arm and variant: one value for each repetition.
+Scores = Mapping[str, Mapping[Sensitivity, Sample]]
 #: Fewest requests of a point: with fewer, one late answer makes a lead.
 FEWEST_REQUESTS = 10
 
@@ -139,8 +141,7 @@ class Lead:
 @dataclass(frozen=True, slots=True)
 class Verdict:
     measure: Measure
-    #: By arm and variant: one value for each repetition.
-    scores: Mapping[str, Mapping[Sensitivity, Sample]]
+    scores: Scores
     #: The arm with the best median; named as the winner only if `is_decided`.
     best: str
     #: The leads over every other arm, the smallest first.
@@ -197,7 +198,8 @@ def judge(sweep: Sweep, measure: Measure) -> Verdict:
     refusal = _refusal(sweep, clean, measure, known)
     if refusal:
         return Verdict(measure, scores, best, refusal=refusal, left_out=clean.left_out)
-    leads = [_lead(clean, measure, scores, best, other) for other in scores if other != best]
+    comparison = _Comparison(clean, measure, scores, best)
+    leads = [comparison.lead(other) for other in scores if other != best]
     leads.sort(key=lambda lead: lead.factor)
     return Verdict(measure, scores, best, tuple(leads), left_out=clean.left_out)
 
@@ -253,68 +255,83 @@ def _lacking_of_band(sweep: Sweep) -> list[str]:
     return [side for side, is_measured in sides.items() if not is_measured]
 
 
-def _lead(
-    sweep: Sweep,
-    measure: Measure,
-    scores: Mapping[str, Mapping[Sensitivity, Sample]],
-    best: str,
-    other: str,
-) -> Lead:
-    factors = {
-        variant: measure.ratio(scores[best][variant].median, scores[other][variant].median)
-        for variant in scores[best]
-        if variant in scores[other]
-    }
-    # A variant without a number proves nothing, so it counts as the lowest.
-    lowest_at = min(factors, key=lambda variant: (not math.isnan(factors[variant]), factors[variant]))
-    lowest, factor = factors[lowest_at], factors[NOMINAL]
-    doubts = (
-        # First, since the scores of arms that could take more are not known.
-        _doubt_of_rates(sweep, measure, other, NOMINAL),
-        _doubt_of_lower_rates(sweep, measure, other, scores[best][NOMINAL].median),
-        # Before the band, which says nothing about arms that are alike.
-        _doubt_of_repetitions(measure, best, other, scores),
-        *(_doubt_of_rates(sweep, measure, other, variant) for variant in factors),
-        _doubt_of_band(best, other, lowest, lowest_at),
-    )
-    return Lead(other, factor, lowest, lowest_at, next(filter(None, doubts), NO_DOUBT))
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """The best arm beside the others, by one measure."""
 
+    sweep: Sweep
+    measure: Measure
+    scores: Scores
+    best: str
 
-def _doubt_of_repetitions(
-    measure: Measure, best: str, other: str, scores: Mapping[str, Mapping[Sensitivity, Sample]]
-) -> Doubt:
-    ours, theirs = scores[best][NOMINAL], scores[other][NOMINAL]
-    ranges = f"{spread(ours)} against {spread(theirs)} {measure.unit}"
-    once = min(len(ours.values), len(theirs.values)) < 2
-    needed = LEAD_ONCE if once else LEAD
-    if not measure.ratio(ours.median, theirs.median) >= needed:
-        measured = ", each measured once" if once else ""
-        return Doubt(
-            f"{best} and {other} differ by less than {needed - 1:.0%} ({ranges}{measured})",
-            f"leave --quick out, or give --repetitions 3: then {LEAD - 1:.0%} are enough"
-            if once
-            else f"nothing, {best} and {other} do alike: take the one that is simpler to run",
-            is_tie=True,
+    def lead(self, other: str) -> Lead:
+        ours, theirs = self.scores[self.best], self.scores[other]
+        factors = {
+            variant: self.measure.ratio(ours[variant].median, theirs[variant].median)
+            for variant in ours
+            if variant in theirs
+        }
+        # A variant without a number proves nothing, so it counts as the lowest.
+        lowest_at = min(factors, key=lambda variant: (not math.isnan(factors[variant]), factors[variant]))
+        lowest, factor = factors[lowest_at], factors[NOMINAL]
+        doubts = (
+            # First, since the scores of arms that could take more are not known.
+            self._doubt_of_rates(other, NOMINAL),
+            self._doubt_of_lower_rates(other),
+            # Before the band, which says nothing about arms that are alike.
+            self._doubt_of_repetitions(other),
+            *(self._doubt_of_rates(other, variant) for variant in factors),
+            _doubt_of_band(self.best, other, lowest, lowest_at),
         )
-    # The same repetition has the same prompts and arrivals in both arms, so they are compared in pairs.
-    if not all(measure.ratio(a, b) > 1 for a, b in zip(ours.values, theirs.values, strict=False)):
-        return Doubt(f"repetitions differ by more than {best} and {other} do ({ranges})", "double --requests")
-    return NO_DOUBT
+        return Lead(other, factor, lowest, lowest_at, next(filter(None, doubts), NO_DOUBT))
 
-
-def _doubt_of_rates(sweep: Sweep, measure: Measure, other: str, variant: Sensitivity) -> Doubt:
-    """A doubt if the arm was not exhausted, since its score is not known then."""
-    curves = list(_curves(sweep, measure, other, variant))
-    if any(measure.is_exhausted(curve[max(curve)]) for curve in curves):
+    def _doubt_of_repetitions(self, other: str) -> Doubt:
+        best, measure = self.best, self.measure
+        ours, theirs = self.scores[best][NOMINAL], self.scores[other][NOMINAL]
+        ranges = f"{spread(ours)} against {spread(theirs)} {measure.unit}"
+        once = min(len(ours.values), len(theirs.values)) < 2
+        needed = LEAD_ONCE if once else LEAD
+        if not measure.ratio(ours.median, theirs.median) >= needed:
+            measured = ", each measured once" if once else ""
+            return Doubt(
+                f"{best} and {other} differ by less than {needed - 1:.0%} ({ranges}{measured})",
+                f"leave --quick out, or give --repetitions 3: then {LEAD - 1:.0%} are enough"
+                if once
+                else f"nothing, {best} and {other} do alike: take the one that is simpler to run",
+                is_tie=True,
+            )
+        # The same repetition has the same prompts and arrivals in both arms, so they are compared in pairs.
+        if not all(measure.ratio(a, b) > 1 for a, b in zip(ours.values, theirs.values, strict=False)):
+            why = f"repetitions differ by more than {best} and {other} do ({ranges})"
+            return Doubt(why, "double --requests")
         return NO_DOUBT
-    highest = max(max(curve) for curve in curves)
-    needed = max(_requests_to_fill(curve[max(curve)]) for curve in curves)
-    fewest = min(len(curve[max(curve)].result.requests) for curve in curves)
-    why = f"{other} could take more than {highest:g} requests/s, the highest rate compared{_with(variant)}"
-    if fewest < needed:
-        return Doubt(why, f"give --requests {needed}: with {fewest} all have come before GPUs are full")
-    wanted = WantedRate(variant, rounded(1.5 * highest, 3), highest)
-    return Doubt(why, f"give --rates of your own, up to {wanted.requests_s:,g}", wanted=wanted)
+
+    def _doubt_of_rates(self, other: str, variant: Sensitivity) -> Doubt:
+        """A doubt if the arm was not exhausted, since its score is not known then."""
+        highest_points = [curve[max(curve)] for curve in _curves(self.sweep, self.measure, other, variant)]
+        if any(map(self.measure.is_exhausted, highest_points)):
+            return NO_DOUBT
+        highest = max(measured.result.point.rate for measured in highest_points)
+        needed = max(map(_requests_to_fill, highest_points))
+        fewest = min(len(measured.result.requests) for measured in highest_points)
+        why = (
+            f"{other} could take more than {highest:g} requests/s, the highest rate compared{_with(variant)}"
+        )
+        if fewest < needed:
+            return Doubt(why, f"give --requests {needed}: with {fewest} all have come before GPUs are full")
+        wanted = WantedRate(variant, rounded(1.5 * highest, 3), highest)
+        return Doubt(why, f"give --rates of your own, up to {wanted.requests_s:,g}", wanted=wanted)
+
+    def _doubt_of_lower_rates(self, other: str) -> Doubt:
+        lowest = past_at_every_rate(self.sweep, self.measure, other)
+        if lowest is None or self.scores[self.best][NOMINAL].median >= LEAD_ONCE * lowest:
+            return NO_DOUBT
+        wanted = WantedRate(NOMINAL, rounded(lowest / 2, 3), lowest)
+        return Doubt(
+            f"{other} may do better below {lowest:g} requests/s, the lowest rate compared",
+            f"give --rates of your own, down to {wanted.requests_s:,g}",
+            wanted=wanted,
+        )
 
 
 def _requests_to_fill(measured: MeasuredPoint) -> int:
@@ -330,18 +347,6 @@ def past_at_every_rate(sweep: Sweep, measure: Measure, arm: str) -> float | None
     curves = list(_curves(sweep, measure, arm, NOMINAL))
     lowest = min(min(curve) for curve in curves)
     return lowest if any(measure.may_be_past(curve[min(curve)]) for curve in curves) else None
-
-
-def _doubt_of_lower_rates(sweep: Sweep, measure: Measure, other: str, best_score: float) -> Doubt:
-    lowest = past_at_every_rate(sweep, measure, other)
-    if lowest is None or best_score >= LEAD_ONCE * lowest:
-        return NO_DOUBT
-    wanted = WantedRate(NOMINAL, rounded(lowest / 2, 3), lowest)
-    return Doubt(
-        f"{other} may do better below {lowest:g} requests/s, the lowest rate compared",
-        f"give --rates of your own, down to {wanted.requests_s:,g}",
-        wanted=wanted,
-    )
 
 
 def _doubt_of_band(best: str, other: str, lowest: float, lowest_at: Sensitivity) -> Doubt:

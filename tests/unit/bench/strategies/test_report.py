@@ -24,7 +24,7 @@ from tests.unit.bench.strategies.synthetic import (
 from trtllm_disagg.bench.strategies.charts import charts_of
 from trtllm_disagg.bench.strategies.measures import Slo
 from trtllm_disagg.bench.strategies.records import NOMINAL, RunDirectory, Sensitivity
-from trtllm_disagg.bench.strategies.report import _page, arm_rows, report_of, write_report
+from trtllm_disagg.bench.strategies.run_report import _page, arm_rows, report_of, write_report
 from trtllm_disagg.errors import ConfigError
 
 AGG, ORDER = "2 agg", "1P1D decode_first"
