@@ -31,12 +31,7 @@ _OF_ADVISE = ("advise", "out", "slo")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="the run directory; a run that was cut off goes on",
-    )
+    add("--out", type=Path, metavar="DIR", help="the run directory; a run that was cut off goes on")
     add(
         "--foresee",
         action="store_true",

@@ -7,7 +7,7 @@ import shlex
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.client import HTTPException
 from pathlib import Path
 
@@ -82,11 +82,7 @@ class Schedule:
     stretches: tuple[Stretch, ...]
 
     @classmethod
-    def of(
-        cls,
-        points: Sequence[tuple[Point, tuple[Ask, ...]]],
-        patience: float = 1.0,
-    ) -> Schedule:
+    def of(cls, points: Sequence[tuple[Point, tuple[Ask, ...]]], patience: float = 1.0) -> Schedule:
         """`patience`: a factor on all pauses."""
         stretches, now = [], _WARM_UP_SECONDS
         for point, asks in points:
@@ -175,44 +171,42 @@ class LoadRun:
         """
         results, busy_until = [], 0
         for number, stretch in enumerate(self.schedule.stretches):
-            seen = {place: self.seen.get(f"{number}-{place}") for place in range(len(stretch.asks))}
-            there = [each for each in seen.values() if each is not None]
+            seen = [self.seen.get(f"{number}-{place}") for place in range(len(stretch.asks))]
+            there = [each for each in seen if each is not None]
             if not there:
                 continue
             begin, end = min(each.begin_ns for each in there), max(each.end_ns for each in there)
-            wanted = stretch.point.sensitivity
-            if begin > busy_until and was_in_force(self.factors, wanted, begin, end):
-                scale = stretch.point.time_scale
-                requests = tuple(
-                    self._record(ask, seen[i], begin, scale) for i, ask in enumerate(stretch.asks)
-                )
-                share = software_share(requests, arms[stretch.point.arm], self.late_ms(begin, end))
-                done = done_share([r.arrival_s for r in requests], [r.latency_ms / 1000 for r in requests])
-                hits = [(r.cached_tokens, r.input_tokens) for r in requests if r.cached_tokens is not None]
-                results.append(
-                    PointResult(
-                        point=stretch.point,
-                        requests=requests,
-                        duration_s=(end - begin) / 1e9 / scale,
-                        software=share,
-                        kv_hit_rate=sum(hit for hit, _ in hits) / sum(of for _, of in hits) if hits else None,
-                        is_saturated=done < 1 or any(request.error for request in requests),
-                        done_share=done,
-                        commands={**target.commands, "load": self.command},
-                        versions=versions,
-                        machine=machine,
-                        wall_s=(end - begin) / 1e9,
-                    )
-                )
+            if begin > busy_until and was_in_force(self.factors, stretch.point.sensitivity, begin, end):
+                result = self._result(stretch, seen, begin, end, arms[stretch.point.arm])
+                commands = {**target.commands, "load": self.command}
+                results.append(replace(result, commands=commands, versions=versions, machine=machine))
             busy_until = max(busy_until, end)
         return results
+
+    def _result(
+        self, stretch: Stretch, seen: Sequence[Seen | None], begin: int, end: int, arm: Arm
+    ) -> PointResult:
+        scale = stretch.point.time_scale
+        requests = tuple(
+            self._record(ask, own, begin, scale) for ask, own in zip(stretch.asks, seen, strict=True)
+        )
+        done = done_share([r.arrival_s for r in requests], [r.latency_ms / 1000 for r in requests])
+        hits = [(r.cached_tokens, r.input_tokens) for r in requests if r.cached_tokens is not None]
+        return PointResult(
+            point=stretch.point,
+            requests=requests,
+            duration_s=(end - begin) / 1e9 / scale,
+            software=software_share(requests, arm, self.late_ms(begin, end)),
+            kv_hit_rate=sum(hit for hit, _ in hits) / sum(of for _, of in hits) if hits else None,
+            is_saturated=done < 1 or any(request.error for request in requests),
+            done_share=done,
+            wall_s=(end - begin) / 1e9,
+        )
 
     def _record(self, ask: Ask, seen: Seen | None, begin: int, scale: float) -> RequestRecord:
         if seen is None:
             return RequestRecord(ask.arrival, len(ask.prompt), 0, 0.0, error="not sent", session=ask.session)
-        parts = None
-        if self.logs is not None and seen.error is None:
-            parts = self.logs.parts(seen.request_id)
+        parts = self.logs.parts(seen.request_id) if self.logs is not None and seen.error is None else None
         return RequestRecord(
             arrival_s=(seen.begin_ns - begin) / 1e9 / scale,
             input_tokens=seen.input_tokens or len(ask.prompt),
