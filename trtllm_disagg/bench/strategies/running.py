@@ -6,7 +6,7 @@ import asyncio
 import shutil
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -54,7 +54,7 @@ _PACKAGES = ("trtllm-disagg", "ai-dynamo", "aiconfigurator-core", "tensorrt-llm"
 Key = tuple[str, Sensitivity, float]
 
 
-def batches(points: Sequence[Point], is_quick: bool = False) -> Iterator[tuple[Key, list[Point]]]:
+def batches(points: Iterable[Point], is_quick: bool = False) -> list[tuple[Key, list[Point]]]:
     """Groups the points that one deployment serves, in the plan's order. In a quick run it serves all sides of the
     band; a long run starts one for each side, so that a failure loses less.
     """
@@ -62,7 +62,7 @@ def batches(points: Sequence[Point], is_quick: bool = False) -> Iterator[tuple[K
     for point in points:
         sensitivity = NOMINAL if is_quick else point.sensitivity
         grouped.setdefault((point.arm, sensitivity, point.time_scale), []).append(point)
-    yield from grouped.items()
+    return list(grouped.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +199,8 @@ class Runner:
 
     def groups(self) -> list[tuple[Key, list[Point]]]:
         """The batches of all points that have not been measured."""
-        missing = [point for point in self.plan.every_point if not self.directory.has(point)]
-        return list(batches(missing, self.is_quick))
+        missing = (point for point in self.plan.every_point if not self.directory.has(point))
+        return batches(missing, self.is_quick)
 
     def progress(self) -> Progress:
         """A progress with the expected duration of the run as `remaining_seconds`."""

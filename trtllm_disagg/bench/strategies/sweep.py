@@ -112,11 +112,11 @@ class Sweep:
 
     def compared(
         self, arm: str, sensitivity: Sensitivity, is_exhausted: Callable[[MeasuredPoint], bool]
-    ) -> dict[int, Curve]:
+    ) -> list[Curve]:
         """The arm's curves, only with rates at which every other arm was measured or that exceed a rate which
         exhausted it: an arm that was measured at more rates would look better.
         """
-        found: dict[int, Curve] = {}
+        found: list[Curve] = []
         for repetition, curve in self.curves(arm, sensitivity).items():
             others = [self._curves.get((each.name, sensitivity, repetition), {}) for each in self.arms]
             shared = {
@@ -125,7 +125,7 @@ class Sweep:
                 if all(rate in other or _is_beyond(other, rate, is_exhausted) for other in others)
             }
             if shared:
-                found[repetition] = shared
+                found.append(shared)
         return found
 
     def at_rate(self, arm: str, rate: float, sensitivity: Sensitivity = NOMINAL) -> list[MeasuredPoint]:

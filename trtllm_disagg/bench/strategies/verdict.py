@@ -8,7 +8,7 @@ software took much of what is compared, and compares only arms with the same num
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -206,14 +206,10 @@ def judge(sweep: Sweep, measure: Measure) -> Verdict:
 
 def _scores(sweep: Sweep, measure: Measure, arm: str) -> dict[Sensitivity, Sample]:
     found = {
-        variant: Sample.of(measure.score(curve) for curve in _curves(sweep, measure, arm, variant))
+        variant: Sample.of(map(measure.score, sweep.compared(arm, variant, measure.is_exhausted)))
         for variant in sweep.variants
     }
     return {variant: sample for variant, sample in found.items() if sample.values}
-
-
-def _curves(sweep: Sweep, measure: Measure, arm: str, variant: Sensitivity) -> Iterable[Curve]:
-    return sweep.compared(arm, variant, measure.is_exhausted).values()
 
 
 def _refusal(sweep: Sweep, clean: Sweep, measure: Measure, scores: Mapping[str, float]) -> Doubt:
@@ -308,8 +304,9 @@ class _Comparison:
 
     def _doubt_of_rates(self, other: str, variant: Sensitivity) -> Doubt:
         """A doubt if the arm was not exhausted, since its score is not known then."""
-        highest_points = [curve[max(curve)] for curve in _curves(self.sweep, self.measure, other, variant)]
-        if any(map(self.measure.is_exhausted, highest_points)):
+        is_exhausted = self.measure.is_exhausted
+        highest_points = [curve[max(curve)] for curve in self.sweep.compared(other, variant, is_exhausted)]
+        if any(map(is_exhausted, highest_points)):
             return NO_DOUBT
         highest = max(measured.result.point.rate for measured in highest_points)
         needed = max(map(_requests_to_fill, highest_points))
@@ -344,7 +341,7 @@ def past_at_every_rate(sweep: Sweep, measure: Measure, arm: str) -> float | None
     """The lowest rate compared, if the arm is past its best there already: its score is unknown, but below this rate.
     None: its best was measured.
     """
-    curves = list(_curves(sweep, measure, arm, NOMINAL))
+    curves = sweep.compared(arm, NOMINAL, measure.is_exhausted)
     lowest = min(min(curve) for curve in curves)
     return lowest if any(measure.may_be_past(curve[min(curve)]) for curve in curves) else None
 

@@ -198,7 +198,7 @@ def test_requests_at_once_and_the_time_of_one_fit_together(model: Path, configs:
 
 def test_a_deployment_serves_all_points_of_its_arm_sensitivity_and_speed(model: Path, configs: Path) -> None:
     runner = prepared(model, configs, "--workers", "2", "--workloads", "chat,rag", "--time-scale", "4")
-    groups = list(batches(runner.plan.points))
+    groups = batches(runner.plan.points)
     assert len(groups) == 5 * 5  # arms and sensitivities
     assert [key[1] for key, _ in groups[:5]] == [NOMINAL] * 5
     assert {point.workload for point in groups[0][1]} == {"chat", "rag"}
