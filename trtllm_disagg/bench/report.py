@@ -1,7 +1,7 @@
 """What all benchmark commands share: progress on stderr, tables or JSON on stdout, a plot, and targets (`TARGETS`).
 
-A figure is judged by the first row whose pattern matches its name and whose hardware this machine has. Without such a
-row it has no target.
+A figure is judged by the first row with a pattern that matches its name and hardware that this machine has. Without
+such a row it has no target.
 """
 
 from __future__ import annotations

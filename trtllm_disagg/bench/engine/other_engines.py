@@ -33,8 +33,8 @@ class Arrivals:
         self._times[count] = time.perf_counter()
 
     def steps(self, steps: int) -> list[float]:
-        """Seconds of the last `steps` steps. A step ends when the last row has its token. Steps whose tokens arrived
-        together count as equally long.
+        """Seconds of the last `steps` steps. A step ends when the last row has its token. Steps with tokens that
+        arrived together count as equally long.
         """
         seconds: list[float] = []
         for before, count in itertools.pairwise(sorted(self._times)):

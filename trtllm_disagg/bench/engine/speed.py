@@ -66,7 +66,7 @@ class Speeds:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether targets are not judged: on a crowded machine, an engine whose threads spin loses most."""
+        """Whether targets are not judged: on a crowded machine, an engine with threads that spin loses most."""
         return self.waited > _TOLERATED_WAIT
 
     def drop(self, peer: str, reason: str) -> None:
