@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import time
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ _OK = b"HTTP/1.1 200"
 _EVENT = b"data: "
 #: With the end of what is before it: a header may end in 0.
 _LAST_CHUNK = b"\r\n0\r\n\r\n"
+_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 _ANSWER_SECONDS = 600.0
 
 
@@ -36,6 +38,13 @@ class StreamedAnswer:
     def is_refused(self) -> bool:
         """Whether the status, as far as it has arrived, is another than 200."""
         return not self.raw.startswith(_OK[: len(self.raw)])
+
+    @property
+    def is_refused_whole(self) -> bool:
+        """Whether a refusal has arrived with its reason, of which the header has the length."""
+        head, end, body = bytes(self.raw).partition(b"\r\n\r\n")
+        length = _LENGTH.search(head)
+        return self.is_refused and bool(end) and (length is None or len(body) >= int(length[1]))
 
     def refusal(self) -> BadAnswerError:
         head, _, body = bytes(self.raw).partition(b"\r\n\r\n")
@@ -92,13 +101,17 @@ class Connection(asyncio.Protocol):
         if not answer.first and _EVENT in answer.raw:
             answer.first = now
         # A refusal is no stream: it has another end.
-        if answer.is_refused or answer.raw.endswith(_LAST_CHUNK):
+        if answer.is_refused_whole or answer.raw.endswith(_LAST_CHUNK):
             answer.ended = now
             if not self._done.done():
                 self._done.set_result(None)
 
     def connection_lost(self, error: Exception | None) -> None:
-        if not self._done.done():
+        if self._done.done():
+            return
+        if self._answer.is_refused:
+            self._done.set_result(None)
+        else:
             self._done.set_exception(BadAnswerError(f"the server hung up: {error}"))
 
     def _acknowledge_at_once(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -52,21 +52,23 @@ class CoreWaits:
 
     def __init__(self, pids: Sequence[int]) -> None:
         self._pids = pids
-        self._ran, self._waited = self._now()
+        self._before = self._now()
 
     def share(self) -> float:
-        """Waiting time / (running time + waiting time): 0 on a calm machine."""
-        ran, waited = self._now()
-        ran, waited = ran - self._ran, waited - self._waited
+        """Waiting time / (running time + waiting time) of the threads that still live: 0 on a calm machine."""
+        ran = waited = 0
+        for thread, (ran_now, waited_now) in self._now().items():
+            ran_before, waited_before = self._before.get(thread, (0, 0))
+            ran += ran_now - ran_before
+            waited += waited_now - waited_before
         return waited / (ran + waited) if ran + waited else 0.0
 
-    def _now(self) -> tuple[int, int]:
-        """Nanoseconds run and waited so far, as the kernel's scheduler counts them."""
-        times = [(int(ran), int(waited)) for ran, waited, *_ in self._schedules()]
-        return sum(ran for ran, _ in times), sum(waited for _, waited in times)
-
-    def _schedules(self) -> Iterator[list[str]]:
+    def _now(self) -> dict[Path, tuple[int, int]]:
+        """By thread, nanoseconds run and waited so far, as the kernel's scheduler counts them."""
+        times: dict[Path, tuple[int, int]] = {}
         for pid in self._pids:
-            for task in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+            for thread in Path(f"/proc/{pid}/task").glob("*/schedstat"):
                 with contextlib.suppress(OSError):
-                    yield task.read_text().split()
+                    ran, waited, *_ = thread.read_text().split()
+                    times[thread] = (int(ran), int(waited))
+        return times

@@ -113,7 +113,7 @@ def vocab_size(model: Path) -> int:
     file = model / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-        return int((config.get("text_config") or config)["vocab_size"])
+        return int({**config, **(config.get("text_config") or {})}["vocab_size"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError.bad_value("--model", str(file), "a config.json with vocab_size") from error
 

@@ -27,7 +27,7 @@ ROLE_VARIABLES: Mapping[str, str] = {
     "decode": "DECODE_CUDA_VISIBLE_DEVICES",
 }
 #: Engine arguments that multiply to the number of a worker's GPUs.
-_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
+PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
 #: TensorRT-LLM's default of kv_cache_config.free_gpu_memory_fraction.
 _FRACTION = 0.9
 _DRIVER = Path("/proc/driver/nvidia/gpus")
@@ -86,7 +86,7 @@ class Gpus:
             raise ConfigError.bad_value(
                 "--gpus",
                 ",".join(devices),
-                f"at least {size}: each {role} worker has {' x '.join(_PARALLEL)} of them",
+                f"at least {size}: each {role} worker has {' x '.join(PARALLEL_SIZES)} of them",
             )
         last = len(devices) - size
         starts = range(last, -1, -size) if role == "decode" else range(0, last + 1, size)
@@ -174,7 +174,7 @@ def shutdown_seconds(config: WorkerConfig) -> float:
 
 def num_ranks(engine_args: Mapping[str, Any]) -> int:
     """The number of ranks of one worker; each has its own GPU, if the engine runs on GPUs."""
-    return math.prod(int(engine_args.get(name) or 1) for name in _PARALLEL)
+    return math.prod(int(engine_args.get(name) or 1) for name in PARALLEL_SIZES)
 
 
 def parse_gpus(key: str, text: str) -> tuple[str, ...]:

@@ -169,6 +169,20 @@ def test_processes_that_share_a_core_wait_for_it() -> None:
         assert waits.share() > 0.3
 
 
+def test_a_process_that_ended_while_it_was_measured_counts_no_more() -> None:
+    ended, one, other = (ChildProcess(f"{FAKES}:Fake", START, {}) for _ in range(3))
+    with ended, one, other:
+        for remote in (ended, one, other):
+            remote.await_ready()
+            os.sched_setaffinity(remote.pid, {min(os.sched_getaffinity(0))})
+        ended.call("burn", 1.0)
+        waits = CoreWaits([ended.pid, one.pid])
+        ended.close()
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda remote: remote.call("burn", 0.4), (one, other)))
+        assert 0.3 < waits.share() < 1
+
+
 def test_tokens_that_arrive_together_share_the_time_of_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that is late gets several tokens at once, at worst all of them."""
     clock = iter([10.0, 11.0, 12.0, 15.0, 20.0, 26.0])

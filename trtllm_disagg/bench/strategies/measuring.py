@@ -121,7 +121,7 @@ class Target:
     model: str
     #: None behind a URL: its processes are on another machine.
     deployment: Deployment | None = None
-    #: The file from which its modelled engines read their factors. None: it has real engines.
+    #: The file from which modelled engines read their factors. None behind a URL.
     factors: Path | None = None
 
     @property

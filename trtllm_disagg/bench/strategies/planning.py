@@ -24,6 +24,7 @@ from trtllm_disagg.bench.strategies.simulation import ArmSimulations, ModelledWo
 from trtllm_disagg.bench.strategies.workloads import BUILT_IN, Traffic, trace
 from trtllm_disagg.config.engine_args import merged_args, override_of
 from trtllm_disagg.config.yaml_file import read_mapping
+from trtllm_disagg.deployment.gpus import PARALLEL_SIZES, num_ranks
 from trtllm_disagg.deployment.up_command import default_name
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.modelled.config import checked
@@ -95,9 +96,11 @@ class Engines:
     @property
     def gpus_per_worker(self) -> int:
         """Raises ConfigError if the roles differ: the arms would not have the same number of GPUs."""
-        counts = {role: int(given.get("tensor_parallel_size") or 1) for role, given in self.arguments.items()}
+        counts = {role: num_ranks(given) for role, given in self.arguments.items()}
         if len(set(counts.values())) > 1:
-            raise ConfigError.bad_value("--engine-configs", counts, "one tensor_parallel_size for all roles")
+            raise ConfigError.bad_value(
+                "--engine-configs", counts, f"one {' x '.join(PARALLEL_SIZES)} for all roles"
+            )
         return next(iter(counts.values()))
 
     @property

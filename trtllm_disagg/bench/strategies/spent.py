@@ -11,12 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
-from urllib.request import urlopen
+from urllib.request import Request
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from trtllm_disagg.bench.strategies.measures import QUANTITIES
 from trtllm_disagg.bench.strategies.records import Arm, Parts, RequestRecord
+from trtllm_disagg.processes.direct_http import open_url
 from trtllm_disagg.processes.short_log import halves
 
 #: The frontend's log line that joins the request id of the workers with that of the client.
@@ -120,7 +121,7 @@ class Lateness:
 
 def lateness_of(port: int) -> Lateness:
     """The lateness of the worker with its system server on `port`."""
-    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with open_url(Request(f"http://127.0.0.1:{port}/metrics"), 10) as answer:
         text = answer.read().decode()
     totals: dict[str, float] = {}
     for family in text_string_to_metric_families(text):

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
 from trtllm_disagg.bench.strategies.records import Arm, Parts, RequestRecord
-from trtllm_disagg.bench.strategies.spent import EngineTimes, Lateness, RequestLogs, parts_of, software_share
+from trtllm_disagg.bench.strategies.spent import (
+    EngineTimes,
+    Lateness,
+    RequestLogs,
+    lateness_of,
+    parts_of,
+    software_share,
+)
 
 ORDER = Arm("1P1D prefill_first", "prefill_first")
 PREFILL = EngineTimes(
@@ -92,3 +101,26 @@ def test_without_parts_no_share_is_known() -> None:
 def test_lateness_is_a_mean_over_the_steps_between_two_looks() -> None:
     assert Lateness(30, 0.5).since(Lateness(10, 0.1)) == pytest.approx(20)
     assert Lateness(10, 0.1).since(Lateness(10, 0.1)) == 0.0
+
+
+def test_metrics_of_a_worker_here_are_read_without_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(
+                b"trtllm_disagg_modelled_steps_total 4\ntrtllm_disagg_modelled_late_seconds_total 0.5\n"
+            )
+
+        def log_message(self, *args: object) -> None:
+            """Not on stderr."""
+
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    with HTTPServer(("127.0.0.1", 0), Handler) as worker:
+        threading.Thread(target=worker.serve_forever, daemon=True).start()
+        try:
+            assert lateness_of(worker.server_port) == Lateness(4, 0.5)
+        finally:
+            worker.shutdown()

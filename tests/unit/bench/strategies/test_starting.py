@@ -686,7 +686,7 @@ def test_missing_step_time_tables_are_refused_with_the_install_command(
 
 def test_real_engines_count_the_gpus_of_every_worker(model: Path, configs: Path) -> None:
     for file in configs.iterdir():
-        file.write_text("tensor_parallel_size: 4\n")
+        file.write_text("tensor_parallel_size: 2\npipeline_parallel_size: 2\n")
     runner = prepared(model, configs, "--engine", "tensorrt_llm", "--rates", "1", "--workers", "2")
     assert {arm.gpus for arm in runner.plan.arms} == {8}
 
@@ -710,8 +710,11 @@ def test_quick_run_measures_once_unless_repetitions_are_given(model: Path, confi
     assert {point.repetition for point in runner.plan.points} == {0, 1, 2}
 
 
-def test_vocab_size_is_read_from_the_text_config(model: Path, configs: Path) -> None:
-    (model / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 99}}))
+@pytest.mark.parametrize(
+    "config", [{"text_config": {"vocab_size": 99}}, {"vocab_size": 99, "text_config": {"hidden_size": 8}}]
+)
+def test_vocab_size_is_read_from_the_text_config_or_beside_it(model: Path, config: dict[str, Any]) -> None:
+    (model / "config.json").write_text(json.dumps(config))
     assert vocab_size(model) == 99
 
 
@@ -753,7 +756,7 @@ def test_engine_configs_of_a_role_that_is_missing_or_has_other_gpus_are_refused(
 ) -> None:
     decode = configs / "decode.yaml"
     decode.write_text(decode.read_text() + "tensor_parallel_size: 2\n")
-    with pytest.raises(ConfigError, match="one tensor_parallel_size"):
+    with pytest.raises(ConfigError, match="one tensor_parallel_size x pipeline_parallel_size x context"):
         prepared(model, configs)
     decode.unlink()
     with pytest.raises(ConfigError, match=r"decode\.yaml"):
