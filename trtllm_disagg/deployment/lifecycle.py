@@ -57,7 +57,7 @@ def prepare(config: DeploymentConfig, status: Status) -> Supervisor:
     drains = (worker.drain_seconds for _, worker in worker_configs(workers, os.environ))
     config = replace(
         config,
-        drain_seconds=max(drains, default=config.drain_seconds),
+        longest_drain=max(drains, default=None),
         gpus=gpus_of(workers, config.gpu_devices, os.environ),
     )
     specs = plan(config, system_ports=free_system_ports(num_system_ports(config)), environ=os.environ)

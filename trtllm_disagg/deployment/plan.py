@@ -93,6 +93,8 @@ class DeploymentConfig:
     startup_timeout: float | None = None
     #: A draining worker then gives up its requests, which migrate to other workers. None: the worker's default.
     drain_seconds: float | None = None
+    #: The most that a worker has, by its own arguments too. None until the deployment is prepared.
+    longest_drain: float | None = None
     #: None: after the workers have drained, BEYOND_DRAIN_SECONDS and the time of an engine with GPUs to shut down.
     stop_timeout: float | None = None
     #: Whether `up` starts dead processes again, and with which delays.
@@ -142,8 +144,9 @@ class DeploymentConfig:
 
     @property
     def _drain_seconds(self) -> float:
-        if self.drain_seconds is not None:
-            return self.drain_seconds
+        for seconds in (self.longest_drain, self.drain_seconds):
+            if seconds is not None:
+                return seconds
         return float(SETTINGS["drain_seconds"].default)  # type: ignore[arg-type]
 
     @property

@@ -384,6 +384,9 @@ async def test_stop_waits_as_long_as_the_workers_drain(
     supervisor = prepare(config, Status())
     await supervisor.kill()
     assert supervisor.config.stop_seconds == expected + BEYOND_DRAIN_SECONDS
+    # `bench overhead` runs workers of others, which have no such flag.
+    argv = next(process.spec.argv for process in supervisor.processes if process.spec.role == "agg")
+    assert ("--drain-seconds" in argv) == (drain_seconds is not None)
 
 
 def test_without_dynamo_a_deployment_is_refused_with_the_command_that_installs_it(
