@@ -327,9 +327,10 @@ class ControlClient:
                 known.used = now
                 return known.socket
             # Those of peers that have ended, too.
-            stale = [place for place, each in self._connections.items() if now - each.used > _STALE_SECONDS]
-        for place in stale:
-            self.drop(place)
+            old = [place for place, each in self._connections.items() if now - each.used > _STALE_SECONDS]
+            stale = [self._connections.pop(place).socket for place in old]
+        for each in stale:
+            each.close()
         connection = self._authentication.connect(endpoint, timeout)
         with self._lock:
             self._connections[endpoint] = _Connection(connection, now)

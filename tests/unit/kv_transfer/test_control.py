@@ -7,7 +7,8 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -231,6 +232,52 @@ def test_connections_to_peers_of_long_ago_are_closed_when_another_peer_is_met(
     client.metadata(new.endpoint, SECONDS)
     wait_until(lambda: old.num_connections == 0)
     assert (busy.num_connections, new.num_connections) == (1, 1)
+    client.close()
+    for server in servers:
+        server.control.close()
+
+
+class WatchedSocket:
+    """A connection that calls `on_close` before it is closed."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self.on_close: Callable[[], object] = lambda: None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
+
+    def close(self) -> None:
+        self.on_close()
+        self._connection.close()
+
+
+class Watched(SameUserAuthentication):
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[str, list[WatchedSocket]] = {}
+
+    def connect(self, endpoint: str, timeout: float) -> Any:
+        connection = WatchedSocket(super().connect(endpoint, timeout))
+        self.made.setdefault(endpoint, []).append(connection)
+        return connection
+
+
+def test_a_connection_that_is_made_while_old_ones_are_closed_stays() -> None:
+    authentication, clock, servers = Watched(), Clock(), [Server(SameUserAuthentication()) for _ in range(3)]
+    client = ControlClient(authentication, clock)
+    first, old, second = (server.control.endpoint for server in servers)
+    for endpoint in (first, old, second):
+        client.metadata(endpoint, SECONDS)
+    clock.now = 100.0
+    authentication.made[old][0].on_close = lambda: client.metadata(second, SECONDS)
+    client.metadata(first, SECONDS)
+    client.metadata(second, SECONDS)
+    assert {endpoint: len(made) for endpoint, made in authentication.made.items()} == {
+        first: 2,
+        old: 1,
+        second: 2,
+    }
     client.close()
     for server in servers:
         server.control.close()
