@@ -230,26 +230,25 @@ class LateTransfers:
 class DeathWatch:
     """Decides whether an engine's process has ended, and can send no more bytes. Used on the peer's thread."""
 
-    def __init__(self, client: ControlClient, endpoint: str, name: str, timeouts: KvTimeouts) -> None:
+    def __init__(self, client: ControlClient, endpoint: str, timeouts: KvTimeouts) -> None:
         self._client = client
         self._endpoint = endpoint
-        self._name = name
         self._timeouts = timeouts
         #: When the engine was first found to be gone, if it has been each time since.
         self._gone_since: float | None = None
 
-    def is_dead(self) -> bool:
-        """True once the engine has not listened there for `KvTimeouts.dead` seconds."""
-        if not self._is_gone():
+    def is_dead(self, name: str) -> bool:
+        """True once the engine `name` has not listened there for `KvTimeouts.dead` seconds."""
+        if not self._is_gone(name):
             self._gone_since = None
             return False
         now = time.monotonic()
         self._gone_since = now if self._gone_since is None else self._gone_since
         return now - self._gone_since >= self._timeouts.dead
 
-    def _is_gone(self) -> bool:
+    def _is_gone(self, name: str) -> bool:
         try:
-            return self._client.metadata(self._endpoint, self._timeouts.control).sender != self._name
+            return self._client.metadata(self._endpoint, self._timeouts.control).sender != name
         except PeerGoneError:
             return True
         except KvTransferError:  # slow, or stopped
@@ -309,8 +308,8 @@ class Peers:
         except ReadTimeoutError as timeout:
             error: DisaggError = KvTransferError(str(timeout))
             if timeout.may_land_later:
-                watch, has_ended = self.death_watch(endpoint, name), timeout.has_ended
-                late = LateTransfer(endpoint, lambda: has_ended() or watch.is_dead())
+                watch, has_ended = self.death_watch(endpoint), timeout.has_ended
+                late = LateTransfer(endpoint, lambda: has_ended() or watch.is_dead(name))
         except Exception as raised:
             error = as_disagg_error(raised, endpoint)
         if isinstance(error, KvTransferError):
@@ -322,8 +321,8 @@ class Peers:
                 log.exception("cleaning up after a KV transfer with %s failed", endpoint)
         return Outcome(error, late)
 
-    def death_watch(self, endpoint: str, name: str) -> DeathWatch:
-        return DeathWatch(self.client, endpoint, name, self.timeouts)
+    def death_watch(self, endpoint: str) -> DeathWatch:
+        return DeathWatch(self.client, endpoint, self.timeouts)
 
     def send(self, endpoint: str, message: FromDecode | FromPrefill) -> bytes:
         """Return the peer's answer. Raises KvTransferError."""

@@ -97,8 +97,11 @@ class PushReceiver:
             self._waiting.pop(expected.ticket, None)
             if expected.stopped:
                 return None
-        watch = self._peers.death_watch(expected.endpoint, expected.prefill)
-        late = LateTransfer(expected.endpoint, lambda: self._withdraw(expected) or watch.is_dead())
+        watch = self._peers.death_watch(expected.endpoint)
+        # The offer may still be on its way: only behind it, on the peer's thread, is prefill's name known.
+        late = LateTransfer(
+            expected.endpoint, lambda: self._withdraw(expected) or watch.is_dead(expected.prefill)
+        )
         self._peers.late.add(late)
         return late
 

@@ -13,8 +13,16 @@ from tests.support.pools import NETWORK
 from trtllm_disagg.kv_transfer.access import OneHost, TransferScope
 from trtllm_disagg.kv_transfer.base import KvLayout, KvTimeouts, PeerMetadata
 from trtllm_disagg.kv_transfer.control import ControlClient, ControlServer, LeaseTable
-from trtllm_disagg.kv_transfer.messages import FromDecode, FromPrefill, Notice, Offer, Watch
-from trtllm_disagg.kv_transfer.peers import DeathWatch, LateTransfer, Peers
+from trtllm_disagg.kv_transfer.messages import (
+    FromDecode,
+    FromPrefill,
+    Notice,
+    Offer,
+    Reply,
+    Watch,
+    Withdraw,
+)
+from trtllm_disagg.kv_transfer.peers import DeathWatch, LateTransfer, PeerMetadataCache, Peers
 from trtllm_disagg.kv_transfer.push_receiver import Expected, PushReceiver
 from trtllm_disagg.testing.fake_transport import FakeTransport
 
@@ -65,9 +73,9 @@ def peers(request: pytest.FixtureRequest) -> Iterator[ScriptedPeers]:
 class LostPrefill(Peers):
     """The prefill engine has taken the offer, and nothing listens at its endpoint any more."""
 
-    def __init__(self, scope: TransferScope, endpoint: str) -> None:
+    def __init__(self, scope: TransferScope, endpoint: str, dead: float = 0.5) -> None:
         authentication = scope.authentication()
-        timeouts, self.changed = KvTimeouts(ask=0.01, dead=0.5), Event()
+        timeouts, self.changed = KvTimeouts(ask=0.01, dead=dead), Event()
         super().__init__(
             FakeTransport(),
             LAYOUT,
@@ -92,11 +100,13 @@ class LostPrefill(Peers):
         super().close()
 
 
+def expected_from(endpoint: str) -> Expected:
+    return Expected(endpoint=endpoint, request=1, prompt=b"p" * 16, blocks=[0], num_known=0, seconds=30.0)
+
+
 def give_up_on(peers: LostPrefill) -> tuple[LateTransfer, float]:
     """The blocks' transfer after it has ended, and how long that took since the engine's death was known."""
-    expected = Expected(
-        endpoint=peers.endpoint, request=1, prompt=b"p" * 16, blocks=[0], num_known=0, seconds=30.0
-    )
+    expected = expected_from(peers.endpoint)
     peers.receiver.expect(expected)
     peers.wait_for(lambda: expected.error is not None)
     assert "engine is gone" in str(expected.error)
@@ -134,14 +144,48 @@ def test_an_engine_is_dead_when_another_one_has_its_endpoint() -> None:
     server.start(METADATA)
     client = ControlClient(OneHost().authentication())
     timeouts = KvTimeouts(dead=0.0)
-    assert DeathWatch(client, server.endpoint, "an earlier one", timeouts).is_dead()
-    assert not DeathWatch(client, server.endpoint, METADATA.sender, timeouts).is_dead()
+    assert DeathWatch(client, server.endpoint, timeouts).is_dead("an earlier one")
+    assert not DeathWatch(client, server.endpoint, timeouts).is_dead(METADATA.sender)
     client.close()
     server.close()
 
 
+class SlowMetadata(PeerMetadataCache):
+    """It comes when the test says so."""
+
+    def __init__(self, client: ControlClient) -> None:
+        super().__init__(client, lambda metadata: None, 5.0)
+        self.asked, self.comes = Event(), Event()
+
+    def of(self, endpoint: str) -> PeerMetadata:
+        self.asked.set()
+        assert self.comes.wait(20)
+        return super().of(endpoint)
+
+
+def test_blocks_given_up_before_their_offer_was_sent_stay_apart_while_a_live_prefill_writes() -> None:
+    server = ControlServer(OneHost().authentication(), LeaseTable(60.0), lambda: None)
+    server.start(METADATA, {Withdraw: lambda message, peer: Reply.BUSY})
+    peers = LostPrefill(OneHost(), server.endpoint, dead=0.0)
+    peers.metadata = slow = SlowMetadata(peers.client)
+    try:
+        expected = expected_from(server.endpoint)
+        peers.receiver.expect(expected)
+        assert slow.asked.wait(20)
+        late = peers.receiver.give_up(expected)
+        slow.comes.set()
+        assert peers.changed.wait(30)
+        assert late is not None
+        assert peers.late.take_news() == [late]
+        assert expected.prefill == METADATA.sender
+        assert not late.ended
+    finally:
+        peers.close()
+        server.close()
+
+
 def expect_one(peers: ScriptedPeers) -> Expected:
-    expected = Expected(endpoint=ENDPOINT, request=1, prompt=b"p" * 16, blocks=[0], num_known=0, seconds=30.0)
+    expected = expected_from(ENDPOINT)
     peers.receiver.expect(expected)
     assert peers.answered.wait(30)
     # What comes next on the peer's thread comes behind the answer.
