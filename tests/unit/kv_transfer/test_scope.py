@@ -12,7 +12,7 @@ from tests.support.hosts import write_key
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.embedded.params.supported_args import refuse_unsupported
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.kv_transfer import nixl
+from trtllm_disagg.kv_transfer import ucx
 from trtllm_disagg.kv_transfer.access import KEY_FILE_VARIABLE, Network, OneHost, choose_scope
 
 
@@ -90,28 +90,28 @@ def test_ucx_tls_of_the_environment_is_ignored_on_one_host(
 ) -> None:
     for chosen in ("tcp", "cma,tcp", "all", "posix,cma,self,rc"):
         caplog.clear()
-        assert nixl.ucx_settings(OneHost(), "cpu", {"UCX_TLS": chosen})["UCX_TLS"] == "posix,cma,self"
+        assert ucx.ucx_settings(OneHost(), "cpu", {"UCX_TLS": chosen})["UCX_TLS"] == "posix,cma,self"
         assert f"UCX_TLS={chosen} is not used" in caplog.text
     caplog.clear()
-    assert nixl.ucx_settings(OneHost(), "cpu", {"UCX_TLS": "self,cma"})["UCX_TLS"] == "posix,cma,self"
-    assert "tcp" not in nixl.ucx_settings(OneHost(), "cuda", {})["UCX_TLS"]
+    assert ucx.ucx_settings(OneHost(), "cpu", {"UCX_TLS": "self,cma"})["UCX_TLS"] == "posix,cma,self"
+    assert "tcp" not in ucx.ucx_settings(OneHost(), "cuda", {})["UCX_TLS"]
     assert not caplog.records
 
 
 def test_between_hosts_ucx_listens_on_the_chosen_address_only() -> None:
     network = Network("127.0.0.1", b"k" * 32)
     assert (
-        nixl.ucx_settings(network, "cpu", {}).items()
+        ucx.ucx_settings(network, "cpu", {}).items()
         >= {"UCX_TLS": "cma,tcp", "UCX_NET_DEVICES": "lo"}.items()
     )
-    assert "UCX_NET_DEVICES" not in nixl.ucx_settings(network, "cpu", {"UCX_TLS": "rc"})
-    assert nixl.ucx_error_mode(network) == "peer"
+    assert "UCX_NET_DEVICES" not in ucx.ucx_settings(network, "cpu", {"UCX_TLS": "rc"})
+    assert ucx.ucx_error_mode(network) == "peer"
 
 
 def test_the_environment_is_as_it_was_after_an_agent_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")
     monkeypatch.delenv("UCX_CMA_SEG_SIZE", raising=False)
-    with nixl.ucx_environment({"UCX_TLS": "self", "UCX_CMA_SEG_SIZE": "1"}):
+    with ucx.ucx_environment({"UCX_TLS": "self", "UCX_CMA_SEG_SIZE": "1"}):
         assert (os.environ["UCX_TLS"], os.environ["UCX_CMA_SEG_SIZE"]) == ("self", "1")
     assert os.environ["UCX_TLS"] == "tcp"
     assert "UCX_CMA_SEG_SIZE" not in os.environ

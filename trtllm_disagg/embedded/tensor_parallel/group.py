@@ -30,7 +30,7 @@ from trtllm_disagg.embedded.ipc.sockets import listen
 from trtllm_disagg.embedded.kv_cache.memory import KvCommand
 from trtllm_disagg.embedded.model.rows import ForwardRow
 from trtllm_disagg.errors import ConfigError, EngineError
-from trtllm_disagg.kv_transfer.nixl import ucx_environment
+from trtllm_disagg.kv_transfer.ucx import ucx_environment
 from trtllm_disagg.processes import same_user
 from trtllm_disagg.processes.framing import framed, receive_exactly, receive_frame
 
