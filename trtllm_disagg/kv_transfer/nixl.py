@@ -77,6 +77,8 @@ class _Remote:
     address: NixlAddress
     #: NIXL's prepared descriptor lists of the peer's whole pool, by the size of a block.
     tables: dict[int, Any] = field(default_factory=dict)
+    #: How many transfers use it now.
+    users: int = 1
 
 
 @dataclass(slots=True)
@@ -180,7 +182,7 @@ class NixlTransport:
     def close(self) -> None:
         if self._agent is None:
             return
-        for remote in self._remotes.values():
+        for remote in list(self._remotes.values()):
             self._release_tables(remote)
         self._remotes.clear()
         with contextlib.suppress(Exception):
@@ -224,20 +226,33 @@ class NixlTransport:
         table[:, 2] = self._device
         return self._agent.prep_xfer_dlist(agent, table, self._memory)
 
-    def _connected(self, operation: Operation, peer: PeerMetadata) -> _Remote:
-        """Raises KvTransferError when the peer's process has ended, or is not the one that it was. A read of a known
-        peer does without that look: no lease confirms what it read of another process.
+    @contextlib.contextmanager
+    def _connected(self, operation: Operation, peer: PeerMetadata) -> Iterator[_Remote]:
+        """The peer, which is not forgotten meanwhile. Raises KvTransferError when the peer's process has ended, or is
+        not the one that it was. A read of a known peer does without that look: no lease confirms what it read of
+        another process.
         """
-        remote = self._remotes.get(peer.sender)
-        address = decoded_address(peer, NixlAddress) if remote is None else remote.address
-        if address.process is not None and (remote is None or operation == "WRITE"):
-            require_running(peer, address.process)
-        return remote or self._add(peer, address)
+        with self._lock:
+            remote = self._remotes.get(peer.sender)
+            if remote is not None:
+                remote.users += 1
+        try:
+            address = decoded_address(peer, NixlAddress) if remote is None else remote.address
+            if address.process is not None and (remote is None or operation == "WRITE"):
+                require_running(peer, address.process)
+            remote = remote or self._add(peer, address)
+            yield remote
+        finally:
+            if remote is not None:
+                with self._lock:
+                    remote.users -= 1
 
     def _add(self, peer: PeerMetadata, address: NixlAddress) -> _Remote:
-        # A restarted worker has another name; NIXL would keep all that it knows about the old one.
-        for sender in [sender for sender, known in self._remotes.items() if known.address.has_ended]:
-            self._forget(sender)
+        # A restarted worker has another name; NIXL would keep all that it knows about the old one. Other peers' threads
+        # add peers meanwhile.
+        for sender, known in list(self._remotes.items()):
+            if known.address.has_ended:
+                self._forget(sender)
         added = self._agent.add_remote_agent(address.metadata)
         name = added.decode() if isinstance(added, bytes) else str(added)
         if name != peer.sender:
@@ -247,11 +262,16 @@ class NixlTransport:
         return remote
 
     def _forget(self, sender: str) -> None:
-        if remote := self._remotes.pop(sender, None):
-            # The peer may be dead already; its handles are of no use either way.
-            self._release_tables(remote)
-            with contextlib.suppress(Exception):
-                self._agent.remove_remote_agent(remote.agent)
+        """Drop the peer, unless a transfer uses it: a handle that was released must not be used."""
+        with self._lock:
+            remote = self._remotes.get(sender)
+            if remote is None or remote.users:
+                return
+            del self._remotes[sender]
+        # The peer may be dead already; its handles are of no use either way.
+        self._release_tables(remote)
+        with contextlib.suppress(Exception):
+            self._agent.remove_remote_agent(remote.agent)
 
     def _release_tables(self, remote: _Remote) -> None:
         for table in remote.tables.values():
@@ -298,16 +318,20 @@ class NixlTransport:
         timeout: float,
     ) -> None:
         """`local`: the prepared list that `local_blocks` are in."""
-        remote = self._connected(operation, peer)
-        if block_bytes not in remote.tables:
-            base = remote.address.base
-            remote.tables[block_bytes] = self._table(remote.agent, base, peer.num_blocks, block_bytes)
-        # NIXL merges neighbours where both id lists grow by one.
-        order = np.argsort(remote_blocks, kind="stable")
-        local_ids, remote_ids = (blocks[order].astype(np.int32) for blocks in (local_blocks, remote_blocks))
-        handle = self._agent.make_prepped_xfer(
-            operation, local, local_ids, remote.tables[block_bytes], remote_ids
-        )
+        with self._connected(operation, peer) as remote:
+            if block_bytes not in remote.tables:
+                base = remote.address.base
+                remote.tables[block_bytes] = self._table(remote.agent, base, peer.num_blocks, block_bytes)
+            # NIXL merges neighbours where both id lists grow by one.
+            order = np.argsort(remote_blocks, kind="stable")
+            local_ids, remote_ids = (
+                blocks[order].astype(np.int32) for blocks in (local_blocks, remote_blocks)
+            )
+            table = remote.tables[block_bytes]
+            handle = self._agent.make_prepped_xfer(operation, local, local_ids, table, remote_ids)
+            self._run(handle, operation, peer, timeout)
+
+    def _run(self, handle: Any, operation: Operation, peer: PeerMetadata, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         is_late = False
         try:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
+import os
 import queue
 import signal
 import subprocess
@@ -21,9 +23,11 @@ from tests.support.meeting import wait_until
 from tests.support.nixl_agents import ScriptedAgents
 from tests.support.pools import DIM, HEADS, LAYERS, NETWORK, ONE_HOST, SLOTS, Pool, pool_in_a_child
 from trtllm_disagg.errors import ConfigError, KvTransferError
-from trtllm_disagg.kv_transfer.base import ReadTimeoutError
-from trtllm_disagg.kv_transfer.nixl import NixlTransport
+from trtllm_disagg.kv_transfer.base import PeerMetadata, ReadTimeoutError
+from trtllm_disagg.kv_transfer.nixl import NixlAddress, NixlTransport
 from trtllm_disagg.kv_transfer.transports import create_transport
+from trtllm_disagg.processes import proc_stat
+from trtllm_disagg.processes.proc_stat import ProcessMark
 from trtllm_disagg.testing.fake_transport import WaitsFor
 
 
@@ -137,6 +141,60 @@ def test_a_restarted_peers_predecessor_is_forgotten_when_the_next_peer_is_met(ag
     reader.read(successor.card, [0], [0])
     assert agents["long-lived"].forgotten == [card.sender]
     for pool in (reader, successor):
+        pool.close()
+
+
+def in_process(card: PeerMetadata, process: ProcessMark) -> PeerMetadata:
+    """The card, as if that process had made it."""
+    address = msgspec.msgpack.decode(card.address, type=NixlAddress)
+    address = msgspec.structs.replace(address, process=process)
+    return msgspec.structs.replace(card, address=msgspec.msgpack.encode(address))
+
+
+def test_a_peer_may_be_met_while_another_peers_thread_looks_for_peers_that_have_ended(
+    agents: ScriptedAgents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, met, meets = (Pool("NIXL", 8, name) for name in ("known", "met-meanwhile", "meets"))
+    reader = Pool("NIXL", 8, "meets-two", transport=NixlTransport(ONE_HOST, agents.make))
+    parent, birth = os.getppid(), proc_stat.birth
+    reader.read(in_process(known.card, ProcessMark(parent, birth(parent))), [0], [0])
+    looks = itertools.count()
+
+    def look(pid: int) -> int:
+        if pid == parent and next(looks) == 0:
+            reader.read(met.card, [0], [1])
+        return birth(pid)
+
+    monkeypatch.setattr(proc_stat, "birth", look)
+    reader.read(meets.card, [0], [2])
+    assert agents["meets-two"].num_added == 3
+    for pool in (known, met, meets, reader):
+        pool.close()
+
+
+def test_an_ended_peer_is_forgotten_only_after_the_transfer_with_it(
+    agents: ScriptedAgents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends, second, third = (Pool("NIXL", 8, name) for name in ("ends", "second", "third"))
+    reader = Pool("NIXL", 8, "reads-from-an-ended-one", transport=NixlTransport(ONE_HOST, agents.make))
+    parent, birth = os.getppid(), proc_stat.birth
+    agent, held = agents["reads-from-an-ended-one"], WaitsFor()
+    agent.state, agent.held = "PROC", held
+    card = in_process(ends.card, ProcessMark(parent, birth(parent)))
+    with ThreadPoolExecutor(1) as threads:
+        reading = threads.submit(reader.read, card, [0], [0], 20.0)
+        assert held.begun.wait(20)
+        held.go.set()
+        monkeypatch.setattr(proc_stat, "birth", lambda pid: 0 if pid == parent else birth(pid))
+        with pytest.raises(ReadTimeoutError):
+            reader.read(second.card, [0], [1], timeout=0.01)
+        forgotten_meanwhile = list(agent.forgotten)
+        agent.state = None
+        assert reading.result(20) > 0
+    assert forgotten_meanwhile == []
+    reader.read(third.card, [0], [2])
+    assert agent.forgotten == ["ends"]
+    for pool in (ends, second, third, reader):
         pool.close()
 
 
