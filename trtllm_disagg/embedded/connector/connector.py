@@ -196,12 +196,12 @@ class KvConnector:
 
     def release(self, sequence: Sequence) -> list[int]:
         """A sequence has ended without a handoff: return its blocks that are free now. The others follow as
-        `BlocksReleased` when no transfer uses them any more.
+        `BlocksReleased` when no transfer uses them any more. A handoff that it has not begun to read is declined.
         """
         return sequence.blocks
 
     def decline(self, handle: KvHandle) -> None:
-        """Tell the prefill engine that this handoff will not be read."""
+        """Tell the prefill engine that this handoff will not be read: its request was not enqueued."""
 
     def abort(self, request_id: int) -> Sequence | None:
         """End what the scheduler does not have: a lease, or a prefill that waits for an offer (which is returned)."""

@@ -133,6 +133,8 @@ class TwoSidedConnector(KvConnector):
         return True
 
     def release(self, sequence: Sequence) -> list[int]:
+        if sequence.handle is not None and not sequence.blocks and not sequence.num_output:
+            self.decline(sequence.handle)  # it was waiting: no read has begun
         return (self._incoming if sequence.is_generation_only else self._outgoing).release(sequence)
 
     def decline(self, handle: KvHandle) -> None:

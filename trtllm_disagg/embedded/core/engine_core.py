@@ -100,6 +100,7 @@ class EngineCore:
 
     def add(self, request: AddRequest) -> None:
         """Enqueue the request, or answer it with an error output. Never raises."""
+        handle = None
         try:
             handle = self.connector.accept(request)
             sequences = [
@@ -108,12 +109,10 @@ class EngineCore:
             for sequence in sequences:
                 require_room(sequence, self.blocks)
                 sequence.guide = self.guides.start(request.sampling)
-        except DisaggError as error:
-            self._fail(request.request_id, error)
-            return
-        except Exception as error:  # a bug, or no memory: this request fails, the engine continues
-            log.exception("a request could not be added")
-            self._fail(request.request_id, EngineError(f"the request could not be added: {error}"))
+        except Exception as raised:
+            if handle is not None:
+                self.connector.decline(handle)
+            self._fail(request.request_id, _refusal(raised))
             return
         for sequence in sequences:
             if not self.connector.awaits_offer(sequence):
@@ -129,8 +128,6 @@ class EngineCore:
             if sequence.is_filled:
                 sequence.aborted = True
                 continue
-            if sequence.status is Status.WAITING and sequence.handle is not None:
-                self.connector.decline(sequence.handle)
             self._retire(sequence)
 
     # -- one step
@@ -341,6 +338,14 @@ class EngineCore:
 
     def _fail(self, request_id: int, error: DisaggError) -> None:
         self._outbox.append(TokenOutput(request_id, error=str(error), error_category=error.category))
+
+
+def _refusal(raised: Exception) -> DisaggError:
+    if isinstance(raised, DisaggError):
+        return raised
+    # A bug, or no memory: this request fails, the engine continues.
+    log.error("a request could not be added", exc_info=raised)
+    return EngineError(f"the request could not be added: {raised}")
 
 
 class NoGuides:

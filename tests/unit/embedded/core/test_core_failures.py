@@ -11,6 +11,7 @@ import pytest
 
 from tests.conftest import Checkpoints
 from tests.support.cores import Answer, Core
+from tests.support.meeting import wait_until
 from trtllm_disagg.embedded.core.engine_core import NoGuides
 from trtllm_disagg.embedded.ipc.messages import MadeHandoff, SamplingSpec
 from trtllm_disagg.errors import ConfigError, KvTransferError
@@ -194,6 +195,43 @@ def test_a_request_that_does_not_fit_into_the_pool_that_is_left_may_be_tried_els
     assert late.category == "Unavailable", "another engine may have room"
     never = decode.run(decode.add([9] * 160, max_tokens=20))
     assert never.category == "InvalidRequest"
+
+
+@pytest.fixture
+def shrunk(make_core: MakeCore) -> tuple[Core, Core]:
+    """Prefill, and a decode engine of which a late read holds 3 of the 5 blocks."""
+    fake = FakeTransport()
+    prefill = make_core(transport=FakeTransport())
+    decode = make_core(kv_cache_config={"max_tokens": 5 * BLOCK}, transport=fake)
+    fake.then("read", TakesTooLong())
+    assert pull(decode, prefill.prefill(PROMPT)).error == "took longer than 60 s"
+    wait_until(lambda: prefill.connector.num_leases == 0)
+    return prefill, decode
+
+
+def test_a_handoff_refused_for_lack_of_room_gives_its_lease_back(shrunk: tuple[Core, Core]) -> None:
+    prefill, decode = shrunk
+    assert pull(decode, prefill.prefill(PROMPT)).category == "Unavailable"
+    wait_until(lambda: prefill.connector.num_leases == 0)
+
+
+def test_a_handoff_that_fails_unexpectedly_at_its_start_gives_its_lease_back(make_core: MakeCore) -> None:
+    prefill, decode = make_core(), make_core()
+    decode.engine.guides = BrokenGuides()
+    assert pull(decode, prefill.prefill(PROMPT)).category == "Internal"
+    wait_until(lambda: prefill.connector.num_leases == 0)
+
+
+def test_a_waiting_handoff_that_no_longer_fits_gives_its_lease_back(make_core: MakeCore) -> None:
+    fake = FakeTransport()
+    prefill = make_core(transport=FakeTransport())
+    decode = make_core(kv_cache_config={"max_tokens": 5 * BLOCK}, transport=fake)
+    fake.then("read", TakesTooLong())
+    first = decode.add_decode(PROMPT, prefill.prefill(PROMPT))
+    second = decode.add_decode(PROMPT[::-1], prefill.prefill(PROMPT[::-1]))
+    decode.run(first, second)
+    assert "late transfers may still fill 3" in (decode.answers[second, 0].error or "")
+    wait_until(lambda: prefill.connector.num_leases == 0)
 
 
 # -- two engines that do not fit together
