@@ -18,12 +18,14 @@ from trtllm_disagg.errors import (
     EngineError,
     InvalidRequestError,
     KvTransferError,
+    OverloadedError,
     PeerUnavailableError,
 )
 
 #: `category` of the embedded engine's errors, equal to DisaggError.category.
 _BY_CATEGORY: dict[str, type[DisaggError]] = {
     InvalidRequestError.category: InvalidRequestError,
+    OverloadedError.category: OverloadedError,
     PeerUnavailableError.category: KvTransferError,
 }
 

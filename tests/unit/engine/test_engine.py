@@ -16,8 +16,14 @@ from tests.support.recording_pair import MAX_SEQ_LEN, recording_engine
 from trtllm_disagg import embedded
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.engines import resolve_engine
-from trtllm_disagg.engine.llm_api import load_api
-from trtllm_disagg.errors import ConfigError, DisaggError, InvalidRequestError, WorkerLeavingError
+from trtllm_disagg.engine.llm_api import load_api, translate
+from trtllm_disagg.errors import (
+    ConfigError,
+    DisaggError,
+    InvalidRequestError,
+    OverloadedError,
+    WorkerLeavingError,
+)
 from trtllm_disagg.testing.hard_edges import RequestError
 from trtllm_disagg.testing.recording import GuidedDecodingParams, SamplingParams
 
@@ -29,6 +35,12 @@ def sampling_of(**keys: Any) -> SamplingParams:
     (call,) = engine.llm.calls_of("generate_async")
     params: SamplingParams = call["sampling_params"]
     return params
+
+
+def test_an_embedded_engine_without_room_is_overloaded() -> None:
+    """With KvTransferError the prefill worker would be blamed."""
+    error = embedded.RequestError("need 4 KV blocks", OverloadedError.category)
+    assert type(translate(error)) is OverloadedError
 
 
 # -- sampling

@@ -17,7 +17,7 @@ from trtllm_disagg.embedded.kv_cache.block_manager import ROOT, BlockManager
 from trtllm_disagg.embedded.kv_cache.memory import PartialReuse, SwapSpace
 from trtllm_disagg.embedded.params.llm_args import CapacitySchedulerPolicy, LlmArgs
 from trtllm_disagg.embedded.scheduler.sequence import Sequence, Status
-from trtllm_disagg.errors import InvalidRequestError, KvTransferError
+from trtllm_disagg.errors import InvalidRequestError, OverloadedError
 
 _BY_AGE = attrgetter("admission_number")
 
@@ -99,8 +99,8 @@ def create_capacity(args: LlmArgs, blocks: BlockManager) -> Capacity:
 
 
 def require_room(sequence: Sequence, blocks: BlockManager) -> None:
-    """Raise InvalidRequestError when the longest possible answer needs more blocks than the pool has; KvTransferError,
-    so that it is tried elsewhere, when it needs more than are not in quarantine.
+    """Raise InvalidRequestError when the longest possible answer needs more blocks than the pool has; OverloadedError
+    when it needs more than are not in quarantine: that is no fault of the prefill worker, and passes.
     """
     size = blocks.tokens_per_block
     wanted, usable = -(-sequence.max_kv_tokens // size), blocks.num_blocks - blocks.num_quarantined
@@ -112,7 +112,7 @@ def require_room(sequence: Sequence, blocks: BlockManager) -> None:
     )
     if wanted > blocks.num_blocks:
         raise InvalidRequestError(f"{need} (kv_cache_config.max_tokens)")
-    raise KvTransferError(f"{need}, of which late transfers may still fill {blocks.num_quarantined}")
+    raise OverloadedError(f"{need}, of which late transfers may still fill {blocks.num_quarantined}")
 
 
 @dataclass(slots=True)

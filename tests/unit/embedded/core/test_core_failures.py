@@ -192,7 +192,7 @@ def test_a_request_that_does_not_fit_into_the_pool_that_is_left_may_be_tried_els
     assert "need 4 KV blocks of 32 tokens; the pool has 5, of which late transfers may still fill 3" in error
     assert decode.answers[small, 0].finish_reason == "length"
     late = decode.run(decode.add([9] * 80, max_tokens=20))
-    assert late.category == "Unavailable", "another engine may have room"
+    assert late.category == "CapacityExhausted", "another engine may have room"
     never = decode.run(decode.add([9] * 160, max_tokens=20))
     assert never.category == "InvalidRequest"
 
@@ -211,7 +211,7 @@ def shrunk(make_core: MakeCore) -> tuple[Core, Core]:
 
 def test_a_handoff_refused_for_lack_of_room_gives_its_lease_back(shrunk: tuple[Core, Core]) -> None:
     prefill, decode = shrunk
-    assert pull(decode, prefill.prefill(PROMPT)).category == "Unavailable"
+    assert pull(decode, prefill.prefill(PROMPT)).category == "CapacityExhausted"
     wait_until(lambda: prefill.connector.num_leases == 0)
 
 
