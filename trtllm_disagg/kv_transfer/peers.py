@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 #: Of one engine: so many peers at a time have a thread of their own, but for one.
 MAX_PEER_THREADS = 64
-#: The key of the thread that all further peers share.
+#: The key of the thread that all further peers share. It runs from the start: the system may have none left later.
 _OTHERS = "others"
 #: The peers that restart come under new names; the metadata of the old ones must not pile up.
 _MAX_KNOWN = 1024
@@ -96,6 +96,7 @@ class PeerThreads:
         self._pending: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._closed = False
+        self._start(_OTHERS)
 
     def submit(self, endpoint: str, work: Callable[..., None], *args: Any) -> None:
         """Callable from any thread. After `close` the work is dropped."""
@@ -117,17 +118,19 @@ class PeerThreads:
 
     def _place_for(self, endpoint: str) -> str:
         """The key of the peer's thread. When there are too many peers (restarts, forgeries), idle threads end; when all
-        are busy, one thread is shared by all further peers, until it has done all their work: two threads for one peer
-        would share its connection.
+        are busy, or the system has no more, one thread is shared by all further peers, until it has done all their
+        work: two threads for one peer would share its connection.
         """
-        if endpoint not in self._queues and len(self._queues) >= MAX_PEER_THREADS - 1:
-            for idle in [key for key in self._queues if not self._pending[key]]:
+        if endpoint in self._queues:
+            return endpoint
+        if len(self._queues) >= MAX_PEER_THREADS:
+            for idle in [key for key in self._queues if key != _OTHERS and not self._pending[key]]:
                 self._queues.pop(idle).put(None)
-        has_room = len(self._queues) < MAX_PEER_THREADS - 1 and not self._pending[_OTHERS]
-        key = endpoint if endpoint in self._queues or has_room else _OTHERS
-        if key not in self._queues:
-            self._start(key)
-        return key
+        if len(self._queues) < MAX_PEER_THREADS and not self._pending[_OTHERS]:
+            with contextlib.suppress(RuntimeError):
+                self._start(endpoint)
+                return endpoint
+        return _OTHERS
 
     def _start(self, key: str) -> None:
         waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -174,7 +177,8 @@ class LateTransfers:
         self._reported: set[LateTransfer] = set()
         self._news: queue.SimpleQueue[LateTransfer] = queue.SimpleQueue()
         self._closed = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._poll_late, name="kv-late", daemon=True)
+        self._thread.start()
 
     def __bool__(self) -> bool:
         return bool(self._late)
@@ -183,9 +187,6 @@ class LateTransfers:
         with self._lock:
             self._late[late] = False
         self._ask_all()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._poll_late, name="kv-late", daemon=True)
-            self._thread.start()
 
     def take_news(self) -> list[LateTransfer]:
         """Transfers that have ended since the last call; and, once each, those still running at their first check."""
@@ -193,8 +194,7 @@ class LateTransfers:
 
     def close(self) -> None:
         self._closed.set()
-        if self._thread is not None:
-            self._thread.join(timeout=5)
+        self._thread.join(timeout=5)
 
     def _poll_late(self) -> None:
         while not self._closed.wait(self._seconds):

@@ -22,7 +22,7 @@ from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.kv_transfer.access import SameUserAuthentication
 from trtllm_disagg.kv_transfer.base import KvTimeouts, PeerMetadata
 from trtllm_disagg.kv_transfer.handle import KvHandle, decode_handle
-from trtllm_disagg.kv_transfer.peers import MAX_PEER_THREADS, Peers, PeerThreads
+from trtllm_disagg.kv_transfer.peers import MAX_PEER_THREADS, LateTransfer, LateTransfers, Peers, PeerThreads
 from trtllm_disagg.kv_transfer.pull import KvReceiver, KvSender, Pull
 
 
@@ -206,6 +206,29 @@ def test_a_new_peer_has_a_thread_of_its_own_after_many_that_are_gone() -> None:
         assert ended.acquire(timeout=10)
     finally:
         go.set()
+        workers.close()
+
+
+def test_peers_for_which_the_system_has_no_thread_share_one_and_their_late_transfers_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    workers, ran, ended = PeerThreads(), queue.SimpleQueue[int](), threading.Event()
+    late = LateTransfers(workers, ended.set, seconds=60.0)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            for number in range(4):
+                workers.submit(f"unix://@refused:{number % 2}", ran.put, number)
+            assert [ran.get(timeout=20) for _ in range(4)] == [0, 1, 2, 3]
+            late.add(LateTransfer("unix://@refused:0", lambda: True))
+            assert ended.wait(20)
+        workers.submit("unix://@later:1", ran.put, 4)
+        assert ran.get(timeout=20) == 4
+    finally:
+        late.close()
         workers.close()
 
 
