@@ -35,7 +35,7 @@ from trtllm_disagg.embedded.scheduler.capacity import require_room
 from trtllm_disagg.embedded.scheduler.scheduler import Row, Scheduler
 from trtllm_disagg.embedded.scheduler.sequence import Clock, Sequence, Status, Verdict, judge
 from trtllm_disagg.embedded.scheduler.statistics import IterationStats
-from trtllm_disagg.errors import DisaggError, EngineError, HandoffRefusedError, InvalidRequestError
+from trtllm_disagg.errors import DisaggError, EngineError, InvalidRequestError, KvTransferError
 
 if TYPE_CHECKING:
     from trtllm_disagg.embedded.guided_decoding.guides import Guides
@@ -227,8 +227,9 @@ class EngineCore:
         self.stats.received(event.bytes_moved, event.num_known * self.block_bytes)
         self.scheduler.received(sequence)
         if token >= (end := self.ready.vocab_size):
+            # Of a notice, so the prefill engine's fault; a handoff's token was checked when the client's request came.
             reason = f"prefill's first token is {token}; expected a token id in [0, {end})"
-            self._retire_request(sequence.request_id, HandoffRefusedError(reason))
+            self._retire_request(sequence.request_id, KvTransferError(reason))
             return
         sequence.num_computed, sequence.num_cached = sequence.num_prompt, event.num_cached
         self._commit(sequence)

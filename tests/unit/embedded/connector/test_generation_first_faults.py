@@ -326,7 +326,7 @@ def test_forged_notice_is_rejected(make_duo: MakeDuo) -> None:
     duo.assert_idle()
 
 
-def test_a_notice_of_a_token_that_the_model_has_not_is_refused(make_duo: MakeDuo) -> None:
+def test_a_notice_of_a_token_that_the_model_has_not_is_the_prefill_engines_fault(make_duo: MakeDuo) -> None:
     duo = make_duo()
     met = duo.request(prompt(40))
     duo.add_decode(met)
@@ -337,7 +337,7 @@ def test_a_notice_of_a_token_that_the_model_has_not_is_refused(make_duo: MakeDuo
     assert duo.decode.connector.push_receiver.noticed(notice) == b"taken"
     duo.run()
     answer = duo.answer(met)
-    assert (answer.category, answer.tokens) == ("InvalidRequest", [])
+    assert (answer.category, answer.tokens) == ("Unavailable", [])
     assert "prefill's first token is 258; expected a token id in [0, 258)" in (answer.error or "")
     duo.assert_idle()
 
