@@ -108,7 +108,8 @@ class Engine:
         return cls(
             api,
             llm,
-            args.get("max_seq_len") or Capabilities(llm).max_seq_len,
+            # An engine may have room for less than it was asked for.
+            min(filter(None, (args.get("max_seq_len"), Capabilities(llm).max_seq_len)), default=None),
             machine_id,
             # Metrics of steps are of no use without those of requests.
             measures=bool(args.get("enable_iter_perf_stats")),

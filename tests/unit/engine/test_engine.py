@@ -25,7 +25,7 @@ from trtllm_disagg.errors import (
     WorkerLeavingError,
 )
 from trtllm_disagg.testing.hard_edges import RequestError
-from trtllm_disagg.testing.recording import GuidedDecodingParams, SamplingParams
+from trtllm_disagg.testing.recording import LLM, GuidedDecodingParams, SamplingParams
 
 
 def sampling_of(**keys: Any) -> SamplingParams:
@@ -261,6 +261,14 @@ def test_max_seq_len_is_none_when_the_engine_does_not_report_it(tmp_path: Path) 
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 640}))
     assert recording_engine(model=str(tmp_path), max_seq_len=None).max_seq_len is None
     assert recording_engine(model=str(tmp_path), max_seq_len=99).max_seq_len == 99
+
+
+def test_max_seq_len_is_what_the_engine_reports_when_that_is_less_than_its_argument(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(LLM, "max_seq_len", 64, raising=False)
+    assert recording_engine(max_seq_len=99).max_seq_len == 64
+    assert recording_engine(max_seq_len=50).max_seq_len == 50
 
 
 # -- which engine
