@@ -88,8 +88,8 @@ class OfferBook:
         name: str,
         layout: bytes,
         on_news: Callable[[], None],
+        stop_seconds: float,
         clock: Callable[[], float] = time.monotonic,
-        stop_seconds: float = 1.0,
     ) -> None:
         """A withdrawal waits `stop_seconds` for a write that has begun."""
         self._stop_seconds = stop_seconds

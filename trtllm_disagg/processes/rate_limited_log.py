@@ -11,9 +11,7 @@ _WARNING_SECONDS = 60.0
 
 
 class RateLimitedLog:
-    """For events that any stranger can cause: one warning a minute for each message, with the number of suppressed
-    ones. Thread-safe.
-    """
+    """One warning a minute for each message, with the number of suppressed ones. Thread-safe."""
 
     def __init__(self, log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
         self._log = log

@@ -21,7 +21,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def book(clock: Clock) -> OfferBook:
-    return OfferBook("prefill-1", LAYOUT, lambda: None, clock)
+    return OfferBook("prefill-1", LAYOUT, lambda: None, stop_seconds=1.0, clock=clock)
 
 
 def offer(request: int, **changes: Any) -> Offer:

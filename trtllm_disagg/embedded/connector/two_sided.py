@@ -59,7 +59,7 @@ class TwoSidedConnector(KvConnector):
             transport, layout, authentication=authentication, timeouts=timeouts, on_change=wake
         )
         self.receiver = KvReceiver(self.peers, on_finished=wake)
-        self.offers = OfferBook(name, layout.fingerprint(), wake, stop_seconds=timeouts.stop)
+        self.offers = OfferBook(name, layout.fingerprint(), wake, timeouts.stop)
         self.pusher = KvPusher(self.peers, on_finished=wake)
         self.push_receiver = PushReceiver(
             name, endpoint, self.peers, on_news=wake, on_busy=self.sender.progress_thread.expect_peer

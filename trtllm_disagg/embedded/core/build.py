@@ -32,7 +32,7 @@ from trtllm_disagg.embedded.model.sizing import (
     num_kv_blocks,
 )
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
-from trtllm_disagg.embedded.params.model_shape import ModelShape, read_shape
+from trtllm_disagg.embedded.params.model_shape import ModelShape, max_seq_len, read_shape
 from trtllm_disagg.embedded.params.supported_args import scope_of
 from trtllm_disagg.embedded.scheduler.scheduler import Row, create_blocks, create_scheduler
 from trtllm_disagg.embedded.scheduler.sequence import Sequence
@@ -111,7 +111,9 @@ def build_core(
     kv_config = args.kv_cache_config
     size = kv_config.tokens_per_block
     num_blocks = num_kv_blocks(args, shape, device)
-    longest = longest_sequence(args, shape, num_blocks)
+    longest, wanted_length = longest_sequence(args, shape, num_blocks), max_seq_len(args, shape)
+    if longest < wanted_length:
+        log.info("max_seq_len is %d, and not %d: the KV pool holds no more tokens", longest, wanted_length)
     events = KvEventLog(kv_config.event_buffer_max_size, longest)
     blocks = create_blocks(kv_config, num_blocks, events)
     team.start(plan.told_to_all(args), num_blocks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +12,6 @@ from trtllm_disagg.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.embedded.params.model_shape import ModelShape, max_seq_len, require_memory
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.kv_transfer.base import KvLayout
-
-log = logging.getLogger(__name__)
 
 
 def choose_device(wanted: str, num_ranks: int = 1) -> torch.device:
@@ -48,10 +45,7 @@ def num_kv_blocks(args: LlmArgs, shape: ModelShape, device: torch.device) -> int
 
 def longest_sequence(args: LlmArgs, shape: ModelShape, num_blocks: int) -> int:
     """Tokens of prompt and answer together: as many as the model and its arguments allow, and the pool holds."""
-    wanted, held = max_seq_len(args, shape), num_blocks * args.kv_cache_config.tokens_per_block
-    if held < wanted:
-        log.info("max_seq_len is %d, and not %d: the KV pool holds no more tokens", held, wanted)
-    return min(wanted, held)
+    return min(max_seq_len(args, shape), num_blocks * args.kv_cache_config.tokens_per_block)
 
 
 def _too_small(args: LlmArgs, size: int) -> ConfigError:

@@ -13,18 +13,13 @@ import msgspec
 import torch
 
 from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
-from trtllm_disagg.embedded.kv_cache.memory import (
-    CopyStart,
-    Drop,
-    Restore,
-    Save,
-)
+from trtllm_disagg.embedded.kv_cache.memory import CopyStart, Drop, Restore, Save
 from trtllm_disagg.embedded.kv_cache.pool import KvPool, LocalKvMemory
 from trtllm_disagg.embedded.model.forward import ModelRunner, choose_forward
 from trtllm_disagg.embedded.model.model_loader import load_model
-from trtllm_disagg.embedded.model.sizing import PoolShape, choose_device, new_pool
+from trtllm_disagg.embedded.model.sizing import PoolShape, choose_device, longest_sequence, new_pool
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
-from trtllm_disagg.embedded.params.model_shape import max_seq_len, read_shape
+from trtllm_disagg.embedded.params.model_shape import read_shape
 from trtllm_disagg.embedded.tensor_parallel.group import (
     Broken,
     Build,
@@ -134,7 +129,7 @@ def build_shard(build: Build, group: RankGroup, transfers: TransferService) -> S
     wanted = new_pool(shape, build.num_blocks, size, device, group.size)
     kv = _allocate(args, wanted, group, transfers)
     pool = KvPool(kv)
-    forward = plan.make_forward(model, pool, max_seq_len(args, shape))
+    forward = plan.make_forward(model, pool, longest_sequence(args, shape, build.num_blocks))
     return ShardOfEngine(ModelRunner(forward, pool, plan.ops), LocalKvMemory(kv))
 
 

@@ -14,10 +14,7 @@ import msgspec
 import torch
 
 from trtllm_disagg import errors
-from trtllm_disagg.embedded.kv_cache.memory import (
-    KvCommand,
-    KvMemory,
-)
+from trtllm_disagg.embedded.kv_cache.memory import KvCommand, KvMemory
 from trtllm_disagg.embedded.model.forward import ModelRunner
 from trtllm_disagg.embedded.model.rows import ForwardRow
 from trtllm_disagg.embedded.params.llm_args import LlmArgs, core_args
@@ -75,7 +72,7 @@ class SingleRank:
 
 
 class Team:
-    """Rank 0 with its others. A other that is lost takes the engine with it: `on_lost` is told why, once."""
+    """Rank 0 with the other ranks. A rank that is lost takes the engine with it: `on_lost` is told why, once."""
 
     def __init__(self, group: RankGroup, others: list[OtherRank], on_lost: Callable[[str], None]) -> None:
         self.size = group.size

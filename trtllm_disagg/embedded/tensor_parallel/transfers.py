@@ -24,11 +24,7 @@ from trtllm_disagg.embedded.params.supported_args import scope_of
 from trtllm_disagg.embedded.tensor_parallel.group import Channel, OtherRank
 from trtllm_disagg.embedded.tensor_parallel.shards import Shard, ShardReader, join_addresses, shards_of
 from trtllm_disagg.errors import ConfigError, KvTransferError
-from trtllm_disagg.kv_transfer.base import (
-    PeerMetadata,
-    ReadTimeoutError,
-    StagingTransport,
-)
+from trtllm_disagg.kv_transfer.base import PeerMetadata, ReadTimeoutError, StagingTransport
 from trtllm_disagg.kv_transfer.peers import MAX_PEER_THREADS
 from trtllm_disagg.kv_transfer.transports import create_transport, needs_cma
 
