@@ -46,6 +46,11 @@ class ScriptedAgent(nixl_agent):  # type: ignore[misc]
             self.asked_meanwhile.put("release")
         super().release_xfer_handle(handle)
 
+    def release_dlist_handle(self, handle: Any) -> None:
+        if self._is_copying:
+            self.asked_meanwhile.put("release blocks")
+        super().release_dlist_handle(handle)
+
     def remove_remote_agent(self, agent: str) -> Any:
         if self._is_copying:
             self.asked_meanwhile.put("forget")
