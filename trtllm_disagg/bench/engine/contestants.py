@@ -105,19 +105,19 @@ class Contestant:
             max_tokens=max(tokens, case.plan.longest),
         )
         # Not at the top: `--help` needs no engine.
-        from trtllm_disagg.embedded.cpu_kernels.cpu import on_huge_pages, this_cpu
+        from trtllm_disagg.embedded.cpu_kernels.cpu import WAITING, on_huge_pages, this_cpu
 
         level = _AVX2_OF_PEERS if this_cpu().level == "avx2" else {}
-        pages = on_huge_pages(os.environ) if self.is_own else {}
+        ours = on_huge_pages(os.environ) | WAITING if self.is_own else {}
         common = {"OMP_NUM_THREADS": str(case.threads), "HF_HUB_OFFLINE": "1"}
-        variables = common | level | pages | self.variables
+        variables = common | level | ours | self.variables
         interpreter = str(self.environment.interpreter(case.cache)) if self.environment else sys.executable
         return ChildProcess(self.factory, start, variables, interpreter=interpreter)
 
 
 def own(kind: str) -> Contestant:
     """A class of own_engine.py, in the environment in which the engine's process is started."""
-    return Contestant(f"{OWN}:{kind}", variables={"OMP_WAIT_POLICY": "PASSIVE"}, is_own=True)
+    return Contestant(f"{OWN}:{kind}", is_own=True)
 
 
 def _peer(kind: str) -> str:

@@ -41,6 +41,9 @@ _AVX2_ENVIRONMENT = {
     "NUMBA_CPU_NAME": "x86-64-v3",
     "NUMBA_CPU_FEATURES": ",".join(f"+{feature}" for feature in _X86_64_V3.split()),
 }
+#: How OpenMP's threads wait for work, and for each other: some 20 us, then asleep. Threads that spin for longer starve
+#: other workers; those that sleep at once come late to each of the many products of a prefill (docs/log.md).
+WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 _MALLOC = "GLIBC_TUNABLES"
 #: With it glibc's malloc asks for huge pages, which Linux gives to those who ask. With pages of 4 KiB a processor
 #: spends much of a small step, which reads every weight once, on looking up addresses (docs/log.md).

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from trtllm_disagg.embedded.cpu_kernels.cpu import environment_of, on_huge_pages
+from trtllm_disagg.embedded.cpu_kernels.cpu import WAITING, environment_of, on_huge_pages
 from trtllm_disagg.embedded.params.checkpoint import read_json
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes.dev_shm import DIRECTORY, MPICH_PER_RANK, free_bytes, how_to_get, in_mib
@@ -146,14 +146,14 @@ def _require_room(needed: int, size: int) -> None:
 def core_launch(size: int, num_threads: int, environment: Mapping[str, str]) -> Launch:
     """The engine core of `size` ranks. Raises ConfigError as `require_ranks`, and for a CPU level that there is not."""
     job = require_ranks(size, environment)
-    # Thread pools read these once, when they are loaded. Spinning threads would starve the other workers.
+    # Thread pools read these once, when they are loaded.
     environment = (
         dict(environment)
         | environment_of(environment)
         | on_huge_pages(environment)
+        | WAITING
         | {
             "OMP_NUM_THREADS": str(num_threads),
-            "OMP_WAIT_POLICY": "PASSIVE",
             **{name: environment.get(name, _KEPT_PRODUCTS) for name in _PRODUCT_CACHES},
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",

@@ -220,6 +220,13 @@ def test_engine_process_gets_huge_pages_unless_glibc_tunables_decides(given: str
     assert core_launch(1, 1, {"GLIBC_TUNABLES": given}).environment["GLIBC_TUNABLES"] == expected
 
 
+def test_threads_of_an_engine_wait_briefly_before_they_sleep() -> None:
+    environment = core_launch(1, 2, {"OMP_WAIT_POLICY": "ACTIVE"}).environment
+    assert environment["OMP_NUM_THREADS"] == "2"
+    assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert 0 < int(environment["GOMP_SPINCOUNT"]) <= 1000
+
+
 def test_one_rank_needs_no_mpi() -> None:
     assert "mpiexec" not in core_launch(1, 1, {}).command[0]
 
