@@ -18,6 +18,7 @@ from numba.core.cgutils import unpack_tuple
 from numba.extending import intrinsic
 
 from trtllm_disagg.embedded.cpu_kernels.compiled import compile_unless_taken, compiled
+from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
 from trtllm_disagg.embedded.cpu_kernels.layer_kernels import load, pack
 from trtllm_disagg.embedded.cpu_kernels.llvm_ir import (
     CACHE_LINE,
@@ -41,7 +42,7 @@ from trtllm_disagg.embedded.cpu_kernels.llvm_ir import (
 
 #: By bytes of a number: so many positions and query heads of a KV head at a time. Their scores are made side by side,
 #: their values added to sums that stay in registers; and so much is prefetched at once. Measured: docs/log.md.
-_TILES = {4: (2, 2), 2: (4, 1)}
+_TILES = {4: (4, 1) if this_cpu().level == "avx2" else (2, 2), 2: (4, 1)}
 #: At least so many bytes ahead.
 _PREFETCH_DISTANCE = 10240
 _ONE, _ZERO, _TWO = np.float32(1.0), np.float32(0.0), np.float32(2.0)
