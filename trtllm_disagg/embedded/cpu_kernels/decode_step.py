@@ -24,7 +24,7 @@ from trtllm_disagg.embedded.cpu_kernels.layer_kernels import (
     rotate_group,
     silu_mul,
 )
-from trtllm_disagg.embedded.cpu_kernels.llvm_ir import I64, emitted, pointer
+from trtllm_disagg.embedded.cpu_kernels.llvm_ir import I64, borrowed, emitted, pointer
 
 #: Columns of `Weights.panels` and `Weights.blocks`.
 QKV, OUTPUT, GATE_UP, DOWN, HEAD = range(5)
@@ -224,6 +224,7 @@ def decode(rank: Any, num_threads: Any, w: Any, b: Any, tokens_per_block: Any) -
     """One token of each row through the model, by all threads together; each calls it with its rank. Logits are in
     b.logits then.
     """
+    w, b = borrowed(w), borrowed(b)
     rows = b.control[ROWS]
     barrier = b.control.ctypes.data + 8 * BARRIER
     residual, hidden, delta = b.residual[:rows], b.hidden[:rows], b.delta[:rows]

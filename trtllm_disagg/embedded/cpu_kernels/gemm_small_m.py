@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core.cgutils import unpack_tuple
@@ -33,11 +34,14 @@ from trtllm_disagg.embedded.cpu_kernels.llvm_ir import (
     pointer,
     splat,
 )
+from trtllm_disagg.embedded.cpu_kernels.parallel import in_parts
 
 PANEL = 64
 #: More rows than this in one pass do not fit the registers.
 _MOST = 6
 _VECTORS = PANEL // LANES
+#: At least so many products of two numbers for a thread that takes a part: some 20 us.
+_PRODUCTS_OF_A_PART = 1 << 20
 #: Bytes of a panel that one step, four bytes of a row of x, is multiplied with.
 _STEP_BYTES = 4 * PANEL
 
@@ -222,6 +226,22 @@ def multiply(x: Any, weight: Any, block: Any, out: Any, first: Any, last: Any) -
                 _run_pass(count, passes, x, (a, x_stride, w, steps, o, out_stride, start, prefetched, by))
                 prefetched += steps * _VECTORS * by
                 row += count
+
+
+@compiled(inner=True)
+def multiply_part(part: Any, panels: Any, x: Any, weight: Any, block: Any, out: Any) -> None:
+    first = part * panels
+    multiply(x, weight, block, out, first, min(first + panels, out.shape[1] // PANEL))
+
+
+_multiply_in_parts = in_parts(multiply_part)
+
+
+def multiply_by_all(x: np.ndarray, weight: int, block: int, out: np.ndarray) -> None:
+    """`multiply` by every panel, on several threads where there is enough for them to do."""
+    num_panels = out.shape[1] // PANEL
+    panels = -(-_PRODUCTS_OF_A_PART // max(1, x.size * PANEL))
+    _multiply_in_parts(-(-num_panels // panels), panels, x, weight, block, out)
 
 
 @compiled(inline="always")

@@ -17,7 +17,10 @@ from numba.extending import overload
 
 from trtllm_disagg.embedded.cpu_kernels.compiled import compiled
 from trtllm_disagg.embedded.cpu_kernels.llvm_ir import exp, fma, sum_of_squares
+from trtllm_disagg.embedded.cpu_kernels.parallel import in_parts
 
+#: Rows that a thread computes before it takes others.
+ROWS_OF_A_PART = 32
 _ONE, _ZERO = np.float32(1.0), np.float32(0.0)
 
 
@@ -68,7 +71,7 @@ def _pack_overload(value: Any, like: Any) -> Any:
     return same
 
 
-@compiled()
+@compiled(inner=True)
 def rms_norm(x: Any, weight: Any, eps: Any, out: Any) -> None:
     """out (rows, n) = x / rms(x) * weight; x and weight float32."""
     rows, n = x.shape
@@ -78,7 +81,7 @@ def rms_norm(x: Any, weight: Any, eps: Any, out: Any) -> None:
             out[r, i] = pack(x[r, i] * scale * weight[i], out[r, i])
 
 
-@compiled()
+@compiled(inner=True)
 def add_rms_norm(x: Any, delta: Any, weight: Any, eps: Any, out: Any) -> None:
     """x (rows, n) float32 += delta; out = x / rms(x) * weight."""
     rows, n = x.shape
@@ -90,7 +93,7 @@ def add_rms_norm(x: Any, delta: Any, weight: Any, eps: Any, out: Any) -> None:
             out[r, i] = pack(x[r, i] * scale * weight[i], out[r, i])
 
 
-@compiled()
+@compiled(inner=True)
 def silu_mul(gate_up: Any, out: Any, first: Any, last: Any) -> None:
     """out (rows, n) = silu(gate) * up, for gate_up (rows, 2 n), in the columns `first` to `last`."""
     n = out.shape[1]
@@ -144,7 +147,7 @@ def weighted_sum(x: Any, places: Any, weights: Any, out: Any) -> None:
             target[i] = pack(total[i], target[i])
 
 
-@compiled()
+@compiled(inner=True)
 def rotate_and_store(
     qkv: Any,
     positions: Any,
@@ -215,3 +218,60 @@ def _rotate(x: Any, c: Any, s: Any, norm: Any, eps: Any, out: Any, buffer: Any) 
         a, b = buffer[d], buffer[half + d]
         out[d] = pack(fma(a, c[d], -(b * s[d])), out[d])
         out[half + d] = pack(fma(b, c[d], a * s[d]), out[d])
+
+
+# -- the same on several threads: part 0 are the first rows, and so on
+
+
+@compiled(inline="always")
+def _rows_of(part: Any, rows: Any) -> Any:
+    first = part * ROWS_OF_A_PART
+    return first, min(first + ROWS_OF_A_PART, rows)
+
+
+@compiled(inner=True)
+def rms_norm_part(part: Any, x: Any, weight: Any, eps: Any, out: Any) -> None:
+    first, last = _rows_of(part, x.shape[0])
+    rms_norm(x[first:last], weight, eps, out[first:last])
+
+
+@compiled(inner=True)
+def add_rms_norm_part(part: Any, x: Any, delta: Any, weight: Any, eps: Any, out: Any) -> None:
+    first, last = _rows_of(part, x.shape[0])
+    add_rms_norm(x[first:last], delta[first:last], weight, eps, out[first:last])
+
+
+@compiled(inner=True)
+def silu_mul_part(part: Any, gate_up: Any, out: Any) -> None:
+    first, last = _rows_of(part, out.shape[0])
+    silu_mul(gate_up[first:last], out[first:last], 0, out.shape[1])
+
+
+@compiled(inner=True)
+def rotate_and_store_part(
+    part: Any,
+    qkv: Any,
+    positions: Any,
+    places: Any,
+    cos: Any,
+    sin: Any,
+    q_norm: Any,
+    k_norm: Any,
+    eps: Any,
+    pool: Any,
+    key_row: Any,
+    value_row: Any,
+    q: Any,
+) -> None:
+    first, last = _rows_of(part, q.shape[0])
+    x, at, to, query = qkv[first:last], positions[first:last], places[first:last], q[first:last]
+    rotate_and_store(x, at, to, cos, sin, q_norm, k_norm, eps, pool, key_row, value_row, query)
+
+
+rms_norm_in_parts, add_rms_norm_in_parts, silu_mul_in_parts, rotate_and_store_in_parts = (
+    in_parts(kernel) for kernel in (rms_norm_part, add_rms_norm_part, silu_mul_part, rotate_and_store_part)
+)
+
+
+def parts_of(rows: int) -> int:
+    return -(-rows // ROWS_OF_A_PART)

@@ -24,7 +24,7 @@ from trtllm_disagg.embedded.cpu_kernels.compiled import compiled
 F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 LANES = 16
 FLOATS, WORDS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
-_I16, _BYTE_POINTER = ir.IntType(16), ir.IntType(8).as_pointer()
+_I16, BYTE_POINTER = ir.IntType(16), ir.IntType(8).as_pointer()
 _HALVES = ir.VectorType(_I16, LANES)
 CACHE_LINE = 64
 _LOWEST = -3.0e38
@@ -114,8 +114,8 @@ def loader_of(dtype: Any) -> tuple[Load, int]:
 
 def emit_prefetch(builder: Any, address: Any) -> None:
     """The cache line at `address` will be read soon. Any address will do, also one that is not there."""
-    fetch = declare(builder, "llvm.prefetch.p0", ir.VoidType(), [_BYTE_POINTER, I32, I32, I32])
-    builder.call(fetch, [builder.inttoptr(address, _BYTE_POINTER), I32(0), I32(2), I32(1)])
+    fetch = declare(builder, "llvm.prefetch.p0", ir.VoidType(), [BYTE_POINTER, I32, I32, I32])
+    builder.call(fetch, [builder.inttoptr(address, BYTE_POINTER), I32(0), I32(2), I32(1)])
 
 
 # -- loops and sums
@@ -225,6 +225,30 @@ def _emit_exp(b: Any, x: Any) -> Any:
 def noinline(builder: Any) -> None:
     """The function that calls this is never inlined: large loops do best with the registers to themselves."""
     builder.function.attributes.add("noinline")
+
+
+@intrinsic
+def borrowed(typing: Any, arrays: Any) -> Any:
+    """An array, or a tuple of arrays, whose views count no references. Counts are atomic: threads that make views of
+    one array in their loops would wait for each other. The caller must own the arrays for as long.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return _without_owner(context, builder, arrays, values[0])
+
+    return arrays(arrays), generate
+
+
+def _without_owner(context: Any, builder: Any, kind: Any, value: Any) -> Any:
+    if isinstance(kind, types.BaseTuple):
+        for i, each in enumerate(kind.types):
+            item = _without_owner(context, builder, each, builder.extract_value(value, i))
+            value = builder.insert_value(value, item, i)
+    elif isinstance(kind, types.Array):
+        array = context.make_array(kind)(context, builder, value)
+        array.meminfo = ir.Constant(array.meminfo.type, None)
+        value = array._getvalue()
+    return value
 
 
 @emitted(types.float32, types.float32, types.float32, types.float32)

@@ -26,7 +26,7 @@ from trtllm_disagg.embedded.cpu_kernels.decode_step import (
     Weights,
 )
 from trtllm_disagg.embedded.cpu_kernels.gemm_small_m import PANEL
-from trtllm_disagg.embedded.cpu_kernels.layer_kernels import as_array
+from trtllm_disagg.embedded.cpu_kernels.layer_kernels import as_array, parts_of
 from trtllm_disagg.embedded.kv_cache.pool import KvPool
 from trtllm_disagg.embedded.model.attention import LayerAttention, StepLayout
 from trtllm_disagg.embedded.model.layer_ops import LayerOps
@@ -286,14 +286,15 @@ class CompiledOps(LayerOps):
         eps: np.float32,
         out: torch.Tensor,
     ) -> None:
+        parts = parts_of(len(x))
         if delta is None:
-            layer_kernels.rms_norm(x.numpy(), weight, eps, as_array(out))
+            layer_kernels.rms_norm_in_parts(parts, x.numpy(), weight, eps, as_array(out))
         else:
-            layer_kernels.add_rms_norm(x.numpy(), as_array(delta), weight, eps, as_array(out))
+            layer_kernels.add_rms_norm_in_parts(parts, x.numpy(), as_array(delta), weight, eps, as_array(out))
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         activated = gate_up.new_empty((len(gate_up), gate_up.shape[1] // 2))
-        layer_kernels.silu_mul(as_array(gate_up), as_array(activated), 0, activated.shape[1])
+        layer_kernels.silu_mul_in_parts(parts_of(len(gate_up)), as_array(gate_up), as_array(activated))
         return activated
 
     def rotate_and_store(
@@ -301,7 +302,8 @@ class CompiledOps(LayerOps):
     ) -> torch.Tensor:
         pool = layout.pool
         query = qkv.new_empty((len(qkv), model.num_heads, pool.kv.shape[-1]))
-        layer_kernels.rotate_and_store(
+        layer_kernels.rotate_and_store_in_parts(
+            parts_of(len(qkv)),
             as_array(qkv),
             layout.position_array,
             layout.place_array,

@@ -7,6 +7,7 @@ bits at up to twice the speed; where it does not, one row is computed as two.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,12 +16,13 @@ import torch
 from torch import nn
 
 from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
-from trtllm_disagg.embedded.cpu_kernels.gemm_small_m import PANEL, multiply
+from trtllm_disagg.embedded.cpu_kernels.gemm_small_m import PANEL, multiply_by_all
 from trtllm_disagg.embedded.cpu_kernels.layer_kernels import as_array
+from trtllm_disagg.embedded.cpu_kernels.parallel import num_threads
 
 #: oneDNN has been seen to sum over all inputs at once, or over these many at a time.
 _BLOCKS = (512, 1024)
-#: From here on oneDNN is as fast.
+#: From here on oneDNN is as fast, with vectors of AVX-512.
 MOST_ROWS = 48
 #: oneDNN is asked for a large product: with several threads it may cut the sums of a small one differently.
 _PROBE_ROWS = 64
@@ -44,7 +46,7 @@ class Panels:
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """x (rows, inputs) -> (rows, 64 * panels) float32; what lies beyond the last output is no number of use."""
         out = torch.empty((x.shape[0], self.num_panels * PANEL))
-        multiply(as_array(x), self.address, self.block, out.numpy(), 0, self.num_panels)
+        multiply_by_all(as_array(x), self.address, self.block, out.numpy())
         return out
 
 
@@ -76,6 +78,14 @@ def panels_of(
     return None
 
 
+def _most_rows() -> float:
+    """Of a product that the kernel computes, where it knows the weight. With vectors of AVX2 it is faster than oneDNN
+    for any number of rows (docs/log.md), if it has as many threads.
+    """
+    is_faster = this_cpu().level == "avx2" and num_threads() == torch.get_num_threads()
+    return math.inf if is_faster else MOST_ROWS
+
+
 class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, dtype: torch.dtype | None = None) -> None:
         """Computes in `dtype`; None: in the weights' own."""
@@ -95,7 +105,7 @@ class PackedLinear(nn.Module):
         self.panels: Panels | None = panels_of(
             self._packed, weight.dtype, self.out_features, self.in_features, self._by_library
         )
-        self._few_rows = MOST_ROWS if self.panels is not None else 0
+        self._few_rows = 0 if self.panels is None else _most_rows()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features)
@@ -111,7 +121,7 @@ class PackedLinear(nn.Module):
     def _panel_product(self, rows: torch.Tensor) -> torch.Tensor:
         assert self.panels is not None
         out = self.panels.product(rows)[:, : self.out_features]
-        return out if self.bias_values is None else out + self.bias_values
+        return out if self.bias_values is None else out.add_(self.bias_values)
 
     def by_library(self, rows: torch.Tensor) -> torch.Tensor:
         return self._by_library(rows, self.bias_values)

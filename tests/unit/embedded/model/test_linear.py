@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from trtllm_disagg.embedded.cpu_kernels import parallel
 from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
-from trtllm_disagg.embedded.model.linear import PackedLinear, packing_works
+from trtllm_disagg.embedded.model.linear import MOST_ROWS, PackedLinear, packing_works
 from trtllm_disagg.embedded.model.pack import pack_linears
 
 SHAPES = [(64, 192), (192, 64), (64, 258), (100, 17)]
@@ -48,6 +49,31 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(shape: tuple[int, int]) 
     for count in (2, 3, 9, 16, 17, 64, 65, 300):
         assert torch.equal(packed(x[:count]), alone[:count]), count
         assert torch.equal(packed(x[-count:]), alone[-count:]), count
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("shape", [(512, 1024), (1536, 512), (2048, 130), *SHAPES], ids=str)
+def test_many_rows_have_the_librarys_bits(shape: tuple[int, int], threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    packed = PackedLinear(make(*shape, bias=True))
+    x = torch.randn(300, shape[0])
+    assert torch.equal(packed(x), packed.by_library(x))
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_many_rows_are_the_librarys_where_it_alone_has_threads(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel, "_fork", 0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    packed = PackedLinear(make(64, 192))
+    monkeypatch.setattr(packed, "by_library", lambda rows: rows.new_zeros(len(rows), 192))
+    by_library = not packed(torch.ones(MOST_ROWS + 1, 64)).any()
+    assert by_library == (threads == 2 or this_cpu().level != "avx2")
+    torch.set_num_threads(before)
 
 
 def test_no_rows_give_no_rows() -> None:
