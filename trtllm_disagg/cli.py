@@ -227,8 +227,7 @@ _INSTALL_EMBEDDED = "pip install 'trtllm-disagg[embedded]' brings it"
 
 
 def _text_of(error: DisaggError | OSError) -> str:
-    # An HTTPError has its URL as filename, and no strerror.
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+    if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error)
 

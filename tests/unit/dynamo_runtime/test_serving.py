@@ -134,12 +134,14 @@ async def test_a_worker_that_leaves_while_it_enters_discovery_again_is_not_in_it
 
         has_come = asyncio.Event()
         monkeypatch.setattr(front, step, slow)
+        before = len(front.calls)
         renewing = asyncio.create_task(runtime.list_again())
         await has_come.wait()
         await runtime.leave()
         may_go_on.set()
         await renewing
         assert front.calls[-1] == "unregister"
+        assert front.calls[before:].count("register") == (step == "register_endpoint_instance")
 
 
 async def test_a_worker_that_has_left_while_it_started_enters_no_discovery() -> None:
