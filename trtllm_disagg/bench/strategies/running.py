@@ -147,7 +147,7 @@ def duration(seconds: int) -> str:
 
 @dataclass
 class Progress:
-    """Prints every few seconds what is being measured and the remaining time."""
+    """Prints what is being measured and the remaining time: at each change, and every few seconds."""
 
     total: int
     out: TextIO = sys.stderr
@@ -162,7 +162,12 @@ class Progress:
     _sent_at: float = 0.0
 
     def begin(self, what: str, sending: float) -> None:
-        self.what, self._sent_at = what, self.clock() + sending
+        self._sent_at = self.clock() + sending
+        self.go_on(what)
+
+    def go_on(self, what: str) -> None:
+        self.what = what
+        self.say()
 
     def end(self, measured: int) -> None:
         """Ends the running batch. Points that it could not measure become another batch."""
@@ -183,8 +188,8 @@ class Progress:
 
     async def keep_saying(self) -> None:
         while True:
-            self.say()
             await asyncio.sleep(_PROGRESS_SECONDS)
+            self.say()
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +243,7 @@ class Runner:
             progress.begin(f"{key[0]}: starting{again}", schedule.seconds)
             async with self.targets.serving(key) as target:
                 told = ", ".join(dict.fromkeys(point.workload for point in points))
-                progress.what = f"{key[0]}: {len(points)} points, {told}{again}"
+                progress.go_on(f"{key[0]}: {len(points)} points, {told}{again}")
                 results = await self._measure(schedule, target, versions)
             self._save(results)
             progress.end(len(results))

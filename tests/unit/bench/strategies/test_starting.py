@@ -291,7 +291,18 @@ def test_a_batch_that_takes_longer_or_is_repeated_leaves_the_time_of_the_others_
     progress.sending.clear()
     now += 1000
     progress.say()
-    assert out.getvalue() == "[1/3 points] 2 agg: 1 points, again: longer than planned\n"
+    assert out.getvalue().splitlines()[-1] == "[1/3 points] 2 agg: 1 points, again: longer than planned"
+
+
+def test_each_change_of_what_is_measured_is_printed_at_once() -> None:
+    out = io.StringIO()
+    progress = Progress(3, out, sending=[], took=[10.0], clock=lambda: 1000.0)
+    progress.begin("2 agg: starting", 100.0)
+    progress.go_on("2 agg: 2 points, chat")
+    assert out.getvalue().splitlines() == [
+        "[0/3 points] 2 agg: starting: about 1 min 50 s left",
+        "[0/3 points] 2 agg: 2 points, chat: about 1 min 50 s left",
+    ]
 
 
 def test_more_of_our_own_software_slows_the_clock_until_its_share_is_small() -> None:
