@@ -72,8 +72,10 @@ def test_up_prints_the_error_of_a_worker_that_dies_at_its_start(tmp_path: Path) 
 def mismatches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, str]]:
     """What is reported about prefill workers with blocks of 32 tokens and decode workers with blocks of 16."""
 
-    def report(strategy: str) -> str:
-        directory = tmp_path_factory.mktemp(strategy)
+    # Made one after the other: the first of all makes pytest's own directory, and would make it in both threads.
+    directories = [tmp_path_factory.mktemp(strategy) for strategy in DISAGGREGATED]
+
+    def report(strategy: str, directory: Path) -> str:
         prefill = directory / "prefill.yaml"
         text = (DEMO_CONFIGS / "prefill.yaml").read_text()
         prefill.write_text(text.replace("tokens_per_block: 16", "tokens_per_block: 32"))
@@ -85,7 +87,7 @@ def mismatches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str
         return str(failed.value)
 
     with ThreadPoolExecutor(2) as side_by_side:
-        yield dict(zip(DISAGGREGATED, side_by_side.map(report, DISAGGREGATED), strict=True))
+        yield dict(zip(DISAGGREGATED, side_by_side.map(report, DISAGGREGATED, directories), strict=True))
 
 
 @pytest.mark.parametrize("strategy", DISAGGREGATED)
