@@ -12,7 +12,7 @@ import pytest
 from tests.support.loop_lag import LIMIT, loop_never_stands_still
 
 
-def block(seconds: float = 0.1) -> None:
+def block(seconds: float = 2 * LIMIT) -> None:
     """As a call does that waits for an engine."""
     threading.Event().wait(seconds)
 
@@ -45,9 +45,9 @@ async def test_blocking_call_on_the_event_loop_is_detected(what: Callable[[], Aw
 
 async def test_computation_and_proper_waits_are_not_reported_as_blocking() -> None:
     async with loop_never_stands_still():
-        compute(0.1)
-        await asyncio.sleep(0.1)
-        await asyncio.to_thread(block, 0.1)
+        compute(LIMIT)
+        await asyncio.sleep(2 * LIMIT)
+        await asyncio.to_thread(block)
 
 
 def compute(seconds: float) -> None:
@@ -58,12 +58,12 @@ def compute(seconds: float) -> None:
 
 
 async def test_a_loop_that_waits_for_the_interpreter_lock_only_is_not_stopped() -> None:
-    others = [threading.Thread(target=compute, args=(0.4,)) for _ in range(3)]
+    others = [threading.Thread(target=compute, args=(2 * LIMIT,)) for _ in range(3)]
     for other in others:
         other.start()
     async with loop_never_stands_still():
         began, ran = time.monotonic(), time.thread_time()
-        compute(0.1)
+        compute(LIMIT)
         waited = time.monotonic() - began - (time.thread_time() - ran)
     for other in others:
         other.join()
@@ -71,7 +71,7 @@ async def test_a_loop_that_waits_for_the_interpreter_lock_only_is_not_stopped() 
 
 
 async def test_a_call_that_blocks_is_seen_although_other_threads_have_the_interpreter_lock() -> None:
-    other = threading.Thread(target=compute, args=(0.3,))
+    other = threading.Thread(target=compute, args=(3 * LIMIT,))
     other.start()
     with pytest.raises(AssertionError, match="the event loop waited"):
         await checked(in_the_middle)
