@@ -22,7 +22,7 @@ from trtllm_disagg.engine.capabilities import (
 )
 from trtllm_disagg.engine.daemon_thread import in_daemon_thread
 from trtllm_disagg.engine.engine_errors import EngineErrors
-from trtllm_disagg.engine.handoffs_held import HandoffsHeld
+from trtllm_disagg.engine.handoffs_held import HandoffsHeld, lease_seconds_of
 from trtllm_disagg.engine.llm_api import LlmApi, RequestOutput, translate
 from trtllm_disagg.engine.rank_placement import Affinity, num_ranks_of, placement_of
 from trtllm_disagg.engine.sampling import sampling_params_of
@@ -43,7 +43,9 @@ _LONG_CONTEXT = 128 * 1024
 _MOST_STRETCHED = 8
 #: After a failed request the engine is asked whether it is alive; without an answer in this time it counts as dead.
 _CHECK_SECONDS = 2.0
-_DEFAULT_LEASE_MS = 60_000
+#: An engine ends an aborted request with its next step. Of one that was still in its queue TensorRT-LLM tells nothing
+#: more, so no task waits longer for it than this.
+_ABORT_SECONDS = 30.0
 _NO_AFFINITY = Affinity()
 #: As in Dynamo's own worker: health probes share no cached prefix with requests.
 _PROBE_SALT = "dynamo-health-check"
@@ -113,7 +115,7 @@ class Engine:
             machine_id,
             # Metrics of steps are of no use without those of requests.
             measures=bool(args.get("enable_iter_perf_stats")),
-            lease_seconds=_lease_seconds(args),
+            lease_seconds=lease_seconds_of(args),
             affinity=affinity,
         )
 
@@ -246,6 +248,12 @@ class Engine:
         """Nothing is aborted on a dead engine: TensorRT-LLM sends an abort to its process, which may block for ever."""
         if self.death is None and self.fatal_error is None:
             result.abort()
+            if not result.finished:
+                asyncio.get_running_loop().call_later(_ABORT_SECONDS, self._wait_no_longer, result)
+
+    def _wait_no_longer(self, result: RequestOutput) -> None:
+        for waiting in [waiting for waiting, read in self._waiting.items() if read is result]:
+            waiting.cancel()
 
     def _end(self, waiting: asyncio.Future[Any]) -> None:
         del self._waiting[waiting]
@@ -387,10 +395,3 @@ def _kv_transport(llm: Any, args: Any) -> str | None:
     configured = given.get("backend") if isinstance(given, dict) else getattr(given, "backend", None)
     transport: str | None = getattr(llm, "kv_transport", None) or configured
     return transport
-
-
-def _lease_seconds(args: dict[str, Any]) -> float:
-    """How long the engine keeps KV that is not fetched; infinity where kv_transfer_timeout_ms is None."""
-    transceiver = args.get("cache_transceiver_config") or {}
-    milliseconds = transceiver.get("kv_transfer_timeout_ms", _DEFAULT_LEASE_MS)
-    return math.inf if milliseconds is None else milliseconds / 1000

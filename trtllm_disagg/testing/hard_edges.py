@@ -67,6 +67,9 @@ class HardEdges:
     #: The answer to a prefill tells its id as ctx_request_id alone (executor/result.py), and the Python transceiver
     #: finds KV by disagg_request_id (_torch/disaggregation/base/transfer.py `get_unique_rid`).
     tells_ctx_request_id_alone: bool = False
+    #: An abort takes a request that waits behind max_batch_size others out of the engine's queue, and no response is
+    #: sent: its result never ends (_torch/pyexecutor/py_executor.py `_handle_canceled_requests`).
+    forgets_aborted_in_queue: bool = False
     #: KV that a decode has fetched, or that its timeout has ended, is let go of in a step, and the engine takes none
     #: without a request, so the last statistic still counts it (tests/unittest/llmapi/test_llm_pytorch.py sends a
     #: request behind the timeout, and finds no block used in the one statistic of that).

@@ -162,6 +162,8 @@ class LLM:
         self._executor = _Executor()
         #: Requests get no answer any more, and nothing says so.
         self.stands_still = False
+        #: Requests that come now wait in the engine's queue, until they are aborted.
+        self.is_full = False
         #: Set it to something unset, and `shutdown` waits for it: an MPI worker that never ends.
         self.may_shut_down = threading.Event()
         self.may_shut_down.set()

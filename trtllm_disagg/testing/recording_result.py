@@ -94,6 +94,7 @@ class _Engine(Protocol):
     num_running: int
     fatal_error: BaseException | None
     stands_still: bool
+    is_full: bool
     may_abort: threading.Event
 
     def step_ended(self) -> None: ...
@@ -154,6 +155,8 @@ class RequestOutput:
         self._answers = [_Answer(prompt_token_ids, index) for index in range(sampling.n)]
         self._held: bytes | None = None
         self._meeting = self._rendezvous()
+        #: Set: it has left the engine's queue.
+        self._queued = asyncio.Event() if settings.engine.is_full else None
         self._has_failed = False
         self._runs = True
         self._started: float | None = None
@@ -188,6 +191,8 @@ class RequestOutput:
         if self._meeting is not None:
             self._meeting.wanted.set()
             self._meeting.sent.set()
+        if self._queued is not None and not self._settings.edges.forgets_aborted_in_queue:
+            self._queued.set()
         self._leave()
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]:
@@ -198,6 +203,8 @@ class RequestOutput:
             raise StopAsyncIteration
         settings, gate = self._settings, self._script.gate
         while True:
+            if self._queued is not None:
+                await self._queued.wait()
             if self._meeting is not None:
                 await self._meet(self._meeting)
             steps = 1

@@ -550,6 +550,26 @@ async def test_a_client_that_leaves_between_two_tokens_causes_no_abort_on_an_eng
     assert engine.llm.results[-1].aborts == []
 
 
+@pytest.mark.parametrize("phase", ["prefill", "both"])
+async def test_a_request_aborted_in_the_engines_queue_ends_although_the_engine_tells_nothing(
+    phase: str, tensorrt_llm: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trtllm_disagg.engine.engine._ABORT_SECONDS", 0.05)
+    engine, context = opened(), FakeContext()
+    engine.llm.is_full = True
+    runs: dict[str, Callable[[], Coroutine[Any, Any, object]]] = {
+        "prefill": lambda: LocalPrefill(engine)(request(), context),
+        "both": lambda: collect(LocalAgg(engine), request(), context),
+    }
+    waiting = asyncio.create_task(runs[phase]())
+    await until(lambda: engine.llm.results)
+    context.stop()
+    with pytest.raises(RequestCancelledError):
+        await asyncio.wait_for(waiting, 5)
+    assert engine.llm.results[-1].aborts == [0]
+    assert not engine.has_requests()
+
+
 async def test_a_probe_that_is_cancelled_is_aborted(tensorrt_llm: ModuleType) -> None:
     engine = opened()
     engine.llm.scripts.append(Script(gate=asyncio.Semaphore(0)))
