@@ -5,10 +5,8 @@ is.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -23,7 +21,7 @@ from trtllm_disagg.engine.capabilities import (
 from trtllm_disagg.engine.daemon_thread import in_daemon_thread
 from trtllm_disagg.engine.engine_errors import EngineErrors
 from trtllm_disagg.engine.handoffs_held import HandoffsHeld, lease_seconds_of
-from trtllm_disagg.engine.llm_api import LlmApi, RequestOutput, translate
+from trtllm_disagg.engine.llm_api import LlmApi, RequestOutput, tells_its_end, translate
 from trtllm_disagg.engine.rank_placement import Affinity, num_ranks_of, placement_of
 from trtllm_disagg.engine.sampling import sampling_params_of
 from trtllm_disagg.errors import (
@@ -78,7 +76,7 @@ class Engine:
         self.capabilities = Capabilities(llm)
         self.request_error = api.request_error
         self.handoffs = HandoffsHeld(lease_seconds)
-        self._make_id = _id_maker(api.new_disagg_request_id, machine_id)
+        self._make_id = api.id_maker(machine_id)
         self._measures = measures
         args = getattr(llm, "args", None)
         self.longest_step = longest_step(args)
@@ -91,6 +89,8 @@ class Engine:
         self._placement = placement_of(api, self.num_ranks, affinity, args)
         #: Why the engine counts as dead; None while it is alive.
         self.death: str | None = None
+        #: The error by which the engine has told a request that it has ended.
+        self._last_words: Exception | None = None
         #: Running task that waits for the engine -> the RequestOutput that it reads.
         self._waiting: dict[asyncio.Future[Any], RequestOutput] = {}
         #: The health check for the requests that have failed, while it runs.
@@ -194,12 +194,16 @@ class Engine:
 
     @property
     def fatal_error(self) -> BaseException | None:
-        """The error that TensorRT-LLM has recorded as the cause of its death. Never blocks."""
+        """The error that TensorRT-LLM has recorded as the cause of its death, or has told a request. Never blocks."""
         for place in (self.llm, getattr(self.llm, "_executor", None)):
             error: BaseException | None = getattr(place, "_fatal_error", None)
             if isinstance(error, BaseException):
                 return error
-        return None
+        return self._last_words
+
+    def _hear(self, error: Exception) -> None:
+        if tells_its_end(error):
+            self._last_words = error
 
     def ailment(self) -> str | None:
         """What is wrong with the engine, including an error of its health check; None when it is healthy, or has no
@@ -280,6 +284,7 @@ class Engine:
 
     async def failure(self, error: Exception) -> DisaggError:
         """The error for a request that failed with `error` in the engine."""
+        self._hear(error)
         if not await self.is_alive():
             return WorkerLeavingError(str(error))
         return translate(error, isinstance(error, self.request_error))
@@ -345,9 +350,11 @@ class Engine:
             result: RequestOutput = self.llm.generate_async(**keywords)
             return result
         except (self.request_error, ValueError, TypeError, NotImplementedError) as error:
+            self._hear(error)
             # The engine has not accepted the request yet, so unless the engine is over, the request is wrong.
             raise (WorkerLeavingError if self._is_over else InvalidRequestError)(str(error)) from error
         except Exception as error:
+            self._hear(error)
             is_over = self._is_over or "shutting down" in str(error)
             raise (WorkerLeavingError if is_over else EngineError)(str(error)) from error
 
@@ -373,13 +380,6 @@ class Engine:
             self.max_seq_len,
             measures=self._measures or request.span.is_recording,
         )
-
-
-def _id_maker(make: Callable[..., int], machine_id: int) -> Callable[[], int]:
-    """TensorRT-LLM's function takes one number of ten bits up to 1.3.0rc21, and later two, of eight and six bits."""
-    if "process_id" in inspect.signature(make).parameters:
-        return partial(make, *divmod(machine_id, 64))
-    return partial(make, machine_id)
 
 
 def longest_step(args: Any) -> float:

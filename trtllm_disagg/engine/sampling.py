@@ -29,6 +29,9 @@ def sampling_params_of(
     # -1 is OpenAI's way to say "no limit"; TensorRT-LLM's is 0.
     if options.get("top_k") == -1:
         options["top_k"] = 0
+    if "seed" in options:
+        # A client may send any number of 64 bits; TensorRT-LLM takes none below 0.
+        options["seed"] &= 2**63 - 1
     guided = options.pop("guided_decoding", None) or {}
     stop = request.stop
     if stop.max_thinking_tokens is not None:

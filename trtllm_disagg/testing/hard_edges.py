@@ -35,6 +35,14 @@ OTHER_TRANSFER_ERRORS = (
     "Context KV transfer was rejected",
 )
 
+#: What a request is told once the engine's loop has ended, while its process lives and counts as healthy
+#: (_torch/pyexecutor/executor_request_queue.py, py_executor.py; executor/base_worker.py).
+ENDED_ENGINE_ERRORS = (
+    "PyExecutor has already been shutdown.",
+    "Event loop terminated with error: CUDA error: an illegal memory access was encountered",
+    "Event loop shut down before a response was received for request 12.",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class HardEdges:

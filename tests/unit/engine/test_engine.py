@@ -78,6 +78,11 @@ def test_top_k_minus_1_becomes_0() -> None:
     assert sampling_of(sampling_options={"top_k": -1}).top_k == 0
 
 
+def test_a_negative_seed_becomes_one_that_the_engine_takes() -> None:
+    """The frontend takes any number of 64 bits, TensorRT-LLM none below 0."""
+    assert sampling_of(sampling_options={"seed": -1}).seed == 2**63 - 1
+
+
 @pytest.mark.parametrize(
     ("stop_conditions", "fields"),
     [

@@ -51,6 +51,7 @@ from trtllm_disagg.handlers.local import LocalAgg, LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.remote import DECODE, PREFILL
 from trtllm_disagg.testing.hard_edges import (
     CONTEXT_TRANSFER_ERROR,
+    ENDED_ENGINE_ERRORS,
     GENERATION_TRANSFER_ERROR,
     OTHER_TRANSFER_ERRORS,
     PESSIMISTIC,
@@ -298,6 +299,18 @@ async def test_the_engines_own_refusal_is_the_callers_fault(tensorrt_llm: Module
             "The sum of prompt length (9.0), query length (0) should not exceed max_num_tokens (8)",
             InvalidRequestError,
         ),
+        (
+            "__init__(): incompatible function arguments. ... tensorrt_llm.bindings.executor.SamplingConfig",
+            InvalidRequestError,
+        ),
+        ("Assertion failed: topP.value() > 0.f (executor/samplingConfig.cpp:273)", InvalidRequestError),
+        ("Guided decoding error: EBNF parser error at line 1", InvalidRequestError),
+        (
+            "Guided decoding error: grammar compilation did not finish within 30s.",
+            InvalidRequestError,
+        ),
+        ("Guided decoding error: internal error in build: ...", EngineError),
+        ("Guided decoding error: Request 7 at slot 0 failed to accept last new token: 3.", EngineError),
         ("CUDA error: an illegal memory access was encountered", EngineError),
     ],
 )
@@ -459,6 +472,31 @@ async def test_health_check_exception_marks_the_engine_dead(tensorrt_llm: Module
     assert "rank 3 is gone" in await told(engine)
     with pytest.raises(WorkerLeavingError, match="rank 3 is gone"):
         engine.start_agg(request())
+
+
+@pytest.mark.parametrize("message", ENDED_ENGINE_ERRORS)
+async def test_a_request_that_is_told_that_the_engine_has_ended_marks_it_dead(
+    message: str, tensorrt_llm: ModuleType
+) -> None:
+    engine = opened()
+    engine.llm.scripts.append(Script(error=RequestError(message)))
+    with pytest.raises(WorkerLeavingError):
+        await collect(LocalAgg(engine), request())
+    assert message in await told(engine)
+
+
+async def test_a_request_that_is_refused_by_an_engine_that_has_ended_marks_it_dead(
+    tensorrt_llm: ModuleType,
+) -> None:
+    engine = opened()
+
+    def refuse(**keywords: Any) -> None:
+        raise RequestError(ENDED_ENGINE_ERRORS[0])
+
+    engine.llm.generate_async = refuse
+    with pytest.raises(WorkerLeavingError):
+        engine.start_agg(request())
+    assert ENDED_ENGINE_ERRORS[0] in await told(engine)
 
 
 async def test_a_check_that_never_answers_is_a_death(tensorrt_llm: ModuleType) -> None:
