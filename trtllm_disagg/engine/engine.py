@@ -17,6 +17,7 @@ from trtllm_disagg.engine.capabilities import (
     IS_EXACT,
     TAKES_RANKS,
     Capabilities,
+    kv_transport_of,
 )
 from trtllm_disagg.engine.daemon_thread import in_daemon_thread
 from trtllm_disagg.engine.engine_errors import EngineErrors
@@ -82,7 +83,7 @@ class Engine:
         self.longest_step = longest_step(args)
         self.num_ranks = num_ranks_of(args)
         #: For traces: how KV is moved, and how much slower than real time the engine's clock runs.
-        self.kv_transport = _kv_transport(llm, args)
+        self.kv_transport = kv_transport_of(llm)
         self.time_scale: float = getattr(llm, "time_scale", 1.0)
         if self.num_ranks > 1 and (TAKES_RANKS not in self.capabilities or api.scheduling_params is None):
             raise ConfigError.bad_value("enable_attention_dp", True, f"false with this version of {api.name}")
@@ -189,6 +190,11 @@ class Engine:
             raise InvalidRequestError(
                 f"the prompt has {count} tokens; max_seq_len {longest} leaves room for at most {longest - 1}"
             )
+
+    def most_tokens(self, request: GenerateRequest) -> int | None:
+        """The number of tokens that ends an answer; None where only the engine knows it."""
+        room = None if self.max_seq_len is None else self.max_seq_len - len(request.token_ids)
+        return min(filter(None, (request.stop.max_tokens, room)), default=None)
 
     # -- health
 
@@ -387,11 +393,3 @@ def longest_step(args: Any) -> float:
     if args is None or getattr(args, "enable_chunked_prefill", True):
         return math.inf
     return getattr(args, "max_num_tokens", None) or math.inf
-
-
-def _kv_transport(llm: Any, args: Any) -> str | None:
-    """The transport that the engine reports, else the configured one, which may be DEFAULT."""
-    given = getattr(args, "cache_transceiver_config", None)
-    configured = given.get("backend") if isinstance(given, dict) else getattr(given, "backend", None)
-    transport: str | None = getattr(llm, "kv_transport", None) or configured
-    return transport

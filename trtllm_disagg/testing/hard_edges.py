@@ -78,6 +78,9 @@ class HardEdges:
     #: An abort takes a request that waits behind max_batch_size others out of the engine's queue, and no response is
     #: sent: its result never ends (_torch/pyexecutor/py_executor.py `_handle_canceled_requests`).
     forgets_aborted_in_queue: bool = False
+    #: Of several choices only the one that ends last has a finish reason: it comes with the response that is final for
+    #: all of them (executor/result.py `_handle_sequence`; `createResult` of the batch manager's llmRequest.cpp).
+    tells_the_last_end_alone: bool = False
     #: KV that a decode has fetched, or that its timeout has ended, is let go of in a step, and the engine takes none
     #: without a request, so the last statistic still counts it (tests/unittest/llmapi/test_llm_pytorch.py sends a
     #: request behind the timeout, and finds no block used in the one statistic of that).

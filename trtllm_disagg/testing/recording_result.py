@@ -163,6 +163,8 @@ class RequestOutput:
         self._num_steps = 0
         self._max_tokens = self._most_tokens()
         self._ignores_eos = sampling.ignore_eos or settings.ignores_eos
+        #: Choices that have ended, and have no finish reason.
+        self._untold: set[int] = set()
         self._steps = self._run()
         #: Its tokens are all there is to it, so a whole step is made at once.
         self._is_plain = (
@@ -177,7 +179,10 @@ class RequestOutput:
     def finished(self) -> bool:
         if self._has_failed:
             return not self._settings.edges.never_finishes_after_error
-        return None not in [output.finish_reason for output in self.outputs]
+        return not any(map(self._goes_on, self.outputs))
+
+    def _goes_on(self, output: CompletionOutput) -> bool:
+        return output.finish_reason is None and output.index not in self._untold
 
     def abort(self) -> None:
         """End the request. On a finished context_only request, without hard edges: let go of the KV that it still
@@ -317,9 +322,16 @@ class RequestOutput:
             self.cached_tokens = len(self.prompt_token_ids)
         for position in itertools.count():
             for output in self.outputs:
-                if output.finish_reason is None:
+                if self._goes_on(output):
                     self._step(output, position)
+                    if self._settings.edges.tells_the_last_end_alone and not self.finished:
+                        self._forget_end(output)
                     yield
+
+    def _forget_end(self, output: CompletionOutput) -> None:
+        if output.finish_reason not in (None, "cancelled"):
+            output.finish_reason = None
+            self._untold.add(output.index)
 
     def _sender(self) -> bytes | None:
         settings, given = self._settings, self._given

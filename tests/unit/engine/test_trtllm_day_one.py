@@ -59,6 +59,7 @@ from trtllm_disagg.testing.hard_edges import (
 )
 from trtllm_disagg.testing.mounted import mounted_recording_llm
 from trtllm_disagg.testing.recording import Script
+from trtllm_disagg.testing.recording_result import EOS_TOKEN
 from trtllm_disagg.types import GenerateRequest
 from trtllm_disagg.wire.bodies import decode_request
 from trtllm_disagg.wire.handoff_protocols import DYNAMO
@@ -316,6 +317,23 @@ async def test_the_engines_own_refusal_is_the_callers_fault(tensorrt_llm: Module
 )
 def test_uncategorised_error_is_classified_by_its_message(message: str, kind: type[DisaggError]) -> None:
     assert type(translate(RequestError(message))) is kind
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [(Script(), "length"), (Script(tokens=[5, EOS_TOKEN]), "stop")],
+    ids=["length", "stop"],
+)
+async def test_a_choice_whose_end_the_engine_does_not_tell_has_a_finish_reason(
+    script: Script, reason: str, tensorrt_llm: ModuleType
+) -> None:
+    engine = opened()
+    engine.llm.scripts.append(script)
+    chunks = await collect(
+        LocalAgg(engine), request(max_tokens=3, sampling_options={"n": 2, "temperature": 1})
+    )
+    ends = {chunk.index: chunk.finish_reason for chunk in chunks if chunk.finish_reason is not None}
+    assert ends == {0: reason, 1: reason}
 
 
 @pytest.mark.parametrize("message", [GENERATION_TRANSFER_ERROR, *OTHER_TRANSFER_ERRORS])
