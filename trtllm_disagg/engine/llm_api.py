@@ -43,6 +43,10 @@ _BY_WORDS: tuple[tuple[str, type[DisaggError]], ...] = (
     ("must be greater than 0", InvalidRequestError),  # executor/base_worker.py, about max_tokens
     # The type of an option (its Python binding), and its range (cpp/tensorrt_llm/executor/samplingConfig.cpp).
     ("samplingconfig", InvalidRequestError),
+    (
+        "token id out of range",
+        InvalidRequestError,
+    ),  # _torch/pyexecutor/py_executor.py, _validate_token_id_range
     # _torch/pyexecutor/guided_decoder.py; what is left for the last line is about the guide that was given.
     ("guided decoding error: internal error", EngineError),
     ("failed to accept last new token", EngineError),

@@ -305,6 +305,7 @@ async def test_the_engines_own_refusal_is_the_callers_fault(tensorrt_llm: Module
             InvalidRequestError,
         ),
         ("Assertion failed: topP.value() > 0.f (executor/samplingConfig.cpp:273)", InvalidRequestError),
+        ("Token ID out of range", InvalidRequestError),
         ("Guided decoding error: EBNF parser error at line 1", InvalidRequestError),
         (
             "Guided decoding error: grammar compilation did not finish within 30s.",
