@@ -18,6 +18,7 @@ def sampling_params_of(
     max_seq_len: int | None,
     *,
     measures: bool = False,
+    takes_guides: bool = True,
 ) -> Any:
     """`max_tokens` replaces the request's own limit. Without `max_seq_len` the engine limits the answer itself.
     Raises InvalidRequestError.
@@ -42,6 +43,13 @@ def sampling_params_of(
     stop_ids = [] if ignore_eos else [*(stop.stop_token_ids or ()), *(stop.stop_token_ids_hidden or ())]
     room = None if max_seq_len is None else max(1, max_seq_len - len(request.token_ids))
     try:
+        guide = _guided(api, guided)
+        if guide is not None and not takes_guides:
+            # TensorRT-LLM would ignore the guide: the answer could be any text.
+            raise InvalidRequestError(
+                "guided decoding needs guided_decoding_backend, which is not set "
+                "(a worker's --guided-decoding-backend)"
+            )
         return api.sampling_params(
             max_tokens=max_tokens or (room if stop.max_tokens is None else stop.max_tokens),
             min_tokens=stop.min_tokens,
@@ -51,7 +59,7 @@ def sampling_params_of(
             prompt_logprobs=request.output.prompt_logprobs if request.computes_prompt else None,
             # Dynamo's frontend makes the text.
             detokenize=False,
-            guided_decoding=_guided(api, guided),
+            guided_decoding=guide,
             return_perf_metrics=measures,
             **options,
         )

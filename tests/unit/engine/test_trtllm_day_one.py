@@ -721,6 +721,16 @@ async def test_the_length_is_the_engines_or_unknown(
     assert engine.max_seq_len == known
 
 
+async def test_a_guide_is_refused_where_the_engine_would_ignore_it(tensorrt_llm: ModuleType) -> None:
+    asked = request(sampling_options={"guided_decoding": {"regex": "a+"}})
+    with pytest.raises(InvalidRequestError, match="guided_decoding_backend"):
+        opened().start_agg(asked)
+    engine = opened(guided_decoding_backend="xgrammar")
+    engine.start_agg(asked)
+    (call,) = engine.llm.calls_of("generate_async")
+    assert call["sampling_params"].guided_decoding.regex == "a+"
+
+
 async def test_unknown_max_tokens_is_left_to_the_engine(tensorrt_llm: ModuleType) -> None:
     engine = opened()
     engine.start_agg(request(max_tokens=None))
