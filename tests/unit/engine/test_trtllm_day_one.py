@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.support.clock import Clock
@@ -40,6 +41,7 @@ from trtllm_disagg.errors import (
     ConfigError,
     DisaggError,
     EngineError,
+    HandoffRefusedError,
     InvalidRequestError,
     KvTransferError,
     RequestCancelledError,
@@ -889,6 +891,23 @@ async def test_stand_in_has_the_capabilities_of_tensorrt_llm(tensorrt_llm: Modul
     assert [each.name for each in CAPABILITIES if each in opened().capabilities] == [
         "take a rank of attention DP"
     ]
+
+
+@pytest.mark.parametrize("first", [None, []])
+async def test_a_handoff_without_its_first_token_reaches_no_engine(
+    first: list[int] | None, tensorrt_llm: ModuleType
+) -> None:
+    """TensorRT-LLM's loop takes the first one of the list, and ends with an IndexError."""
+    handoff = await LocalPrefill(opened())(asked := request(), FakeContext())
+    passed = handoff.result
+    assert passed is not None
+    bare = msgspec.structs.replace(
+        passed, disaggregated_params=passed.disaggregated_params | {"first_gen_tokens": first}
+    )
+    engine = opened()
+    with pytest.raises(HandoffRefusedError, match="first_gen_tokens"):
+        engine.start_decode(msgspec.structs.replace(asked, prefill_result=bare))
+    assert engine.llm.results == []
 
 
 @pytest.mark.parametrize("strategy", ORDERS)
