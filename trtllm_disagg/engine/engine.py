@@ -80,8 +80,7 @@ class Engine:
         self.handoffs = HandoffsHeld(lease_seconds)
         self._make_id = api.id_maker(machine_id)
         self._measures = measures
-        self._takes_guides = getattr(getattr(llm, "args", None), "guided_decoding_backend", None) is not None
-        args = getattr(llm, "args", None)
+        self._args = args = getattr(llm, "args", None)
         self.longest_step = longest_step(args)
         self.num_ranks = num_ranks_of(args)
         #: For traces: how KV is moved, and how much slower than real time the engine's clock runs.
@@ -388,7 +387,7 @@ class Engine:
             max_tokens,
             self.max_seq_len,
             measures=self._measures or request.span.is_recording,
-            takes_guides=self._takes_guides,
+            engine_args=self._args,
         )
 
 

@@ -18,11 +18,12 @@ def sampling_params_of(
     max_seq_len: int | None,
     *,
     measures: bool = False,
-    takes_guides: bool = True,
+    engine_args: Any = None,
 ) -> Any:
     """`max_tokens` replaces the request's own limit. Without `max_seq_len` the engine limits the answer itself.
-    Raises InvalidRequestError.
+    `engine_args`: those of the LLM, where they are known. Raises InvalidRequestError.
     """
+    _require_places(request.num_choices, engine_args)
     options = _set_options(request.sampling)
     if options.get("n", 1) > 1:
         # TensorRT-LLM generates `best_of` answers, and returns `n` of them.
@@ -44,12 +45,8 @@ def sampling_params_of(
     room = None if max_seq_len is None else max(1, max_seq_len - len(request.token_ids))
     try:
         guide = _guided(api, guided)
-        if guide is not None and not takes_guides:
-            # TensorRT-LLM would ignore the guide: the answer could be any text.
-            raise InvalidRequestError(
-                "guided decoding needs guided_decoding_backend, which is not set "
-                "(a worker's --guided-decoding-backend)"
-            )
+        if guide is not None:
+            _require_guided_decoding(engine_args)
         return api.sampling_params(
             max_tokens=max_tokens or (room if stop.max_tokens is None else stop.max_tokens),
             min_tokens=stop.min_tokens,
@@ -65,6 +62,21 @@ def sampling_params_of(
         )
     except (ValueError, TypeError) as error:
         raise InvalidRequestError(str(error)) from error
+
+
+def _require_places(num_choices: int, engine_args: Any) -> None:
+    """TensorRT-LLM would accept more choices than a step has places for, and never begin, nor what comes after them."""
+    most = getattr(engine_args, "max_batch_size", None)
+    if most is not None and num_choices > most:
+        raise InvalidRequestError(f"n={num_choices} is not allowed; expected at most max_batch_size, {most}")
+
+
+def _require_guided_decoding(engine_args: Any) -> None:
+    """TensorRT-LLM would ignore a guide without it: the answer could be any text."""
+    if engine_args is not None and getattr(engine_args, "guided_decoding_backend", None) is None:
+        raise InvalidRequestError(
+            "guided decoding needs guided_decoding_backend, which is not set (a worker's --guided-decoding-backend)"
+        )
 
 
 def _guided(api: LlmApi, guided: dict[str, Any]) -> Any:

@@ -78,6 +78,9 @@ class HardEdges:
     #: An abort takes a request that waits behind max_batch_size others out of the engine's queue, and no response is
     #: sent: its result never ends (_torch/pyexecutor/py_executor.py `_handle_canceled_requests`).
     forgets_aborted_in_queue: bool = False
+    #: More choices than max_batch_size are accepted (llmapi/llm.py `_check_arguments`), and the request waits for ever
+    #: at the head of the engine's queue, with all behind it (`_get_from_waiting_queue` of executor_request_queue.py).
+    is_blocked_by_too_many_choices: bool = False
     #: Of several choices only the one that ends last has a finish reason: it comes with the response that is final for
     #: all of them (executor/result.py `_handle_sequence`; `createResult` of the batch manager's llmRequest.cpp).
     tells_the_last_end_alone: bool = False

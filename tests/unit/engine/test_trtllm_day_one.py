@@ -339,6 +339,14 @@ async def test_a_choice_whose_end_the_engine_does_not_tell_has_a_finish_reason(
     assert ends == {0: reason, 1: reason}
 
 
+async def test_more_choices_than_a_batch_has_room_for_reach_no_engine(tensorrt_llm: ModuleType) -> None:
+    engine = opened(max_batch_size=2)
+    many = request(max_tokens=2, sampling_options={"n": 3, "temperature": 1})
+    with pytest.raises(InvalidRequestError, match="n=3"):
+        await asyncio.wait_for(collect(LocalAgg(engine), many), 2)
+    assert tokens_of(await asyncio.wait_for(collect(LocalAgg(engine), request(max_tokens=2)), 2))
+
+
 @pytest.mark.parametrize("message", [GENERATION_TRANSFER_ERROR, *OTHER_TRANSFER_ERRORS])
 async def test_failed_kv_transfer_goes_to_the_next_fallback_step(pair: DayOne, message: str) -> None:
     pair.decode.scripts.append(Script(error=RequestError(message)))
