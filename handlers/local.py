@@ -227,7 +227,9 @@ class LocalAgg:
             record_engine(self._engine, request, result)
 
         num_prompt, num_choices = len(request.token_ids), request.num_choices
-        cursor = OutputCursor(num_prompt) if num_choices == 1 else ChoicesCursor(num_prompt, num_choices)
+        cursor: OutputCursor | ChoicesCursor = OutputCursor(num_prompt)
+        if num_choices > 1:
+            cursor = ChoicesCursor(num_prompt, num_choices, self._engine.most_tokens(request))
         start = partial(self._engine.start_agg, request)
         return _stream(self._engine, start, cursor, context, finished, num_choices=num_choices)
 

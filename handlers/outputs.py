@@ -45,7 +45,8 @@ class OutputCursor:
         """The tokens since the last call, in one chunk or none. Raises StageTimeoutError."""
         output = result.outputs[self._choice]
         tokens = output.token_ids[self._position :]
-        if self._has_ended or not (tokens or output.finish_reason):
+        reason = self._reason(output, result)
+        if self._has_ended or not (tokens or reason):
             return ()
         log_probs, top_logprobs = None, None
         if output.logprobs:
@@ -53,10 +54,15 @@ class OutputCursor:
             log_probs, top_logprobs = _logprobs(tokens, entries)
         self._position += len(tokens)
         chunk = TokenChunk(list(tokens), output.index, log_probs, top_logprobs)
-        return (chunk,) if output.finish_reason is None else (self._end(chunk, result, output),)
+        return (chunk,) if reason is None else (self._end(chunk, result, output, reason),)
 
-    def _end(self, chunk: TokenChunk, result: RequestOutput, output: CompletionOutput) -> TokenChunk:
-        if output.finish_reason == "timeout":  # a finish reason that Dynamo's frontend does not know
+    def _reason(self, output: CompletionOutput, result: RequestOutput) -> str | None:
+        return output.finish_reason
+
+    def _end(
+        self, chunk: TokenChunk, result: RequestOutput, output: CompletionOutput, reason: str
+    ) -> TokenChunk:
+        if reason == "timeout":  # a finish reason that Dynamo's frontend does not know
             raise StageTimeoutError("the engine ran out of time for this request")
         self._has_ended = True
         cached, engine_data = self._cached(result, output)
@@ -66,7 +72,7 @@ class OutputCursor:
         num_made = sum(len(each.token_ids) for each in result.outputs)
         return msgspec.structs.replace(
             chunk,
-            finish_reason=output.finish_reason,
+            finish_reason=reason,
             stop_reason=output.stop_reason,
             completion_usage=Usage.of(self._num_prompt, num_made, cached),
             engine_data=engine_data or None,
@@ -87,11 +93,25 @@ class OutputCursor:
         }
 
 
+class _ChoiceCursor(OutputCursor):
+    """One of several choices. TensorRT-LLM gives a finish reason to the choice that ends last, and to no other."""
+
+    def __init__(self, num_prompt: int, choice: int, most_tokens: int | None) -> None:
+        super().__init__(num_prompt, choice=choice)
+        self._most_tokens = most_tokens
+
+    def _reason(self, output: CompletionOutput, result: RequestOutput) -> str | None:
+        if output.finish_reason is not None or not result.finished:
+            return output.finish_reason
+        return "length" if len(output.token_ids) == self._most_tokens else "stop"
+
+
 class ChoicesCursor:
     """An OutputCursor for a request with several choices: a chunk for each choice with new tokens."""
 
-    def __init__(self, num_prompt: int, num_choices: int) -> None:
-        self._cursors = [OutputCursor(num_prompt, choice=choice) for choice in range(num_choices)]
+    def __init__(self, num_prompt: int, num_choices: int, most_tokens: int | None) -> None:
+        """`most_tokens`: what the length of each answer is limited to."""
+        self._cursors = [_ChoiceCursor(num_prompt, choice, most_tokens) for choice in range(num_choices)]
 
     def advance(self, result: RequestOutput) -> Sequence[TokenChunk]:
         return [chunk for cursor in self._cursors for chunk in cursor.advance(result)]

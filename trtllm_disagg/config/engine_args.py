@@ -222,6 +222,10 @@ def _check_engine(args: Args, config: WorkerConfig) -> None:
     if backend in embedded_only_backends():
         allowed = f"DEFAULT, NIXL, UCX, MOONCAKE or MPI, on the engine {config.engine}"
         raise ConfigError.bad_value("cache_transceiver_config.backend", backend, allowed)
+    width = args["max_beam_width"]
+    if config.engine_spec.is_tensorrt_llm and width not in (1, None):
+        allowed = f"1: {config.engine} serves only requests of that many beams, and those here have one"
+        raise ConfigError.bad_value("max_beam_width", width, allowed)
 
 
 def _check_role(args: Args, config: WorkerConfig) -> None:

@@ -66,7 +66,7 @@ REPORTS_ITS_LENGTH = Capability(
 NAMES_ERRORS = Capability(
     "name an error's category",
     _is_true("names_errors"),
-    "the words of its message decide: a length is the caller's fault (400), a failed "
+    "the words of its message decide: a length, an option or a guide is the caller's fault (400), a failed "
     "KV transfer goes to the next fallback step, the "
     "rest is the engine's (500)",
 )
@@ -117,3 +117,11 @@ def _reported_length(llm: Any) -> int | None:
         if isinstance(length, int) and length > 0:
             return length
     return None
+
+
+def kv_transport_of(llm: Any) -> str | None:
+    """The transport that the engine reports, else the configured one, which may be DEFAULT."""
+    given = getattr(getattr(llm, "args", None), "cache_transceiver_config", None)
+    configured = given.get("backend") if isinstance(given, dict) else getattr(given, "backend", None)
+    transport: str | None = getattr(llm, "kv_transport", None) or configured
+    return transport

@@ -5,10 +5,8 @@ is.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,17 +17,19 @@ from trtllm_disagg.engine.capabilities import (
     IS_EXACT,
     TAKES_RANKS,
     Capabilities,
+    kv_transport_of,
 )
 from trtllm_disagg.engine.daemon_thread import in_daemon_thread
 from trtllm_disagg.engine.engine_errors import EngineErrors
-from trtllm_disagg.engine.handoffs_held import HandoffsHeld
-from trtllm_disagg.engine.llm_api import LlmApi, RequestOutput, translate
+from trtllm_disagg.engine.handoffs_held import HandoffsHeld, lease_seconds_of
+from trtllm_disagg.engine.llm_api import LlmApi, RequestOutput, tells_its_end, translate
 from trtllm_disagg.engine.rank_placement import Affinity, num_ranks_of, placement_of
 from trtllm_disagg.engine.sampling import sampling_params_of
 from trtllm_disagg.errors import (
     ConfigError,
     DisaggError,
     EngineError,
+    HandoffRefusedError,
     InvalidRequestError,
     WorkerLeavingError,
 )
@@ -43,7 +43,9 @@ _LONG_CONTEXT = 128 * 1024
 _MOST_STRETCHED = 8
 #: After a failed request the engine is asked whether it is alive; without an answer in this time it counts as dead.
 _CHECK_SECONDS = 2.0
-_DEFAULT_LEASE_MS = 60_000
+#: An engine ends an aborted request with its next step. Of one that was still in its queue TensorRT-LLM tells nothing
+#: more, so no task waits longer for it than this.
+_ABORT_SECONDS = 30.0
 _NO_AFFINITY = Affinity()
 #: As in Dynamo's own worker: health probes share no cached prefix with requests.
 _PROBE_SALT = "dynamo-health-check"
@@ -76,19 +78,21 @@ class Engine:
         self.capabilities = Capabilities(llm)
         self.request_error = api.request_error
         self.handoffs = HandoffsHeld(lease_seconds)
-        self._make_id = _id_maker(api.new_disagg_request_id, machine_id)
+        self._make_id = api.id_maker(machine_id)
         self._measures = measures
-        args = getattr(llm, "args", None)
+        self._args = args = getattr(llm, "args", None)
         self.longest_step = longest_step(args)
         self.num_ranks = num_ranks_of(args)
         #: For traces: how KV is moved, and how much slower than real time the engine's clock runs.
-        self.kv_transport = _kv_transport(llm, args)
+        self.kv_transport = kv_transport_of(llm)
         self.time_scale: float = getattr(llm, "time_scale", 1.0)
         if self.num_ranks > 1 and (TAKES_RANKS not in self.capabilities or api.scheduling_params is None):
             raise ConfigError.bad_value("enable_attention_dp", True, f"false with this version of {api.name}")
         self._placement = placement_of(api, self.num_ranks, affinity, args)
         #: Why the engine counts as dead; None while it is alive.
         self.death: str | None = None
+        #: The error by which the engine has told a request that it has ended.
+        self._last_words: Exception | None = None
         #: Running task that waits for the engine -> the RequestOutput that it reads.
         self._waiting: dict[asyncio.Future[Any], RequestOutput] = {}
         #: The health check for the requests that have failed, while it runs.
@@ -113,7 +117,7 @@ class Engine:
             machine_id,
             # Metrics of steps are of no use without those of requests.
             measures=bool(args.get("enable_iter_perf_stats")),
-            lease_seconds=_lease_seconds(args),
+            lease_seconds=lease_seconds_of(args),
             affinity=affinity,
         )
 
@@ -173,11 +177,12 @@ class Engine:
             return self._start(
                 request, self._params_of(request.rendezvous), streaming=True, max_tokens=max_tokens
             )
-        if request.prefill_result is None:
+        if (handoff := request.prefill_result) is None:
             raise InvalidRequestError("a decode worker needs a prefill result, and this request has none")
-        params = decode_disaggregated_params(
-            request.prefill_result, self.api.disaggregated_params, self.api.logprob
-        )
+        params = decode_disaggregated_params(handoff, self.api.disaggregated_params, self.api.logprob)
+        if not params.first_gen_tokens:
+            # TensorRT-LLM's loop takes the first one, and would end with an IndexError.
+            raise HandoffRefusedError("handoff is not readable: first_gen_tokens has no token")
         return self._start(request, params, streaming=True, max_tokens=max_tokens)
 
     def require_room(self, request: GenerateRequest) -> None:
@@ -188,16 +193,25 @@ class Engine:
                 f"the prompt has {count} tokens; max_seq_len {longest} leaves room for at most {longest - 1}"
             )
 
+    def most_tokens(self, request: GenerateRequest) -> int | None:
+        """The number of tokens that ends an answer; None where only the engine knows it."""
+        room = None if self.max_seq_len is None else self.max_seq_len - len(request.token_ids)
+        return min(filter(None, (request.stop.max_tokens, room)), default=None)
+
     # -- health
 
     @property
     def fatal_error(self) -> BaseException | None:
-        """The error that TensorRT-LLM has recorded as the cause of its death. Never blocks."""
+        """The error that TensorRT-LLM has recorded as the cause of its death, or has told a request. Never blocks."""
         for place in (self.llm, getattr(self.llm, "_executor", None)):
             error: BaseException | None = getattr(place, "_fatal_error", None)
             if isinstance(error, BaseException):
                 return error
-        return None
+        return self._last_words
+
+    def _hear(self, error: Exception) -> None:
+        if tells_its_end(error):
+            self._last_words = error
 
     def ailment(self) -> str | None:
         """What is wrong with the engine, including an error of its health check; None when it is healthy, or has no
@@ -246,6 +260,12 @@ class Engine:
         """Nothing is aborted on a dead engine: TensorRT-LLM sends an abort to its process, which may block for ever."""
         if self.death is None and self.fatal_error is None:
             result.abort()
+            if not result.finished:
+                asyncio.get_running_loop().call_later(_ABORT_SECONDS, self._wait_no_longer, result)
+
+    def _wait_no_longer(self, result: RequestOutput) -> None:
+        for waiting in [waiting for waiting, read in self._waiting.items() if read is result]:
+            waiting.cancel()
 
     def _end(self, waiting: asyncio.Future[Any]) -> None:
         del self._waiting[waiting]
@@ -272,6 +292,7 @@ class Engine:
 
     async def failure(self, error: Exception) -> DisaggError:
         """The error for a request that failed with `error` in the engine."""
+        self._hear(error)
         if not await self.is_alive():
             return WorkerLeavingError(str(error))
         return translate(error, isinstance(error, self.request_error))
@@ -337,9 +358,11 @@ class Engine:
             result: RequestOutput = self.llm.generate_async(**keywords)
             return result
         except (self.request_error, ValueError, TypeError, NotImplementedError) as error:
+            self._hear(error)
             # The engine has not accepted the request yet, so unless the engine is over, the request is wrong.
             raise (WorkerLeavingError if self._is_over else InvalidRequestError)(str(error)) from error
         except Exception as error:
+            self._hear(error)
             is_over = self._is_over or "shutting down" in str(error)
             raise (WorkerLeavingError if is_over else EngineError)(str(error)) from error
 
@@ -364,14 +387,8 @@ class Engine:
             max_tokens,
             self.max_seq_len,
             measures=self._measures or request.span.is_recording,
+            engine_args=self._args,
         )
-
-
-def _id_maker(make: Callable[..., int], machine_id: int) -> Callable[[], int]:
-    """TensorRT-LLM's function takes one number of ten bits up to 1.3.0rc21, and later two, of eight and six bits."""
-    if "process_id" in inspect.signature(make).parameters:
-        return partial(make, *divmod(machine_id, 64))
-    return partial(make, machine_id)
 
 
 def longest_step(args: Any) -> float:
@@ -379,18 +396,3 @@ def longest_step(args: Any) -> float:
     if args is None or getattr(args, "enable_chunked_prefill", True):
         return math.inf
     return getattr(args, "max_num_tokens", None) or math.inf
-
-
-def _kv_transport(llm: Any, args: Any) -> str | None:
-    """The transport that the engine reports, else the configured one, which may be DEFAULT."""
-    given = getattr(args, "cache_transceiver_config", None)
-    configured = given.get("backend") if isinstance(given, dict) else getattr(given, "backend", None)
-    transport: str | None = getattr(llm, "kv_transport", None) or configured
-    return transport
-
-
-def _lease_seconds(args: dict[str, Any]) -> float:
-    """How long the engine keeps KV that is not fetched; infinity where kv_transfer_timeout_ms is None."""
-    transceiver = args.get("cache_transceiver_config") or {}
-    milliseconds = transceiver.get("kv_transfer_timeout_ms", _DEFAULT_LEASE_MS)
-    return math.inf if milliseconds is None else milliseconds / 1000

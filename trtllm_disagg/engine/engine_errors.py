@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol
 
-from trtllm_disagg.errors import DisaggError, WorkerLeavingError
+from trtllm_disagg.errors import DisaggError, RequestCancelledError, WorkerLeavingError
 
 
 class _Engine(Protocol):
@@ -22,8 +22,9 @@ class _Engine(Protocol):
 class EngineErrors:
     """A context manager around the wait for a request, for each request: a class, because a generator's one takes 3 us.
 
-    Raises a DisaggError for an error of the engine, and WorkerLeavingError where the engine's death has cancelled the
-    wait. `on_failure` is called when nothing more comes of the request.
+    Raises a DisaggError for an error of the engine, WorkerLeavingError where the engine's death has cancelled the wait,
+    and RequestCancelledError where the engine has not ended a request that was aborted. `on_failure` is called when
+    nothing more comes of the request.
     """
 
     __slots__ = ("_engine", "_on_failure")
@@ -44,9 +45,15 @@ class EngineErrors:
         if death is not None:
             self._on_failure()
         if isinstance(error, asyncio.CancelledError):
-            if death is not None and not _is_cancelled():
+            if _is_cancelled():
+                return
+            if death is not None:
                 raise WorkerLeavingError(f"the engine is dead: {death}") from None
-        elif isinstance(error, Exception) and not isinstance(error, DisaggError):
+            self._on_failure()
+            raise RequestCancelledError(
+                "the engine has told nothing of this request since its abort"
+            ) from None
+        if isinstance(error, Exception) and not isinstance(error, DisaggError):
             # TensorRT-LLM's result never becomes `finished` then, and reading on would hang.
             self._on_failure()
             raise await self._engine.failure(error) from error

@@ -15,6 +15,7 @@ _DELAY_SECONDS = 1.0
 _LONGEST_SECONDS = 600.0
 #: Handoffs that are made between two removals of the expired ones: most never end in any other way.
 _BETWEEN_REMOVALS = 1024
+_DEFAULT_LEASE_MS = 60_000
 
 
 class HandoffsHeld:
@@ -83,6 +84,13 @@ class HandoffsHeld:
         for number, made in list(self._made.items()):
             if made <= when:
                 self._end(number)
+
+
+def lease_seconds_of(args: Mapping[str, Any]) -> float:
+    """How long the engine keeps KV that is not fetched; infinity where kv_transfer_timeout_ms is None."""
+    transceiver = args.get("cache_transceiver_config") or {}
+    milliseconds = transceiver.get("kv_transfer_timeout_ms", _DEFAULT_LEASE_MS)
+    return math.inf if milliseconds is None else milliseconds / 1000
 
 
 def _holds_none(stat: Mapping[str, Any]) -> bool:

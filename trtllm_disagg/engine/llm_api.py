@@ -5,9 +5,11 @@ translation of its errors, by their category if they have one, else by their mes
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from trtllm_disagg.engine.engines import ENGINES
@@ -39,7 +41,20 @@ _BY_WORDS: tuple[tuple[str, type[DisaggError]], ...] = (
     ("default_max_tokens", InvalidRequestError),  # executor/base_worker.py, _deduce_max_tokens
     ("should not exceed max_num_tokens", InvalidRequestError),  # llmapi/llm.py, _check_arguments
     ("must be greater than 0", InvalidRequestError),  # executor/base_worker.py, about max_tokens
+    # The type of an option (its Python binding), and its range (cpp/tensorrt_llm/executor/samplingConfig.cpp).
+    ("samplingconfig", InvalidRequestError),
+    (
+        "token id out of range",
+        InvalidRequestError,
+    ),  # _torch/pyexecutor/py_executor.py, _validate_token_id_range
+    # _torch/pyexecutor/guided_decoder.py; what is left for the last line is about the guide that was given.
+    ("guided decoding error: internal error", EngineError),
+    ("failed to accept last new token", EngineError),
+    ("guided decoding error", InvalidRequestError),
 )
+#: Parts of what a request is told once the engine's loop has ended (_torch/pyexecutor/executor_request_queue.py and
+#: py_executor.py, executor/base_worker.py). Its process may live on, and say that it is healthy.
+_LAST_WORDS = ("pyexecutor has already been shutdown", "event loop terminated", "event loop shut down")
 #: The submodules of TensorRT-LLM with the names that are used here.
 _PARTS = (
     "sampling_params",
@@ -60,6 +75,12 @@ def translate(error: Exception, is_request_error: bool = True) -> DisaggError:
     text = message.lower()
     kind = next((kind for words, kind in _BY_WORDS if is_request_error and words in text), EngineError)
     return kind(message)
+
+
+def tells_its_end(error: Exception) -> bool:
+    """The engine answers no request any more."""
+    text = str(error).lower()
+    return any(words in text for words in _LAST_WORDS)
 
 
 class CompletionOutput(Protocol):
@@ -142,6 +163,13 @@ class LlmApi:
     scheduling_params: Callable[..., Any] | None = None
     #: None where the engine cannot keep a conversation on one rank; TensorRT-LLM can from 1.3.0rc21 on.
     conversation_params: Callable[..., Any] | None = None
+
+    def id_maker(self, machine_id: int) -> Callable[[], int]:
+        """TensorRT-LLM's function takes one number of ten bits up to 1.3.0rc21, later two, of eight and six bits."""
+        make = self.new_disagg_request_id
+        if "process_id" in inspect.signature(make).parameters:
+            return partial(make, *divmod(machine_id, 64))
+        return partial(make, machine_id)
 
 
 def load_api(name: str) -> LlmApi:

@@ -18,10 +18,12 @@ def sampling_params_of(
     max_seq_len: int | None,
     *,
     measures: bool = False,
+    engine_args: Any = None,
 ) -> Any:
     """`max_tokens` replaces the request's own limit. Without `max_seq_len` the engine limits the answer itself.
-    Raises InvalidRequestError.
+    `engine_args`: those of the LLM, where they are known. Raises InvalidRequestError.
     """
+    _require_places(request.num_choices, engine_args)
     options = _set_options(request.sampling)
     if options.get("n", 1) > 1:
         # TensorRT-LLM generates `best_of` answers, and returns `n` of them.
@@ -29,6 +31,9 @@ def sampling_params_of(
     # -1 is OpenAI's way to say "no limit"; TensorRT-LLM's is 0.
     if options.get("top_k") == -1:
         options["top_k"] = 0
+    if "seed" in options:
+        # A client may send any number of 64 bits; TensorRT-LLM takes none below 0.
+        options["seed"] &= 2**63 - 1
     guided = options.pop("guided_decoding", None) or {}
     stop = request.stop
     if stop.max_thinking_tokens is not None:
@@ -39,6 +44,9 @@ def sampling_params_of(
     stop_ids = [] if ignore_eos else [*(stop.stop_token_ids or ()), *(stop.stop_token_ids_hidden or ())]
     room = None if max_seq_len is None else max(1, max_seq_len - len(request.token_ids))
     try:
+        guide = _guided(api, guided)
+        if guide is not None:
+            _require_guided_decoding(engine_args)
         return api.sampling_params(
             max_tokens=max_tokens or (room if stop.max_tokens is None else stop.max_tokens),
             min_tokens=stop.min_tokens,
@@ -48,12 +56,27 @@ def sampling_params_of(
             prompt_logprobs=request.output.prompt_logprobs if request.computes_prompt else None,
             # Dynamo's frontend makes the text.
             detokenize=False,
-            guided_decoding=_guided(api, guided),
+            guided_decoding=guide,
             return_perf_metrics=measures,
             **options,
         )
     except (ValueError, TypeError) as error:
         raise InvalidRequestError(str(error)) from error
+
+
+def _require_places(num_choices: int, engine_args: Any) -> None:
+    """TensorRT-LLM would accept more choices than a step has places for, and never begin, nor what comes after them."""
+    most = getattr(engine_args, "max_batch_size", None)
+    if most is not None and num_choices > most:
+        raise InvalidRequestError(f"n={num_choices} is not allowed; expected at most max_batch_size, {most}")
+
+
+def _require_guided_decoding(engine_args: Any) -> None:
+    """TensorRT-LLM would ignore a guide without it: the answer could be any text."""
+    if engine_args is not None and getattr(engine_args, "guided_decoding_backend", None) is None:
+        raise InvalidRequestError(
+            "guided decoding needs guided_decoding_backend, which is not set (a worker's --guided-decoding-backend)"
+        )
 
 
 def _guided(api: LlmApi, guided: dict[str, Any]) -> Any:

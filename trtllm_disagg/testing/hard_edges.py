@@ -35,6 +35,14 @@ OTHER_TRANSFER_ERRORS = (
     "Context KV transfer was rejected",
 )
 
+#: What a request is told once the engine's loop has ended, while its process lives and counts as healthy
+#: (_torch/pyexecutor/executor_request_queue.py, py_executor.py; executor/base_worker.py).
+ENDED_ENGINE_ERRORS = (
+    "PyExecutor has already been shutdown.",
+    "Event loop terminated with error: CUDA error: an illegal memory access was encountered",
+    "Event loop shut down before a response was received for request 12.",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class HardEdges:
@@ -67,6 +75,15 @@ class HardEdges:
     #: The answer to a prefill tells its id as ctx_request_id alone (executor/result.py), and the Python transceiver
     #: finds KV by disagg_request_id (_torch/disaggregation/base/transfer.py `get_unique_rid`).
     tells_ctx_request_id_alone: bool = False
+    #: An abort takes a request that waits behind max_batch_size others out of the engine's queue, and no response is
+    #: sent: its result never ends (_torch/pyexecutor/py_executor.py `_handle_canceled_requests`).
+    forgets_aborted_in_queue: bool = False
+    #: More choices than max_batch_size are accepted (llmapi/llm.py `_check_arguments`), and the request waits for ever
+    #: at the head of the engine's queue, with all behind it (`_get_from_waiting_queue` of executor_request_queue.py).
+    is_blocked_by_too_many_choices: bool = False
+    #: Of several choices only the one that ends last has a finish reason: it comes with the response that is final for
+    #: all of them (executor/result.py `_handle_sequence`; `createResult` of the batch manager's llmRequest.cpp).
+    tells_the_last_end_alone: bool = False
     #: KV that a decode has fetched, or that its timeout has ended, is let go of in a step, and the engine takes none
     #: without a request, so the last statistic still counts it (tests/unittest/llmapi/test_llm_pytorch.py sends a
     #: request behind the timeout, and finds no block used in the one statistic of that).

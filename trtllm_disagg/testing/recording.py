@@ -162,6 +162,8 @@ class LLM:
         self._executor = _Executor()
         #: Requests get no answer any more, and nothing says so.
         self.stands_still = False
+        #: Requests that come now wait in the engine's queue, until they are aborted.
+        self.is_full = False
         #: Set it to something unset, and `shutdown` waits for it: an MPI worker that never ends.
         self.may_shut_down = threading.Event()
         self.may_shut_down.set()
@@ -323,7 +325,9 @@ class LLM:
             raise TypeError(f"sampling_params must be SamplingParams, got {type(sampling).__name__}")
         if not 0 <= priority <= 1:
             raise ValueError(f"priority must be in [0, 1], got {priority}")
-        if sampling.n > self.args.max_batch_size:
+        if sampling.n > self.args.max_batch_size and self._edges.is_blocked_by_too_many_choices:
+            self.is_full = True
+        elif sampling.n > self.args.max_batch_size:
             raise ValueError(f"n ({sampling.n}) exceeds max_batch_size ({self.args.max_batch_size})")
         is_bare = self._edges.needs_end_id_without_tokenizer and self.args.skip_tokenizer_init
         if is_bare and sampling.end_id is None:

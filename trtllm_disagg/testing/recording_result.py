@@ -94,6 +94,7 @@ class _Engine(Protocol):
     num_running: int
     fatal_error: BaseException | None
     stands_still: bool
+    is_full: bool
     may_abort: threading.Event
 
     def step_ended(self) -> None: ...
@@ -154,12 +155,16 @@ class RequestOutput:
         self._answers = [_Answer(prompt_token_ids, index) for index in range(sampling.n)]
         self._held: bytes | None = None
         self._meeting = self._rendezvous()
+        #: Set: it has left the engine's queue.
+        self._queued = asyncio.Event() if settings.engine.is_full else None
         self._has_failed = False
         self._runs = True
         self._started: float | None = None
         self._num_steps = 0
         self._max_tokens = self._most_tokens()
         self._ignores_eos = sampling.ignore_eos or settings.ignores_eos
+        #: Choices that have ended, and have no finish reason.
+        self._untold: set[int] = set()
         self._steps = self._run()
         #: Its tokens are all there is to it, so a whole step is made at once.
         self._is_plain = (
@@ -174,7 +179,10 @@ class RequestOutput:
     def finished(self) -> bool:
         if self._has_failed:
             return not self._settings.edges.never_finishes_after_error
-        return None not in [output.finish_reason for output in self.outputs]
+        return not any(map(self._goes_on, self.outputs))
+
+    def _goes_on(self, output: CompletionOutput) -> bool:
+        return output.finish_reason is None and output.index not in self._untold
 
     def abort(self) -> None:
         """End the request. On a finished context_only request, without hard edges: let go of the KV that it still
@@ -188,6 +196,8 @@ class RequestOutput:
         if self._meeting is not None:
             self._meeting.wanted.set()
             self._meeting.sent.set()
+        if self._queued is not None and not self._settings.edges.forgets_aborted_in_queue:
+            self._queued.set()
         self._leave()
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]:
@@ -198,6 +208,8 @@ class RequestOutput:
             raise StopAsyncIteration
         settings, gate = self._settings, self._script.gate
         while True:
+            if self._queued is not None:
+                await self._queued.wait()
             if self._meeting is not None:
                 await self._meet(self._meeting)
             steps = 1
@@ -310,9 +322,16 @@ class RequestOutput:
             self.cached_tokens = len(self.prompt_token_ids)
         for position in itertools.count():
             for output in self.outputs:
-                if output.finish_reason is None:
+                if self._goes_on(output):
                     self._step(output, position)
+                    if self._settings.edges.tells_the_last_end_alone and not self.finished:
+                        self._forget_end(output)
                     yield
+
+    def _forget_end(self, output: CompletionOutput) -> None:
+        if output.finish_reason not in (None, "cancelled"):
+            output.finish_reason = None
+            self._untold.add(output.index)
 
     def _sender(self) -> bytes | None:
         settings, given = self._settings, self._given

@@ -158,7 +158,7 @@ class _Worker:
         try:
             for missing in engine.capabilities.missing():
                 log.info("the engine cannot %s", missing)
-            model = _served_model(config, engine)
+            model = served_model(config, engine)
             # TensorRT-LLM does not report what DEFAULT means there; `transceiver` resolves it.
             transport = None if config.engine_spec.is_tensorrt_llm else engine.kv_transport
             own = with_engine(own, model.block_size, engine.ctx_info_endpoint, engine.ctx_dp_rank, transport)
@@ -249,14 +249,14 @@ class _Worker:
         )
 
 
-def _served_model(config: WorkerConfig, engine: Engine) -> ServedModel:
-    block_size, num_blocks = config.kv_block_size, 0
-    with contextlib.suppress(AttributeError):  # older versions of TensorRT-LLM cannot report them
+def served_model(config: WorkerConfig, engine: Engine) -> ServedModel:
+    # TensorRT-LLM reports nothing of a cache whose manager counts no blocks; older versions cannot report any.
+    capacity: dict[str, int] = {}
+    with contextlib.suppress(AttributeError):
         capacity = engine.llm.get_kv_cache_capacity()
-        block_size, num_blocks = capacity["tokensPerBlock"], capacity["maxNumBlocks"]
     return ServedModel(
-        block_size,
-        num_blocks,
+        capacity.get("tokensPerBlock", config.kv_block_size),
+        capacity.get("maxNumBlocks", 0),
         config.max_batch_size,
         config.max_num_tokens,
         engine.max_seq_len,

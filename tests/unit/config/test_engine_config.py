@@ -211,6 +211,12 @@ def test_a_worker_of_a_pair_needs_a_transceiver(tmp_path: Path, role: str) -> No
     assert "max_beam_width: 2" in refusal(tmp_path, {**transceiver, "max_beam_width": 2}, role=role)
 
 
+def test_several_beams_are_refused_for_tensorrt_llm(tmp_path: Path) -> None:
+    """It serves no request of another width, and requests have one beam here."""
+    assert "max_beam_width: 4" in refusal(tmp_path, engine="tensorrt_llm", max_beam_width=4)
+    assert "max_beam_width: 2" in refusal(tmp_path, {"max_beam_width": 2}, engine="tensorrt_llm")
+
+
 def test_different_block_sizes_in_flag_and_file_are_refused(tmp_path: Path) -> None:
     content = {"kv_cache_config": {"tokens_per_block": 16}}
     message = refusal(tmp_path, content, kv_block_size=64)

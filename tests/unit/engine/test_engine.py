@@ -30,7 +30,7 @@ from trtllm_disagg.testing.recording import LLM, GuidedDecodingParams, SamplingP
 
 def sampling_of(**keys: Any) -> SamplingParams:
     """What the engine is asked for."""
-    engine = recording_engine()
+    engine = recording_engine(guided_decoding_backend="xgrammar")
     engine.start_agg(request(**keys))
     (call,) = engine.llm.calls_of("generate_async")
     params: SamplingParams = call["sampling_params"]
@@ -76,6 +76,11 @@ def test_a_null_leaves_the_engines_default() -> None:
 
 def test_top_k_minus_1_becomes_0() -> None:
     assert sampling_of(sampling_options={"top_k": -1}).top_k == 0
+
+
+def test_a_negative_seed_becomes_one_that_the_engine_takes() -> None:
+    """The frontend takes any number of 64 bits, TensorRT-LLM none below 0."""
+    assert sampling_of(sampling_options={"seed": -1}).seed == 2**63 - 1
 
 
 @pytest.mark.parametrize(
@@ -159,7 +164,7 @@ def test_empty_guided_decoding_gives_no_guide(guided: dict[str, Any]) -> None:
 )
 def test_what_the_engine_refuses_is_the_callers_fault(keys: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidRequestError, match=named):
-        recording_engine().start_agg(request(**keys))
+        recording_engine(guided_decoding_backend="xgrammar").start_agg(request(**keys))
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), TypeError("x"), NotImplementedError("x")])

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.support.clock import Clock
@@ -40,6 +41,7 @@ from trtllm_disagg.errors import (
     ConfigError,
     DisaggError,
     EngineError,
+    HandoffRefusedError,
     InvalidRequestError,
     KvTransferError,
     RequestCancelledError,
@@ -51,6 +53,7 @@ from trtllm_disagg.handlers.local import LocalAgg, LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.remote import DECODE, PREFILL
 from trtllm_disagg.testing.hard_edges import (
     CONTEXT_TRANSFER_ERROR,
+    ENDED_ENGINE_ERRORS,
     GENERATION_TRANSFER_ERROR,
     OTHER_TRANSFER_ERRORS,
     PESSIMISTIC,
@@ -58,6 +61,7 @@ from trtllm_disagg.testing.hard_edges import (
 )
 from trtllm_disagg.testing.mounted import mounted_recording_llm
 from trtllm_disagg.testing.recording import Script
+from trtllm_disagg.testing.recording_result import EOS_TOKEN
 from trtllm_disagg.types import GenerateRequest
 from trtllm_disagg.wire.bodies import decode_request
 from trtllm_disagg.wire.handoff_protocols import DYNAMO
@@ -298,11 +302,49 @@ async def test_the_engines_own_refusal_is_the_callers_fault(tensorrt_llm: Module
             "The sum of prompt length (9.0), query length (0) should not exceed max_num_tokens (8)",
             InvalidRequestError,
         ),
+        (
+            "__init__(): incompatible function arguments. ... tensorrt_llm.bindings.executor.SamplingConfig",
+            InvalidRequestError,
+        ),
+        ("Assertion failed: topP.value() > 0.f (executor/samplingConfig.cpp:273)", InvalidRequestError),
+        ("Token ID out of range", InvalidRequestError),
+        ("Guided decoding error: EBNF parser error at line 1", InvalidRequestError),
+        (
+            "Guided decoding error: grammar compilation did not finish within 30s.",
+            InvalidRequestError,
+        ),
+        ("Guided decoding error: internal error in build: ...", EngineError),
+        ("Guided decoding error: Request 7 at slot 0 failed to accept last new token: 3.", EngineError),
         ("CUDA error: an illegal memory access was encountered", EngineError),
     ],
 )
 def test_uncategorised_error_is_classified_by_its_message(message: str, kind: type[DisaggError]) -> None:
     assert type(translate(RequestError(message))) is kind
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [(Script(), "length"), (Script(tokens=[5, EOS_TOKEN]), "stop")],
+    ids=["length", "stop"],
+)
+async def test_a_choice_whose_end_the_engine_does_not_tell_has_a_finish_reason(
+    script: Script, reason: str, tensorrt_llm: ModuleType
+) -> None:
+    engine = opened()
+    engine.llm.scripts.append(script)
+    chunks = await collect(
+        LocalAgg(engine), request(max_tokens=3, sampling_options={"n": 2, "temperature": 1})
+    )
+    ends = {chunk.index: chunk.finish_reason for chunk in chunks if chunk.finish_reason is not None}
+    assert ends == {0: reason, 1: reason}
+
+
+async def test_more_choices_than_a_batch_has_room_for_reach_no_engine(tensorrt_llm: ModuleType) -> None:
+    engine = opened(max_batch_size=2)
+    many = request(max_tokens=2, sampling_options={"n": 3, "temperature": 1})
+    with pytest.raises(InvalidRequestError, match="n=3"):
+        await asyncio.wait_for(collect(LocalAgg(engine), many), 2)
+    assert tokens_of(await asyncio.wait_for(collect(LocalAgg(engine), request(max_tokens=2)), 2))
 
 
 @pytest.mark.parametrize("message", [GENERATION_TRANSFER_ERROR, *OTHER_TRANSFER_ERRORS])
@@ -461,6 +503,31 @@ async def test_health_check_exception_marks_the_engine_dead(tensorrt_llm: Module
         engine.start_agg(request())
 
 
+@pytest.mark.parametrize("message", ENDED_ENGINE_ERRORS)
+async def test_a_request_that_is_told_that_the_engine_has_ended_marks_it_dead(
+    message: str, tensorrt_llm: ModuleType
+) -> None:
+    engine = opened()
+    engine.llm.scripts.append(Script(error=RequestError(message)))
+    with pytest.raises(WorkerLeavingError):
+        await collect(LocalAgg(engine), request())
+    assert message in await told(engine)
+
+
+async def test_a_request_that_is_refused_by_an_engine_that_has_ended_marks_it_dead(
+    tensorrt_llm: ModuleType,
+) -> None:
+    engine = opened()
+
+    def refuse(**keywords: Any) -> None:
+        raise RequestError(ENDED_ENGINE_ERRORS[0])
+
+    engine.llm.generate_async = refuse
+    with pytest.raises(WorkerLeavingError):
+        engine.start_agg(request())
+    assert ENDED_ENGINE_ERRORS[0] in await told(engine)
+
+
 async def test_a_check_that_never_answers_is_a_death(tensorrt_llm: ModuleType) -> None:
     engine, never = opened(), threading.Event()
     engine.llm._check_health = never.wait
@@ -548,6 +615,26 @@ async def test_a_client_that_leaves_between_two_tokens_causes_no_abort_on_an_eng
     with pytest.raises(WorkerLeavingError, match="rank 3 is gone"):
         await anext(chunks)
     assert engine.llm.results[-1].aborts == []
+
+
+@pytest.mark.parametrize("phase", ["prefill", "both"])
+async def test_a_request_aborted_in_the_engines_queue_ends_although_the_engine_tells_nothing(
+    phase: str, tensorrt_llm: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trtllm_disagg.engine.engine._ABORT_SECONDS", 0.05)
+    engine, context = opened(), FakeContext()
+    engine.llm.is_full = True
+    runs: dict[str, Callable[[], Coroutine[Any, Any, object]]] = {
+        "prefill": lambda: LocalPrefill(engine)(request(), context),
+        "both": lambda: collect(LocalAgg(engine), request(), context),
+    }
+    waiting = asyncio.create_task(runs[phase]())
+    await until(lambda: engine.llm.results)
+    context.stop()
+    with pytest.raises(RequestCancelledError):
+        await asyncio.wait_for(waiting, 5)
+    assert engine.llm.results[-1].aborts == [0]
+    assert not engine.has_requests()
 
 
 async def test_a_probe_that_is_cancelled_is_aborted(tensorrt_llm: ModuleType) -> None:
@@ -642,6 +729,16 @@ async def test_the_length_is_the_engines_or_unknown(
         engine.llm.args = engine.llm.args.model_copy(update={"max_seq_len": told_by_args})
         engine = Engine(engine.api, engine.llm, Capabilities(engine.llm).max_seq_len)
     assert engine.max_seq_len == known
+
+
+async def test_a_guide_is_refused_where_the_engine_would_ignore_it(tensorrt_llm: ModuleType) -> None:
+    asked = request(sampling_options={"guided_decoding": {"regex": "a+"}})
+    with pytest.raises(InvalidRequestError, match="guided_decoding_backend"):
+        opened().start_agg(asked)
+    engine = opened(guided_decoding_backend="xgrammar")
+    engine.start_agg(asked)
+    (call,) = engine.llm.calls_of("generate_async")
+    assert call["sampling_params"].guided_decoding.regex == "a+"
 
 
 async def test_unknown_max_tokens_is_left_to_the_engine(tensorrt_llm: ModuleType) -> None:
@@ -802,6 +899,23 @@ async def test_stand_in_has_the_capabilities_of_tensorrt_llm(tensorrt_llm: Modul
     assert [each.name for each in CAPABILITIES if each in opened().capabilities] == [
         "take a rank of attention DP"
     ]
+
+
+@pytest.mark.parametrize("first", [None, []])
+async def test_a_handoff_without_its_first_token_reaches_no_engine(
+    first: list[int] | None, tensorrt_llm: ModuleType
+) -> None:
+    """TensorRT-LLM's loop takes the first one of the list, and ends with an IndexError."""
+    handoff = await LocalPrefill(opened())(asked := request(), FakeContext())
+    passed = handoff.result
+    assert passed is not None
+    bare = msgspec.structs.replace(
+        passed, disaggregated_params=passed.disaggregated_params | {"first_gen_tokens": first}
+    )
+    engine = opened()
+    with pytest.raises(HandoffRefusedError, match="first_gen_tokens"):
+        engine.start_decode(msgspec.structs.replace(asked, prefill_result=bare))
+    assert engine.llm.results == []
 
 
 @pytest.mark.parametrize("strategy", ORDERS)

@@ -359,7 +359,8 @@ def keywords() -> Iterator[dict[str, set[str]]]:
 
 async def answer(calls: Calls) -> None:
     args = {"model": "org/model", "max_seq_len": 99, "cache_transceiver_config": {"backend": "NIXL"}}
-    engine = Engine.open(calls.api, args | {"enable_iter_perf_stats": True}, 0)
+    more = {"enable_iter_perf_stats": True, "guided_decoding_backend": "xgrammar"}
+    engine = Engine.open(calls.api, args | more, 0)
     asked = msgspec.structs.replace(request(**ASKED), trace_headers=TRACE)
     await engine.start_agg(asked).aresult()
     prefill = await engine.start_prefill(asked).aresult()
