@@ -131,16 +131,21 @@ async def test_a_stop_during_the_back_off_ends_at_once(start_up: StartUp, name: 
     assert nothing_runs(up.run_dir)
 
 
-async def test_scale_down_takes_a_worker_that_waits_for_its_next_start(start_up: StartUp) -> None:
+@pytest.mark.parametrize(("dead", "other"), [("decode-0", "decode-1"), ("decode-1", "decode-0")])
+async def test_scale_down_takes_a_worker_that_waits_for_its_next_start(
+    dead: str, other: str, start_up: StartUp
+) -> None:
+    """Whichever is the younger one: else nothing would serve."""
     up = await start_up(backoff=LONG, decode_workers=2)
     await up.ready_line()
-    os.kill(up.pid("decode-1"), signal.SIGKILL)
-    await becomes(up, "decode-1", "restarting")
+    os.kill(up.pid(dead), signal.SIGKILL)
+    await becomes(up, dead, "restarting")
 
     said = await asyncio.to_thread(send_to_up, up.run_dir, Scale({"decode": 1}))
 
     assert said == {"prefill": 1, "decode": 1}
-    assert "decode-1" not in up.records()
+    assert dead not in up.records()
+    assert up.records()[other].state == "ready"
     up.process.terminate()
     assert await up.ends() == 0
 

@@ -65,7 +65,8 @@ class CommandServer:
         task = asyncio.create_task(self._answer(reader, writer))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
-        with suppress(Exception):
+        # Python 3.11 logs a connection that ends with CancelledError, as `cancel` ends those of a stop.
+        with suppress(Exception, asyncio.CancelledError):
             await asyncio.shield(task)
 
     async def cancel(self) -> None:

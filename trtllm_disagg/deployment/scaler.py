@@ -35,14 +35,16 @@ class Scaler:
 
     async def scale(self, wanted: Mapping[str, int], say: Say) -> dict[str, int]:
         """Start or stop workers until `wanted` runs, a number by role; other roles do not change. New workers start
-        first. Then the youngest leave, one by one, when their requests have ended. Returns the running number by role.
+        first. Then others leave, one by one, when their requests have ended: those that do not serve, then the
+        youngest. Returns the running number by role.
 
         Raises ConfigError before anything is changed, DeploymentFailedError when a new worker does not become ready.
         """
         counts = self._checked(wanted)
         await self._add_all(self._missing(counts), say)
         for role, count in counts.items():
-            for process in self._running(role)[count:][::-1]:
+            serving_first = sorted(self._running(role), key=lambda process: process.state != "ready")
+            for process in serving_first[count:][::-1]:
                 say(f"{process.name} finishes its requests and leaves")
                 obeyed = await self.supervisor.remove(process)
                 say(f"{process.name} has left" + ("" if obeyed else f" ({process.describe_end()})"))

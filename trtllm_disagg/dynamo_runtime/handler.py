@@ -131,7 +131,9 @@ def as_dynamo_handler(
         request: dict[str, Any], context: Any, response_sender: Any = None
     ) -> AsyncGenerator[Answer, None]:
         answers = handle(request, context)
-        return _BegunOnLoop(answers if response_sender is None else pushed(answers, response_sender))
+        if response_sender is not None:
+            answers = pushed(answers, response_sender, context.is_stopped)
+        return _BegunOnLoop(answers)
 
     return handle_pushing if pushes else handle_polled
 

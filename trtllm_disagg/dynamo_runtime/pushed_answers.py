@@ -21,7 +21,7 @@ class ResponseSender(Protocol):
     """Dynamo's response sender of one answer."""
 
     def send(self, answer: Answer, /) -> None:
-        """Blocks while the buffers are full. Raises when the reader is gone."""
+        """Blocks while the buffers are full. Raises RuntimeError when the reader is gone, and stops the request."""
         ...
 
     def close(self) -> None:
@@ -30,11 +30,25 @@ class ResponseSender(Protocol):
 
 
 async def pushed(
-    answers: AsyncGenerator[Answer, None], sender: ResponseSender
+    answers: AsyncGenerator[Answer, None], sender: ResponseSender, is_stopped: Callable[[], bool]
 ) -> AsyncGenerator[Answer, None]:
     """Send all answers. Yields nothing: Dynamo asks for the first element, which runs all of this. An exception that
-    leaves this generator makes Dynamo end the answer, so the sender is not closed then.
+    leaves this generator makes Dynamo end the answer, so the sender is not closed then. `is_stopped` says whether
+    Dynamo has stopped the request, which it does when the reader is gone.
     """
+    try:
+        await _send_all(answers, sender)
+    except RuntimeError:
+        # Of a reader that is gone. That is no error, and Dynamo would print its traceback.
+        if not is_stopped():
+            raise
+    sender.close()
+    nothing: tuple[Answer, ...] = ()
+    for none in nothing:  # makes this function a generator
+        yield none
+
+
+async def _send_all(answers: AsyncGenerator[Answer, None], sender: ResponseSender) -> None:
     num_sent = 0
     async with aclosing(answers):
         async for answer in answers:
@@ -43,10 +57,6 @@ async def pushed(
                 break
             sender.send(answer)
             num_sent += 1
-    sender.close()
-    nothing: tuple[Answer, ...] = ()
-    for none in nothing:  # makes this function a generator
-        yield none
 
 
 async def _send_in_thread(first: Answer, rest: AsyncGenerator[Answer, None], sender: ResponseSender) -> None:

@@ -374,7 +374,7 @@ async def _log_error(error: Exception) -> None:
 def _why_not(error: BaseException, earlier: BaseException | None) -> str:
     if isinstance(error, (ServiceUnavailableError, nats.errors.NoRespondersError)):
         return "this server has no JetStream"
-    return str(error) or str(earlier or "no answer")
+    return str(error) or str(earlier or "") or "no answer"
 
 
 def _without_password(servers: str) -> str:

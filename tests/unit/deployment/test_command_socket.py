@@ -71,6 +71,22 @@ async def test_command_that_fails_unexpectedly_answers_the_reason_and_is_logged(
     assert "a command failed unexpectedly" in caplog.text
 
 
+async def test_a_stop_while_a_command_is_served_logs_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir = RunDir.claim(tmp_path / "run")
+    supervisor = Supervisor(worker_config(run_dir.path), [], run_dir, Status())
+    try:
+        async with serving_commands(supervisor):
+            unfinished = connect_to(run_dir.path / COMMAND_SOCKET)
+            await tell(supervisor, Describe())  # after the one before it
+        with unfinished:
+            assert await asyncio.to_thread(unfinished.recv, 1) == b""
+    finally:
+        await supervisor.kill()
+    assert caplog.messages == []
+
+
 async def test_only_its_user_may_open_the_socket(supervisor: Supervisor) -> None:
     mode = (supervisor.config.run_dir / COMMAND_SOCKET).stat().st_mode
     assert stat.S_ISSOCK(mode)

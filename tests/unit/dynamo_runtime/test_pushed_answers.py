@@ -51,9 +51,9 @@ def counting(number: int, error: Exception | None = None) -> Generate:
     return generate
 
 
-async def push(generate: Generate, sender: Sender, **keys: Any) -> None:
+async def push(generate: Generate, sender: Sender, context: FakeContext | None = None, **keys: Any) -> None:
     handler = as_dynamo_handler(generate, dict, pushes=True)
-    answers = handler(raw_request(**keys), context=FakeContext(), response_sender=sender)
+    answers = handler(raw_request(**keys), context=context or FakeContext(), response_sender=sender)
     assert [each async for each in answers] == []
 
 
@@ -89,8 +89,10 @@ async def test_an_error_is_raised_and_closes_nothing() -> None:
 
 
 @pytest.mark.parametrize("after", [2, MANY])
-async def test_a_reader_that_is_gone_ends_the_answer(after: int) -> None:
+async def test_a_reader_that_is_gone_ends_the_answer_without_an_error(after: int) -> None:
+    """Dynamo prints the traceback of each exception, and clients leave all the time."""
     is_closed = False
+    context = FakeContext()
 
     async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         nonlocal is_closed
@@ -102,11 +104,21 @@ async def test_a_reader_that_is_gone_ends_the_answer(after: int) -> None:
 
     def gone(sent: int) -> None:
         if sent == after:
+            context.stop()  # as Dynamo does, before it raises
             raise RuntimeError("response stream is closed")
 
-    with pytest.raises(RuntimeError):
-        await push(generate, Sender(gone))
+    await push(generate, Sender(gone), context)
     assert is_closed
+
+
+@pytest.mark.parametrize("after", [2, MANY])
+async def test_an_answer_that_cannot_be_sent_to_its_reader_is_an_error(after: int) -> None:
+    def broken(sent: int) -> None:
+        if sent == after:
+            raise RuntimeError("cannot encode this")
+
+    with pytest.raises(RuntimeError, match="cannot encode this"):
+        await push(counting(MANY + 1), Sender(broken))
 
 
 @pytest.mark.parametrize("number", [MANY, 3])

@@ -98,13 +98,18 @@ class HangingClient(NatsClient):
         await asyncio.Event().wait()
 
 
-async def test_a_client_that_hangs_is_given_up_in_time() -> None:
+class FrozenServersClient(HangingClient):
+    """Of a server that takes connections and says nothing."""
+
+    last_error = TimeoutError()
+
+
+@pytest.mark.parametrize("client", [HangingClient, FrozenServersClient])
+async def test_a_client_that_hangs_is_given_up_in_time_with_a_reason(client: type[NatsClient]) -> None:
     names = Names.of(WorkerConfig(model="m", role=Role.PREFILL), "kind")
     async with asyncio.timeout(20):
         with pytest.raises(ConfigError, match="no answer"):
-            await Broker.connect(
-                "nats://127.0.0.1:1", names, QueueLimits(connect=0.1, reply=0.1), HangingClient()
-            )
+            await Broker.connect("nats://127.0.0.1:1", names, QueueLimits(connect=0.1, reply=0.1), client())
 
 
 async def test_a_server_without_jetstream_is_refused(tmp_path: Path) -> None:

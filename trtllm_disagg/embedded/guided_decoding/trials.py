@@ -52,6 +52,10 @@ class TrialProcess:
             python("-m", _PROCESS), stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
         )
 
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
     def passes(self, grammar: str) -> bool:
         """False when the grammar killed the process, which is then of no use. Raises EngineError if it cannot start, or
         ends for another reason.
@@ -180,6 +184,10 @@ class GrammarTrials:
         with self._lock:  # `close` kills what was started
             if self._closing:
                 raise EngineError("the engine is shutting down")
+            if self._process is not None and self._process.has_ended:
+                # It was killed from outside, between two grammars.
+                self._process.close()
+                self._process = None
             process = self._process = self._process or TrialProcess(self._start)
         with contextlib.ExitStack() as failed:
             failed.callback(self._drop, process)

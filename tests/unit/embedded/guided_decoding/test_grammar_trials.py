@@ -141,6 +141,19 @@ def test_a_grammar_with_a_process_that_is_killed_is_tried_again(start: TrialStar
     heard.trials.close()
 
 
+def test_a_grammar_after_the_death_of_the_idle_process_is_tried_by_a_new_one(start: TrialStart) -> None:
+    of_others = set(psutil.Process().children())
+    heard = Heard(start)
+    heard.enter(1, FINE)
+    assert heard.next() == (1, None)
+    (process,) = set(psutil.Process().children()) - of_others
+    process.kill()
+    wait_until(lambda: process.status() == psutil.STATUS_ZOMBIE)
+    heard.enter(2, ENDLESS)
+    assert isinstance(heard.next()[1], InvalidRequestError)
+    heard.trials.close()
+
+
 def test_other_requests_pass_while_a_grammar_is_tried(heard: Heard) -> None:
     heard.enter(1, FINE)
     assert heard.next() == (1, None)
