@@ -363,7 +363,8 @@ class _AttendedItem:
         def look() -> None:
             nonlocal timer
             # A worker that leaves is not in discovery either, and finishes what it has taken.
-            if self.instance_id == QUEUE_ID and not self._workers.instance_ids():
+            is_untaken = self.instance_id == QUEUE_ID
+            if wait.is_armed and is_untaken and not self._workers.instance_ids():
                 wait.end()
             else:
                 timer = loop.call_later(_LOOK_SECONDS, look)
