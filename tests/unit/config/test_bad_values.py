@@ -11,6 +11,7 @@ import pytest
 from tests.support.worker_args import parse_worker_args
 from trtllm_disagg.config.engine_args import build_engine_args, dump_config, with_engine_args
 from trtllm_disagg.config.worker_config import WorkerConfig
+from trtllm_disagg.deployment.ports import free_http_port
 from trtllm_disagg.deployment.run_dir import RunDir
 from trtllm_disagg.deployment.up_command import add_arguments, config_from
 from trtllm_disagg.errors import ConfigError
@@ -149,10 +150,27 @@ def test_a_time_that_is_no_number_is_refused(flag: str, tmp_path: Path) -> None:
         up(flag, "nan", "--run-dir", str(tmp_path))
 
 
-@pytest.mark.parametrize("make", ["file", "in a file", "in proc"])
+@pytest.mark.parametrize("host", ["", " "])
+def test_empty_http_host_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match=f"--http-host: '{host}' is not allowed"):
+        up("--http-host", host)
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 100])
+def test_http_host_without_an_address_is_refused_by_its_flag(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"--http-host: .* is not allowed; expected an address or a name"):
+        free_http_port(host, 0)
+
+
+@pytest.mark.parametrize("make", ["file", "in a file", "in proc", "too long"])
 def test_run_directory_that_cannot_be_created_is_refused(make: str, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
-    path = {"file": file, "in a file": file / "run", "in proc": Path("/proc/run")}[make]
+    path = {
+        "file": file,
+        "in a file": file / "run",
+        "in proc": Path("/proc/run"),
+        "too long": tmp_path / LONG,
+    }[make]
     with pytest.raises(ConfigError, match=r"--run-dir: .* is not allowed; expected a directory that"):
         RunDir.claim(path)
