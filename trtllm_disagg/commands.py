@@ -78,7 +78,7 @@ def decode_up_command(line: bytes) -> UpCommand:
     """For `up`: one line of JSON. Raises ConfigError, which names what is wrong and what is allowed."""
     try:
         command: UpCommand = msgspec.json.decode(line, type=UpCommand)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"command: {error}; expected one of describe, switch, set, scale") from None
     return command
 

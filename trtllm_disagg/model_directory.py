@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import re
 import sys
@@ -17,7 +18,10 @@ FLAG = "--model"
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "*.txt")
 #: Dynamo's frontend needs one of these to make tokens.
 _TOKENIZERS = ("tokenizer.json", "tiktoken.model", "*.tiktoken")
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+#: The names that the hub's client does not refuse.
+_HUB_NAME = re.compile(
+    r"(?!.*(--|\.\.))(?!.*\.git$)[A-Za-z0-9]([\w.-]{0,94}\w)?/[A-Za-z0-9]([\w.-]{0,94}\w)?", re.ASCII
+)
 #: The limit for the hub's first answer. The download after it has no limit, and shows its progress.
 _REACH_SECONDS = 20.0
 
@@ -26,8 +30,8 @@ Answer = TypeVar("Answer")
 
 def is_hub_name(model: str) -> bool:
     """True for `organisation/name` that is neither an existing path nor a path in an existing directory."""
-    path = Path(model)
-    return _HUB_NAME.fullmatch(model) is not None and not path.exists() and not path.parent.is_dir()
+    is_path = os.path.exists(model) or os.path.isdir(os.path.dirname(model))
+    return _HUB_NAME.fullmatch(model) is not None and not is_path
 
 
 def model_directory(model: str, key: str = FLAG, revision: str | None = None) -> Path:
@@ -51,8 +55,9 @@ def servable_model(model: str, key: str = FLAG, revision: str | None = None) -> 
     """The directory of a model that a frontend can serve. Raises ConfigError as `model_directory` does, and for a
     directory that is missing, is no model, or has no tokenizer.
     """
-    directory = model_directory(model, key, revision).expanduser()
-    if not directory.is_dir():
+    directory = Path(os.path.expanduser(model_directory(model, key, revision)))
+    # os.path returns False where Path raises, for example for names that are too long.
+    if not os.path.isdir(directory):
         raise ConfigError.bad_value(
             key,
             model,

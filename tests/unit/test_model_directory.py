@@ -166,6 +166,13 @@ def test_the_library_names_its_own_argument(cache: HubCache, offline: None) -> N
         ("../b", False),
         ("there/model", False),
         ("there/none", False),
+        ("models--a/b", False),
+        ("a/b..c", False),
+        ("a/b.git", False),
+        ("a/b-", False),
+        ("a/é", False),
+        ("a/" + "b" * 96, True),
+        ("a/" + "b" * 97, False),
     ],
 )
 def test_local_path_is_not_looked_up_on_the_hub(
@@ -202,3 +209,11 @@ def test_what_is_no_model_is_refused(tmp_path: Path, make: bool, named: str) -> 
         (tmp_path / "model").mkdir()
     with pytest.raises(ConfigError, match=f"--model: .*{named}"):
         servable_model(str(tmp_path / "model"))
+
+
+@pytest.mark.parametrize(
+    "model", ["~no_such_user/model", "x" * 5000, "/" + "x" * 5000, "x" * 300 + "/model", "x/" + "y" * 300]
+)
+def test_path_that_cannot_be_is_refused_by_the_flags_name(model: str, offline: None, cache: HubCache) -> None:
+    with pytest.raises(ConfigError, match="--model: "):
+        servable_model(model)

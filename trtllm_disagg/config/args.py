@@ -291,7 +291,7 @@ def _resolve_template(values: dict[str, Any]) -> None:
     name = "custom_jinja_template"
     if name not in values:
         return
-    path = Path(os.path.expandvars(values[name])).expanduser()
+    path = Path(os.path.expanduser(os.path.expandvars(values[name])))
     if not os.path.isfile(path):
         raise ConfigError.bad_value(flag_of(name), values[name], "a file that exists")
     values[name] = str(path)

@@ -32,6 +32,8 @@ Args = dict[str, Any]
 
 KV_EVENT_BUFFER_SIZE = 100_000
 _BLOCK_SIZE_KEY = "kv_cache_config.tokens_per_block"
+#: Characters of a wrong text in an error.
+_MOST_SHOWN = 200
 
 #: Setting of WorkerConfig -> its engine argument.
 _KEYS = {
@@ -121,7 +123,7 @@ def _read_yaml(config: WorkerConfig) -> Args:
     source = config.extra_engine_args
     if not source:
         return {}
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     # A pipe can be read only once, but launch scripts and the worker both read the file.
     if os.path.exists(path) and not os.path.isfile(path):
         raise ConfigError.bad_value(flag_of("extra_engine_args"), source, "a YAML file that exists")
@@ -137,8 +139,11 @@ def override_of(text: str, is_strict: bool, flag: str = "--override-engine-args"
 def _parsed_json(text: str) -> Any:
     try:
         return json.loads(text) if text else {}
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{flag_of('override_engine_args')} is not JSON: {error} in {text!r}") from error
+    # ValueError: a number of thousands of digits. RecursionError: thousands of levels.
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{flag_of('override_engine_args')} is not JSON: {error} in {text[:_MOST_SHOWN]!r}"
+        ) from error
 
 
 def with_flags(from_file: Mapping[str, Any], config: WorkerConfig) -> tuple[Args, list[str]]:
@@ -200,7 +205,7 @@ def _check_block_size(config: WorkerConfig, sources: Mapping[str, Args]) -> None
 def _check_model(model: object) -> None:
     """A path must be a model directory. A hub name is not checked here."""
     name = str(model)
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     # A hub name has at most one slash, and starts with none of these.
     if not (name.startswith(("/", ".", "~")) or name.count("/") > 1 or os.path.exists(path)):
         return
@@ -385,7 +390,7 @@ def dump_config(config: WorkerConfig, engine_args: Mapping[str, Any]) -> None:
     # The same keys as in Dynamo's dump.
     content = {"version": __version__, "dynamo_args": asdict(config), "engine_args": engine_args}
     try:
-        Path(config.dump_config_to).expanduser().write_text(
+        Path(os.path.expanduser(config.dump_config_to)).write_text(
             json.dumps(content, indent=2, default=_plain) + "\n"
         )
     except OSError as error:

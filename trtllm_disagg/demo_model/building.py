@@ -75,7 +75,7 @@ def build_demo_model(directory: Path, *, recipe: Recipe = DEFAULT_RECIPE) -> Pat
 
     A folder with a demo model of another recipe is replaced. A folder with anything else in it is refused.
     """
-    directory = directory.expanduser().absolute()
+    directory = Path(os.path.expanduser(directory)).absolute()
     if is_complete(directory, recipe):
         say(f"{directory} is up to date")
         return directory

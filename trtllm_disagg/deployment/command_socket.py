@@ -15,16 +15,19 @@ import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 
-from trtllm_disagg.commands import Describe, Set, Switch, UpCommand, decode_up_command
+from trtllm_disagg import __version__
+from trtllm_disagg.commands import Describe, Scale, Set, Switch, UpCommand, decode_up_command
 from trtllm_disagg.config.thresholds import check_thresholds
 from trtllm_disagg.deployment.scaler import Say, Scaler
 from trtllm_disagg.deployment.supervisor import Supervisor
 from trtllm_disagg.errors import ConfigError, DisaggError
+from trtllm_disagg.kv_transfer.handle import UNREADABLE
 from trtllm_disagg.processes.same_user import peer_process
 from trtllm_disagg.strategies import spec_of, switchable
 
@@ -34,6 +37,19 @@ COMMAND_SOCKET = "commands.sock"
 _MAX_LINE = 64 * 1024
 #: Bytes after a command that is too long, which are read so that its client can read the answer.
 _MAX_REST = 1024 * 1024
+
+
+class DeploymentDescription(TypedDict):
+    """The answer to Describe."""
+
+    strategy: str
+    namespace: str
+    model: str
+    url: str
+    discovery: str
+
+
+_ANSWERS: Mapping[type, Any] = {Describe: DeploymentDescription, Switch: str, Set: str, Scale: dict[str, int]}
 
 
 class NoUpError(ConfigError):
@@ -132,7 +148,7 @@ class CommandServer:
 
             return await Scaler(self._supervisor).scale(command.workers, note)
 
-    def _description(self) -> dict[str, Any]:
+    def _description(self) -> DeploymentDescription:
         config = self._supervisor.config
         return {
             "strategy": config.strategy,
@@ -179,8 +195,8 @@ def send_to_up(
     run_dir: Path, command: UpCommand, say: Say = lambda text: None, *, seconds: float | None = None
 ) -> Any:
     """Send a command to the `up` of `run_dir`, wait until it is done, and return its answer. Raises ConfigError when it
-    is refused, NoUpError without an `up`, DisaggError when it fails, TimeoutError when `up` sends nothing for
-    `seconds`.
+    is refused, NoUpError without an `up`, DisaggError when it fails or answers what no `up` of this version does,
+    TimeoutError when `up` sends nothing for `seconds`.
     """
     try:
         connection = connect_to(run_dir / COMMAND_SOCKET, seconds)
@@ -192,8 +208,14 @@ def send_to_up(
     with connection, connection.makefile("rwb") as stream:
         stream.write(msgspec.json.encode(command) + b"\n")
         stream.flush()
-        for line in stream:
-            ((kind, what),) = json.loads(line).items()
+        # A line without its end is the last one of an `up` that has ended.
+        for line in takewhile(lambda line: line.endswith(b"\n"), stream):
+            try:
+                kind, what = _part_of(line, _ANSWERS[type(command)])
+            except UNREADABLE as error:
+                raise DisaggError(
+                    f"the `up` of {run_dir} does not answer as one of version {__version__}: {error}"
+                ) from None
             if kind == "done":
                 return what
             if kind == "refused":
@@ -202,6 +224,12 @@ def send_to_up(
                 raise DisaggError(what)
             say(what)
     raise DisaggError(f"`up` in {run_dir} ended before it had done this")
+
+
+def _part_of(line: bytes, answer: Any) -> tuple[str, Any]:
+    """(kind, content) of a line of an answer, of which the last line has an `answer`. Raises UNREADABLE."""
+    ((kind, what),) = msgspec.json.decode(line, type=dict[str, Any]).items()
+    return kind, msgspec.convert(what, answer if kind == "done" else str)
 
 
 async def _read_rest(reader: asyncio.StreamReader) -> None:

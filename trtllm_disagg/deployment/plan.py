@@ -114,6 +114,8 @@ class DeploymentConfig:
         for role, count in self.workers.items():
             if count < 1:
                 raise ConfigError.bad_value(f"--{role}-workers", count, "at least 1")
+        if not self.http_host.strip():
+            raise ConfigError.bad_value("--http-host", self.http_host, "an address or a name of this machine")
         if not 0 <= self.http_port <= 65535:
             raise ConfigError.bad_value("--http-port", self.http_port, "0 (any free port) to 65535")
         if self.startup_timeout is not None and not self.startup_timeout > 0:

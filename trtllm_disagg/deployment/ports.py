@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from trtllm_disagg.deployment.plan import LOOPBACK, PortInUseError
+from trtllm_disagg.errors import ConfigError
 
 # Dynamo reads DYN_SYSTEM_PORT as a signed 16 bit number. The kernel takes ephemeral ports from above these.
 SYSTEM_PORTS = range(20000, 32768)
@@ -70,7 +71,14 @@ def free_system_ports(count: int, host: str = LOOPBACK) -> list[int]:
 
 
 def free_http_port(host: str, port: int) -> int:
-    """`port` itself, or any free one when it is 0."""
+    """`port` itself, or any free one when it is 0. Raises ConfigError for a host that has no address, PortInUseError
+    when `port` is in use.
+    """
+    try:
+        socket.getaddrinfo(host, port)
+    except (socket.gaierror, UnicodeError) as error:  # UnicodeError: no name can be like that
+        allowed = f"an address or a name of this machine ({error})"
+        raise ConfigError.bad_value("--http-host", host, allowed) from None
     try:
         _listener(host, port).close()
     except OSError as error:

@@ -56,7 +56,7 @@ class RunDir:
         is open to other users, and for one with files of others where those of a deployment would be.
         """
         run_dir = cls(path.absolute())
-        if run_dir.path.is_dir():
+        if os.path.isdir(run_dir.path):
             run_dir._close_to_others(note)
             run_dir._refuse_files_of_others()
         try:

@@ -190,7 +190,7 @@ def _drain_seconds(given: float | None, environ: Mapping[str, str]) -> float | N
 
 def default_name(model: str) -> str:
     """The name of the directory; a Hugging Face name is kept whole."""
-    return Path(model).resolve().name if Path(model).is_dir() else model
+    return Path(model).resolve().name if os.path.isdir(model) else model
 
 
 def engine_configs_in(directory: Path, strategy: str) -> dict[ProcessRole, Path]:
@@ -198,7 +198,7 @@ def engine_configs_in(directory: Path, strategy: str) -> dict[ProcessRole, Path]
     files: dict[ProcessRole, Path] = {
         role: (directory / f"{role}.yaml").absolute() for role in spec_of(strategy).roles
     }
-    missing = [file.name for file in files.values() if not file.is_file()]
+    missing = [file.name for file in files.values() if not os.path.isfile(file)]
     if missing:
         raise ConfigError.bad_value(
             "--engine-configs", str(directory), f"a directory with {' and '.join(missing)}"

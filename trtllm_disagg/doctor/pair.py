@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from itertools import dropwhile
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -111,7 +111,7 @@ class Side:
     @property
     def revision(self) -> str | None:
         """Of a model on the hub."""
-        if Path(self.model or "").expanduser().is_dir():
+        if os.path.isdir(os.path.expanduser(self.model or "")):
             return None
         return self.config.revision or self.given.get("revision")
 

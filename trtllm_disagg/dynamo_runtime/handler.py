@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import math
+import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from functools import partial
@@ -63,12 +64,12 @@ def health_check_payload(given: str | None) -> dict[str, Any]:
 def _read(given: str) -> dict[str, Any]:
     flag = flag_of("health_check_payload")
     try:
-        text = Path(given[1:]).expanduser().read_text() if given.startswith("@") else given
+        text = Path(os.path.expanduser(given[1:])).read_text() if given.startswith("@") else given
         payload = json.loads(text)
     except OSError as error:
         allowed = f"JSON, or @FILE with a file that can be read ({error.strerror})"
         raise ConfigError.bad_value(flag, given, allowed) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError.bad_value(flag, given, f"JSON, or @FILE with it ({error})") from None
     if not isinstance(payload, dict):
         raise ConfigError.bad_value(flag, given, "a JSON object")

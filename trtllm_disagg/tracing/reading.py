@@ -112,13 +112,12 @@ class Trace:
     @cached_property
     def nodes(self) -> Sequence[Node]:
         """All spans, parents before their children, siblings in the order of their start."""
-
-        def below(nodes: Sequence[Node]) -> Iterator[Node]:
-            for node in nodes:
-                yield node
-                yield from below(node.children)
-
-        return list(below(self.roots))
+        nodes: list[Node] = []
+        waiting = [*reversed(self.roots)]
+        while waiting:
+            nodes.append(waiting.pop())
+            waiting += reversed(nodes[-1].children)
+        return nodes
 
     @cached_property
     def start(self) -> int:
@@ -185,10 +184,11 @@ class Trace:
 
 def _gap(node: Node) -> Gap | None:
     attributes = node.span.attributes
-    if LONGEST_GAP not in attributes:
+    try:
+        seconds, after = (float(str(attributes[name])) for name in (LONGEST_GAP, LONGEST_GAP_AFTER))
+        return Gap(node.worker, seconds * 1000, int(after))
+    except (KeyError, ValueError, OverflowError):  # not as this version writes them
         return None
-    milliseconds, after = (float(str(attributes[name])) for name in (LONGEST_GAP, LONGEST_GAP_AFTER))
-    return Gap(node.worker, milliseconds * 1000, int(after))
 
 
 def read_traces(path: Path) -> list[Trace]:
@@ -257,10 +257,22 @@ def _traces(nodes: Iterator[Node]) -> list[Trace]:
 def _tree(spans: dict[str, Node]) -> list[Node]:
     roots: list[Node] = []
     for node in sorted(spans.values(), key=lambda each: (each.span.start, -each.span.end)):
-        parent = spans.get(node.span.parent_id or "")
-        (roots if parent is None or parent is node else parent.children).append(node)
+        parent = _parent(node, spans)
+        (roots if parent is None else parent.children).append(node)
     _set_depths(roots)
     return roots
+
+
+def _parent(node: Node, spans: Mapping[str, Node]) -> Node | None:
+    """None for a root, and for a span that is above itself, which otherwise would be below no root."""
+    parent = above = spans.get(node.span.parent_id or "")
+    passed: set[str] = set()
+    while above is not None and above.span.span_id not in passed:
+        if above is node:
+            return None
+        passed.add(above.span.span_id)
+        above = spans.get(above.span.parent_id or "")
+    return parent
 
 
 def _set_depths(roots: Sequence[Node]) -> None:

@@ -166,6 +166,10 @@ class ReadSpan:
     scope: str = ""
 
 
+#: Errors of `_decoded`, and of its JSON.
+_NO_OTLP = (msgspec.MsgspecError, RecursionError, KeyError, TypeError, ValueError, AttributeError)
+
+
 def read_spans(path: Path) -> Iterator[ReadSpan]:
     """Raises ConfigError for a file that is no OTLP/JSON. A last line that is only partly written is left out."""
     try:
@@ -180,7 +184,7 @@ def read_spans(path: Path) -> Iterator[ReadSpan]:
             continue
         try:
             yield from _decoded(msgspec.json.decode(line))
-        except (msgspec.MsgspecError, KeyError, TypeError, ValueError, AttributeError) as error:
+        except _NO_OTLP as error:
             if number == len(lines) and not text.endswith(b"\n"):
                 return
             allowed = f"lines of OTLP/JSON, each with resourceSpans; line {number} is none ({error!r})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +52,7 @@ UNKNOWN_MODEL = ModelFacts()
 
 def read_model_facts(model: str | Path) -> ModelFacts:
     """Never raises: the engine reports what is wrong with a model."""
-    directory = Path(model).expanduser()
+    directory = Path(os.path.expanduser(model))
     config = _read(directory / "config.json")
     if not config:
         return UNKNOWN_MODEL
@@ -90,7 +91,10 @@ def _max_positions(text: Mapping[str, Any]) -> int | None:
     scaling = _mapping(text.get("rope_scaling") or text.get("rope_parameters"))
     stretches = scaling.get("type", scaling.get("rope_type")) in ("linear", "dynamic")
     factor = scaling.get("factor", 1) if stretches else 1
-    return int(value * factor) if isinstance(value, int) and isinstance(factor, int | float) else None
+    try:
+        return int(value * factor) if isinstance(value, int) and isinstance(factor, int | float) else None
+    except (OverflowError, ValueError):  # JSON as Python reads it has Infinity and NaN
+        return None
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

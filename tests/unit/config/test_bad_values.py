@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from tests.support.worker_args import parse_worker_args
-from trtllm_disagg.config.engine_args import build_engine_args, with_engine_args
+from trtllm_disagg.config.engine_args import build_engine_args, dump_config, with_engine_args
 from trtllm_disagg.config.worker_config import WorkerConfig
+from trtllm_disagg.deployment.ports import free_http_port
 from trtllm_disagg.deployment.run_dir import RunDir
 from trtllm_disagg.deployment.up_command import add_arguments, config_from
 from trtllm_disagg.errors import ConfigError
@@ -89,6 +90,19 @@ def test_impossible_path_is_refused_in_a_short_message(flag: str, path: str) -> 
     assert len(str(raised.value)) < 1000
 
 
+@pytest.mark.parametrize("flag", ["--extra-engine-args", "--custom-jinja-template", "--dump-config-to"])
+def test_home_of_an_unknown_user_is_refused_by_the_flags_name(flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"{flag}: '~no_such_user/file' is not allowed"):
+        dump_config(built(flag, "~no_such_user/file"), {})
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, '{"max_batch_size": ' + "9" * 5000 + "}", "[" * 100_000])
+def test_json_that_python_cannot_read_is_refused_in_a_short_message(text: str) -> None:
+    with pytest.raises(ConfigError, match="--override-engine-args is not JSON: ") as raised:
+        built("--override-engine-args", text)
+    assert len(str(raised.value)) < 1000
+
+
 UNREADABLE = {
     "a date that is none": "max_batch_size: 2020-13-45",
     "too deep": "[" * 3000,
@@ -125,16 +139,38 @@ def up(*flags: str) -> Any:
     return config_from(parser.parse_args(["--strategy", "agg", "--model", "m", *flags]), Path("run"))
 
 
+def test_impossible_engine_configs_directory_is_refused_by_its_flag() -> None:
+    with pytest.raises(ConfigError, match="--engine-configs: "):
+        up("--engine-configs", LONG)
+
+
 @pytest.mark.parametrize("flag", ["--startup-timeout", "--stop-timeout"])
 def test_a_time_that_is_no_number_is_refused(flag: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"{flag}: nan is not allowed"):
         up(flag, "nan", "--run-dir", str(tmp_path))
 
 
-@pytest.mark.parametrize("make", ["file", "in a file", "in proc"])
+@pytest.mark.parametrize("host", ["", " "])
+def test_empty_http_host_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match=f"--http-host: '{host}' is not allowed"):
+        up("--http-host", host)
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 100])
+def test_http_host_without_an_address_is_refused_by_its_flag(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"--http-host: .* is not allowed; expected an address or a name"):
+        free_http_port(host, 0)
+
+
+@pytest.mark.parametrize("make", ["file", "in a file", "in proc", "too long"])
 def test_run_directory_that_cannot_be_created_is_refused(make: str, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
-    path = {"file": file, "in a file": file / "run", "in proc": Path("/proc/run")}[make]
+    path = {
+        "file": file,
+        "in a file": file / "run",
+        "in proc": Path("/proc/run"),
+        "too long": tmp_path / LONG,
+    }[make]
     with pytest.raises(ConfigError, match=r"--run-dir: .* is not allowed; expected a directory that"):
         RunDir.claim(path)

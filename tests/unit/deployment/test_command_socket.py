@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -168,7 +169,7 @@ NONSENSE = [
 ]
 
 
-@pytest.mark.parametrize("line", [*NONSENSE, b"{" * 70_000, b"{" * 700_000])
+@pytest.mark.parametrize("line", [*NONSENSE, b'{"command":' * 5_000, b"{" * 70_000, b"{" * 700_000])
 async def test_invalid_command_line_is_refused_and_up_continues(supervisor: Supervisor, line: bytes) -> None:
     answer = await asyncio.to_thread(say, supervisor, line + b"\n")
     assert "command" in answer["refused"]
@@ -235,6 +236,43 @@ async def test_a_command_is_executed_when_its_client_has_gone(supervisor: Superv
 def test_command_without_a_running_up_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="run directory of a running `up`"):
         send_to_up(tmp_path, Describe())
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b'{"done": {"strat', "ended before it had done this"),
+        *(
+            (line, "does not answer as one of version")
+            for line in (
+                b"hello\n",
+                b"\xff\xfe\n",
+                b"[]\n",
+                b'{"said": "a", "done": "b"}\n',
+                b'{"said": 5}\n',
+                b'{"done": null}\n',
+                b'{"done": {"strategy": "auto"}}\n',
+                b"[" * 100_000 + b"\n",
+            )
+        ),
+    ],
+)
+def test_answer_that_no_up_of_this_version_gives_is_an_error(
+    tmp_path: Path, answer: bytes, said: str
+) -> None:
+    with listen_at(tmp_path / COMMAND_SOCKET) as listener, ThreadPoolExecutor() as other:
+        listener.settimeout(20)
+
+        def reply() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(answer)
+
+        replied = other.submit(reply)
+        with pytest.raises(DisaggError, match=said):
+            send_to_up(tmp_path, Describe(), seconds=20)
+        replied.result()
 
 
 def test_a_socket_that_a_dead_process_left_is_replaced(tmp_path: Path) -> None:

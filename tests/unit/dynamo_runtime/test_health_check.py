@@ -30,7 +30,9 @@ def test_health_check_payload_is_read_from_json_or_a_file(tmp_path: Path) -> Non
     ("given", "why"),
     [
         ("{", "JSON, or @FILE"),
+        pytest.param("[" * 100_000, "JSON, or @FILE", id="too deep"),
         ("[1]", "a JSON object"),
+        ("@~no_such_user/probe.json", "No such file"),
         ("@/nowhere/probe.json", "No such file"),
         ('{"prompt": "Hello"}', "token_ids"),
         ('{"token_ids": [1], "stop_conditions": {"max_tokens": "1"}}', "max_tokens"),

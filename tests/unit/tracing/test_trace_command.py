@@ -262,3 +262,37 @@ def test_a_directory_that_is_no_run_directory_is_an_error(tmp_path: Path) -> Non
     (tmp_path / "traces").mkdir()
     with pytest.raises(ConfigError, match="no request was traced"):
         run(["trace", "--run-dir", str(tmp_path)])
+
+
+def spans_below_each_other(number: int) -> list[SpanData]:
+    return [SpanData("request", "1" * 32, f"{i:016x}", f"{i - 1:016x}", i, 10_000) for i in range(number)]
+
+
+def test_spans_that_are_above_themselves_are_roots(tmp_path: Path) -> None:
+    first, second, third = spans_below_each_other(3)
+    first.parent_id = second.span_id
+    write(tmp_path / "spans.jsonl", [first, second, third])
+    (trace,) = read_traces(tmp_path / "spans.jsonl")
+    assert [node.span.span_id for node in trace.roots] == [first.span_id, second.span_id]
+    assert [node.depth for node in trace.nodes] == [0, 0, 1]
+
+
+def test_spans_below_each_other_are_read_however_many_they_are(tmp_path: Path) -> None:
+    write(tmp_path / "spans.jsonl", spans_below_each_other(1200))
+    (trace,) = read_traces(tmp_path / "spans.jsonl")
+    assert [node.depth for node in trace.nodes] == list(range(1200))
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {LONGEST_GAP: 1.0},
+        {LONGEST_GAP: "x", LONGEST_GAP_AFTER: 1},
+        {LONGEST_GAP: 1.0, LONGEST_GAP_AFTER: "inf"},
+    ],
+)
+def test_gap_of_another_version_is_left_out(tmp_path: Path, attributes: dict[str, str | int | float]) -> None:
+    (span,) = spans_below_each_other(1)
+    span.attributes |= attributes
+    write(tmp_path / "spans.jsonl", [span])
+    assert read_traces(tmp_path / "spans.jsonl")[0].longest_gap is None

@@ -136,7 +136,13 @@ def test_incomplete_line_of_a_trace_file_is_skipped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["no json\n", '{"spans": []}\n', '{"resourceSpans": [{"scopeSpans": [{"spans": [{}]}]}]}\n']
+    "text",
+    [
+        "no json\n",
+        "[" * 100_000 + "\n",
+        '{"spans": []}\n',
+        '{"resourceSpans": [{"scopeSpans": [{"spans": [{}]}]}]}\n',
+    ],
 )
 def test_a_file_with_something_else_in_it_is_refused(text: str, tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"

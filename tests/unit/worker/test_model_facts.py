@@ -101,6 +101,16 @@ def test_rope_scaling_multiplies_max_positions_as_in_tensorrt_llm(
     assert model(tmp_path, CONFIG | {"rope_scaling": {"type": kind, "factor": 4.0}}).max_positions == length
 
 
+@pytest.mark.parametrize("factor", [float("inf"), float("nan")])
+def test_infinite_rope_factor_leaves_max_positions_unknown(tmp_path: Path, factor: float) -> None:
+    scaling = {"rope_scaling": {"type": "linear", "factor": factor}}
+    assert model(tmp_path, CONFIG | scaling).max_positions is None
+
+
+def test_model_of_an_unknown_users_home_has_unknown_facts() -> None:
+    assert read_model_facts("~no_such_user/model") == UNKNOWN_MODEL
+
+
 def test_facts_of_a_multimodal_model_are_those_of_its_text_config(tmp_path: Path) -> None:
     facts = model(tmp_path, {"architectures": ["X"], "text_config": CONFIG})
     assert (facts.dtype, facts.max_positions) == ("bfloat16", 4096)

@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import operator
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -243,7 +244,7 @@ def _check_shards(directory: Path) -> None:
     shards = sorted(set(places.values()))
     if strange := [name for name in shards if Path(name).name != name]:
         raise ConfigError(f"model: {index} names {strange[0]!r}; expected files beside it")
-    if missing := [name for name in shards if not (directory / name).is_file()]:
+    if missing := [name for name in shards if not os.path.isfile(directory / name)]:
         raise ConfigError(
             f"model: {directory} lacks {len(missing)} of the {len(shards)} files that {_INDEX} names: "
             f"{', '.join(missing[:3])}; copy them there"

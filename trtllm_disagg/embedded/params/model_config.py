@@ -247,7 +247,7 @@ def read_plain_config(raw: dict[str, Any]) -> ModelConfig | None:
     said = {key: value for key, value in raw.items() if key not in _WITHOUT_EFFECT | _READ_BESIDE}
     try:
         config = msgspec.convert({k: v for k, v in said.items() if v is not None}, ModelConfig)
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, UnicodeEncodeError):  # of half a surrogate pair
         return None
     return msgspec.structs.replace(
         config,

@@ -135,8 +135,8 @@ def _end_ids(directory: Path, config: dict[str, Any]) -> list[int]:
 def _dtype(config: dict[str, Any], wanted: str) -> str:
     said = config.get("dtype") or config.get("torch_dtype") or "float32"
     name = said if wanted == "auto" else wanted
-    if name in _ITEM_BYTES:
-        return str(name)
+    if isinstance(name, str) and name in _ITEM_BYTES:
+        return name
     expected = f"one of {', '.join(_ITEM_BYTES)} on the embedded engine"
     if wanted == "auto":
         allowed = f"{expected}, to which the weights are converted: config.json says {said!r}"

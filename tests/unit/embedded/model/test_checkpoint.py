@@ -65,10 +65,18 @@ def test_bytes_too_many_or_too_few_are_refused(model: Path) -> None:
         refused(model, r"is no safetensors file, or not all of one: .*; copy it again")
 
 
+@pytest.mark.parametrize("name", [["float32"], {"float32": 1}, 7])
+def test_dtype_that_is_no_text_is_refused(model: Path, name: object) -> None:
+    edit(model / "config.json", dtype=name)
+    refused(model, "dtype: 'auto' is not allowed; expected one of float32, bfloat16")
+
+
 def test_shards_that_are_missing_are_named(model: Path) -> None:
     index = model / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-00002.safetensors"}}))
     refused(model, r"lacks 1 of the 2 files that .*index\.json names: model-00002\.safetensors; copy them")
+    index.write_text(json.dumps({"weight_map": {"a": "x" * 300}}))
+    refused(model, "lacks 1 of the 1 files")
     index.write_text(json.dumps({"weight_map": ["model.safetensors"]}))
     refused(model, "has no weight_map")
 

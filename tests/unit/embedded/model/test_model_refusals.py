@@ -103,6 +103,12 @@ def test_impossible_config_json_value_is_refused(make_model: MakeModel, key: str
     )
 
 
+def test_text_that_is_not_utf_8_is_refused(make_model: MakeModel) -> None:
+    model = make_model()
+    edit(model / "config.json", attention_bias="\ud800")
+    assert "config.json is not a configuration" in refusal(model)
+
+
 @pytest.mark.parametrize("kind", ["sideways", "longrope"])
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
 def test_rotations_that_are_not_served_are_refused(make_model: MakeModel, key: str, kind: str) -> None:
