@@ -141,11 +141,9 @@ def run(args: argparse.Namespace) -> ExitCode:
         _refuse_flags_beside("--foresee", args, _OF_FORESEE)
         return _foresee(args)
     if args.json:
-        raise ConfigError.bad_value(
-            "--json", None, "--foresee beside it; of a run it is report.json in --out"
-        )
+        raise ConfigError("--json needs --foresee beside it; of a run it is report.json in --out")
     if args.out is None:
-        raise ConfigError.bad_value("--out", None, "a directory for the run; --foresee alone needs none")
+        raise ConfigError("--out is missing; give a directory for the run (--foresee alone needs none)")
     if args.advise:
         _refuse_flags_beside("--advise", args, _OF_ADVISE)
     slo = slo_of(args)
