@@ -136,6 +136,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     from trtllm_disagg.bench.strategies.planning import slo_of
     from trtllm_disagg.bench.strategies.records import RunDirectory
     from trtllm_disagg.bench.strategies.run_report import write_report
+    from trtllm_disagg.console import Console
 
     if args.foresee:
         _refuse_flags_beside("--foresee", args, _OF_FORESEE)
@@ -154,7 +155,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         return code
     with without_silence(_say, "writing the report"):
         report = write_report(directory, slo)
-    print(report.advice())
+    Console().paragraph(report.advice())
     print(f"\n{directory.path / 'report.html'}")
     return ExitCode.DONE
 
