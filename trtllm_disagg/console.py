@@ -17,6 +17,10 @@ class Console(RichConsole):
         if paper is not None and not self.is_terminal:
             self.width = paper
 
+    def paragraph(self, text: str) -> None:
+        """Print `text` as it is: wrapped between words on a terminal, in one line elsewhere."""
+        self.print(text, markup=False, emoji=False, soft_wrap=not self.is_terminal)
+
     def on_broken_pipe(self) -> None:
         # rich would end the program with exit code 1; `cli.main` exits with READER_LEFT.
         raise

@@ -42,6 +42,21 @@ def test_paper_has_the_columns_that_it_is_given() -> None:
     assert Console(io.StringIO(), paper=120).width == 120
 
 
+def test_a_paragraph_is_wrapped_between_words_on_a_terminal_and_one_line_in_a_pipe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    text = "It answers up to 12.2 [12.2 to 12.2] requests/s :warning: here."
+    shown, piped = Terminal(), io.StringIO()
+    Console(shown).paragraph(text)
+    Console(piped).paragraph(text)
+    lines = shown.getvalue().splitlines()
+    assert " ".join(line.rstrip() for line in lines) == text
+    assert max(map(len, lines)) <= 20
+    assert piped.getvalue() == f"{text}\n"
+
+
 def test_no_other_file_makes_a_console_of_its_own() -> None:
     own = {
         file.relative_to(PACKAGE).as_posix()

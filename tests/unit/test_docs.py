@@ -73,6 +73,18 @@ def test_names_that_the_page_of_the_structure_puts_into_files_are_there() -> Non
     assert absent == []
 
 
+def test_the_page_of_the_structure_names_every_package_and_every_file_at_the_top() -> None:
+    text = (DOCS / "explanation" / "structure.md").read_text(encoding="utf-8")
+    table = text.partition("## Where things are")[2]
+    assert table
+    at_the_top = {
+        f"{path.name}/" if path.is_dir() else path.name
+        for path in (ROOT / "trtllm_disagg").iterdir()
+        if path.is_dir() or path.suffix == ".py"
+    }
+    assert {name for name in at_the_top - {*_CODE.findall(table)} if not name.startswith("_")} == set()
+
+
 def _defines(source: str, name: str) -> bool:
     """Whether a file has a name of its top level, or `Class.method`."""
     outer, _, method = name.partition(".")

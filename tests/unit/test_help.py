@@ -59,6 +59,7 @@ def test_every_command_and_every_flag_is_described(parser: argparse.ArgumentPars
         assert (action.help or "").count("(default:") <= 1
         assert told, f"{action.option_strings or action.dest}: only a default, or nothing"
     assert not VAGUE.findall(parser.format_help())
+    assert "(default: [" not in parser.format_help(), "a default is shown as it is given: no Python list"
 
 
 @pytest.mark.parametrize("shell", SHELLS)

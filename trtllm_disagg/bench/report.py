@@ -226,16 +226,17 @@ def print_tables(console: Console, sections: Sequence[Section]) -> None:
 
 def _grid(grid: Grid) -> Table:
     headers = (*grid.labels, *(f">{column.header or column.name}" for column in grid.columns))
-    shown, group = _table(grid.title, headers), ""
+    rows = [
+        [*row[: len(grid.labels)], *(_shown(cells.get(column.name, ""), column) for column in grid.columns)]
+        for row, cells in grid.rows.items()
+    ]
+    shown, group = _table(grid.title, headers, rows), ""
     several = len(grid.labels) > 1
-    for row, cells in grid.rows.items():
-        names = list(row[: len(grid.labels)])
-        if several and group not in ("", row[0]):
+    for first, *others in rows:
+        if several and group not in ("", first):
             shown.add_section()
-        if several and group == row[0]:
-            names[0] = ""
-        group = row[0]
-        shown.add_row(*names, *(_shown(cells.get(column.name, ""), column) for column in grid.columns))
+        shown.add_row("" if several and group == first else first, *others)
+        group = first
     return shown
 
 
@@ -246,23 +247,29 @@ def _shown(number: float | str, column: Column) -> str:
 
 
 def _figures(title: str, figures: Iterable[Figure]) -> Table:
-    shown = _table(title, ("figure", ">value", "unit", "target", ""))
-    for figure in figures:
-        value = f"{rounded(figure.value, 4):g}"
-        shown.add_row(figure.figure, value, figure.unit, figure.target or "", _VERDICTS[figure.ok])
+    rows = [
+        (each.figure, f"{rounded(each.value, 4):g}", each.unit, each.target or "", _VERDICTS[each.ok])
+        for each in figures
+    ]
+    shown = _table(title, ("figure", ">value", "unit", "target", ""), rows)
+    for row in rows:
+        shown.add_row(*row)
     return shown
 
 
-def _table(title: str, headers: Iterable[str]) -> Table:
-    """A header that begins with > is that of a column of numbers, aligned to the right."""
+def _table(title: str, headers: Iterable[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A header that begins with > is that of a column of numbers, aligned to the right. On a narrow terminal names are
+    wrapped; a number stays whole.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     shown = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for header in headers:
-        is_number = header.startswith(">")
+    for at, header in enumerate(headers):
+        name = header.removeprefix(">")
+        words = [word for text in (name, *(row[at] for row in rows)) for word in text.split()]
         shown.add_column(
-            header.removeprefix(">"), justify="right" if is_number else "left", no_wrap=not is_number
+            name, justify="right" if name != header else "left", min_width=max(map(len, words), default=0)
         )
     return shown
 

@@ -135,7 +135,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=SCALES,
         nargs="+",
         default=["seed"],
-        help="prompts as in the article, or up to 1k or 4k tokens, which takes minutes (default: %(default)s)",
+        help="prompts as in the article, or up to 1k or 4k tokens, which takes minutes (default: seed)",
     )
     add_choice(parser, "--scenario", [scenario.name for scenario in SEED_SCENARIOS], "workloads")
     add_choice(parser, "--mode", MODES, "ways to serve them")

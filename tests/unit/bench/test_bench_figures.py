@@ -18,12 +18,34 @@ from trtllm_disagg.bench.figures import (
     Grid,
     Rounds,
     Sample,
+    Section,
     paired_ratio,
     to_json,
 )
-from trtllm_disagg.bench.report import Bound, progress
+from trtllm_disagg.bench.report import Bound, print_report, progress
+from trtllm_disagg.console import Console
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes import steadily
+
+
+def test_on_80_columns_every_number_and_every_name_of_a_report_can_be_read() -> None:
+    names = ("GiB/s", "% of memcpy", "% of readv", "spread", "descriptors")
+    columns = [Column(name, "x" if name == "spread" else "", ".2f") for name in names]
+    row = {name: 1234.56 + at for at, name in enumerate(names)}
+    label = "process_vm_readv of scattered blocks"
+    long_name = "0.5b-fp32 SHARED_MEMORY contiguous share of memcpy"
+    judged = [Figure(long_name, 107.9, "%", ">= 85", True), Figure("other", 252.8, "GiB/s", "<= 9", False)]
+    section = Section("t", [Grid("g", ("",), columns, {(label,): row}, "{0} {column}")], figures=judged)
+    shown = io.StringIO()
+    print_report(Console(shown, paper=80), [section])
+    lines = shown.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in shown.getvalue()
+    words = shown.getvalue().split()
+    assert {*label.split(), *long_name.split(), "1234.56", "1237.56x", "1238.56", "107.9", "252.8"} <= {
+        *words
+    }
+    assert {"descriptors", "value", "missed"} <= {*words}
 
 
 @pytest.mark.parametrize(

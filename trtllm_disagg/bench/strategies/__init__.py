@@ -136,16 +136,15 @@ def run(args: argparse.Namespace) -> ExitCode:
     from trtllm_disagg.bench.strategies.planning import slo_of
     from trtllm_disagg.bench.strategies.records import RunDirectory
     from trtllm_disagg.bench.strategies.run_report import write_report
+    from trtllm_disagg.console import Console
 
     if args.foresee:
         _refuse_flags_beside("--foresee", args, _OF_FORESEE)
         return _foresee(args)
     if args.json:
-        raise ConfigError.bad_value(
-            "--json", None, "--foresee beside it; of a run it is report.json in --out"
-        )
+        raise ConfigError("--json needs --foresee beside it; of a run it is report.json in --out")
     if args.out is None:
-        raise ConfigError.bad_value("--out", None, "a directory for the run; --foresee alone needs none")
+        raise ConfigError("--out is missing; give a directory for the run (--foresee alone needs none)")
     if args.advise:
         _refuse_flags_beside("--advise", args, _OF_ADVISE)
     slo = slo_of(args)
@@ -156,7 +155,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         return code
     with without_silence(_say, "writing the report"):
         report = write_report(directory, slo)
-    print(report.advice())
+    Console().paragraph(report.advice())
     print(f"\n{directory.path / 'report.html'}")
     return ExitCode.DONE
 

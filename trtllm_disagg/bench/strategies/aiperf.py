@@ -22,6 +22,7 @@ from trtllm_disagg.errors import ConfigError, DisaggError
 
 #: The version in our extra `[bench]`.
 VERSION = "0.13.0"
+_REMEDY = f"pip install 'trtllm-disagg[bench]' brings it, or aiperf=={VERSION} in any environment"
 _EXPORT = "profile_export.jsonl"
 #: The name of the tokenizer that AIPerf insists on, although it makes no prompts here.
 _TOKENIZER = "local/none"
@@ -71,12 +72,10 @@ class AIPerf:
         """Finds `given`, or the command in this environment, or in PATH. Raises ConfigError."""
         beside = Path(sys.executable).with_name("aiperf")
         found = given or (beside if beside.exists() else shutil.which("aiperf"))
-        if found is None or not Path(found).is_file() or not os.access(found, os.X_OK):
-            raise ConfigError.bad_value(
-                "--aiperf",
-                str(given) if given else None,
-                f"AIPerf's command: pip install 'trtllm-disagg[bench]', or aiperf=={VERSION} where you like",
-            )
+        if found is None:
+            raise ConfigError(f"AIPerf is missing; {_REMEDY}; --aiperf names its command")
+        if not Path(found).is_file() or not os.access(found, os.X_OK):
+            raise ConfigError.bad_value("--aiperf", str(found), f"AIPerf's command: {_REMEDY}")
         return cls(Path(found))
 
     def version(self) -> str:

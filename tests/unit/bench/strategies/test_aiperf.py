@@ -88,6 +88,17 @@ def test_a_command_that_is_not_there_is_refused_with_how_to_get_it(tmp_path: Pat
         AIPerf.find(tmp_path / "aiperf")
 
 
+def test_without_aiperf_the_error_says_how_to_get_it_and_where_to_name_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(
+        ConfigError, match=r"^AIPerf is missing; pip install 'trtllm-disagg\[bench\]'.*--aiperf"
+    ):
+        AIPerf.find(None)
+
+
 def test_aiperf_is_found_in_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = script(tmp_path, "print('aiperf 0.13.0')")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "elsewhere" / "python"))

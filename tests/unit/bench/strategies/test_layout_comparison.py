@@ -121,8 +121,8 @@ def test_a_script_gets_rates_and_leads_as_json(flags: list[str], capsys: pytest.
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ([], "--out: nothing is not allowed|--out: .*--foresee alone needs none"),
-        (["--json", "--out", "run"], "--json: .*report.json"),
+        ([], "^--out is missing; .*--foresee alone needs none"),
+        (["--json", "--out", "run"], "^--json needs --foresee.*report.json"),
         (["--foresee", "--url", "2 agg=http://127.0.0.1:1"], "--foresee: .*modelled GPUs"),
         (["--foresee", "--rates", "1"], "--rates: '1'.*beside --foresee"),
         (["--foresee", "--band", "0"], "--band: '0.0'.*beside --foresee"),
