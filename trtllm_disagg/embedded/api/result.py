@@ -292,7 +292,8 @@ class GenerationResult:
             if output.finish_reason is not None:
                 output.text = text.whole(output.token_ids)
             elif self._streaming:
-                output.text = text.update(output.token_ids)
+                # A character that may be whole with the next token waits for it, or it would be missing in `text_diff`.
+                output.text = text.update(output.token_ids).rstrip(_BROKEN)
 
     def _hand_off(self, output: CompletionOutput, handoff: MadeHandoff) -> None:
         output.disaggregated_params = self.disaggregated_params = DisaggregatedParams(

@@ -320,6 +320,8 @@ class EngineCore:
         """After the pool has shrunk: a sequence that no longer fits would block itself and the queue for ever."""
         self._has_shrunk = False
         for sequence in self.scheduler.unfinished():
+            if sequence.status is Status.FINISHED:  # with another choice of its request
+                continue
             try:
                 require_room(sequence, self.blocks)
             except DisaggError as error:

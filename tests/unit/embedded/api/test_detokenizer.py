@@ -141,10 +141,27 @@ def test_streamed_text_of_two_choices_with_a_stop_word_is_correct(tokenizer: Any
         for index in range(2):
             result.deliver(TokenOutput(7, index, [token]))
             next(result)
-            assert result.outputs[index].text == whole(result.outputs[index].token_ids)
+            assert result.outputs[index].text == whole(result.outputs[index].token_ids).rstrip("\ufffd")
     result.deliver(TokenOutput(7, 0, trim=4, finish_reason="stop", stop_reason="STOP"))
     result.deliver(TokenOutput(7, 1, tokenizer.encode("!"), finish_reason="length"))
     for _ in result:
         """To its end."""
     assert [output.text for output in result.outputs] == ["語é🎉 and so on ", "語é🎉 and so on STOP!"]
     assert result.outputs[1].text_diff == "!"
+
+
+def test_streamed_character_of_several_tokens_is_whole_in_one_difference(tokenizer: Any) -> None:
+    ids = tokenizer.encode("aéb")
+    result = RequestOutput(
+        request_id=1,
+        prompt=None,
+        prompt_token_ids=[5],
+        num_choices=1,
+        streaming=True,
+        abort=lambda _: None,
+        detokenize=decoder(tokenizer, skip_special_tokens=True),
+    )
+    for token in ids[:-1]:
+        result.deliver(TokenOutput(1, token_ids=[token]))
+    result.deliver(TokenOutput(1, token_ids=ids[-1:], finish_reason="length"))
+    assert [update.outputs[0].text_diff for update in result] == ["a", "", "é", "b"]

@@ -98,3 +98,19 @@ def test_a_running_request_that_can_never_end_in_a_pool_that_shrank_may_be_tried
     assert answer.category == "CapacityExhausted", "another engine may have room"
     assert len(decode.answers[short, 0].tokens) == 30
     decode.assert_idle()
+
+
+def test_a_request_with_two_choices_that_no_longer_fit_fails_once(make_core: MakeCore) -> None:
+    transfer = {"cache_transceiver_config": {"backend": "SHARED_MEMORY"}}
+    fake = FakeTransport()
+    prefill = make_core(16, **transfer, transport=FakeTransport())
+    decode = make_core(8, **transfer, transport=fake)
+    fake.then("read", TakesTooLong())
+    prompt = [5 + i % 11 for i in range(3 * BLOCK)]
+    handoff = prefill.prefill(prompt)
+    too_long = decode.add([9] * 20, 100, choices=2)
+    decode.step()
+    lost = decode.add_decode(prompt, handoff)
+    decode.run(lost)  # fails at a second error for one choice
+    assert decode.answers[too_long, 0].category == "CapacityExhausted"
+    decode.assert_idle()
