@@ -9,6 +9,23 @@ fail() {
     exit 1
 }
 
+# show_help: prints the head of the script, and its settings with the values that they have when unset.
+show_help() {
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+    printf '\nSettings:\n'
+    local file
+    for file in "$0" "${BASH_SOURCE[0]}"; do
+        sed -n '/^source/q; /:+/d; s/:=/=/g; s/["${}]//g; s/^: /  /p' "$file"
+    done
+    printf '\nArguments of a worker: trtllm-disagg worker --help; of the frontend: python -m dynamo.frontend --help\n'
+}
+
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+    show_help
+    [[ -z ${own_discovery:-} ]] || rmdir "$own_discovery"
+    exit 0
+fi
+
 : "${MODEL:=}"                # model directory or Hugging Face name; every worker needs it
 : "${SERVED_MODEL_NAME:=}"    # the name for clients (the name of the model directory when unset)
 : "${STRATEGY:=decode_first}" # or prefill_first, auto, router; the same for all workers

@@ -289,3 +289,24 @@ def test_gpus_of_lists_that_overlap_are_taken_where_the_memory_fits(
 ) -> None:
     scripts.start("disagg.sh", "decode_first", **engine_configs(0.5, 2), **SHARED)
     assert len(scripts.lines("started", 3)) == 3
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        *("agg", "prefill", "decode", "frontend", "disagg", "mpi"),
+        *("slurm/worker", "slurm/deployment"),
+    ],
+)
+def test_help_prints_the_head_of_the_script_and_the_settings_and_leaves_nothing_behind(
+    script: str, flag: str, tmp_path: Path
+) -> None:
+    file = ROOT / "launch" / f"{script}.sh"
+    environment = {"PATH": os.environ["PATH"], "TMPDIR": str(tmp_path)}
+    said = subprocess.run([file, flag], env=environment, capture_output=True, text=True, check=True)
+    assert said.stderr == ""
+    assert said.stdout.splitlines()[0] == file.read_text().splitlines()[1].removeprefix("# ")
+    assert "  MODEL=  " in said.stdout
+    assert "${" not in said.stdout
+    assert list(tmp_path.iterdir()) == []
