@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Thread
@@ -166,6 +166,8 @@ class ReadSpan:
     scope: str = ""
 
 
+#: ESC among them; tabs and line ends stay.
+_CONTROL = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n\r"}
 #: Errors of `_decoded`, and of its JSON.
 _NO_OTLP = (msgspec.MsgspecError, RecursionError, KeyError, TypeError, ValueError, AttributeError)
 
@@ -203,7 +205,7 @@ def _decoded(batch: dict[str, Any]) -> Iterator[ReadSpan]:
 def _read(span: dict[str, Any]) -> SpanData:
     status = span.get("status") or {}
     return SpanData(
-        name=str(span["name"]),
+        name=_text(span["name"]),
         trace_id=str(span["traceId"]).lower(),
         span_id=str(span["spanId"]).lower(),
         parent_id=str(span.get("parentSpanId") or "").lower() or None,
@@ -211,13 +213,20 @@ def _read(span: dict[str, Any]) -> SpanData:
         end=int(span["endTimeUnixNano"]),
         attributes=_read_attributes(span),
         events=[
-            SpanEvent(str(event["name"]), int(event["timeUnixNano"]), _read_attributes(event))
+            SpanEvent(_text(event["name"]), int(event["timeUnixNano"]), _read_attributes(event))
             for event in span.get("events") or ()
         ],
         # The collector writes the number, other programs write the name.
-        error=str(status.get("message", "")) if status.get("code") in (_ERROR, "STATUS_CODE_ERROR") else None,
+        error=_text(status.get("message", ""))
+        if status.get("code") in (_ERROR, "STATUS_CODE_ERROR")
+        else None,
         is_remote=span.get("kind") in (_SERVER, "SPAN_KIND_SERVER"),
     )
+
+
+def _text(value: object) -> str:
+    """Without characters that a terminal obeys: a file may come from another program."""
+    return str(value).translate(_CONTROL)
 
 
 def _read_attributes(holder: dict[str, Any]) -> dict[str, Value]:
@@ -228,7 +237,7 @@ def _read_value(value: dict[str, Any]) -> Value:
     for kind, content in value.items():
         if kind == "arrayValue":
             return [str(_read_value(each)) for each in content.get("values") or ()]
-        read: type[str | bool | int | float] = _READ.get(kind, str)
+        read: Callable[[Any], str | bool | int | float] = _READ.get(kind, _text)
         return read(content)
     return ""
 

@@ -236,6 +236,20 @@ def test_a_collectors_file_is_read_as_well(run_dir: Path, capsys: pytest.Capture
     assert "agg-2345" in "\n".join(shown(capsys, "--otlp-file", file))
 
 
+def test_characters_that_a_terminal_obeys_are_not_printed(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = run_dir / "collected.jsonl"
+    spans = spans_of(0, 0)[0]
+    spans[0].name = "window\x1b]0;title\x07"
+    spans[0].events = [SpanEvent("\x9b2J", spans[0].start, {"why": "\x1b[31m"})]
+    spans[1].error = "clear\x1b[2J"
+    write(file, spans, resource={"trtllm_disagg.worker": "ag\x1bg"})
+    text = "\n".join(shown(capsys, "--otlp-file", file))
+    assert "window\ufffd]0;title\ufffd" in text
+    assert not {"\x1b", "\x07", "\x9b"} & set(text)
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
