@@ -128,7 +128,9 @@ def _are_endpoint_types(value: str) -> bool:
 POSITIVE = _up_to(2**31 - 1)
 #: A request carries the list of instances that failed it, so tries are limited.
 TRIES = _up_to(64)
-POWER_OF_TWO = Allowed("a power of two", lambda value: POSITIVE.accepts(value) and value & (value - 1) == 0)
+POWER_OF_TWO = Allowed(
+    "a power of two below 2^31", lambda value: POSITIVE.accepts(value) and value & (value - 1) == 0
+)
 FRACTION = Allowed("a number above 0 and up to 1", lambda value: 0 < value <= 1)
 NOT_EMPTY = Allowed("a name that is not empty", lambda value: bool(value.strip()))
 NAMESPACE = Allowed("letters, digits, - and _", lambda value: re.fullmatch(_NAME, value) is not None)
