@@ -66,8 +66,14 @@ class Push:
         return self._may_land_later
 
     def mark_may_land_later(self) -> None:
-        """A write timed out and may still arrive: `stopped` stays unset as long as this process lives."""
+        """A write timed out and may still arrive: `stopped` stays unset until `landed`."""
         self._may_land_later = True
+
+    def landed(self) -> None:
+        """The late write has ended."""
+        with self._lock:
+            self._may_land_later = False
+            self._stop_if_due()
 
     def _stop_if_due(self) -> None:
         if self._closed and not self._operations and not self._may_land_later:
@@ -199,7 +205,9 @@ class OfferBook:
             self._open.pop(request, None)
 
     def forget(self, push: Push) -> None:
-        """Decode has its notice or its failure message. A push with a write that may still land is kept for good."""
+        """Decode has its notice or its failure message. A push with a write that may still land is kept: until then a
+        withdrawal has to find it.
+        """
         with self._lock:
             if not push.may_land_later:
                 self._pushes.pop(push.offer.ticket, None)
@@ -223,7 +231,7 @@ class Move:
     push: Push
     kind: Literal["read", "delivered", "stopped", "failure_sent", "failed"]
     outcome: Outcome = SUCCESS
-    #: This engine's blocks that a late read may still fill.
+    #: This engine's blocks that a late read may still fill; a late write fills decode's.
     filled: tuple[int, ...] = ()
 
 

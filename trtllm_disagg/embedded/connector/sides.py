@@ -23,7 +23,7 @@ from trtllm_disagg.embedded.scheduler.sequence import Sequence
 from trtllm_disagg.errors import HandoffRefusedError, KvTransferError
 from trtllm_disagg.kv_transfer.base import prompt_digest
 from trtllm_disagg.kv_transfer.messages import Notice
-from trtllm_disagg.kv_transfer.peers import LateTransfers
+from trtllm_disagg.kv_transfer.peers import LateTransfer, LateTransfers
 from trtllm_disagg.kv_transfer.pull import KvReceiver, Pull
 from trtllm_disagg.kv_transfer.push import GIVEN_UP, KvPusher, Move, OfferBook, Push
 from trtllm_disagg.kv_transfer.push_receiver import Expected, PushReceiver
@@ -192,6 +192,8 @@ class OutgoingWrites:
         self._pushed: dict[Sequence, _Pushed] = {}
         #: Finished prefills: the output for the client once decode has accepted the notice.
         self._delivering: dict[Push, TokenOutput] = {}
+        #: Late writes, which may still fill decode's blocks.
+        self._landing: dict[LateTransfer, Push] = {}
         #: A prefill was added since the offers were last checked.
         self.has_news = False
 
@@ -276,6 +278,12 @@ class OutgoingWrites:
         for move in self._pusher.take_finished():
             yield from self._moved(move)
 
+    def landed(self, late: LateTransfer) -> None:
+        """This late transfer has ended. After a write, decode's next withdrawal finds that the push has stopped."""
+        if push := self._landing.pop(late, None):
+            push.landed()
+            self._offers.forget(push)
+
     def _look_for_offer(self, request: int) -> Iterator[KvEvent]:
         if push := self._offers.take(request):
             sequence, _ = self._awaited.pop(request)
@@ -319,18 +327,24 @@ class OutgoingWrites:
         error, late = move.outcome
         assert error is not None
         sequences = self._sequences_of(move.push)
-        if late is not None and move.filled:
-            # Of the request, or held by the push when the request has been aborted meanwhile.
-            self._blocks.take_from(move.push, move.filled)
-            for sequence in sequences:
-                sequence.blocks = [block for block in sequence.blocks if block not in move.filled]
-            yield from self._blocks.quarantine(late, move.push.offer.decode, list(move.filled))
-            self._late.add(late)
+        if late is not None:
+            yield from self._late_move(move, late, sequences)
         for sequence in sequences:
             yield KvFailed(sequence.request_id, error)
         if output := self._delivering.pop(move.push, None):
             self._pusher.fail(move.push, str(error))
             yield KvFailed(output.request_id, error)
+
+    def _late_move(self, move: Move, late: LateTransfer, sequences: list[Sequence]) -> Iterator[KvEvent]:
+        if move.filled:
+            # Of the request, or held by the push when the request has been aborted meanwhile.
+            self._blocks.take_from(move.push, move.filled)
+            for sequence in sequences:
+                sequence.blocks = [block for block in sequence.blocks if block not in move.filled]
+            yield from self._blocks.quarantine(late, move.push.offer.decode, list(move.filled))
+        else:
+            self._landing[late] = move.push
+        self._late.add(late)
 
     def _sequences_of(self, push: Push) -> list[Sequence]:
         return [sequence for sequence, pushed in self._pushed.items() if pushed.push is push]

@@ -152,6 +152,7 @@ class TwoSidedConnector(KvConnector):
         yield from self._incoming.poll()
         for late in self.peers.late.take_news():
             if late.ended:
+                self._outgoing.landed(late)
                 yield from self._blocks.free(late)
             else:
                 yield from self._blocks.quarantine(late, late.endpoint)

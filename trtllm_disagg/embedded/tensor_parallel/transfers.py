@@ -10,9 +10,8 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -53,6 +52,13 @@ class Read(msgspec.Struct, tag="read"):
     timeout: float
 
 
+class HasEnded(msgspec.Struct, tag="has-ended"):
+    """Of a read that may land later: has it ended?"""
+
+    id: int
+    read: int
+
+
 class Forget(msgspec.Struct, tag="forget"):
     metadata: PeerMetadata
 
@@ -65,11 +71,11 @@ class Close(msgspec.Struct, tag="close"):
     pass
 
 
-TransferCommand = Serve | Read | Forget | Tick | Close
+TransferCommand = Serve | Read | HasEnded | Forget | Tick | Close
 
 
 class Done(msgspec.Struct):
-    """The answer to Serve and Read."""
+    """The answer to Serve, Read and HasEnded."""
 
     id: int
     moved: int = 0
@@ -119,13 +125,15 @@ class TeamTransport:
     ) -> int:
         """All ranks at the same time. Ends when the last one has ended, whatever became of the others."""
         assert self._reader is not None
-        asked = [helper.read(peer, remote_blocks, local_blocks, timeout) for helper in self._helpers]
-        waits = [partial(self._reader.read, peer, remote_blocks, local_blocks, timeout)]
-        waits += [partial(_moved, answer, timeout) for answer in asked]
+        reads = [helper.read(peer, remote_blocks, local_blocks, timeout) for helper in self._helpers]
+        parts: list[Callable[[], int]] = [
+            partial(self._reader.read, peer, remote_blocks, local_blocks, timeout),
+            *(read.moved for read in reads),
+        ]
         moved, failures = 0, list[Exception]()
-        for wait in waits:
+        for part in parts:
             try:
-                moved += wait()
+                moved += part()
             except Exception as error:  # whatever it is, the other ranks' reads may still land
                 failures.append(error)
         late = [e for e in failures if isinstance(e, ReadTimeoutError) and e.may_land_later]
@@ -163,15 +171,6 @@ class TeamTransport:
         self._transport.close()
 
 
-def _moved(answer: Future[Done], timeout: float) -> int:
-    try:
-        return _require(answer.result(timeout + _GRACE_SECONDS)).moved
-    except TimeoutError as error:
-        if isinstance(error, ReadTimeoutError):
-            raise
-        raise ReadTimeoutError("a rank did not say that its read has ended", may_land_later=True) from None
-
-
 def _require(done: Done) -> Done:
     """Raise what the other rank raised."""
     if not done.kind:
@@ -179,6 +178,32 @@ def _require(done: Done) -> Done:
     if done.kind == ReadTimeoutError.__name__:
         raise ReadTimeoutError(done.error, may_land_later=done.may_land_later)
     raise errors.named(done.kind, done.error) or KvTransferError(f"{done.kind}: {done.error}")
+
+
+class _RankRead:
+    """Another rank's part of a read."""
+
+    def __init__(self, helper: _Helper, command: Read) -> None:
+        self._helper = helper
+        self._command = command
+        self._answer = helper.ask(command)
+
+    def moved(self) -> int:
+        """Wait for its end. Raises as KvTransport.read."""
+        if not wait([self._answer], self._command.timeout + _GRACE_SECONDS).done:
+            raise self._late("a rank did not say that its read has ended")
+        done = self._answer.result()
+        if done.may_land_later:
+            raise self._late(done.error)
+        return _require(done).moved
+
+    def _late(self, message: str) -> ReadTimeoutError:
+        return ReadTimeoutError(message, may_land_later=True, has_ended=self._has_ended)
+
+    def _has_ended(self) -> bool:
+        if not self._answer.done():
+            return False
+        return not self._answer.result().may_land_later or self._helper.has_ended(self._command.id)
 
 
 class _Helper:
@@ -193,16 +218,22 @@ class _Helper:
         threading.Thread(target=self._receive, name=f"kv-rank-{other.rank}", daemon=True).start()
 
     def serve(self, sender: str) -> Future[Done]:
-        return self._ask(Serve(next(self._ids), sender))
+        return self.ask(Serve(next(self._ids), sender))
 
-    def read(self, peer: PeerMetadata, remote: np.ndarray, local: np.ndarray, timeout: float) -> Future[Done]:
-        return self._ask(Read(next(self._ids), peer, remote.tobytes(), local.tobytes(), timeout))
+    def read(self, peer: PeerMetadata, remote: np.ndarray, local: np.ndarray, timeout: float) -> _RankRead:
+        command = Read(next(self._ids), peer, remote.tobytes(), local.tobytes(), timeout)
+        return _RankRead(self, command)
+
+    def has_ended(self, read: int) -> bool:
+        """Of a read that may land later. False when the rank does not say so in time."""
+        answer = self.ask(HasEnded(next(self._ids), read))
+        return bool(wait([answer], _GRACE_SECONDS).done) and not _require(answer.result()).may_land_later
 
     def tell(self, command: msgspec.Struct) -> None:
         with self._lock, contextlib.suppress(OSError):  # a rank that is gone ends the engine elsewhere
             self._channel.send(command)
 
-    def _ask(self, command: Serve | Read) -> Future[Done]:
+    def ask(self, command: Serve | Read | HasEnded) -> Future[Done]:
         future: Future[Done] = Future()
         self._pending[command.id] = future
         self.tell(command)
@@ -224,6 +255,8 @@ class TransferService:
         self._channel = channel
         self._lock = threading.Lock()
         self._built: Future[tuple[StagingTransport, ShardReader]] = Future()
+        #: `ReadTimeoutError.has_ended` of reads that may land later, by the id of their command.
+        self._late: dict[int, Callable[[], bool]] = {}
         self._readers = ThreadPoolExecutor(MAX_PEER_THREADS, "kv-pull")
         threading.Thread(target=self._serve, name="kv-commands", daemon=True).start()
 
@@ -249,6 +282,8 @@ class TransferService:
                 self._answer(command.id, lambda: self._serve_pool(command))
             case Read():
                 self._readers.submit(self._answer, command.id, lambda: self._read(command))
+            case HasEnded():
+                self._answer(command.id, lambda: self._look_after(command))
             case Tick():
                 self._transport.progress()
             case Forget():
@@ -269,11 +304,18 @@ class TransferService:
         _, reader = self._built.result()
         return Done(command.id, moved=reader.read(command.metadata, remote, local, command.timeout))
 
+    def _look_after(self, command: HasEnded) -> Done:
+        if command.read in self._late and self._late[command.read]():
+            del self._late[command.read]
+        return Done(command.id, may_land_later=command.read in self._late)
+
     def _answer(self, order_id: int, work: Callable[[], Done]) -> None:
         try:
             done = work()
         except Exception as error:  # rank 0 waits for an answer
-            late: Any = getattr(error, "may_land_later", False)
-            done = Done(order_id, error=str(error), kind=type(error).__name__, may_land_later=late)
+            done = Done(order_id, error=str(error), kind=type(error).__name__)
+            if isinstance(error, ReadTimeoutError) and error.may_land_later:
+                self._late[order_id] = error.has_ended
+                done.may_land_later = True
         with self._lock, contextlib.suppress(OSError):
             self._channel.send(done)

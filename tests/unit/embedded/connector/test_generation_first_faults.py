@@ -232,6 +232,21 @@ def test_a_writer_that_does_not_stop_costs_its_blocks_until_it_is_dead(make_duo:
     assert blocks.num_available == blocks.num_blocks
 
 
+def test_blocks_of_a_late_write_come_back_once_it_has_ended(make_duo: MakeDuo) -> None:
+    fake, landed = FakeTransport(), threading.Event()
+    duo = make_duo(transport=fake)
+    fake.then("write", TakesTooLong(landed))
+    duo.both(prompt(3 * BLOCK))
+    duo.run()
+    blocks = duo.decode.engine.blocks
+    duo.run_until(lambda: blocks.num_quarantined == 3)
+    duo.prefill.assert_idle()
+    landed.set()
+    duo.run_until(lambda: not blocks.num_quarantined)
+    assert duo.generate(prompt(3 * BLOCK)) == duo.prefill.generate(prompt(3 * BLOCK))
+    duo.assert_idle()
+
+
 def test_a_decode_that_is_gone_fails_the_prefill(make_duo: MakeDuo) -> None:
     duo = make_duo()
     met = duo.request(prompt(100))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -39,10 +40,16 @@ from trtllm_disagg.embedded.tensor_parallel.group import (
 )
 from trtllm_disagg.embedded.tensor_parallel.shards import Shard, join_addresses
 from trtllm_disagg.embedded.tensor_parallel.team import Team
-from trtllm_disagg.embedded.tensor_parallel.transfers import Done, Read, Serve, TeamTransport
+from trtllm_disagg.embedded.tensor_parallel.transfers import (
+    Done,
+    Read,
+    Serve,
+    TeamTransport,
+    TransferService,
+)
 from trtllm_disagg.errors import ConfigError, EngineError
-from trtllm_disagg.kv_transfer.base import KvLayout, PeerMetadata
-from trtllm_disagg.testing.fake_transport import Fails, FakeTransport
+from trtllm_disagg.kv_transfer.base import KvLayout, PeerMetadata, ReadTimeoutError
+from trtllm_disagg.testing.fake_transport import Fails, FakeTransport, TakesTooLong
 
 _commands = msgspec.msgpack.Decoder(RankCommand)
 _SECONDS = 10
@@ -209,3 +216,28 @@ def test_a_read_that_fails_on_rank_0_ends_when_the_other_rank_has_ended() -> Non
     for each in (other, *peers):
         close(each)
     fake.close()
+
+
+def test_a_late_read_of_another_rank_has_ended_when_its_transport_says_so() -> None:
+    listener, address = listen()
+    with listener:
+        other = connect(address, 1)
+        peers = accept(listener, 2)
+    fakes, landed = (FakeTransport(), FakeTransport()), threading.Event()
+    transport, service = TeamTransport(fakes[0], peers), TransferService(other.transfers)
+    shape = (4, 1, 2, 4, 2, 8)
+    transport.allocate(shape, torch.float32, torch.device("cpu"))
+    service.start(fakes[1], fakes[1].allocate(shape, torch.float32, torch.device("cpu")), 1, 2)
+    address_of_all = transport.serve("sender")
+    card = PeerMetadata("sender", "FAKE", KvLayout("m", 1, 4, 4, 8, "float32"), 4, address_of_all)
+    fakes[1].then("read", TakesTooLong(landed))
+    with pytest.raises(ReadTimeoutError) as timeout:
+        transport.read(card, np.zeros(1, np.int32), np.ones(1, np.int32), 10.0)
+    assert timeout.value.may_land_later
+    assert not timeout.value.has_ended()
+    landed.set()
+    assert timeout.value.has_ended()
+    assert timeout.value.has_ended(), "asked again"
+    transport.close()
+    for each in (other, *peers):
+        close(each)
