@@ -288,7 +288,7 @@ class Runtime:
             endpoint.serve_endpoint(
                 self._handler,
                 graceful_shutdown=True,
-                metrics_labels=[("model", self._config.model_name)],
+                metrics_labels=[(label, self._config.model_name) for label in ("model", "model_name")],
                 health_check_payload=self._health_check,
             )
         )

@@ -26,9 +26,13 @@ class Endpoint:
         self.ended = asyncio.get_running_loop().create_future()
         self.is_served = self.fails = False
         self.calls: list[str] = []
+        self.labels: list[tuple[str, str]] = []
 
-    async def serve_endpoint(self, handler: object, **_: Any) -> None:
+    async def serve_endpoint(
+        self, handler: object, *, metrics_labels: list[tuple[str, str]], **_: Any
+    ) -> None:
         self.is_served = True
+        self.labels = metrics_labels
         await self.ended
 
     async def register_endpoint_instance(self) -> None:
@@ -75,6 +79,13 @@ async def at_frontends(
                 each.ended.set_result(None)
         await asyncio.wait({serving})
         runtime.shutdown()
+
+
+async def test_metrics_of_an_endpoint_have_both_names_of_the_models_label(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with at_frontends(monkeypatch) as (_, front, _):
+        assert front.labels == [("model", "m"), ("model_name", "m")]
 
 
 async def test_an_entry_that_failed_to_go_or_to_come_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
