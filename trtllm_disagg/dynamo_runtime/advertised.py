@@ -22,6 +22,8 @@ from trtllm_disagg.errors import ConfigError
 _TOPOLOGY = "DYN_TOPOLOGY_ENABLED"
 _THINKING = "default_thinking_mode"
 _SPECULATION = "spec_decode"
+#: TensorRT-LLM's llguidance refuses every request with a tag.
+_TAGS_BACKEND = "xgrammar"
 _YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
@@ -61,7 +63,9 @@ class Advertised:
             config.tool_call_parser,
             config.reasoning_parser,
             config.default_thinking_mode,
-            _structural_tag(config.structural_tag, bool(engine_args.get("guided_decoding_backend"))),
+            _structural_tag(
+                config.structural_tag, engine_args.get("guided_decoding_backend") == _TAGS_BACKEND
+            ),
             _speculation(engine_args.get("speculative_config")),
             _router(config.router_flags),
             config.exclude_tools_when_tool_choice_none,
@@ -95,9 +99,9 @@ def _check_name(field: str, name: str | None, known_names: Callable[[], Sequence
     raise ConfigError.bad_value(flag_of(field), name, f"{hint}of Dynamo's: {', '.join(known)}")
 
 
-def _structural_tag(given: str | None, guides: bool) -> dict[str, Any] | None:
+def _structural_tag(given: str | None, takes_tags: bool) -> dict[str, Any] | None:
     word = "" if given is None else given.strip().lower()
-    if word in _NO or (given is None and not guides):
+    if word in _NO or (given is None and not takes_tags):
         return None
     if given is None or word in _YES:
         tag = StructuralTag()

@@ -56,6 +56,11 @@ def test_structural_tag_scope_follows_flag_and_backend(
     assert (tag or {}).get("scope") == scope
 
 
+def test_there_is_no_tag_with_llguidance_which_takes_none_of_dynamos() -> None:
+    engine_args = {"guided_decoding_backend": "llguidance"}
+    assert Advertised.of(WorkerConfig(model="m"), engine_args).structural_tag is None
+
+
 @pytest.mark.parametrize("told", ["perhaps", '{"scope": "never"}', '{"scop": "auto"}', "[]"])
 def test_a_tag_that_dynamo_would_not_read_is_refused(told: str) -> None:
     with pytest.raises(ConfigError, match="--dyn-structural-tag: "):
