@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from dynamo.common.token_budget import TokenBudget, publish_token_budget
 from dynamo.common.utils.graceful_shutdown import get_grace_period_seconds
 from dynamo.llm import (
     ModelInput,
@@ -186,6 +187,8 @@ class Runtime:
         card.max_num_batched_tokens = model.max_num_tokens
         if model.max_seq_len is not None:
             card.context_length = model.max_seq_len
+            # The frontend refuses a longer prompt with 400, also where the answer would be a stream, begun with 200.
+            publish_token_budget(card, TokenBudget(model.max_seq_len, True, False))
         card.data_parallel_size = model.num_ranks
         card.kv_event_publishing_enabled = publishes_events
         card.enable_local_indexer = True
