@@ -36,6 +36,7 @@ from trtllm_disagg.dynamo_runtime.handler import (
     as_dynamo_handler,
     health_check_payload,
 )
+from trtllm_disagg.dynamo_runtime.taints import Taints
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.types import Generate
 
@@ -89,6 +90,7 @@ class Runtime:
         #: Where peers call this worker, and where frontends call it while it is a first stage. May be one endpoint.
         self.endpoint_for_workers = self._endpoint(config.worker_endpoint_id)
         self.endpoint_for_frontends = self._endpoint(config.frontend_endpoint_id)
+        self._taints = Taints(self._runtime, self.endpoint_for_frontends)
         #: The same at both endpoints.
         self.instance_id: int = self.endpoint_for_frontends.connection_id()
         self._handler: Callable[..., Any] | None = None
@@ -194,6 +196,7 @@ class Runtime:
         card.enable_local_indexer = True
         if endpoint is self.endpoint_for_frontends:
             card.kv_state_endpoint = config.kv_state_endpoint
+            self._taints.put_on(card)
         self._advertised.put_on(card)
         model_type, worker_type, needs = kind
         await register_model(
