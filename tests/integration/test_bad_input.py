@@ -112,7 +112,7 @@ def test_different_block_sizes_are_found_before_the_model_is_registered(
 TOO_LONG = [300] * 2100
 
 BAD_REQUESTS: dict[str, tuple[Api, Any, dict[str, Any], str]] = {
-    "too_long": ("completions", TOO_LONG, {}, "the prompt has 2100 tokens; max_seq_len 2048"),
+    "too_long": ("completions", TOO_LONG, {}, "Invalid request"),
     "empty": ("completions", "", {}, "empty"),
     "no_such_token": ("completions", [999_999], {}, "Invalid request"),
     "negative_max_tokens": ("chat", "Hello?", {"max_tokens": -5}, "`-5`, expected u32"),

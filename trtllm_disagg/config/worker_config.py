@@ -358,7 +358,7 @@ class WorkerConfig:
     )
     structural_tag: str | None = option(
         None,
-        "true, false or JSON: tool calls are held to their schemas (default: where guided_decoding_backend is set)",
+        "true, false or JSON: tool calls are held to their schemas (default: if guided_decoding_backend is xgrammar)",
         NOT_EMPTY,
         flag="--dyn-structural-tag",
         dynamo=DYNAMO_RUNTIME,

@@ -7,7 +7,7 @@ import difflib
 import io
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,6 +21,9 @@ from trtllm_disagg.errors import ConfigError
 
 _TOPOLOGY = "DYN_TOPOLOGY_ENABLED"
 _THINKING = "default_thinking_mode"
+_SPECULATION = "spec_decode"
+#: TensorRT-LLM's llguidance refuses every request with a tag.
+_TAGS_BACKEND = "xgrammar"
 _YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
@@ -43,13 +46,14 @@ class Advertised:
     reasoning_parser: str | None = None
     thinking_mode: str | None = None
     structural_tag: dict[str, Any] | None = None
+    speculation: dict[str, Any] | None = None
     router: Any = None
     excludes_tools: bool = True
     topology: TopologyConfig = field(default_factory=TopologyConfig)
 
     @classmethod
-    def of(cls, config: WorkerConfig, *, guides: bool) -> Advertised:
-        """`guides`: the engine supports guided decoding. Raises ConfigError for values that Dynamo does not know.
+    def of(cls, config: WorkerConfig, engine_args: Mapping[str, Any]) -> Advertised:
+        """Raises ConfigError for values that Dynamo does not know.
 
         With a topology enabled it blocks for up to 30 s until the topology's files exist.
         """
@@ -59,7 +63,10 @@ class Advertised:
             config.tool_call_parser,
             config.reasoning_parser,
             config.default_thinking_mode,
-            _structural_tag(config.structural_tag, guides),
+            _structural_tag(
+                config.structural_tag, engine_args.get("guided_decoding_backend") == _TAGS_BACKEND
+            ),
+            _speculation(engine_args.get("speculative_config")),
             _router(config.router_flags),
             config.exclude_tools_when_tool_choice_none,
             _topology(config),
@@ -71,6 +78,8 @@ class Advertised:
         card.reasoning_parser = self.reasoning_parser
         if self.thinking_mode is not None:
             card.set_engine_specific(_THINKING, json.dumps(self.thinking_mode))
+        if self.speculation is not None:
+            card.set_engine_specific(_SPECULATION, json.dumps(self.speculation))
         card.set_structural_tag(self.structural_tag)
         card.exclude_tools_when_tool_choice_none = self.excludes_tools
         if self.topology.enabled:
@@ -90,9 +99,9 @@ def _check_name(field: str, name: str | None, known_names: Callable[[], Sequence
     raise ConfigError.bad_value(flag_of(field), name, f"{hint}of Dynamo's: {', '.join(known)}")
 
 
-def _structural_tag(given: str | None, guides: bool) -> dict[str, Any] | None:
+def _structural_tag(given: str | None, takes_tags: bool) -> dict[str, Any] | None:
     word = "" if given is None else given.strip().lower()
-    if word in _NO or (given is None and not guides):
+    if word in _NO or (given is None and not takes_tags):
         return None
     if given is None or word in _YES:
         tag = StructuralTag()
@@ -104,6 +113,17 @@ def _structural_tag(given: str | None, guides: bool) -> dict[str, Any] | None:
             raise ConfigError.bad_value(flag_of("structural_tag"), given, allowed) from error
     built: dict[str, Any] = msgspec.to_builtins(tag)
     return built
+
+
+def _speculation(given: Any) -> dict[str, Any] | None:
+    """What Dynamo's Planner reads of speculative decoding. The engine, which loads later, reports wrong values."""
+    if not isinstance(given, Mapping):
+        return None
+    drafted = given.get("max_draft_len", given.get("num_nextn_predict_layers"))
+    if not isinstance(drafted, int) or drafted <= 0:
+        return None
+    method = given.get("decoding_type")
+    return {"nextn": drafted, "source": "backend_config"} | ({"method": str(method)} if method else {})
 
 
 def _topology(config: WorkerConfig) -> TopologyConfig:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from dynamo.common.token_budget import TokenBudget, publish_token_budget
 from dynamo.common.utils.graceful_shutdown import get_grace_period_seconds
 from dynamo.llm import (
     ModelInput,
@@ -35,6 +36,7 @@ from trtllm_disagg.dynamo_runtime.handler import (
     as_dynamo_handler,
     health_check_payload,
 )
+from trtllm_disagg.dynamo_runtime.taints import Taints
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.types import Generate
 
@@ -88,6 +90,7 @@ class Runtime:
         #: Where peers call this worker, and where frontends call it while it is a first stage. May be one endpoint.
         self.endpoint_for_workers = self._endpoint(config.worker_endpoint_id)
         self.endpoint_for_frontends = self._endpoint(config.frontend_endpoint_id)
+        self._taints = Taints(self._runtime, self.endpoint_for_frontends)
         #: The same at both endpoints.
         self.instance_id: int = self.endpoint_for_frontends.connection_id()
         self._handler: Callable[..., Any] | None = None
@@ -186,11 +189,14 @@ class Runtime:
         card.max_num_batched_tokens = model.max_num_tokens
         if model.max_seq_len is not None:
             card.context_length = model.max_seq_len
+            # The frontend refuses a longer prompt with 400, also where the answer would be a stream, begun with 200.
+            publish_token_budget(card, TokenBudget(model.max_seq_len, True, False))
         card.data_parallel_size = model.num_ranks
         card.kv_event_publishing_enabled = publishes_events
         card.enable_local_indexer = True
         if endpoint is self.endpoint_for_frontends:
             card.kv_state_endpoint = config.kv_state_endpoint
+            self._taints.put_on(card)
         self._advertised.put_on(card)
         model_type, worker_type, needs = kind
         await register_model(
@@ -288,7 +294,7 @@ class Runtime:
             endpoint.serve_endpoint(
                 self._handler,
                 graceful_shutdown=True,
-                metrics_labels=[("model", self._config.model_name)],
+                metrics_labels=[(label, self._config.model_name) for label in ("model", "model_name")],
                 health_check_payload=self._health_check,
             )
         )

@@ -90,8 +90,7 @@ async def run_worker(config: WorkerConfig, engine_args: dict[str, Any], api: Llm
     dump_config(config, engine_args)
     if config.server_disable_gc:
         gc.disable()
-    guides = bool(engine_args.get("guided_decoding_backend"))
-    advertised = await asyncio.to_thread(Advertised.of, config, guides=guides)
+    advertised = await asyncio.to_thread(Advertised.of, config, engine_args)
     identity, own = _describe(config, engine_args)
     async with aclosing(await open_prefill_queue(config, kind_of(own))) as queue:
         require_system_port(os.environ)

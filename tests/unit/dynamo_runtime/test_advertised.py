@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from trtllm_disagg.dynamo_runtime.advertised import Advertised, StructuralTag
 from trtllm_disagg.errors import ConfigError
 
 
-def advertised(*, guides: bool = False, **settings: Any) -> Advertised:
-    return Advertised.of(WorkerConfig(model="m", **settings), guides=guides)
+def advertised(*, guides: bool = False, speculative_config: object = None, **settings: Any) -> Advertised:
+    backend = "xgrammar" if guides else None
+    engine_args = {"guided_decoding_backend": backend, "speculative_config": speculative_config}
+    return Advertised.of(WorkerConfig(model="m", **settings), engine_args)
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +54,11 @@ def test_structural_tag_scope_follows_flag_and_backend(
 ) -> None:
     tag = advertised(structural_tag=told, guides=guides).structural_tag
     assert (tag or {}).get("scope") == scope
+
+
+def test_there_is_no_tag_with_llguidance_which_takes_none_of_dynamos() -> None:
+    engine_args = {"guided_decoding_backend": "llguidance"}
+    assert Advertised.of(WorkerConfig(model="m"), engine_args).structural_tag is None
 
 
 @pytest.mark.parametrize("told", ["perhaps", '{"scope": "never"}', '{"scop": "auto"}', "[]"])
@@ -112,6 +120,27 @@ def test_model_card_has_the_exclude_tools_flag(excludes: bool) -> None:
     card = ModelRuntimeConfig()
     advertised(exclude_tools_when_tool_choice_none=excludes).put_on(card)
     assert card.exclude_tools_when_tool_choice_none is excludes
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (
+            {"decoding_type": "MTP", "num_nextn_predict_layers": 3},
+            {"nextn": 3, "source": "backend_config", "method": "MTP"},
+        ),
+        ({"max_draft_len": 4}, {"nextn": 4, "source": "backend_config"}),
+        ({"decoding_type": "MTP"}, None),
+        ({"max_draft_len": "four"}, None),
+        ("MTP", None),
+        (None, None),
+    ],
+    ids=["mtp", "drafter", "no-number", "wrong-number", "no-keys", "none"],
+)
+def test_model_card_tells_the_planner_how_many_tokens_a_step_drafts(given: object, told: object) -> None:
+    card = ModelRuntimeConfig()
+    advertised(speculative_config=given).put_on(card)
+    assert json.loads(card.runtime_data.get("spec_decode", "null")) == told
 
 
 @pytest.fixture

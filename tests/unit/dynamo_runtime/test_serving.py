@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -26,9 +27,14 @@ class Endpoint:
         self.ended = asyncio.get_running_loop().create_future()
         self.is_served = self.fails = False
         self.calls: list[str] = []
+        self.labels: list[tuple[str, str]] = []
+        self.cards: list[Any] = []
 
-    async def serve_endpoint(self, handler: object, **_: Any) -> None:
+    async def serve_endpoint(
+        self, handler: object, *, metrics_labels: list[tuple[str, str]], **_: Any
+    ) -> None:
         self.is_served = True
+        self.labels = metrics_labels
         await self.ended
 
     async def register_endpoint_instance(self) -> None:
@@ -56,7 +62,10 @@ async def at_frontends(
 
     async def nothing(*_: object, **__: object) -> None: ...
 
-    monkeypatch.setattr(worker_endpoint, "register_model", nothing)
+    async def keep(*_: object, runtime_config: Any, **__: object) -> None:
+        front.cards.append(runtime_config)
+
+    monkeypatch.setattr(worker_endpoint, "register_model", keep)
     monkeypatch.setattr(worker_endpoint, "unregister_model", nothing)
     monkeypatch.setattr(worker_endpoint, "get_grace_period_seconds", lambda: 0)
     config = WorkerConfig(model="m", role=Role.PREFILL, strategy="prefill_first", discovery_backend="mem")
@@ -75,6 +84,26 @@ async def at_frontends(
                 each.ended.set_result(None)
         await asyncio.wait({serving})
         runtime.shutdown()
+
+
+async def test_metrics_of_an_endpoint_have_both_names_of_the_models_label(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with at_frontends(monkeypatch) as (_, front, _):
+        assert front.labels == [("model", "m"), ("model_name", "m")]
+
+
+async def test_the_frontend_is_told_to_refuse_a_prompt_that_fills_the_context(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with at_frontends(monkeypatch) as (_, front, _):
+        [card] = front.cards
+        assert card.context_length == MODEL.max_seq_len
+        assert json.loads(card.runtime_data["token_budget"]) == {
+            "combined_limit": MODEL.max_seq_len,
+            "reject_prompt_overflow": True,
+            "reject_total_overflow": False,
+        }
 
 
 async def test_an_entry_that_failed_to_go_or_to_come_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
