@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import get_args
 
-from trtllm_disagg.config.args import argument_parser_of
+from trtllm_disagg.config.args import argument_parser_of, parse_worker_flags
 from trtllm_disagg.config.worker_config import FLAGS, SETTINGS, choices_of, flag_of
 from trtllm_disagg.deployment.gpus import ROLE_VARIABLES
 from trtllm_disagg.deployment.plan import (
@@ -20,6 +20,8 @@ from trtllm_disagg.deployment.plan import (
     STARTUP_SECONDS,
     DeploymentConfig,
     ProcessRole,
+    shared_env,
+    worker_arguments,
 )
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.exit_codes import ExitCode
@@ -152,7 +154,14 @@ def _serve(config: DeploymentConfig) -> ExitCode:
     from trtllm_disagg.deployment.status import status_for
 
     config = replace(config, model=str(servable_model(config.model)))
+    _check_worker_arguments(config, os.environ)
     return asyncio.run(serve(config, status_for(sys.stderr)))
+
+
+def _check_worker_arguments(config: DeploymentConfig, environ: Mapping[str, str]) -> None:
+    """Raises ConfigError for what each worker would refuse, seconds after its start."""
+    for arguments in worker_arguments(config).values():
+        parse_worker_flags(arguments, {**environ, **shared_env(config, environ)})
 
 
 def config_from(args: argparse.Namespace, run_dir: Path) -> DeploymentConfig:
