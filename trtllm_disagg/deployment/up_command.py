@@ -17,6 +17,7 @@ from trtllm_disagg.deployment.gpus import ROLE_VARIABLES
 from trtllm_disagg.deployment.plan import (
     BEYOND_DRAIN_SECONDS,
     GPU_STARTUP_SECONDS,
+    MOST_WORKERS,
     STARTUP_SECONDS,
     DeploymentConfig,
     ProcessRole,
@@ -153,6 +154,9 @@ def _serve(config: DeploymentConfig) -> ExitCode:
     from trtllm_disagg.deployment.lifecycle import serve
     from trtllm_disagg.deployment.status import status_for
 
+    for role, count in config.workers.items():
+        if count > MOST_WORKERS:
+            raise ConfigError.bad_value(f"--{role}-workers", count, f"1 to {MOST_WORKERS} workers")
     config = replace(config, model=str(servable_model(config.model)))
     _check_worker_arguments(config, os.environ)
     return asyncio.run(serve(config, status_for(sys.stderr)))

@@ -46,3 +46,10 @@ def test_up_refuses_what_its_workers_would_refuse(up: list[str], flag: str, name
 )
 def test_up_starts_with_what_its_workers_accept(up: list[str], flag: str) -> None:
     assert run([*up, flag]) is ExitCode.DONE
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_up_starts_at_most_as_many_workers_as_scale(up: list[str], role: str) -> None:
+    assert run([*up, f"--{role}-workers=64"]) is ExitCode.DONE
+    with pytest.raises(ConfigError, match=f"^--{role}-workers: 65 is not allowed; expected 1 to 64 workers"):
+        run([*up, f"--{role}-workers=65"])
