@@ -79,6 +79,14 @@ class StageInstance(Protocol):
         ...
 
 
+class QueueStageClient(StageClient, Protocol):
+    """The prefill queue's StageClient."""
+
+    def require(self, workers: StageClient) -> None:
+        """From now on a request gets NoInstanceError while none of `workers` is in discovery."""
+        ...
+
+
 class NoStage:
     """The StageClient of a worker that calls no other."""
 

@@ -7,14 +7,12 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 from trtllm_disagg.errors import ConfigError, DisaggError, InvalidRequestError, NoInstanceError
-from trtllm_disagg.handlers.cancellation import Wait
-from trtllm_disagg.handlers.remote import QUEUE_ID, StageClient, StageInstance
+from trtllm_disagg.handlers.remote import StageClient, StageInstance
 from trtllm_disagg.handlers.route import pins_of
 from trtllm_disagg.streams import CountedStream
 from trtllm_disagg.types import Fallback, GenerateRequest, RequestContext
@@ -292,91 +290,3 @@ class CompatibilityFilter:
         self.fitting = {each: known for each, known in self.fitting.items() if each in there}
         self.fitting[instance.instance_id] = fits
         return fits
-
-
-#: How often a request in the prefill queue looks whether there is still a prefill worker.
-_LOOK_SECONDS = 0.5
-
-
-class RequireConsumers:
-    """The prefill queue's StageClient, but with NoInstanceError while no prefill worker is in discovery. Without it
-    such a request would wait in the queue for `--queue-timeout` before this worker serves it alone.
-    """
-
-    def __init__(self, queue: StageClient, workers: StageClient) -> None:
-        self._queue = queue
-        self._workers = workers
-
-    def instance_ids(self) -> Collection[int]:
-        return self._queue.instance_ids()
-
-    def check(self, request: GenerateRequest) -> None:
-        self._queue.check(request)
-
-    async def pick(self, request: GenerateRequest) -> StageInstance:
-        if not self._workers.instance_ids():
-            raise _no_consumer()
-        return _AttendedItem(await self._queue.pick(request), self._workers)
-
-
-def _no_consumer() -> NoInstanceError:
-    return NoInstanceError("no prefill worker is in discovery to pull from the prefill queue")
-
-
-class _AttendedItem:
-    """The prefill queue's StageInstance, but its call ends when no prefill worker is in discovery any more and none has
-    taken the request.
-    """
-
-    def __init__(self, item: StageInstance, workers: StageClient) -> None:
-        self._item = item
-        self._workers = workers
-
-    @property
-    def instance_id(self) -> int:
-        return self._item.instance_id
-
-    async def describe(self) -> dict[str, Any]:
-        return await self._item.describe()
-
-    async def notify(self, notice: dict[str, Any]) -> None:
-        await self._item.notify(notice)
-
-    async def call(
-        self, request: dict[str, Any], context: RequestContext | None
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        wait = Wait()
-        with self._looking(wait):
-            async with aclosing(self._item.call(request, context)) as answers:
-                wait.arm()
-                async for answer in answers:
-                    wait.disarm()
-                    yield answer
-                    wait.arm()
-
-    @contextmanager
-    def _looking(self, wait: Wait) -> Iterator[None]:
-        """Ends `wait`, and raises NoInstanceError then."""
-        loop = asyncio.get_running_loop()
-        timer: asyncio.TimerHandle
-
-        def look() -> None:
-            nonlocal timer
-            # A worker that leaves is not in discovery either, and finishes what it has taken.
-            is_untaken = self.instance_id == QUEUE_ID
-            if wait.is_armed and is_untaken and not self._workers.instance_ids():
-                wait.end()
-            else:
-                timer = loop.call_later(_LOOK_SECONDS, look)
-
-        timer = loop.call_later(_LOOK_SECONDS, look)
-        try:
-            yield
-        except asyncio.CancelledError as error:
-            if not wait.was_ended(error):
-                raise
-            lost = _no_consumer()
-            lost.peer = QUEUE_ID
-            raise lost from None
-        finally:
-            timer.cancel()

@@ -45,9 +45,8 @@ from trtllm_disagg.handlers.fallback import (
 from trtllm_disagg.handlers.local import LocalAgg, LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.migration import finish_if_budget_exhausted, resume_migrated
 from trtllm_disagg.handlers.recall import Recalls, recallable
-from trtllm_disagg.handlers.remote import RemoteDrain, StageClient
+from trtllm_disagg.handlers.remote import QueueStageClient, RemoteDrain, StageClient
 from trtllm_disagg.handlers.route import StrategyRouter, relayed
-from trtllm_disagg.handlers.select import RequireConsumers
 from trtllm_disagg.handlers.trace import RequestSink
 from trtllm_disagg.strategies import orders, spec_of
 from trtllm_disagg.streams import CountedStream
@@ -158,7 +157,7 @@ class SharedQueue(QueueDepth, Protocol):
     """The prefill queue, as a request path uses it (`prefill_queue.PrefillQueue`)."""
 
     @property
-    def client(self) -> StageClient | None:
+    def client(self) -> QueueStageClient | None:
         """The client of the first prefill worker with room; None where there is no queue."""
         ...
 
@@ -227,8 +226,9 @@ def _worker_side(
     through_queue: StageClient | None = None
     waiting: QueueDepth = guarded
     if queue is not None and queue.client is not None:
-        consumed = _require_consumers(config, queue.client, stage)
-        through_queue, waiting = CircuitBreakerClient(consumed, live.breaker, timeouts), queue
+        if not _may_wait_for_workers(config):
+            queue.client.require(stage)
+        through_queue, waiting = CircuitBreakerClient(queue.client, live.breaker, timeouts), queue
     parts = StrategyParts(
         config.role,
         engine,
@@ -246,12 +246,11 @@ def _worker_side(
     return resume_migrated(finish_if_budget_exhausted(served(parts, whole)), replays)
 
 
-def _require_consumers(config: WorkerConfig, queue: StageClient, workers: StageClient) -> StageClient:
-    """Under `--on-missing-stage local` no request waits in the queue while there is no prefill worker. A prefill worker
-    needs no check: it pulls itself.
+def _may_wait_for_workers(config: WorkerConfig) -> bool:
+    """Whether a request waits in the prefill queue while there is no prefill worker: not under `--on-missing-stage
+    local`. A prefill worker needs no check: it pulls itself.
     """
-    may_wait = config.role is Role.PREFILL or not _may_answer_alone(config)
-    return queue if may_wait else RequireConsumers(queue, workers)
+    return config.role is Role.PREFILL or not _may_answer_alone(config)
 
 
 def _strategy_router(

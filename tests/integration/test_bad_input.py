@@ -57,11 +57,11 @@ def test_a_worker_with_a_bad_setting_ends_with_one_line(args: tuple[str, ...], w
 def test_up_prints_the_error_of_a_worker_that_dies_at_its_start(tmp_path: Path) -> None:
     ended = run(
         *("up", "--strategy", "agg", "--model", str(demo_model()), "--http-port", "0"),
-        *("--run-dir", str(tmp_path / "run"), "--worker-args=--max-batch-size=0"),
+        *("--run-dir", str(tmp_path / "run"), "--worker-args=--trtllm.dtype=float33"),
     )
 
     assert (ended.returncode, ended.stdout) == (1, "")
-    assert "agg-0 died before the deployment was ready: --max-batch-size: 0 is not allowed" in ended.stderr
+    assert "agg-0 died before the deployment was ready: dtype: 'float33' is not allowed" in ended.stderr
     assert "(exit code 2)" in ended.stderr
 
 

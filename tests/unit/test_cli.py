@@ -151,6 +151,10 @@ def test_every_command_explains_its_flags(name: str, capsys: pytest.CaptureFixtu
         (["bench", "transfer", "--rounds", "x"], "argument --rounds: 'x' is not allowed; expected a number"),
         (["bench", "scenarios", "--repetitions", "0"], "argument --repetitions: '0' is not allowed"),
         (["bench", "engine", "--threads", "0"], "argument --threads: '0' is not allowed"),
+        (["bench", "engine", "--threads", "1" + "0" * 24], "expected a number from 1 to 1024"),
+        (["bench", "engine", "--batch", "9" * 5000], "expected a number from 1 to 4096"),
+        (["bench", "engine", "--rounds", "1" + "0" * 24], "expected a number from 1 to 10000"),
+        (["bench", "scenarios", "--repetitions", "1" + "0" * 24], "expected a number from 1 to 10000"),
         (["bench", "transfer", "--plot", "nowhere/x.png"], "--plot: 'nowhere/x.png' is not allowed"),
         (
             ["switch", "--to", "auto", "--timeout", "nan"],

@@ -28,7 +28,8 @@ from trtllm_disagg.commands import (
     Signer,
     UpCommand,
 )
-from trtllm_disagg.config.worker_config import FLAGS, Role, flag_of
+from trtllm_disagg.config.args import argument_parser_of
+from trtllm_disagg.config.worker_config import FLAGS, SETTINGS, Role, flag_of
 from trtllm_disagg.errors import ConfigError, DisaggError, StageTimeoutError
 from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.keys import KEY_FILE, AdminKey, user_key
@@ -183,12 +184,16 @@ def change_deployment(args: argparse.Namespace, change: Change) -> ExitCode:
 
 
 def _change(args: argparse.Namespace, change: Change) -> ExitCode:
-    described = None if args.run_dir is None else ask_up(args.run_dir, Describe())
+    if args.run_dir is None:
+        described, namespace = None, _namespace(args.namespace, os.environ)
+    else:
+        described = ask_up(args.run_dir, Describe())
+        namespace = described["namespace"]
     with_key = signer(args.run_dir, args.key_file, os.environ)
     up = Up() if described is None else UpOfRunDir(args.run_dir, described)
 
     async def run() -> ExitCode:
-        async with _connected(described, args.namespace, with_key) as workers:
+        async with _connected(described, namespace, with_key) as workers:
             with without_silence(say, "waiting for the workers"):
                 return await change(workers, up)
 
@@ -201,13 +206,19 @@ def _change(args: argparse.Namespace, change: Change) -> ExitCode:
         return ExitCode.FAILED
 
 
+def _namespace(given: str | None, environ: Mapping[str, str]) -> str:
+    """The value of the flag, else of Dynamo's variable."""
+    variable = "DYN_NAMESPACE"
+    for key, text in ((flag_of("namespace"), given), (variable, environ.get(variable))):
+        if text:
+            return str(argument_parser_of("namespace", key)(text))
+    return str(SETTINGS["namespace"].default)
+
+
 @asynccontextmanager
-async def _connected(
-    up: dict[str, Any] | None, namespace: str | None, signer: Signer
-) -> AsyncIterator[Controller]:
+async def _connected(up: dict[str, Any] | None, namespace: str, signer: Signer) -> AsyncIterator[Controller]:
     if up is not None:
         os.environ["DYN_FILE_KV"] = up["discovery"]
-        namespace = up["namespace"]
     backend, request_plane, event_plane = (
         ("file", "tcp", "zmq") if up else tuple(os.environ.get(name) or default for name, default in _PLANES)
     )
@@ -218,7 +229,7 @@ async def _connected(
             backend=backend,
             request_plane=request_plane,
             event_plane=event_plane,
-            namespace=namespace or os.environ.get("DYN_NAMESPACE") or "dynamo",
+            namespace=namespace,
             signer=signer,
             timeout=_ANSWER_SECONDS,
         ) as workers:

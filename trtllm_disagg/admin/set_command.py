@@ -126,12 +126,17 @@ async def set_thresholds(
 
 
 def _chosen(workers: Sequence[Worker], values: Values, instance: int | None) -> list[Worker]:
+    if not workers:
+        raise ConfigError(
+            "no worker of any role is there to be set: wait until one is ready, or give the --run-dir or the "
+            "--namespace of the deployment"
+        )
     for_all = set(values) <= set(ADMISSION)
     takers = [
         each for each in workers if for_all or (each.is_.role != "agg" and each.is_.strategy in switchable())
     ]
     if not takers:
-        there = ", ".join(f"{each} under {each.is_.strategy}" for each in workers) or "no worker"
+        there = ", ".join(f"{each} under {each.is_.strategy}" for each in workers)
         raise ConfigError.bad_value(
             "set", "thresholds", f"prefill or decode workers of {', '.join(switchable())}; there is: {there}"
         )

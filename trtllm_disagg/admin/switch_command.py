@@ -52,12 +52,12 @@ def plan_switch(to: str, workers: Sequence[Worker]) -> SwitchPlan:
     require_switchable(to)
     roles = Counter(w.is_.role for w in workers)
     there = ", ".join(f"{count} {role}" for role, count in sorted(roles.items())) or "none"
-    if not roles[Role.PREFILL] or not roles[Role.DECODE]:
-        raise ConfigError.bad_value(
-            "--to",
-            to,
-            f"a strategy that these workers can run; it needs prefill and decode, there are: {there} (at the usual "
-            "endpoints of the namespace; none of their own by --endpoint or --next-endpoint)",
+    missing = [role for role in (Role.PREFILL, Role.DECODE) if not roles[role]]
+    if missing:
+        raise ConfigError(
+            f"there is no {' and no '.join(missing)} worker, and --to {to} needs both roles (there are: {there}); "
+            "switch when one is ready at the usual endpoint of the namespace, not at one of its own by --endpoint or "
+            "--next-endpoint"
         )
     fixed = {w.is_.strategy for w in workers if w.is_.role is not Role.AGG} - set(switchable())
     if fixed or roles[Role.AGG]:

@@ -22,6 +22,7 @@ from trtllm_disagg.bench.models import NANOGPT_DIRECTORY, random_checkpoint, voc
 from trtllm_disagg.bench.report import Say, add_choice, add_number, add_output_arguments, run_benchmark
 from trtllm_disagg.bench.seed_scenarios import SCALES, SEED_RATIOS, SEED_SCENARIOS, Scale, Scenario
 from trtllm_disagg.bench.servers import DISAGG, DISAGGREGATED, MODES, Bench, Server, start_servers
+from trtllm_disagg.config.settings import positive_up_to
 from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.kv_transfer.transports import on_one_host
 from trtllm_disagg.model_directory import model_directory
@@ -139,7 +140,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_choice(parser, "--scenario", [scenario.name for scenario in SEED_SCENARIOS], "workloads")
     add_choice(parser, "--mode", MODES, "ways to serve them")
-    add_number(parser, "--repetitions", 5, "of each workload, all modes by turns")
+    help = "of each workload, all modes by turns"
+    add_number(parser, "--repetitions", 5, help, type=positive_up_to(10_000))
     parser.add_argument(
         "--transport",
         choices=on_one_host(),

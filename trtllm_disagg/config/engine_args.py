@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 
 from trtllm_disagg import __version__
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig, flag_of
-from trtllm_disagg.config.yaml_file import read_mapping
+from trtllm_disagg.config.yaml_file import read_json, read_mapping
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.kv_transfer.transports import embedded_only_backends
@@ -138,7 +138,7 @@ def override_of(text: str, is_strict: bool, flag: str = "--override-engine-args"
 
 def _parsed_json(text: str) -> Any:
     try:
-        return json.loads(text) if text else {}
+        return read_json(text) if text else {}
     # ValueError: a number of thousands of digits. RecursionError: thousands of levels.
     except (ValueError, RecursionError) as error:
         raise ConfigError(

@@ -64,6 +64,19 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def positive_up_to(most: int) -> Callable[[str], int]:
+    """A type for argparse: a whole number from 1 to `most`."""
+
+    def parse(text: str) -> int:
+        # Python refuses to read a number of thousands of digits.
+        is_read = text.isdecimal() and len(text) <= 20
+        if not is_read or not 1 <= int(text) <= most:
+            raise ArgumentTypeError(f"{text!r} is not allowed; expected a number from 1 to {most}")
+        return int(text)
+
+    return parse
+
+
 def more_than_zero(text: str) -> float:
     """A type for argparse: a number above 0."""
     if number := not_negative(text):

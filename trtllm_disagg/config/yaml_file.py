@@ -1,7 +1,8 @@
-"""Reads YAML files strictly: refuses content that the YAML library would silently resolve, or fail on badly."""
+"""Reads YAML files and JSON strictly: refuses content that their libraries would silently resolve, or fail on badly."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,3 +104,19 @@ def _require_each_key_once(mapping: yaml.MappingNode) -> None:
             raise ValueError(
                 f"{key.value} is there twice, in lines {first.start_mark.line + 1} and {key.start_mark.line + 1}"
             )
+
+
+def read_json(text: str) -> Any:
+    """Raises ValueError for what is no JSON, and for duplicate keys, of which Python would use the last; RecursionError
+    for thousands of levels.
+    """
+    return json.loads(text, object_pairs_hook=_each_key_once)
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in mapping:
+            raise ValueError(f"{key} is there twice")
+        mapping[key] = value
+    return mapping

@@ -61,6 +61,9 @@ KEY_VARIABLE = FLAGS["admin_key_file"].variables[0]
 # Fixed ports, which only one process can use, so they must not be inherited from the user's environment.
 PER_PROCESS_ENV = ("DYN_SYSTEM_PORT", "DYN_TCP_RPC_PORT", "DYN_TCP_RESPONSE_STREAM_PORT")
 
+#: Of one role on one machine. Each worker is a process, so a mistyped number could exhaust the machine.
+MOST_WORKERS = 64
+
 
 @dataclass(frozen=True)
 class DeploymentConfig:

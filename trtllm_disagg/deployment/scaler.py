@@ -11,6 +11,7 @@ from typing import cast
 
 from trtllm_disagg.deployment.managed_process import ManagedProcess
 from trtllm_disagg.deployment.plan import (
+    MOST_WORKERS,
     ProcessRole,
     ProcessSpec,
     devices_of,
@@ -22,9 +23,6 @@ from trtllm_disagg.deployment.ports import free_system_ports
 from trtllm_disagg.deployment.supervisor import Supervisor
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.strategies import spec_of
-
-#: Of one role. Each worker is a process, so a mistyped number could exhaust the machine.
-MOST_WORKERS = 64
 
 Say = Callable[[str], None]
 

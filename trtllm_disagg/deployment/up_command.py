@@ -11,15 +11,18 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import get_args
 
-from trtllm_disagg.config.args import argument_parser_of
+from trtllm_disagg.config.args import argument_parser_of, parse_worker_flags
 from trtllm_disagg.config.worker_config import FLAGS, SETTINGS, choices_of, flag_of
 from trtllm_disagg.deployment.gpus import ROLE_VARIABLES
 from trtllm_disagg.deployment.plan import (
     BEYOND_DRAIN_SECONDS,
     GPU_STARTUP_SECONDS,
+    MOST_WORKERS,
     STARTUP_SECONDS,
     DeploymentConfig,
     ProcessRole,
+    shared_env,
+    worker_arguments,
 )
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.exit_codes import ExitCode
@@ -151,8 +154,18 @@ def _serve(config: DeploymentConfig) -> ExitCode:
     from trtllm_disagg.deployment.lifecycle import serve
     from trtllm_disagg.deployment.status import status_for
 
+    for role, count in config.workers.items():
+        if count > MOST_WORKERS:
+            raise ConfigError.bad_value(f"--{role}-workers", count, f"1 to {MOST_WORKERS} workers")
     config = replace(config, model=str(servable_model(config.model)))
+    _check_worker_arguments(config, os.environ)
     return asyncio.run(serve(config, status_for(sys.stderr)))
+
+
+def _check_worker_arguments(config: DeploymentConfig, environ: Mapping[str, str]) -> None:
+    """Raises ConfigError for what each worker would refuse, seconds after its start."""
+    for arguments in worker_arguments(config).values():
+        parse_worker_flags(arguments, {**environ, **shared_env(config, environ)})
 
 
 def config_from(args: argparse.Namespace, run_dir: Path) -> DeploymentConfig:

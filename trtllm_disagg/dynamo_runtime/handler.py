@@ -20,6 +20,7 @@ from dynamo.llm import exceptions as dynamo_errors
 from trtllm_disagg import errors
 from trtllm_disagg.commands import CONTROL, is_control
 from trtllm_disagg.config.worker_config import flag_of
+from trtllm_disagg.config.yaml_file import read_json
 from trtllm_disagg.dynamo_runtime.error_mapping import to_dynamo
 from trtllm_disagg.dynamo_runtime.pushed_answers import Answer, pushed
 from trtllm_disagg.errors import ConfigError, InvalidRequestError
@@ -65,7 +66,7 @@ def _read(given: str) -> dict[str, Any]:
     flag = flag_of("health_check_payload")
     try:
         text = Path(os.path.expanduser(given[1:])).read_text() if given.startswith("@") else given
-        payload = json.loads(text)
+        payload = read_json(text)
     except OSError as error:
         allowed = f"JSON, or @FILE with a file that can be read ({error.strerror})"
         raise ConfigError.bad_value(flag, given, allowed) from None

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trtllm_disagg.config.worker_config import WorkerConfig
-from trtllm_disagg.handlers.remote import StageClient
+from trtllm_disagg.handlers.remote import QueueStageClient
 from trtllm_disagg.types import Generate
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 class PrefillQueue(Protocol):
     @property
-    def client(self) -> StageClient | None:
+    def client(self) -> QueueStageClient | None:
         """The client that reaches prefill workers through the queue; None where there is no queue."""
         ...
 

@@ -21,7 +21,7 @@ from trtllm_disagg.errors import (
     StageTimeoutError,
 )
 from trtllm_disagg.handlers.cancellation import in_background, when_stopped
-from trtllm_disagg.handlers.remote import QUEUE_ID
+from trtllm_disagg.handlers.remote import QUEUE_ID, StageClient
 from trtllm_disagg.prefill_queue.broker import Broker
 from trtllm_disagg.prefill_queue.messages import (
     MAX_AVOIDED,
@@ -40,6 +40,13 @@ from trtllm_disagg.types import GenerateRequest, RequestContext
 
 log = logging.getLogger(__name__)
 
+#: How often a request in the queue looks whether there is still a prefill worker.
+_LOOK_SECONDS = 0.5
+
+
+def _always() -> bool:
+    return True
+
 
 class Pushed:
     """An item as its pusher sees it: which worker runs it, and its outcome.
@@ -54,9 +61,12 @@ class Pushed:
         on_claim: Callable[[Claim], None],
         max_claims: int,
         silence: float = 0.0,
+        has_workers: Callable[[], bool] = _always,
     ) -> None:
         """`timeout`: the item fails after so many seconds without a claim. Once it is claimed, it fails after as many
-        without a Beat, but not before `silence`: a shorter time would fail an item that a worker runs.
+        without a Beat, but not before `silence`: a shorter time would fail an item that a worker runs. Where
+        `has_workers` is false it fails at once while it is unclaimed, and after `silence` once it is claimed: a worker
+        that leaves is not in discovery either, and finishes what it has claimed.
         """
         self.item = item
         self.outcome: asyncio.Future[dict[str, Any] | None] = asyncio.get_running_loop().create_future()
@@ -69,12 +79,15 @@ class Pushed:
         self._num_claims = 0
         self._max_claims = max_claims
         self._timeout = timeout
-        self._silence = max(timeout, silence)
+        self._silence = silence
+        self._silence_timeout = max(timeout, silence)
+        self._has_workers = has_workers
         self._on_claim = on_claim
         #: Replies to the answer. Until the reply is yes, the prefill worker keeps the duty to release the KV.
         self._reply: Callable[[bool], None] = _no_reply
         self._timer = self._start_timer(timeout)
-        self._pushed_at = time.monotonic()
+        self._look_timer = self._start_look_timer()
+        self._pushed_at = self._heard_at = time.monotonic()
 
     @property
     def age(self) -> float:
@@ -126,6 +139,7 @@ class Pushed:
     def close(self) -> None:
         """The outcome is not needed any more; refuse an answer that was not taken."""
         self._timer.cancel()
+        self._look_timer.cancel()
         if not self.outcome.cancel() and not self.outcome.cancelled():
             self.outcome.exception()  # else asyncio would log that it was never retrieved
         self._reply_to_answer(False)
@@ -148,8 +162,9 @@ class Pushed:
         return True
 
     def _restart_timer(self) -> None:
+        self._heard_at = time.monotonic()
         self._timer.cancel()
-        self._timer = self._start_timer(self._silence)
+        self._timer = self._start_timer(self._silence_timeout)
 
     def _start_timer(self, seconds: float) -> asyncio.TimerHandle:
         return asyncio.get_running_loop().call_later(seconds, self._time_out)
@@ -161,9 +176,23 @@ class Pushed:
             self._timeout,
         )
         if self.claim is not None:
-            peer, seconds = self.claim.worker, self._silence
+            peer, seconds = self.claim.worker, self._silence_timeout
             what = f"the prefill worker {peer:x} has fallen silent, and no other has taken over"
         self.fail(StageTimeoutError(f"{what} within {seconds:g} s (--queue-timeout)"), peer)
+
+    def _start_look_timer(self) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look_for_workers)
+
+    def _look_for_workers(self) -> None:
+        may_run = self.claim is not None and time.monotonic() - self._heard_at < self._silence
+        if may_run or self._has_workers():
+            self._look_timer = self._start_look_timer()
+        else:
+            self.fail(_no_worker())
+
+
+def _no_worker() -> NoInstanceError:
+    return NoInstanceError("no prefill worker is in discovery to pull from the prefill queue")
 
 
 def _no_reply(is_taken: bool) -> None:
@@ -178,6 +207,7 @@ class QueueClient:
         self._broker = broker
         self._timeout = timeout
         self._id = uuid.uuid4().hex
+        self._has_workers: Callable[[], bool] = _always
         self._pushed: dict[str, Pushed] = {}
         broker.on_lost(self._lost)
 
@@ -189,11 +219,19 @@ class QueueClient:
     def listening(self) -> AbstractAsyncContextManager[None]:
         return self._broker.listening(self.subject, self._receive)
 
+    def require(self, workers: StageClient) -> None:
+        """From now on a request gets NoInstanceError while none of `workers` is in discovery. Without it such a request
+        would wait in the queue for `timeout`.
+        """
+        self._has_workers = lambda: bool(workers.instance_ids())
+
     def waiting_ages(self) -> list[float]:
         """For how many seconds each item that no prefill worker has begun has waited."""
         return [pushed.age for pushed in self._pushed.values() if pushed.is_waiting]
 
     async def pick(self, request: GenerateRequest) -> QueuedPrefill:
+        if not self._has_workers():
+            raise _no_worker()
         if QUEUE_ID in request.avoid:
             raise NoInstanceError("the prefill queue has failed this request already")
         if not self._broker.is_usable:
@@ -219,7 +257,7 @@ class QueueClient:
         avoid, skipped = (sorted(ids)[:MAX_AVOIDED] for ids in (request.avoid, request.skipped))
         item = Item(uuid.uuid4().hex, self._id, request_id, avoid, raw, skipped)
         limits = self._broker.limits
-        pushed = Pushed(item, self._timeout, on_claim, limits.claims, limits.silence)
+        pushed = Pushed(item, self._timeout, on_claim, limits.claims, limits.silence, self._has_workers)
         self._pushed[item.id] = pushed
         try:
             with nullcontext() if context is None else when_stopped(context, pushed.give_up):

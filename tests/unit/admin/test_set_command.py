@@ -171,7 +171,7 @@ async def test_set_names_a_worker_without_an_answer_and_changes_the_others() -> 
 @pytest.mark.parametrize(
     ("strategy", "roles", "there"),
     [
-        ("decode_first", (), "there is: no worker"),
+        ("decode_first", (), "^no worker of any role is there to be set: wait until"),
         ("decode_first", ("agg",), "there is: agg a under decode_first"),
         ("router", ("prefill", "decode"), "prefill a under router, decode b under router"),
     ],
@@ -194,6 +194,7 @@ async def test_without_a_deciding_worker_it_is_refused(
         ("--eff-isl-ratio-threshold 1.5", "--eff-isl-ratio-threshold: 1.5 .* a number from 0 to 1"),
         ("--max-local-prefil-length 5", "unknown flag .*did you mean --max-local-prefill-length"),
         ("--eff-isl-threshold 5 --run-dir /no --namespace n", "give no --namespace"),
+        ("--eff-isl-threshold 5 --namespace a/b", "^--namespace: 'a/b' is not allowed; expected letters"),
         ("--eff-isl-threshold 5 --run-dir /no/such", "--run-dir: '/no/such'"),
         ("--eff-isl-threshold 5 --instance here", "--instance: 'here' .* hexadecimal"),
     ],
@@ -201,3 +202,9 @@ async def test_without_a_deciding_worker_it_is_refused(
 def test_invalid_set_command_is_refused_before_any_worker_is_asked(line: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         run(["set", *line.split()])
+
+
+def test_a_wrong_namespace_variable_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYN_NAMESPACE", "a.b")
+    with pytest.raises(ConfigError, match=r"^DYN_NAMESPACE: 'a\.b' is not allowed; expected letters, digits"):
+        run(["set", "--eff-isl-threshold", "5"])

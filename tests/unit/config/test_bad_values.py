@@ -103,6 +103,14 @@ def test_json_that_python_cannot_read_is_refused_in_a_short_message(text: str) -
     assert len(str(raised.value)) < 1000
 
 
+@pytest.mark.parametrize(
+    "text", ['{"dtype": "auto", "dtype": "auto"}', '{"kv_cache_config": {"dtype": "auto", "dtype": "auto"}}']
+)
+def test_json_with_a_key_that_is_there_twice_is_refused_as_in_yaml(text: str) -> None:
+    with pytest.raises(ConfigError, match="dtype is there twice in"):
+        built("--override-engine-args", text)
+
+
 UNREADABLE = {
     "a date that is none": "max_batch_size: 2020-13-45",
     "too deep": "[" * 3000,

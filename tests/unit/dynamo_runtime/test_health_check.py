@@ -35,6 +35,7 @@ def test_health_check_payload_is_read_from_json_or_a_file(tmp_path: Path) -> Non
         ("@~no_such_user/probe.json", "No such file"),
         ("@/nowhere/probe.json", "No such file"),
         ('{"prompt": "Hello"}', "token_ids"),
+        ('{"token_ids": [1], "token_ids": [2]}', "token_ids is there twice"),
         ('{"token_ids": [1], "stop_conditions": {"max_tokens": "1"}}', "max_tokens"),
     ],
 )

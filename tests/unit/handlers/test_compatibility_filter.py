@@ -1,4 +1,4 @@
-"""An instance that comes later and does not fit is not called; and a queue without workers is no way."""
+"""An instance that comes later and does not fit is not called."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 
 from tests.support.handling import request
-from tests.support.stage_client import RecordingStageClient
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import ConfigError, NoInstanceError, PeerUnavailableError
-from trtllm_disagg.handlers.remote import QUEUE_ID
-from trtllm_disagg.handlers.select import CompatibilityFilter, RequireConsumers
+from trtllm_disagg.handlers.select import CompatibilityFilter
 from trtllm_disagg.types import GenerateRequest, RequestContext
 from trtllm_disagg.worker.pairing import Fingerprint, ModelIdentity, describe_worker, require_callable
 
@@ -54,16 +52,9 @@ class Stage:
 
     def __init__(self, *said: dict[str, Any] | Exception | None) -> None:
         self.instances = {i: Instance(i, each) for i, each in enumerate(said)}
-        self._looked = asyncio.Semaphore(0)
 
     def instance_ids(self) -> Sequence[int]:
-        self._looked.release()
         return list(self.instances)
-
-    async def looked_at(self, times: int) -> None:
-        """Until `instance_ids` was called so often."""
-        for _ in range(times):
-            await self._looked.acquire()
 
     def check(self, request: GenerateRequest) -> None:
         """No instance is wished for."""
@@ -125,78 +116,3 @@ async def test_an_instance_that_is_gone_is_forgotten() -> None:
     stage.instances = {2: Instance(2, described())}
     await fits.pick(request())
     assert list(fits.fitting) == [2]
-
-
-async def test_prefill_queue_without_workers_raises_no_instance() -> None:
-    queue, workers = RecordingStageClient(), Stage()
-    attended = RequireConsumers(queue, workers)
-    with pytest.raises(NoInstanceError, match="no prefill worker is in discovery"):
-        await attended.pick(request())
-    workers.instances = {0: Instance(0, None)}
-    assert (await attended.pick(request())).instance_id == queue.instance_id
-
-
-class QueuedItem(RecordingStageClient):
-    """Answers when its event is set. `instance_id` is the worker that has taken it, if one has."""
-
-    def __init__(self, instance_id: int) -> None:
-        super().__init__()
-        self.instance_id = instance_id
-        self.is_answered = asyncio.Event()
-        self.has_ended = False
-
-    async def call(self, request: Any, context: Any) -> AsyncGenerator[dict[str, Any], None]:
-        try:
-            await self.is_answered.wait()
-            yield {"token_ids": [7]}
-        finally:
-            self.has_ended = True
-
-
-@pytest.fixture
-def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trtllm_disagg.handlers.select._LOOK_SECONDS", 0.001)
-
-
-async def answers_of(attended: RequireConsumers) -> list[dict[str, Any]]:
-    item = await attended.pick(request())
-    return [answer async for answer in item.call({}, None)]
-
-
-@pytest.mark.usefixtures("looks_often")
-async def test_a_request_in_the_queue_ends_when_the_last_prefill_worker_leaves() -> None:
-    item, workers = QueuedItem(QUEUE_ID), Stage(None)
-    waiting = asyncio.create_task(answers_of(RequireConsumers(item, workers)))
-    await workers.looked_at(times=3)
-    assert not waiting.done()
-
-    workers.instances.clear()
-
-    with pytest.raises(NoInstanceError, match="no prefill worker is in discovery") as raised:
-        await waiting
-    assert raised.value.peer == QUEUE_ID
-    assert item.has_ended
-
-
-@pytest.mark.usefixtures("looks_often")
-async def test_a_request_that_a_leaving_prefill_worker_has_taken_is_answered() -> None:
-    item, workers = QueuedItem(5), Stage(None)
-    waiting = asyncio.create_task(answers_of(RequireConsumers(item, workers)))
-    await workers.looked_at(times=1)
-    workers.instances.clear()
-    await asyncio.sleep(0.02)  # that nothing happens has no event
-
-    item.is_answered.set()
-
-    assert await waiting == [{"token_ids": [7]}]
-
-
-@pytest.mark.usefixtures("looks_often")
-async def test_a_cancelled_request_in_the_queue_is_cancelled() -> None:
-    item, workers = QueuedItem(QUEUE_ID), Stage(None)
-    waiting = asyncio.create_task(answers_of(RequireConsumers(item, workers)))
-    await workers.looked_at(times=2)
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    assert item.has_ended

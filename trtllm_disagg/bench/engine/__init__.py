@@ -16,7 +16,7 @@ from trtllm_disagg.bench.engine.peer_checkpoints import DEFAULT_DIRECTORY
 from trtllm_disagg.bench.figures import Section
 from trtllm_disagg.bench.models import SIZES
 from trtllm_disagg.bench.report import TOO_SHORT, Say, add_choice, add_output_arguments, run_benchmark
-from trtllm_disagg.config.settings import positive
+from trtllm_disagg.config.settings import positive_up_to
 from trtllm_disagg.exit_codes import ExitCode
 
 PARTS = ("speed", "overheads", "scaling")
@@ -33,18 +33,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", choices=SIZES, nargs="+", help=f"parameters (default: {sizes})")
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", help="of weights (default: both)")
     parser.add_argument(
-        "--threads", type=positive, nargs="+", metavar="N", help="of the engine (default: 1 2)"
+        "--threads", type=positive_up_to(1024), nargs="+", metavar="N", help="of the engine (default: 1 2)"
     )
     parser.add_argument(
         "--batch",
-        type=positive,
+        type=positive_up_to(4096),
         nargs="+",
         metavar="N",
         help="sequences that are decoded at once (default: 1 8 32)",
     )
     parser.add_argument(
         "--rounds",
-        type=positive,
+        type=positive_up_to(10_000),
         metavar="N",
         help=f"repetitions, all engines by turns (default: {default.rounds})",
     )

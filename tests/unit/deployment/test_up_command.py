@@ -1,0 +1,55 @@
+"""`up` refuses what its workers would refuse, before any process starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trtllm_disagg.cli import run
+from trtllm_disagg.deployment import lifecycle, up_command
+from trtllm_disagg.deployment.plan import DeploymentConfig
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.exit_codes import ExitCode
+
+
+@pytest.fixture
+def up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Words of an `up` that starts nothing."""
+
+    async def serve(config: DeploymentConfig, status: object) -> ExitCode:
+        return ExitCode.DONE
+
+    monkeypatch.setattr(lifecycle, "serve", serve)
+    monkeypatch.setattr(up_command, "servable_model", lambda model: model)
+    return ["up", "--strategy", "decode_first", "--model", "m", "--run-dir", str(tmp_path / "run")]
+
+
+@pytest.mark.parametrize(
+    ("flag", "named"),
+    [
+        ("--kv-block-size=33", "^--kv-block-size: 33 is not allowed; expected a power of two"),
+        ("--engine=nope", "^--engine: 'nope' is not allowed; expected one of auto, "),
+        ("--namespace=a/b", "^--namespace: 'a/b' is not allowed; expected letters"),
+        ("--served-model-name= ", "^--served-model-name: ' ' is not allowed; expected a name"),
+        ("--worker-args=--max-tries many", "^--max-tries: 'many' is not allowed; expected a whole number"),
+        ("--worker-args=--max-trees 3", "unknown flag --max-trees; did you mean --max-tries"),
+    ],
+)
+def test_up_refuses_what_its_workers_would_refuse(up: list[str], flag: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        run([*up, flag])
+
+
+@pytest.mark.parametrize(
+    "flag", ["--engine=auto", "--worker-args=--max-tries 3 --trtllm.max_seq_len 64", "--namespace=a-b"]
+)
+def test_up_starts_with_what_its_workers_accept(up: list[str], flag: str) -> None:
+    assert run([*up, flag]) is ExitCode.DONE
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_up_starts_at_most_as_many_workers_as_scale(up: list[str], role: str) -> None:
+    assert run([*up, f"--{role}-workers=64"]) is ExitCode.DONE
+    with pytest.raises(ConfigError, match=f"^--{role}-workers: 65 is not allowed; expected 1 to 64 workers"):
+        run([*up, f"--{role}-workers=65"])
