@@ -72,14 +72,14 @@ class PeerListener:
         """No peer is answered any more, connected or not."""
         self._closed = True
         # Unlike close(), this wakes the thread that waits in accept().
-        _hang_up(self._listener)
+        hang_up(self._listener)
         if self._thread.is_alive():
             self._thread.join(timeout=5)
         self._listener.close()
         with self._lock:
             open_now = [*self._connections, *self._newcomers]
         for connection in open_now:
-            _hang_up(connection)
+            hang_up(connection)
 
     def _accept(self) -> None:
         while not self._closed:
@@ -124,7 +124,7 @@ class PeerListener:
             self._warn(
                 "%s: more than %d connections at the authentication", self._name, self._limits.newcomers
             )
-            _hang_up(oldest)
+            hang_up(oldest)
 
     def _receive(self, connection: socket.socket, peer: str) -> None:
         try:
@@ -154,7 +154,8 @@ class PeerListener:
         return has_room and not self._closed
 
 
-def _hang_up(connection: socket.socket) -> None:
+def hang_up(connection: socket.socket) -> None:
+    """Wakes the thread that waits for this connection."""
     with contextlib.suppress(OSError):
         # Works during a TLS handshake too; the connection's own thread closes it.
         socket.socket.shutdown(connection, socket.SHUT_RDWR)

@@ -1,7 +1,8 @@
 """The transport between hosts: blocks over TLS, to and from peers that have the key.
 
 UCX over tcp authenticates no peer, and is slower than a socket. A read has ended when it returns or raises, so no byte
-lands late in the blocks that it fills.
+lands late in the blocks that it fills. A write that timed out may: what was sent is on its way after its connection was
+closed. The writer then asks the owner of the pool to stop it.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import math
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Annotated
+from functools import partial
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
@@ -21,16 +24,27 @@ import torch
 from trtllm_disagg.errors import ConfigError, KvTransferError
 from trtllm_disagg.kv_transfer.access import Network, TransferScope
 from trtllm_disagg.kv_transfer.base import PeerMetadata, ReadTimeoutError, runs_of
-from trtllm_disagg.kv_transfer.handle import UNREADABLE
+from trtllm_disagg.kv_transfer.handle import UNREADABLE, Digest
 from trtllm_disagg.kv_transfer.host import new_memory
-from trtllm_disagg.kv_transfer.listener import MAX_MESSAGE_BYTES, Limits, PeerListener, receive_message
+from trtllm_disagg.kv_transfer.listener import (
+    MAX_MESSAGE_BYTES,
+    Limits,
+    PeerListener,
+    hang_up,
+    receive_message,
+)
+from trtllm_disagg.kv_transfer.messages import new_ticket
 from trtllm_disagg.processes.framing import UnreadableError, framed, receive_frame, seconds_left
 
 _LIMITS = Limits()
 #: A peer that sends nothing for this long is considered dead.
 _SILENCE_SECONDS = 30.0
+#: For the question whether a store has stopped, which is asked again; and the owner's part of it.
+_STOP_SECONDS, _STOPPING_SECONDS = 5.0, 2.0
+_REMEMBERED = 1024
 _PIECE_BYTES = 1 << 20
 _OK = b"ok"
+_BUSY = b"the store has not stopped yet"
 #: int32 block ids of one message.
 _Ids = Annotated[bytes, msgspec.Meta(min_length=4, max_length=1 << 19)]
 
@@ -45,11 +59,60 @@ class Fetch(msgspec.Struct, tag="fetch"):
 class Store(msgspec.Struct, tag="store"):
     """Followed by the blocks; answered "ok" when they are there."""
 
+    #: A secret of the writer, by which it may stop the store.
+    ticket: Digest
     blocks: _Ids
     block_bytes: int
 
 
-_requests = msgspec.msgpack.Decoder(Fetch | Store)
+class Stop(msgspec.Struct, tag="stop"):
+    """The writer has given up on a store. Answered "ok" once nothing of it can land any more."""
+
+    ticket: Digest
+
+
+_requests = msgspec.msgpack.Decoder(Fetch | Store | Stop)
+
+
+class _Running(NamedTuple):
+    connection: socket.socket
+    has_ended: threading.Event
+
+
+class _Stores:
+    """The stores that fill this pool's blocks now, and the last ones that were stopped. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: dict[bytes, _Running] = {}
+        self._stopped: deque[bytes] = deque(maxlen=_REMEMBERED)
+
+    @contextlib.contextmanager
+    def running(self, ticket: bytes, connection: socket.socket) -> Iterator[str]:
+        """Around the bytes of a store. Yields why it may not begin; empty when it may."""
+        running = _Running(connection, threading.Event())
+        with self._lock:
+            reason = "the writer has given up on this store" if ticket in self._stopped else ""
+            reason = "a store with this ticket runs already" if ticket in self._running else reason
+            if not reason:
+                self._running[ticket] = running
+        try:
+            yield reason
+        finally:
+            if not reason:
+                with self._lock:
+                    del self._running[ticket]
+                running.has_ended.set()
+
+    def stop(self, ticket: bytes, seconds: float) -> bool:
+        """True once nothing of the store can land any more, whether it has come or not."""
+        with self._lock:
+            self._stopped.append(ticket)
+            running = self._running.get(ticket)
+        if running is None:
+            return True
+        hang_up(running.connection)
+        return running.has_ended.wait(seconds)
 
 
 class TlsTransport:
@@ -66,6 +129,7 @@ class TlsTransport:
         self._clock = clock
         self._blocks = np.empty((0, 0), np.uint8)
         self._listener: PeerListener | None = None
+        self._stores = _Stores()
         self._lock = threading.Lock()
         #: Connections that nothing uses now, by endpoint.
         self._idle: dict[str, list[tuple[socket.socket, float]]] = {}
@@ -94,9 +158,10 @@ class TlsTransport:
         self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
     ) -> int:
         deadline = time.monotonic() + timeout
-        with self._connection(peer, timeout, writes=True) as connection:
+        ticket = new_ticket()
+        with self._connection(peer, timeout, has_stopped=partial(self._stop, peer, ticket)) as connection:
             ids = remote_blocks.astype(np.int32).tobytes()
-            _send_request(connection, Store(ids, self._blocks.shape[1]), deadline)
+            _send_request(connection, Store(ticket, ids, self._blocks.shape[1]), deadline)
             for run in runs_of(local_blocks):
                 _send(connection, self._blocks[run], deadline)
             _require_ok(peer, connection, deadline)
@@ -133,15 +198,30 @@ class TlsTransport:
 
     def _fetch(self, peer: PeerMetadata, blocks: np.ndarray, into: list[np.ndarray], timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        with self._connection(peer, timeout, writes=False) as connection:
+        with self._connection(peer, timeout) as connection:
             _send_request(connection, Fetch(blocks.astype(np.int32).tobytes(), into[0].shape[1]), deadline)
             _require_ok(peer, connection, deadline)
             for part in into:
                 _receive(connection, part, deadline)
 
+    def _stop(self, peer: PeerMetadata, ticket: bytes) -> bool:
+        """Have the peer stop a store. True when nothing of it can land any more."""
+        deadline = time.monotonic() + _STOP_SECONDS
+        try:
+            with self._connection(peer, _STOP_SECONDS) as connection:
+                _send_request(connection, Stop(ticket), deadline)
+                _require_ok(peer, connection, deadline)
+        except (KvTransferError, ReadTimeoutError):
+            return False
+        return True
+
     @contextlib.contextmanager
-    def _connection(self, peer: PeerMetadata, timeout: float, *, writes: bool) -> Iterator[socket.socket]:
-        """A connection for this caller alone; after a failure it is closed."""
+    def _connection(
+        self, peer: PeerMetadata, timeout: float, *, has_stopped: Callable[[], bool] | None = None
+    ) -> Iterator[socket.socket]:
+        """A connection for this caller alone; after a failure it is closed. `has_stopped`: of a write, whether it can
+        land no more.
+        """
         endpoint = _endpoint_of(peer)
         connection = None
         try:
@@ -151,11 +231,14 @@ class TlsTransport:
             if connection is not None:
                 connection.close()
             if isinstance(error, TimeoutError):
-                doing = "writing KV to" if writes else "reading KV from"
+                if has_stopped is None:
+                    message = f"reading KV from {peer.sender} took longer than {timeout:.1f} s"
+                    raise ReadTimeoutError(message, may_land_later=False) from error
                 # Bytes that were sent may still be on their way into the peer's blocks.
                 raise ReadTimeoutError(
-                    f"{doing} {peer.sender} took longer than {timeout:.1f} s",
-                    may_land_later=writes and connection is not None,
+                    f"writing KV to {peer.sender} took longer than {timeout:.1f} s",
+                    may_land_later=connection is not None,
+                    has_ended=has_stopped,
                 ) from error
             if isinstance(error, KvTransferError):
                 raise
@@ -194,18 +277,25 @@ class TlsTransport:
                 request = _requests.decode(message)
             except UNREADABLE as error:
                 raise UnreadableError(f"unreadable message of {len(message)} bytes: {error}") from error
-            if reason := self._why_not(request):
-                connection.sendall(framed(reason.encode()))
-                raise UnreadableError(reason)
+            if isinstance(request, Stop):
+                has_stopped = self._stores.stop(request.ticket, _STOPPING_SECONDS)
+                connection.sendall(framed(_OK if has_stopped else _BUSY))
+                continue
+            _refuse_if(self._why_not(request), connection)
             runs = [self._blocks[run] for run in runs_of(np.frombuffer(request.blocks, np.int32))]
             if isinstance(request, Fetch):
                 connection.sendall(framed(_OK))
                 for run in runs:
                     connection.sendall(_bytes_of(run))
             else:
-                for run in runs:
-                    _receive(connection, run, math.inf)
-                connection.sendall(framed(_OK))
+                self._store(request.ticket, runs, connection)
+
+    def _store(self, ticket: bytes, runs: list[np.ndarray], connection: socket.socket) -> None:
+        with self._stores.running(ticket, connection) as why_not:
+            _refuse_if(why_not, connection)
+            for run in runs:
+                _receive(connection, run, math.inf)
+        connection.sendall(framed(_OK))
 
     def _why_not(self, request: Fetch | Store) -> str:
         if request.block_bytes != self._blocks.shape[1]:
@@ -222,7 +312,13 @@ def _endpoint_of(peer: PeerMetadata) -> str:
     return peer.address.decode(errors="replace")
 
 
-def _send_request(connection: socket.socket, request: Fetch | Store, deadline: float) -> None:
+def _refuse_if(reason: str, connection: socket.socket) -> None:
+    if reason:
+        connection.sendall(framed(reason.encode()))
+        raise UnreadableError(reason)
+
+
+def _send_request(connection: socket.socket, request: Fetch | Store | Stop, deadline: float) -> None:
     connection.settimeout(seconds_left(deadline))
     connection.sendall(framed(msgspec.msgpack.encode(request)))
 

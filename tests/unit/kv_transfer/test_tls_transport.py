@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import signal
+import socket
 from collections.abc import Iterator
 
 import msgspec
@@ -21,9 +23,9 @@ from trtllm_disagg.errors import ConfigError, KvTransferError
 from trtllm_disagg.kv_transfer.access import Network
 from trtllm_disagg.kv_transfer.base import ReadTimeoutError, runs_of
 from trtllm_disagg.kv_transfer.handle import split_endpoint
-from trtllm_disagg.kv_transfer.tls import Fetch, Store, TlsTransport
+from trtllm_disagg.kv_transfer.tls import Fetch, Stop, Store, TlsTransport
 from trtllm_disagg.kv_transfer.transports import create_transport
-from trtllm_disagg.processes.framing import framed
+from trtllm_disagg.processes.framing import framed, receive_frame
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +79,8 @@ def test_blocks_of_another_size_are_refused(pools: tuple[Pool, Pool]) -> None:
     [
         b"garbage",
         msgspec.msgpack.encode(Fetch(b"12345", 1536)),
-        msgspec.msgpack.encode(Store(b"", 1536)),
+        msgspec.msgpack.encode(Store(b"t" * 16, b"", 1536)),
+        msgspec.msgpack.encode(Stop(b"short")),
         b"\x81\xa4type\xa4card",
     ],
 )
@@ -115,18 +118,59 @@ def test_a_read_of_a_stopped_peer_times_out_and_lands_never() -> None:
         with pytest.raises(ReadTimeoutError) as timeout:
             writer.write(card, [3, 4], [5, 6], timeout=0.2)
         assert timeout.value.may_land_later
+        late_write = timeout.value
         with pytest.raises(ReadTimeoutError, match="writing KV to") as timeout:
             writer.write(card, [3, 4], [5, 6], timeout=0.2)
         assert not timeout.value.may_land_later, "its new connection was not accepted"
         process.send_signal(signal.SIGCONT)
         assert receiver.read(card, [0], [0])
         assert not receiver.kv[5:7].any()
+        wait_until(late_write.has_ended)
         process.kill()
         process.wait()
         with pytest.raises(KvTransferError):
             receiver.read(card, [0], [0])
         receiver.close()
         writer.close()
+
+
+def begin_store(pool: Pool, ticket: bytes) -> socket.socket:
+    """A connection of a writer that has sent the first bytes of block 2, and not yet the others."""
+    connection = NETWORK.authentication().connect(pool.card.address.decode(), 5.0)
+    connection.settimeout(5.0)
+    block_bytes = pool.kv[0].numel() * 4
+    connection.sendall(framed(msgspec.msgpack.encode(Store(ticket, np.int32(2).tobytes(), block_bytes))))
+    connection.sendall(torch.full((2,), 7.0).numpy().tobytes())
+    return connection
+
+
+def stop_store(pool: Pool, ticket: bytes) -> bytes:
+    with NETWORK.authentication().connect(pool.card.address.decode(), 5.0) as connection:
+        connection.sendall(framed(msgspec.msgpack.encode(Stop(ticket))))
+        return receive_frame(connection, seconds=5.0, max_bytes=100)
+
+
+def test_a_store_that_its_writer_gave_up_is_stopped_in_the_middle(pools: tuple[Pool, Pool]) -> None:
+    owner, _ = pools
+    owner.kv.zero_()
+    with begin_store(owner, b"t" * 16) as connection:
+        wait_until(lambda: bool(owner.kv[2].flatten()[1] == 7.0))
+        assert stop_store(owner, b"t" * 16) == b"ok"
+        with contextlib.suppress(OSError):
+            connection.sendall(torch.full((2,), 8.0).numpy().tobytes())
+        with contextlib.suppress(OSError):
+            assert not connection.recv(1), "the owner has hung up"
+    assert owner.kv[2].flatten()[:3].tolist() == [7.0, 7.0, 0.0]
+
+
+def test_a_store_that_comes_after_its_end_is_refused(pools: tuple[Pool, Pool]) -> None:
+    owner, _ = pools
+    owner.kv.zero_()
+    assert stop_store(owner, b"u" * 16) == b"ok"
+    with begin_store(owner, b"u" * 16) as connection:
+        answer = receive_frame(connection, seconds=5.0, max_bytes=100)
+    assert answer == b"the writer has given up on this store"
+    assert not owner.kv.any()
 
 
 def test_connections_to_peers_of_long_ago_are_closed_when_another_peer_is_met() -> None:
