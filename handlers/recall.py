@@ -70,8 +70,8 @@ class Notices:
         #: Instances of older versions, which refuse notices.
         self._without_notices: set[int] = set()
 
-    def prefill(self, instance: Notifiable) -> PhaseRequest:
-        """The phase request for a new attempt; it carries the collected `taken` reports."""
+    def new_attempt(self, instance: Notifiable) -> PhaseRequest:
+        """Its phase request, which carries the collected `taken` reports."""
         _, taken = self._taken.pop(instance.instance_id, (instance, ()))
         attempt = secrets.token_hex(8)
         return PhaseRequest("prefill", attempts=(attempt,), sender=self._sender, taken=tuple(taken))
@@ -127,7 +127,7 @@ class Notices:
 class NoNotices:
     """For the prefill queue: its own messages confirm that an answer has arrived."""
 
-    def prefill(self, instance: Notifiable) -> PhaseRequest:
+    def new_attempt(self, instance: Notifiable) -> PhaseRequest:
         return PhaseRequest("prefill")
 
     @contextmanager
