@@ -12,7 +12,7 @@ from trtllm_disagg.embedded.params.checkpoint import shown
 from trtllm_disagg.embedded.params.model_shape import ModelShape
 from trtllm_disagg.errors import ConfigError
 
-#: The lean forward, or transformers' modules.
+#: The plain forward, or transformers' modules.
 ForwardKind = Literal["plain", "modules"]
 
 
