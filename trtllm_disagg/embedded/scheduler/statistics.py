@@ -107,7 +107,7 @@ class ResidentMemory:
 
 
 class IterationStats:
-    def __init__(self, args: LlmArgs, gpu_bytes: Callable[[], int] = int) -> None:
+    def __init__(self, args: LlmArgs, gpu_bytes: Callable[[], int] = lambda: 0) -> None:
         """`gpu_bytes`: GPU memory that is taken."""
         self._gpu_bytes = gpu_bytes
         self._enabled = args.enable_iter_perf_stats
