@@ -44,7 +44,7 @@ class PeerInstances(Protocol):
 
 
 class StageState:
-    """Answers control commands. `live.strategy` is the deployment's strategy as this worker knows it."""
+    """A worker's stage, and the commands that change it. `live.strategy`: the deployment's, as the worker knows it."""
 
     def __init__(
         self,
