@@ -58,7 +58,7 @@ class ForwardPlan:
         return self.pack is not None and self.dtype == torch.float32
 
     def told_to_all(self, args: LlmArgs) -> LlmArgs:
-        """With what was decided here by the memory that is free now: every rank must decide the same."""
+        """`args` with the decision that followed from the memory that is free now: every rank must have the same."""
         embedded = args.embedded.model_copy(update={"weights": self.weights})
         return args.model_copy(update={"embedded": embedded})
 
@@ -128,7 +128,7 @@ def _with_products(
 
 
 def _has_room(directory: Path) -> bool:
-    """For all weights as float32, and what a step needs besides."""
+    """Whether the memory has room for all weights as float32, and for a step."""
     return 4 * count_weights(directory) < _MOST_OF_MEMORY * available_bytes()
 
 

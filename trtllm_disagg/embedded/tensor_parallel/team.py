@@ -165,7 +165,7 @@ class BroadcastingKvMemory:
 
 
 def open_team(args: LlmArgs, on_lost: Callable[[str], None]) -> SingleRank | Team:
-    """As many ranks as `tensor_parallel_size` says; they have been started already (`launch.py`)."""
+    """The team of `tensor_parallel_size` ranks, which have been started already (`launch.py`)."""
     if args.tensor_parallel_size == 1:
         return SingleRank()
     group, others = join_as_leader(args.tensor_parallel_size, on_lost)
