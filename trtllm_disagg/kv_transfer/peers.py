@@ -92,7 +92,7 @@ class PeerThreads:
         #: Each thread's work; None ends it.
         self._queues: dict[str, queue.SimpleQueue[Callable[[], None] | None]] = {}
         self._threads: list[threading.Thread] = []
-        #: The number of works that each thread has not finished.
+        #: The number of calls that each thread has not finished.
         self._pending: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._closed = False
