@@ -53,7 +53,7 @@ class Read(msgspec.Struct, tag="read"):
 
 
 class HasEnded(msgspec.Struct, tag="has-ended"):
-    """Of a read that may land later: has it ended?"""
+    """Asks whether a read that may land later has ended."""
 
     id: int
     read: int
