@@ -42,7 +42,6 @@ COLLECT_SECONDS = 1.0
 CHECK_SECONDS = 1.0
 #: A decode worker that lives has reported by then that it has taken an answer, also while it leaves.
 REPORTED_SECONDS = 2 * COLLECT_SECONDS
-_NO_CHUNKS: tuple[TokenChunk, ...] = ()
 
 #: Errors after which the prefill worker holds no KV.
 _REFUSALS = (InvalidRequestError, OverloadedError, EngineError)
@@ -262,7 +261,8 @@ def recallable(prefill: PrefillPhase, recalls: Recalls, protocol: HandoffProtoco
 
     async def take_notice(notice: PhaseRequest) -> AsyncGenerator[TokenChunk, None]:
         on_notice[notice.kind](notice.attempts)
-        for chunk in _NO_CHUNKS:
+        nothing: tuple[TokenChunk, ...] = ()
+        for chunk in nothing:  # makes this function a generator
             yield chunk
 
     def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:

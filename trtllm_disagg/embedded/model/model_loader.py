@@ -31,7 +31,7 @@ def load_model(directory: Path, shape: ModelShape, kind: ForwardKind) -> Any:
 
 
 def _load_with_transformers(directory: Path, shape: ModelShape) -> Any:
-    """In eval mode and with our attention."""
+    """transformers' model, in eval mode and with our attention."""
     from transformers import AttentionInterface, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
