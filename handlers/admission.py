@@ -23,17 +23,42 @@ _LOG_SECONDS = 10.0
 
 
 @dataclass(slots=True)
-class Queued:
-    """The requests that wait now, and the number of refused ones since the start."""
+class RequestCount:
+    """The number of requests that are counted now, and of their tokens."""
 
     requests: int = 0
-    #: Prompt tokens of the waiting requests.
     tokens: int = 0
-    num_refused: int = 0
 
-    def add(self, requests: int, tokens: int) -> None:
+    def enter(self, tokens: int) -> Callable[[], None]:
+        """Count a request with so many tokens, until the result is called."""
+        self._add(1, tokens)
+        return partial(self._add, -1, -tokens)
+
+    def counting(self, generate: Generate) -> Generate:
+        """`generate`, whose running requests are counted, with their prompts and the most that may be generated."""
+
+        def counted(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+            return CountedStream(
+                partial(self.enter, most_tokens(request)), partial(generate, request, context)
+            )
+
+        return counted
+
+    def _add(self, requests: int, tokens: int) -> None:
         self.requests += requests
         self.tokens += tokens
+
+
+def most_tokens(request: GenerateRequest) -> int:
+    """The tokens of the prompt and `max_tokens`, which frontends fill in; without it only the prompt counts."""
+    return len(request.token_ids) + (request.stop.max_tokens or 0)
+
+
+@dataclass(slots=True)
+class Queued(RequestCount):
+    """The requests that wait now, with the tokens of their prompts, and the number of refused ones since the start."""
+
+    num_refused: int = 0
 
 
 class Admission:
@@ -60,8 +85,7 @@ class Admission:
     def _enter(self, tokens: int) -> Callable[[], None]:
         """Count a waiting request with so many prompt tokens, until the result is called. Raises OverloadedError."""
         self._require_room(tokens)
-        self._queued.add(1, tokens)
-        return partial(self._queued.add, -1, -tokens)
+        return self._queued.enter(tokens)
 
     def _require_room(self, tokens: int) -> None:
         """Raises OverloadedError. When no other request waits, the prompt may be of any length."""
@@ -84,43 +108,12 @@ class Admission:
         )
 
 
-class RunningRequests:
-    """Counts the requests that this worker runs in one way now, and their tokens: the prompts and the most that may be
-    generated.
-    """
-
-    def __init__(self) -> None:
-        self.requests = 0
-        self.tokens = 0
-
-    def counting(self, generate: Generate) -> Generate:
-        def counted(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-            return CountedStream(
-                partial(self._enter, most_tokens(request)), partial(generate, request, context)
-            )
-
-        return counted
-
-    def _enter(self, tokens: int) -> Callable[[], None]:
-        self._add(1, tokens)
-        return partial(self._add, -1, -tokens)
-
-    def _add(self, requests: int, tokens: int) -> None:
-        self.requests += requests
-        self.tokens += tokens
-
-
-def most_tokens(request: GenerateRequest) -> int:
-    """The tokens of the prompt and `max_tokens`, which frontends fill in; without it only the prompt counts."""
-    return len(request.token_ids) + (request.stop.max_tokens or 0)
-
-
 def within_fallback_budget(local: Generate, thresholds: Live[Thresholds]) -> Generate:
     """`local`, limited to what this worker can run besides its own work: when all workers of one role are lost, their
     work must not overload those of the other role. Raises OverloadedError beyond `--max-local-fallbacks` and
     `--max-local-fallback-tokens`; when no other one runs, a request may be of any length.
     """
-    running = RunningRequests()
+    running = RequestCount()
     counted = running.counting(local)
 
     def bounded(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:

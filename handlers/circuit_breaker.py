@@ -69,7 +69,7 @@ class StreamTimeouts(NamedTuple):
     next: float
 
 
-#: Of a worker's description, which it has at hand.
+#: For a description, which needs no work of the engine.
 _DESCRIBE_SECONDS = 5.0
 
 
@@ -203,14 +203,10 @@ class CircuitBreakerInstance:
         return self._instance.instance_id
 
     async def describe(self) -> dict[str, Any]:
-        """Raises StageTimeoutError, besides what the instance raises. A description says nothing of its calls."""
-        try:
-            with IdleTimer(lambda: self.instance_id) as timer:
-                timer.arm("description", self._timeouts["describe"].first)
-                return await self._instance.describe()
-        except DisaggError as error:
-            self._count_failure(error)
-            raise
+        """Raises StageTimeoutError, besides what the instance raises. A success does not reset the failures."""
+        with self._counting_failures(), IdleTimer(lambda: self.instance_id) as timer:
+            timer.arm("description", self._timeouts["describe"].first)
+            return await self._instance.describe()
 
     async def notify(self, notice: dict[str, Any]) -> None:
         await self._instance.notify(notice)
@@ -239,16 +235,12 @@ class CircuitBreakerInstance:
 
     @contextmanager
     def _counting_failures(self) -> Iterator[None]:
+        """Errors of the prefill queue itself are no failure of a worker."""
         try:
             yield
         except DisaggError as error:
-            self._count_failure(error)
+            blamed = self.instance_id if error.peer is None else error.peer
+            if isinstance(error, _FAULTS) and blamed != QUEUE_ID:
+                self._breaker.failed(blamed)
+                self._span.event("breaker_failure", {"instance": f"{blamed:x}", "because": str(error)})
             raise
-
-    def _count_failure(self, error: DisaggError) -> None:
-        """Errors of the prefill queue itself are no failure of a worker."""
-        blamed = self.instance_id if error.peer is None else error.peer
-        if isinstance(error, _FAULTS) and blamed != QUEUE_ID:
-            self._breaker.failed(blamed)
-            failure = {"instance": f"{blamed:x}", "because": str(error)}
-            self._span.event("breaker_failure", failure)

@@ -17,7 +17,7 @@ from trtllm_disagg.config.deciders import ALWAYS, DECIDERS, DECODE_OCCUPANCY, De
 from trtllm_disagg.config.thresholds import Live, Thresholds
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.errors import DisaggError
-from trtllm_disagg.handlers.admission import RunningRequests, most_tokens
+from trtllm_disagg.handlers.admission import RequestCount, most_tokens
 from trtllm_disagg.handlers.cancellation import in_background
 from trtllm_disagg.handlers.remote import StageInstance
 from trtllm_disagg.handlers.select import Directory
@@ -218,7 +218,7 @@ class FactSources:
     queue: QueueDepth
     own: OwnOccupancy = field(default_factory=OwnOccupancy)
     other: Occupancies = field(default_factory=Occupancies)
-    kept: RunningRequests = field(default_factory=RunningRequests)
+    kept: RequestCount = field(default_factory=RequestCount)
 
     def facts(self, request: GenerateRequest) -> Facts:
         num_prompt = len(request.token_ids)

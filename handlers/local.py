@@ -188,13 +188,13 @@ class LocalDecode:
             was_fetched=True,
         )
 
-        def finished(result: RequestOutput) -> None:
+        def record(result: RequestOutput) -> None:
             record_transfer(request.trace, result)
             record_engine(self._engine, request, result)
 
         # With a rendezvous the KV may never come, so an abort must not wait for the first output.
         deferred = request.rendezvous is None
-        return _stream(self._engine, start, cursor, context, finished, deferred_abort=deferred)
+        return _stream(self._engine, start, cursor, context, record, deferred_abort=deferred)
 
     def drain(self, request: GenerateRequest) -> None:
         """Fetch and drop an unused handoff, which frees its sender's blocks: a decode of one token, in the background.
@@ -222,7 +222,7 @@ class LocalAgg:
         return spanned("generate", request, lambda within: self._run(within, context))
 
     def _run(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        def finished(result: RequestOutput) -> None:
+        def record(result: RequestOutput) -> None:
             record_cache_hit(request, result)
             record_engine(self._engine, request, result)
 
@@ -231,7 +231,7 @@ class LocalAgg:
         if num_choices > 1:
             cursor = ChoicesCursor(num_prompt, num_choices, self._engine.most_tokens(request))
         start = partial(self._engine.start_agg, request)
-        return _stream(self._engine, start, cursor, context, finished, num_choices=num_choices)
+        return _stream(self._engine, start, cursor, context, record, num_choices=num_choices)
 
 
 async def _stream(
@@ -239,12 +239,12 @@ async def _stream(
     start: Callable[[], RequestOutput],
     cursor: OutputCursor | ChoicesCursor,
     context: RequestContext,
-    finished: Callable[[RequestOutput], None] = lambda result: None,
+    on_finished: Callable[[RequestOutput], None] = lambda result: None,
     *,
     deferred_abort: bool = False,
     num_choices: int = 1,
 ) -> AsyncGenerator[TokenChunk, None]:
-    """The chunks of an engine request. `start` is called at the first read, `finished` before the last chunk."""
+    """The chunks of an engine request. `start` is called at the first read, `on_finished` before the last chunk."""
     result = start()
     with engine.answering, AbortGuard(engine, result, context, deferred=deferred_abort) as guard:
         async with (
@@ -256,7 +256,7 @@ async def _stream(
                     if chunk.finish_reason is not None:
                         num_choices -= 1
                         if num_choices == 0:
-                            finished(result)
+                            on_finished(result)
                     yield chunk
 
 

@@ -42,7 +42,6 @@ COLLECT_SECONDS = 1.0
 CHECK_SECONDS = 1.0
 #: A decode worker that lives has reported by then that it has taken an answer, also while it leaves.
 REPORTED_SECONDS = 2 * COLLECT_SECONDS
-_NO_CHUNKS: tuple[TokenChunk, ...] = ()
 
 #: Errors after which the prefill worker holds no KV.
 _REFUSALS = (InvalidRequestError, OverloadedError, EngineError)
@@ -70,8 +69,8 @@ class Notices:
         #: Instances of older versions, which refuse notices.
         self._without_notices: set[int] = set()
 
-    def prefill(self, instance: Notifiable) -> PhaseRequest:
-        """The phase request for a new attempt; it carries the collected `taken` reports."""
+    def new_attempt(self, instance: Notifiable) -> PhaseRequest:
+        """Its phase request, which carries the collected `taken` reports."""
         _, taken = self._taken.pop(instance.instance_id, (instance, ()))
         attempt = secrets.token_hex(8)
         return PhaseRequest("prefill", attempts=(attempt,), sender=self._sender, taken=tuple(taken))
@@ -127,7 +126,7 @@ class Notices:
 class NoNotices:
     """For the prefill queue: its own messages confirm that an answer has arrived."""
 
-    def prefill(self, instance: Notifiable) -> PhaseRequest:
+    def new_attempt(self, instance: Notifiable) -> PhaseRequest:
         return PhaseRequest("prefill")
 
     @contextmanager
@@ -262,7 +261,8 @@ def recallable(prefill: PrefillPhase, recalls: Recalls, protocol: HandoffProtoco
 
     async def take_notice(notice: PhaseRequest) -> AsyncGenerator[TokenChunk, None]:
         on_notice[notice.kind](notice.attempts)
-        for chunk in _NO_CHUNKS:
+        nothing: tuple[TokenChunk, ...] = ()
+        for chunk in nothing:  # makes this function a generator
             yield chunk
 
     def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:

@@ -136,7 +136,7 @@ class RemotePrefill:
         instance = await select_instance(self._client, request)
         if instance.instance_id != QUEUE_ID:  # otherwise the worker's claim records its id
             request.trace.facts["prefill_instance"] = f"{instance.instance_id:x}"
-        asked = self._notices.prefill(instance)
+        asked = self._notices.new_attempt(instance)
         handoffs: list[Handoff] = []
         with blaming(instance), _released_on_error(handoffs):
             with self._notices.recalled_if_lost(handoffs, instance, asked):

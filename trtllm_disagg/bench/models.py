@@ -44,7 +44,7 @@ class Size:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of its config.json."""
+        """The content of its config.json."""
         return NANOGPT | {
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden,

@@ -252,7 +252,7 @@ def refuse_ignored_variables(environ: Mapping[str, str]) -> None:
 
 
 def wants_forward_pass_metrics(namespace: argparse.Namespace, environ: Mapping[str, str]) -> bool:
-    """By Dynamo's names for it."""
+    """Whether a flag or a variable of Dynamo's asks for them."""
     traces = getattr(namespace, RUNTIME_VARIABLES, {}).get(FPM_TRACE, environ.get(FPM_TRACE, ""))
     return bool(environ.get(FPM_PORT)) or traces.strip().lower() in _YES
 

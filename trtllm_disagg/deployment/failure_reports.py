@@ -13,7 +13,7 @@ from trtllm_disagg.errors import ERROR_PREFIX
 LOG_LINES = 15
 #: Lines at the end of the log that are searched for the cause.
 SEARCHED_LINES = 400
-LAST_WORDS = 5
+LAST_LINES = 5
 #: A longer cause is cut off; the log has it in full.
 MOST_CHARS = 600
 #: A longer line of the log is cut off.
@@ -32,7 +32,7 @@ def cause_in(lines: Sequence[str]) -> str | None:
         if line.startswith(ERROR_PREFIX):
             return _short(line.removeprefix(ERROR_PREFIX), MOST_CHARS)
     # Dynamo also logs harmless errors; the one that ended the process is the last one.
-    for line in reversed(lines[-LAST_WORDS:]):
+    for line in reversed(lines[-LAST_LINES:]):
         if EXCEPTION.match(line):
             return _short(line, MOST_CHARS)
         if logged := LOGGED_ERROR.match(line):

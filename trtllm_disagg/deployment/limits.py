@@ -18,12 +18,12 @@ from typing import NamedTuple
 
 from trtllm_disagg.deployment.plan import DeploymentConfig, worker_total
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.kv_transfer.transports import has_rdma
 from trtllm_disagg.processes.dev_shm import DIRECTORY, UCX_FREE, UCX_KEPT, free_bytes, how_to_get, in_mib
 from trtllm_disagg.strategies import spec_of
 
 INOTIFY_KEY = "fs.inotify.max_user_instances"
 _INOTIFY = Path("/proc/sys/fs/inotify/max_user_instances")
-_RDMA = Path("/sys/class/infiniband")
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 #: Inotify instances, measured: Dynamo opens one for each watched directory. A frontend has 9 to 13, a worker with
 #: peers 2, and one that selects peers by their caches 6 more. The minima, so that nothing that would work is refused.
@@ -88,8 +88,8 @@ class MachineLimits:
             ptrace_scope=_number_in(_PTRACE_SCOPE),
             is_root=os.geteuid() == 0,
             free_shared_memory=free_bytes(),
-            max_locked_memory=_max_locked_memory() if _has_rdma() else None,
-            has_rdma=_has_rdma(),
+            max_locked_memory=_max_locked_memory() if has_rdma() else None,
+            has_rdma=has_rdma(),
         )
 
 
@@ -223,10 +223,6 @@ def _locked_memory(needs: Needs, limits: MachineLimits) -> Iterator[Shortage]:
 def _max_locked_memory() -> int | None:
     _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if hard == resource.RLIM_INFINITY else hard
-
-
-def _has_rdma() -> bool:
-    return _RDMA.is_dir() and any(_RDMA.iterdir())
 
 
 def _free_inotify_instances(wanted: int) -> int | None:

@@ -93,7 +93,7 @@ class Restarts:
         elif self._owner.config.restart:
             await self._until_ready(process, report)
         else:
-            self._bury(process, report)
+            self._give_up(process, report)
 
     async def _until_ready(self, process: ManagedProcess, report: str) -> None:
         died_at = time.monotonic()
@@ -115,9 +115,9 @@ class Restarts:
                 away = time.monotonic() - died_at
                 self._owner.note(f"{process.name} is back (pid {process.pid}), {away:.1f} s after it died")
                 return
-        self._bury(process, given_up_report(process, report, deaths.failed_starts))
+        self._give_up(process, given_up_report(process, report, deaths.failed_starts))
 
-    def _bury(self, process: ManagedProcess, report: str) -> None:
+    def _give_up(self, process: ManagedProcess, report: str) -> None:
         if process.role == "frontend":
             raise DeploymentFailedError(report)
         self._owner.report_error(f"{report}\nthe other processes serve on")

@@ -83,7 +83,7 @@ class Sizes:
 
 
 def fresh_prompt(sizes: Sizes) -> str:
-    """Of some blocks at least, unless the model has no room, and of no prompt before it: letters, which are a
+    """A prompt unlike all earlier ones, of some blocks at least unless the model has no room: letters, which are a
     token each in most tokenizers and at most two.
     """
     count = (_NUM_BLOCKS + 1) * (sizes.block_size or 32)

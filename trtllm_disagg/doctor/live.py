@@ -223,7 +223,7 @@ def _workers(
 
 
 def _role(instance_id: int | None, instances: list[Instance]) -> str | None:
-    """By the components at which others find it. Agg workers share that of decode, and are never first of two."""
+    """The role, by the components at which others find the worker: an agg worker has decode's, not the shared one."""
     components = {each.component for each in instances if each.instance_id == instance_id}
     if COMPONENTS[Role.PREFILL] in components:
         return Role.PREFILL.value
@@ -231,6 +231,6 @@ def _role(instance_id: int | None, instances: list[Instance]) -> str | None:
 
 
 def _variables(process: LocalProcess | None, environ: Mapping[str, str]) -> Mapping[str, str]:
-    """The frontend's own, where it runs here."""
+    """The variables of discovery: the frontend's own where it runs here, else those in `environ`."""
     source = environ if process is None else process.environ
     return {name: value for name, value in source.items() if _DISCOVERY.fullmatch(name)}

@@ -110,14 +110,14 @@ class Side:
 
     @property
     def revision(self) -> str | None:
-        """Of a model on the hub."""
+        """The revision of a model on the hub; None for a directory."""
         if os.path.isdir(os.path.expanduser(self.model or "")):
             return None
         return self.config.revision or self.given.get("revision")
 
     @property
     def described(self) -> Description:
-        """The same description of the engine as a live worker's."""
+        """The engine's description, as a live worker has it."""
         return {
             "role": self.role.value,
             "weights": self.model,
@@ -134,7 +134,7 @@ class PlannedDeployment:
     trtllm_version: TrtllmVersion = NEWEST_KNOWN
     strategy: str = "decode_first"
     schedule_style: str = "context_first"
-    #: Where it was given.
+    #: None where it was not given.
     kv_block_size: int | None = None
     environ: Mapping[str, str] = field(default_factory=dict)
 
@@ -151,7 +151,7 @@ class Pair:
 
     @property
     def longest_prompt(self) -> int | None:
-        """Of those that prefill takes."""
+        """Tokens of the longest prompt that prefill takes."""
         return self.prefill.max_seq_len
 
 

@@ -114,7 +114,7 @@ def _equal(key: str, instead: str) -> Check:
 
 
 def _of_transceivers(check: Check) -> Check:
-    """Where one is missing, its own row says so."""
+    """`check`, for pairs with two transceivers. The row `transceiver` reports a missing one."""
 
     def checked(pair: Pair) -> Problem | None:
         return None if any(side.fingerprint.transceiver is None for side in pair.sides) else check(pair)
@@ -172,7 +172,7 @@ def _is_auto(side: Side) -> bool:
 
 
 def _is_too_small(side: Side, longest: int | None) -> bool:
-    """For the Python transceiver, 0 means no limit."""
+    """Whether the buffer has less room than the longest prompt. For the Python transceiver, 0 means no limit."""
     buffer = _buffer_of(side)
     if buffer is None:
         return False

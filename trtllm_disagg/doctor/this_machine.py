@@ -63,7 +63,7 @@ def _limit(pid: int, kind: int) -> int | None:
 
 
 def _address_here(host: str) -> str | None:
-    """Of `host`, if it is this machine's: then it can be listened on."""
+    """The address of `host`; None for another machine's, on which no socket can be bound here."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as trial:

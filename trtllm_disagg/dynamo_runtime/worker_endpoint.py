@@ -327,31 +327,27 @@ class DynamoRegistration:
         self._runtime = runtime
         self._model = model
         self._tells_peers = tells_peers
-        self._is_at_frontends = False
+        self.is_at_frontends = False
         self._is_at_peers = False
 
-    @property
-    def is_there(self) -> bool:
-        return self._is_at_frontends
-
     async def enter(self) -> None:
-        if not self._is_at_frontends:
+        if not self.is_at_frontends:
             if self._is_at_peers:
                 await self._runtime.unregister_for_peers()
                 self._is_at_peers = False
             await self._runtime.register(self._model)
-            self._is_at_frontends = True
+            self.is_at_frontends = True
 
     async def leave(self) -> None:
-        if self._is_at_frontends:
+        if self.is_at_frontends:
             await self._runtime.unregister()
-            self._is_at_frontends = False
+            self.is_at_frontends = False
         await self.stand_by()
 
     async def renew(self) -> None:
         """Make every current entry in discovery again."""
         await self._runtime.list_again()
-        if self._is_at_frontends:
+        if self.is_at_frontends:
             with suppress(Exception):
                 await unregister_model(self._runtime.endpoint_for_frontends)
             await self._runtime.register(self._model)

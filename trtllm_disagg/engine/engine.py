@@ -92,7 +92,7 @@ class Engine:
         #: Why the engine counts as dead; None while it is alive.
         self.death: str | None = None
         #: The error by which the engine has told a request that it has ended.
-        self._last_words: Exception | None = None
+        self._reported_end: Exception | None = None
         #: Running task that waits for the engine -> the RequestOutput that it reads.
         self._waiting: dict[asyncio.Future[Any], RequestOutput] = {}
         #: The health check for the requests that have failed, while it runs.
@@ -207,13 +207,13 @@ class Engine:
             error: BaseException | None = getattr(place, "_fatal_error", None)
             if isinstance(error, BaseException):
                 return error
-        return self._last_words
+        return self._reported_end
 
-    def _hear(self, error: Exception) -> None:
+    def _note_end(self, error: Exception) -> None:
         if tells_its_end(error):
-            self._last_words = error
+            self._reported_end = error
 
-    def ailment(self) -> str | None:
+    def why_unhealthy(self) -> str | None:
         """What is wrong with the engine, including an error of its health check; None when it is healthy, or has no
         such check. May block.
         """
@@ -230,12 +230,12 @@ class Engine:
             return f"{type(error).__name__}: {error}"
 
     async def is_alive(self) -> bool:
-        """False when the engine is ill, or does not answer in time."""
+        """False when the engine is unhealthy, or does not answer in time."""
         if self.death is not None or self.fatal_error is not None:
             return False
         if self._check is None or self._check.done():
             # One thread, however many requests fail at once on an engine that blocks it.
-            self._check = in_daemon_thread(self.ailment, "engine-check")
+            self._check = in_daemon_thread(self.why_unhealthy, "engine-check")
         try:
             return await asyncio.wait_for(asyncio.shield(self._check), _CHECK_SECONDS) is None
         except TimeoutError:
@@ -292,7 +292,7 @@ class Engine:
 
     async def failure(self, error: Exception) -> DisaggError:
         """The error for a request that failed with `error` in the engine."""
-        self._hear(error)
+        self._note_end(error)
         if not await self.is_alive():
             return WorkerLeavingError(str(error))
         return translate(error, isinstance(error, self.request_error))
@@ -358,11 +358,11 @@ class Engine:
             result: RequestOutput = self.llm.generate_async(**keywords)
             return result
         except (self.request_error, ValueError, TypeError, NotImplementedError) as error:
-            self._hear(error)
+            self._note_end(error)
             # The engine has not accepted the request yet, so unless the engine is over, the request is wrong.
             raise (WorkerLeavingError if self._is_over else InvalidRequestError)(str(error)) from error
         except Exception as error:
-            self._hear(error)
+            self._note_end(error)
             is_over = self._is_over or "shutting down" in str(error)
             raise (WorkerLeavingError if is_over else EngineError)(str(error)) from error
 

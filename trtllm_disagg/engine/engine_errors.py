@@ -20,7 +20,7 @@ class _Engine(Protocol):
 
 
 class EngineErrors:
-    """A context manager around the wait for a request, for each request: a class, because a generator's one takes 3 us.
+    """The context manager around each wait for a request. It is a class: one made of a generator takes 3 us.
 
     Raises a DisaggError for an error of the engine, WorkerLeavingError where the engine's death has cancelled the wait,
     and RequestCancelledError where the engine has not ended a request that was aborted. `on_failure` is called when

@@ -19,8 +19,8 @@ _DEFAULT_LEASE_MS = 60_000
 
 
 class HandoffsHeld:
-    """Counts handoffs for engines that do not. A handoff ends when decode is known to have its KV, when later
-    statistics show that the engine holds no KV, or with its lease. Missing statistics do not mean that it holds none.
+    """A handoff ends when decode is known to have its KV, when later statistics show that the engine holds no KV, or
+    with its lease. Missing statistics do not mean that it holds none.
     """
 
     def __init__(self, lease_seconds: float = math.inf, clock: Callable[[], float] = time.monotonic) -> None:

@@ -23,10 +23,12 @@ from trtllm_disagg.engine.engine import Engine
 log = logging.getLogger(__name__)
 
 
+#: The shortest time between two checks, and the longest between two looks at `Engine.fatal_error`.
 _LEAST_BETWEEN, _MOST_BETWEEN_LOOKS = 0.05, 0.5
 _SHUTDOWN_DEAD = 5.0
 
-#: Looks in one stall timeout. There are none while this process is stopped or its event loop blocked: no stall then.
+#: Looks in one stall timeout. A process that is stopped, or has a blocked event loop, does not look, and so no stall is
+#: found then.
 _LOOKS = 10
 
 
@@ -119,7 +121,7 @@ class EngineHealth:
         self._stopping = threading.Event()
         self._handled = threading.Event()
         self._asked_at: float | None = None
-        self._ailment: str | None = None
+        self._why_unhealthy: str | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """`loop`: where `on_death` is called; by default the running one."""
@@ -131,9 +133,9 @@ class EngineHealth:
         self._stopping.set()
 
     def _ask(self) -> None:
-        while not self._stopping.is_set() and self._ailment is None:
+        while not self._stopping.is_set() and self._why_unhealthy is None:
             self._asked_at = time.monotonic()
-            self._ailment = self._engine.ailment()
+            self._why_unhealthy = self._engine.why_unhealthy()
             self._asked_at = None
             self._stopping.wait(self._times.between)
 
@@ -151,7 +153,7 @@ class EngineHealth:
         asked_at = self._asked_at
         if asked_at is not None and time.monotonic() - asked_at > self._times.check:
             return f"it has not answered for {self._times.check:g} s"
-        return self._ailment
+        return self._why_unhealthy
 
     def _report(self, reason: str) -> None:
         log.error("the engine is dead: %s", reason)

@@ -43,10 +43,7 @@ _BY_WORDS: tuple[tuple[str, type[DisaggError]], ...] = (
     ("must be greater than 0", InvalidRequestError),  # executor/base_worker.py, about max_tokens
     # The type of an option (its Python binding), and its range (cpp/tensorrt_llm/executor/samplingConfig.cpp).
     ("samplingconfig", InvalidRequestError),
-    (
-        "token id out of range",
-        InvalidRequestError,
-    ),  # _torch/pyexecutor/py_executor.py, _validate_token_id_range
+    ("token id out of range", InvalidRequestError),  # _torch/pyexecutor/py_executor.py
     # _torch/pyexecutor/guided_decoder.py; what is left for the last line is about the guide that was given.
     ("guided decoding error: internal error", EngineError),
     ("failed to accept last new token", EngineError),
@@ -54,7 +51,7 @@ _BY_WORDS: tuple[tuple[str, type[DisaggError]], ...] = (
 )
 #: Parts of what a request is told once the engine's loop has ended (_torch/pyexecutor/executor_request_queue.py and
 #: py_executor.py, executor/base_worker.py). Its process may live on, and say that it is healthy.
-_LAST_WORDS = ("pyexecutor has already been shutdown", "event loop terminated", "event loop shut down")
+_END_MESSAGES = ("pyexecutor has already been shutdown", "event loop terminated", "event loop shut down")
 #: The submodules of TensorRT-LLM with the names that are used here.
 _PARTS = (
     "sampling_params",
@@ -80,7 +77,7 @@ def translate(error: Exception, is_request_error: bool = True) -> DisaggError:
 def tells_its_end(error: Exception) -> bool:
     """The engine answers no request any more."""
     text = str(error).lower()
-    return any(words in text for words in _LAST_WORDS)
+    return any(words in text for words in _END_MESSAGES)
 
 
 class CompletionOutput(Protocol):

@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 
 def _deployment(args: argparse.Namespace) -> DeploymentConfig:
-    """As of `up`. Without --engine it is the one that has GPUs."""
+    """The deployment as `up` has it. Without --engine it is the one that has GPUs."""
     if not _is_of_pods(args.model):
         allowed = "a directory of the image or a volume, from /, or a name on the Hugging Face hub"
         raise ConfigError.bad_value("--model", args.model, allowed)

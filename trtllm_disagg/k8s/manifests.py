@@ -70,7 +70,7 @@ class _Mount:
 
 
 def manifests(config: DeploymentConfig, cluster: Cluster) -> dict[str, Manifest]:
-    """By the name of a file for each, what is mounted first. Raises ConfigError as `worker_pods` does."""
+    """File name -> manifest, with what others mount first. Raises ConfigError as `worker_pods` does."""
     workers = worker_pods(config, cluster)
     configs = {f"{pod.role}.yaml": pod.engine_config for pod in workers if pod.engine_config is not None}
     config_map = _name_of(cluster, configs)
@@ -225,7 +225,7 @@ def _channel_template(cluster: Cluster) -> str:
 
 
 def _pod_monitor(cluster: Cluster) -> Manifest:
-    """Of /metrics on the workers' system port and the frontend's HTTP port; the labels are the operator's."""
+    """The monitor of /metrics on workers' system port and the frontend's HTTP port. The operator sets the labels."""
     return _object(cluster, "monitoring.coreos.com/v1", "PodMonitor", cluster.name) | {
         "spec": {
             "selector": {"matchLabels": {"nvidia.com/dynamo-graph-deployment-name": cluster.name}},

@@ -14,6 +14,7 @@ from typing import Annotated
 import msgspec
 
 from trtllm_disagg.errors import HandoffRefusedError
+from trtllm_disagg.types import BlockId, Number63
 
 TCP, UNIX = "tcp", "unix"
 EXPECTED = "tcp://HOST:PORT or unix://@NAME:NUMBER"
@@ -67,11 +68,9 @@ class KvHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layout: Digest
     prompt: Digest
     num_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 32)]
-    blocks: Annotated[
-        list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]], msgspec.Meta(max_length=MAX_BLOCKS)
-    ]
+    blocks: Annotated[list[BlockId], msgspec.Meta(max_length=MAX_BLOCKS)]
     #: The seed that the first token was drawn with; the rest of the answer uses it too.
-    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    seed: Number63
     #: Prompt tokens that prefill found in its own cache (for the answer's usage).
     cached_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 32)] = 0
 

@@ -14,10 +14,9 @@ from typing import Annotated
 import msgspec
 
 from trtllm_disagg.kv_transfer.handle import MAX_BLOCKS, Digest
+from trtllm_disagg.types import BlockId, Number63, TokenId
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
-RequestId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-_Block = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 #: An offer is void after at most this time.
 MAX_OFFER_SECONDS = 3600.0
 #: (token id, logprob, rank), the chosen token first.
@@ -76,7 +75,7 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="offer"
     """Decode to prefill: write the prompt's KV into these blocks of mine. Only ids; the rest is in my metadata."""
 
     #: `disagg_request_id`, the same in both requests.
-    request: RequestId
+    request: Number63
     #: A secret: only an engine that has received the offer can answer for it.
     ticket: Digest
     #: Name of the prefill engine; a restarted one has another name.
@@ -87,7 +86,7 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="offer"
     layout: Digest
     prompt: Digest
     #: The prompt's blocks, in order. The first `num_known` hold their KV already.
-    blocks: Annotated[list[_Block], msgspec.Meta(min_length=1, max_length=MAX_BLOCKS)]
+    blocks: Annotated[list[BlockId], msgspec.Meta(min_length=1, max_length=MAX_BLOCKS)]
     num_known: Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCKS)]
     #: How long decode waits for the notice, and prefill for the request.
     seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_OFFER_SECONDS)]
@@ -99,7 +98,7 @@ class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
     """
 
     prefill: Name
-    request: RequestId
+    request: Number63
     ticket: Digest
 
 
@@ -114,10 +113,10 @@ class Notice(msgspec.Struct, frozen=True, tag="notice"):
     """Prefill to decode: all KV is in your blocks, and this is the first token."""
 
     ticket: Digest
-    token: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+    token: TokenId
     logprobs: _Logprobs | None
     #: The seed that the token was drawn with; the rest of the answer goes on with it.
-    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    seed: Number63
     #: Prompt tokens that prefill did not have to compute.
     cached_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
     bytes_moved: Annotated[int, msgspec.Meta(ge=0)]

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Of one engine: so many peers at a time have a thread of their own, but for one.
+#: Of one engine, the one that peers share (_OTHERS) included.
 MAX_PEER_THREADS = 64
 #: The key of the thread that all further peers share. It runs from the start: the system may have none left later.
 _OTHERS = "others"
@@ -92,7 +92,7 @@ class PeerThreads:
         #: Each thread's work; None ends it.
         self._queues: dict[str, queue.SimpleQueue[Callable[[], None] | None]] = {}
         self._threads: list[threading.Thread] = []
-        #: The number of works that each thread has not finished.
+        #: The number of calls that each thread has not finished.
         self._pending: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._closed = False
@@ -376,13 +376,6 @@ class ProgressThread:
 
     def _run(self) -> None:
         while not self._closed:
-            self._expected.wait(_IDLE_SECONDS)
+            self._expected.wait(_BUSY_SECONDS if self._is_busy() else _IDLE_SECONDS)
             self._expected.clear()
-            self._progress_while_busy()
-
-    def _progress_while_busy(self) -> None:
-        while not self._closed:
             self._transport.progress()
-            if not self._is_busy():
-                return
-            time.sleep(_BUSY_SECONDS)

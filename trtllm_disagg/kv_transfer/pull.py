@@ -43,10 +43,12 @@ class KvSender:
         self.endpoint = self._control.endpoint
         address = transport.serve(self.name)
         self._metadata = PeerMetadata(self.name, transport.name, layout, num_blocks, address)
-        self._expects: Callable[[], bool] = bool
-        self.progress_thread = ProgressThread(transport, lambda: bool(len(self.leases)) or self._expects())
+        self._expects: Callable[[], bool] = lambda: False
+        self.progress_thread = ProgressThread(transport, lambda: len(self.leases) > 0 or self._expects())
 
-    def start(self, handlers: MessageHandlers | None = None, expects: Callable[[], bool] = bool) -> None:
+    def start(
+        self, handlers: MessageHandlers | None = None, expects: Callable[[], bool] = lambda: False
+    ) -> None:
         """Answer peers from now on. `handlers` answer the messages that are not about leases; `expects` returns True
         when a peer other than the holder of a lease may read or write here.
         """

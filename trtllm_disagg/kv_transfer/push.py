@@ -40,7 +40,8 @@ class Push:
         self._lock = threading.Lock()
         self._operations = 0
         self._closed = False
-        self._may_land_later = False
+        #: A write timed out and may still arrive: `stopped` stays unset until `landed`.
+        self.may_land_later = False
 
     @contextlib.contextmanager
     def operation(self) -> Iterator[bool]:
@@ -61,22 +62,14 @@ class Push:
             self._closed = True
             self._stop_if_due()
 
-    @property
-    def may_land_later(self) -> bool:
-        return self._may_land_later
-
-    def mark_may_land_later(self) -> None:
-        """A write timed out and may still arrive: `stopped` stays unset until `landed`."""
-        self._may_land_later = True
-
     def landed(self) -> None:
         """The late write has ended."""
         with self._lock:
-            self._may_land_later = False
+            self.may_land_later = False
             self._stop_if_due()
 
     def _stop_if_due(self) -> None:
-        if self._closed and not self._operations and not self._may_land_later:
+        if self._closed and not self._operations and not self.may_land_later:
             self.stopped.set()
 
 
@@ -279,7 +272,7 @@ class KvPusher:
                 if outcome.error is None:
                     return
                 if outcome.late is not None and not filled:
-                    push.mark_may_land_later()
+                    push.may_land_later = True
                 push.close()
         self._finish(Move(push, "failed", outcome, filled))
 

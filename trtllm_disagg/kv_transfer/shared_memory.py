@@ -80,19 +80,13 @@ class SharedMemoryTransport:
         self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
     ) -> int:
         source = self._mapping(peer, self._peers, os.O_RDONLY).blocks
-        for start, length in common_runs(remote_blocks, local_blocks):
-            remote, local = remote_blocks[start], local_blocks[start]
-            self._blocks[local : local + length] = source[remote : remote + length]
-        return len(local_blocks) * self._blocks.shape[1]
+        return _copy(source, remote_blocks, self._blocks, local_blocks)
 
     def write(
         self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
     ) -> int:
         target = self._mapping(peer, self._writable, os.O_RDWR).blocks
-        for start, length in common_runs(remote_blocks, local_blocks):
-            remote, local = remote_blocks[start], local_blocks[start]
-            target[remote : remote + length] = self._blocks[local : local + length]
-        return len(local_blocks) * self._blocks.shape[1]
+        return _copy(self._blocks, local_blocks, target, remote_blocks)
 
     @contextlib.contextmanager
     def fetched(
@@ -158,3 +152,11 @@ class SharedMemoryTransport:
         finally:
             os.close(fd)
         return _Mapping(address, memory, np.frombuffer(memory, np.uint8).reshape(peer.num_blocks, -1))
+
+
+def _copy(source: np.ndarray, from_blocks: np.ndarray, target: np.ndarray, to_blocks: np.ndarray) -> int:
+    """Returns the number of bytes."""
+    for start, length in common_runs(from_blocks, to_blocks):
+        begin, to = from_blocks[start], to_blocks[start]
+        target[to : to + length] = source[begin : begin + length]
+    return len(from_blocks) * int(source.shape[1])

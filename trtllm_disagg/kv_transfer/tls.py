@@ -39,7 +39,7 @@ from trtllm_disagg.processes.framing import UnreadableError, framed, receive_fra
 _LIMITS = Limits()
 #: A peer that sends nothing for this long is considered dead.
 _SILENCE_SECONDS = 30.0
-#: For the question whether a store has stopped, which is asked again; and the owner's part of it.
+#: The writer's timeout for the answer to a Stop, which it sends again; and how long the owner waits before it answers.
 _STOP_SECONDS, _STOPPING_SECONDS = 5.0, 2.0
 _REMEMBERED = 1024
 _PIECE_BYTES = 1 << 20
@@ -227,7 +227,7 @@ class TlsTransport:
         try:
             connection = self._take_idle(endpoint) or self._authentication.connect(endpoint, timeout)
             yield connection
-        except (OSError, EOFError, ValueError, OverflowError, KvTransferError) as error:
+        except BaseException as error:
             if connection is not None:
                 connection.close()
             if isinstance(error, TimeoutError):
@@ -240,12 +240,8 @@ class TlsTransport:
                     may_land_later=connection is not None,
                     has_ended=has_stopped,
                 ) from error
-            if isinstance(error, KvTransferError):
-                raise
-            raise KvTransferError(f"KV transfer with {peer.sender} failed: {error}") from error
-        except BaseException:
-            if connection is not None:
-                connection.close()
+            if isinstance(error, OSError | EOFError | ValueError | OverflowError):
+                raise KvTransferError(f"KV transfer with {peer.sender} failed: {error}") from error
             raise
         with self._lock:
             self._idle.setdefault(endpoint, []).append((connection, self._clock()))

@@ -106,7 +106,7 @@ def create_transport(
     if backend not in backends():
         raise ConfigError.bad_value(_KEY, backend, f"one of {', '.join(backends())} on the embedded engine")
     is_default = backend == "DEFAULT"
-    if is_default and isinstance(scope, Network) and not on_gpu and not _has_rdma():
+    if is_default and isinstance(scope, Network) and not on_gpu and not has_rdma():
         return _create("TLS", scope)
     name = "NIXL" if is_default else backend
     try:
@@ -136,7 +136,7 @@ def _why_not(name: str, scope: TransferScope, needs_cma: bool) -> str:
     return ""
 
 
-def _has_rdma() -> bool:
+def has_rdma() -> bool:
     return _RDMA.is_dir() and any(_RDMA.iterdir())
 
 

@@ -122,7 +122,7 @@ def open_tables(args: ModelledArgs) -> tuple[Tables, GpuFacts]:
 
 
 def model_of(args: ModelledArgs) -> str:
-    """As the tables call it: a name, or a directory. Raises ConfigError for one that they do not know."""
+    """The model as the tables call it: a name, or a directory. Raises ConfigError for one that they do not know."""
     wanted = args.modelled.model
     if wanted is None:
         return str(args.model)

@@ -77,8 +77,8 @@ LEGEND = (
 def columns_that_fit(
     columns: Iterable[Column], processes: Iterable[Process], history: History, width: int
 ) -> Iterator[tuple[Column, list[Text]]]:
-    """With their cells; from the left, as many as are whole in a terminal so wide. Only `doing` is cut, which may be
-    any length: half a number would be another one.
+    """The first columns, with their cells, that are whole in a terminal so wide. Only `doing` is cut, which may be any
+    length: half a number would be another one.
     """
     rows = list(processes)
     for column in columns:
@@ -155,7 +155,7 @@ def to_json(seen: Snapshot) -> str:
 
 
 def _doing(process: Process) -> str:
-    """Of a process that serves, the numbers tell more."""
+    """The process's activity; empty while it serves, when its numbers tell more."""
     return "" if process.state == "ready" else process.doing
 
 

@@ -207,7 +207,7 @@ class RunDirObserver:
 
 
 def _host(described: Mapping[str, Any], record: ProcessRecord) -> str:
-    """Of the frontend: where its user may have put it. Workers listen on loopback."""
+    """The host of /metrics: the frontend's is its user's choice, workers listen on loopback."""
     host = urlsplit(str(described.get("url", ""))).hostname if record.role == "frontend" else None
     return host or LOOPBACK
 
@@ -239,7 +239,7 @@ class FrontendObserver:
 
 
 def _workers_of(instances: list[Instance]) -> list[Process]:
-    """By the component at which workers of the other role, or the frontend, find them."""
+    """The workers, with their roles by the components at which peers or the frontend find them."""
     components: dict[int, set[str]] = {}
     for each in instances:
         if each.endpoint == "generate":

@@ -26,7 +26,7 @@ class Registration(Protocol):
     """`dynamo_runtime.worker_endpoint.DynamoRegistration`. Every method is idempotent."""
 
     @property
-    def is_there(self) -> bool: ...
+    def is_at_frontends(self) -> bool: ...
 
     async def enter(self) -> None: ...
 
@@ -44,7 +44,7 @@ class PeerInstances(Protocol):
 
 
 class StageState:
-    """Answers control commands. `live.strategy` is the deployment's strategy as this worker knows it."""
+    """A worker's stage, and the commands that change it. `live.strategy`: the deployment's, as the worker knows it."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class StageState:
             | {
                 "strategy": self._live.strategy.value,
                 WAS_SWITCHED: self._live.strategy.value != self._config.strategy,
-                "registered": self._registration.is_there,
+                "registered": self._registration.is_at_frontends,
                 "whole_requests": self._whole_requests.count,
                 "fixed_by": fixed_by(self._config),
             }

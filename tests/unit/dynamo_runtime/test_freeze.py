@@ -88,7 +88,7 @@ async def test_renew_registers_only_what_was_registered() -> None:
     await worker.apply("decode_first")
     await worker.renew()
     assert [word for word, _ in registration.history] == ["enter", "renew"]
-    assert registration.is_there
+    assert registration.is_at_frontends
 
 
 def remove_files(directory: Path) -> None:

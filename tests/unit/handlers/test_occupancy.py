@@ -17,7 +17,7 @@ from trtllm_disagg.config.deciders import Occupancy
 from trtllm_disagg.config.thresholds import Live, Thresholds
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import ConfigError, NoInstanceError, OverloadedError, PeerUnavailableError
-from trtllm_disagg.handlers.admission import RunningRequests, within_fallback_budget
+from trtllm_disagg.handlers.admission import RequestCount, within_fallback_budget
 from trtllm_disagg.handlers.decide import (
     CachedPrefixes,
     Decider,
@@ -67,11 +67,11 @@ def decider(
     own: float = 0.0,
     *,
     role: Role = Role.PREFILL,
-    kept: RunningRequests | None = None,
+    kept: RequestCount | None = None,
     **values: Any,
 ) -> Decider:
     told = Told(None if decode is None else Occupancy(decode, age=0.1))
-    known = FactSources(role, CachedPrefixes(4), NoQueue(), used(own), told, kept or RunningRequests())
+    known = FactSources(role, CachedPrefixes(4), NoQueue(), used(own), told, kept or RequestCount())
     return create_decider(NAME, known, live(**values))
 
 
@@ -133,7 +133,7 @@ async def begun(generate: Generate, asked: GenerateRequest) -> AsyncGenerator[To
 
 @pytest.mark.parametrize("limits", [{"max_concurrent": 2}, {"max_budget_tokens": 2 * 13}])
 async def test_kept_requests_are_bounded_until_one_ends(limits: dict[str, Any]) -> None:
-    kept, local, remote = RunningRequests(), Slow(), Slow()
+    kept, local, remote = RequestCount(), Slow(), Slow()
     generate = conditional(decider(1.0, kept=kept, **limits), kept.counting(local), remote)
     asked = [request(token_ids=[1, 2, 3], max_tokens=10) for _ in range(4)]
 

@@ -200,12 +200,12 @@ async def test_next_prefill_request_reports_the_previous_attempt_as_taken() -> N
 
 async def test_taken_report_is_repeated_when_its_prefill_request_fails() -> None:
     instance, notices = RecordingStageClient(), Notices(sender=2)
-    notices.taken(instance, before := notices.prefill(instance))
-    asked = notices.prefill(instance)
+    notices.taken(instance, before := notices.new_attempt(instance))
+    asked = notices.new_attempt(instance)
     assert asked.taken == before.attempts
     with pytest.raises(OverloadedError), notices.recalled_if_lost([], instance, asked):
         raise OverloadedError("no room")
-    assert notices.prefill(instance).taken == before.attempts
+    assert notices.new_attempt(instance).taken == before.attempts
 
 
 async def test_collected_taken_reports_are_sent_in_one_notice(
@@ -352,7 +352,7 @@ async def test_worker_that_refuses_notices_gets_one(monkeypatch: pytest.MonkeyPa
 
     older, notices = Older(), Notices(sender=2)
     for _ in range(3):
-        notices.taken(older, notices.prefill(older))
+        notices.taken(older, notices.new_attempt(older))
         await leftover_tasks()
     assert len(older.notices) == 1
 
@@ -368,7 +368,7 @@ def test_body_with_too_many_taken_attempts_is_refused() -> None:
 
 async def test_the_newest_attempts_are_named_when_there_are_too_many() -> None:
     instance, notices = RecordingStageClient(), Notices(sender=2)
-    asked = [notices.prefill(instance) for _ in range(MOST_ATTEMPTS + 1)]
+    asked = [notices.new_attempt(instance) for _ in range(MOST_ATTEMPTS + 1)]
     for each in asked:
         notices.taken(instance, each)
-    assert notices.prefill(instance).taken == tuple(each.attempts[0] for each in asked[1:])
+    assert notices.new_attempt(instance).taken == tuple(each.attempts[0] for each in asked[1:])

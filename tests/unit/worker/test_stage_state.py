@@ -22,7 +22,7 @@ class FakeRegistration:
     """`history` has the strategy at the time of each change."""
 
     def __init__(self) -> None:
-        self.is_there = False
+        self.is_at_frontends = False
         self.history: list[tuple[str, str]] = []
         self.live: LiveState | None = None
         self.error: Exception | None = None
@@ -43,15 +43,15 @@ class FakeRegistration:
         self.is_at_peers = True
 
     async def renew(self) -> None:
-        await self._change("renew", self.is_there)
+        await self._change("renew", self.is_at_frontends)
 
-    async def _change(self, word: str, is_there: bool) -> None:
+    async def _change(self, word: str, is_at_frontends: bool) -> None:
         await asyncio.sleep(0)
         if self.error is not None:
             raise self.error
         assert self.live is not None
         self.history.append((word, self.live.strategy.value))
-        self.is_there = is_there
+        self.is_at_frontends = is_at_frontends
 
 
 class Trusting:
@@ -87,7 +87,7 @@ def switch_to(to: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("role", "strategy", "is_there"),
+    ("role", "strategy", "is_at_frontends"),
     [
         ("agg", "decode_first", True),
         ("prefill", "prefill_first", True),
@@ -100,11 +100,11 @@ def switch_to(to: str) -> dict[str, str]:
     ],
 )
 async def test_worker_registers_at_its_start_by_role_and_strategy(
-    role: str, strategy: str, is_there: bool
+    role: str, strategy: str, is_at_frontends: bool
 ) -> None:
     worker, registration, _ = stage_state(role, strategy)
     await worker.apply(strategy)
-    assert registration.is_there is is_there
+    assert registration.is_at_frontends is is_at_frontends
 
 
 async def test_a_new_first_stage_runs_the_new_strategy_first_and_the_old_one_its_own_to_the_end() -> None:
@@ -124,18 +124,18 @@ async def test_switch_of_a_worker_that_stays_first_keeps_its_registration() -> N
     worker, registration, live = stage_state("decode", "decode_first")
     await worker.apply("decode_first")
     await worker.handle_command(switch_to("auto"))
-    assert registration.is_there
+    assert registration.is_at_frontends
     assert live.strategy.value == "auto"
 
 
-@pytest.mark.parametrize(("role", "is_there"), [("prefill", True), ("decode", False)])
+@pytest.mark.parametrize(("role", "is_at_frontends"), [("prefill", True), ("decode", False)])
 async def test_worker_started_in_a_switched_deployment_takes_the_new_strategy(
-    role: str, is_there: bool
+    role: str, is_at_frontends: bool
 ) -> None:
     worker, registration, live = stage_state(role, "decode_first")
     assert worker.describe()["was_switched"] is False
     await worker.apply("prefill_first")
-    assert (registration.is_there, live.strategy.value) == (is_there, "prefill_first")
+    assert (registration.is_at_frontends, live.strategy.value) == (is_at_frontends, "prefill_first")
     assert worker.describe()["was_switched"] is True
 
 
@@ -143,7 +143,7 @@ async def test_command_received_during_the_start_wins_over_the_startup_strategy(
     worker, registration, live = stage_state("decode", "decode_first")
     await worker.handle_command(switch_to("auto"))
     await worker.apply("prefill_first")
-    assert registration.is_there
+    assert registration.is_at_frontends
     assert live.strategy.value == "auto"
 
 
@@ -222,7 +222,7 @@ async def test_switch_completes_when_its_caller_disconnects() -> None:
     await asyncio.sleep(0)
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
-    await until(lambda: registration.is_there)
+    await until(lambda: registration.is_at_frontends)
 
 
 async def test_thresholds_are_set_together_or_not_at_all() -> None:

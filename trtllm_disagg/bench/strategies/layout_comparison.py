@@ -17,7 +17,6 @@ from trtllm_disagg.bench.strategies.records import Arm
 from trtllm_disagg.bench.strategies.simulation import ArmSimulations, ModelledWorker
 from trtllm_disagg.bench.strategies.sweep import ENOUGH_IN_TIME
 from trtllm_disagg.bench.strategies.workloads import Shape, Traffic
-from trtllm_disagg.strategies import orders
 
 #: The compared limits of TTFT and TPOT, as factors of what a lone request takes.
 FIRST_TOKEN_FACTORS = (2.0, 4.0, 10.0)
@@ -25,7 +24,6 @@ TOKEN_FACTORS = (1.15, 1.3, 1.6, 2.0, 3.0)
 #: Layouts within this factor count as alike: the simulation is not more precise.
 ALIKE = 1.1
 _FEWEST_REQUESTS = 100
-_ORDER = orders()[0].name
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,7 +139,7 @@ class Target:
         return RequestLogs(frontend.log, workers)
 
     def lateness(self) -> dict[str, Lateness]:
-        """By worker; empty behind a URL."""
+        """Worker -> how late its steps ended; empty behind a URL."""
         processes = self.deployment.processes if self.deployment else ()
         ports = {process.spec.name: process.spec.system_port for process in processes}
         return {name: lateness_of(port) for name, port in ports.items() if port is not None}

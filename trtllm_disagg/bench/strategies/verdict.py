@@ -195,7 +195,7 @@ def judge(sweep: Sweep, measure: Measure) -> Verdict:
     known = {name: value for name, value in nominal.items() if not math.isnan(value)}
     pick = max if measure.higher_is_better else min
     best = pick(known, key=known.__getitem__, default="")
-    refusal = _refusal(sweep, clean, measure, known)
+    refusal = _refusal(sweep, clean, known)
     if refusal:
         return Verdict(measure, scores, best, refusal=refusal, left_out=clean.left_out)
     comparison = _Comparison(clean, measure, scores, best)
@@ -212,7 +212,7 @@ def _scores(sweep: Sweep, measure: Measure, arm: str) -> dict[Sensitivity, Sampl
     return {variant: sample for variant, sample in found.items() if sample.values}
 
 
-def _refusal(sweep: Sweep, clean: Sweep, measure: Measure, scores: Mapping[str, float]) -> Doubt:
+def _refusal(sweep: Sweep, clean: Sweep, scores: Mapping[str, float]) -> Doubt:
     if len(sweep.arms) < 2:
         others = ", ".join(f"{arm.name} has {arm.gpus}" for arm in sweep.elsewhere)
         why = "no other arm was measured on as many GPUs" + (f": {others}" if others else "")

@@ -125,7 +125,7 @@ class LLM:
 
     @property
     def num_active_requests(self) -> int:
-        """As of the last step: requests that wait or run, and prompts with KV held (embedded engine only)."""
+        """Requests that wait or run, and prompts with KV held, as of the last step (embedded engine only)."""
         return self._num_active + len(self._trials)
 
     @property
@@ -302,7 +302,7 @@ class LLM:
 
     @property
     def kv_transport(self) -> str:
-        """By which transport KV comes and goes; "off" where it does not (embedded engine only)."""
+        """The transport by which KV moves; "off" where it does not (embedded engine only)."""
         return self._core.ready.transport
 
     # -- internals: the engine itself
@@ -333,7 +333,7 @@ class LLM:
         )
 
     def _now(self) -> float:
-        """By the clock that the engine measures with."""
+        """The time, by the clock that the engine measures with."""
         return time.monotonic()
 
     # -- internals

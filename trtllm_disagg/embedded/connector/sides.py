@@ -1,5 +1,5 @@
-"""KV transfers as the engine core sees them, by their end: decode reads (CONTEXT_FIRST); decode's blocks are written,
-and prefill writes them (GENERATION_FIRST). Prefill's end of a read is a lease (`kv_transfer/pull.py`).
+"""An engine's three ends of KV transfers: decode reads (CONTEXT_FIRST); decode's blocks are written, and prefill writes
+them (GENERATION_FIRST). Prefill's end of a read is a lease (`kv_transfer/pull.py`).
 """
 
 from __future__ import annotations

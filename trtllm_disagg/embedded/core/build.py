@@ -81,7 +81,7 @@ def _with_prompts(logits: torch.Tensor, rows: list[Row], sampling: list[Sequence
 
 
 def for_process(arguments: dict[str, Any], process: CoreProcess, reporter: Reporter) -> EngineCore:
-    """For a process that is the engine, or rank 0 of it."""
+    """The core in a process that is the engine, or its rank 0."""
     args = LlmArgs.model_validate(arguments)
     team = open_team(args, process.fail)
     use_cpus(args, rank=0)

@@ -41,7 +41,7 @@ from trtllm_disagg.processes.same_user import connect
 
 log = logging.getLogger("trtllm_disagg.embedded")
 
-_LAST_WORDS_SECONDS = 2.0
+_FLUSH_SECONDS = 2.0
 
 _commands = msgspec.msgpack.Decoder(Command)
 
@@ -115,7 +115,7 @@ class CoreProcess:
     def fail(self, reason: str) -> None:
         """Report why the engine cannot continue, and end the process. Callable from any thread."""
         self.report(Failed("EngineError", reason))
-        self._link.flush(_LAST_WORDS_SECONDS)
+        self._link.flush(_FLUSH_SECONDS)
         os._exit(1)
 
     def serve(self, core: Any, step_timeout_seconds: float | None) -> None:
@@ -155,7 +155,7 @@ class CoreProcess:
                 self.report(report)
 
     def close(self) -> None:
-        self._link.flush(_LAST_WORDS_SECONDS)
+        self._link.flush(_FLUSH_SECONDS)
         self._link.close()
 
     def _wait(self, timeout: float | None) -> list[int]:

@@ -26,8 +26,8 @@ class Found(NamedTuple):
 
 
 class PartialIndex:
-    """Which known block starts with the longest part of some tokens? All blocks have the same number of tokens; two
-    with the same parent differ somewhere.
+    """Finds the known block that starts with the longest part of some tokens. All blocks have as many tokens; two with
+    the same parent differ somewhere.
 
     The blocks of a parent are sorted by their tokens: one of the two neighbours of any tokens shares the most with
     them.
@@ -66,7 +66,7 @@ class PartialIndex:
         return key in self._below
 
     def holds(self, blocks: set[int]) -> bool:
-        """These, and no others?"""
+        """Whether the index has these blocks, and no others."""
         return set(self._place_of) == blocks
 
 
@@ -207,7 +207,7 @@ class BlockManager:
     # -- allocation
 
     def can_allocate(self, count: int, besides: Seq[int] = ()) -> bool:
-        """Could `count` blocks be allocated by a sequence that acquires the known blocks `besides` as well?"""
+        """Whether a sequence that acquires the known blocks `besides` could be given `count` more."""
         return count <= self.num_available - sum(self._refs[block] == 0 for block in besides)
 
     def allocate(self, count: int) -> list[int]:

@@ -39,7 +39,7 @@ _KEY = "embedded.weights"
 @dataclass(frozen=True, slots=True)
 class ForwardPlan:
     config: ModelConfig
-    #: The lean forward, or transformers' modules.
+    #: The plain forward, or transformers' modules.
     kind: ForwardKind
     #: dtype of all numbers between the weights, the KV pool and the logits.
     dtype: torch.dtype
@@ -58,7 +58,7 @@ class ForwardPlan:
         return self.pack is not None and self.dtype == torch.float32
 
     def told_to_all(self, args: LlmArgs) -> LlmArgs:
-        """With what was decided here by the memory that is free now: every rank must decide the same."""
+        """`args` with the decision that followed from the memory that is free now: every rank must have the same."""
         embedded = args.embedded.model_copy(update={"weights": self.weights})
         return args.model_copy(update={"embedded": embedded})
 
@@ -82,17 +82,17 @@ class ForwardPlan:
 def choose_forward(
     directory: Path, config: EmbeddedConfig, shape: ModelShape, device: torch.device, cpu: CpuFeatures
 ) -> ForwardPlan:
-    """With embedded.forward `transformers` its own modules run even where a leaner forward is known. Raises
+    """With embedded.forward `transformers` its own modules run even where the plain forward could. Raises
     ConfigError for embedded.weights that the model does not have.
     """
     if device.type == "cuda":
         return ForwardPlan(shape.config, "modules", shape.torch_dtype)
     if config.weights == "bfloat16" and shape.dtype != "bfloat16":
         raise ConfigError.bad_value(_KEY, config.weights, "auto or float32, for a float32 model")
-    is_lean = config.forward == "auto" and supports(shape.config)
+    is_plain = config.forward == "auto" and supports(shape.config)
     plan = ForwardPlan(
         shape.config,
-        "plain" if is_lean else "modules",
+        "plain" if is_plain else "modules",
         torch.float32,
         ops=_compiled_ops() if cpu.compiles else LayerOps(),
         weights="float32",
@@ -128,7 +128,7 @@ def _with_products(
 
 
 def _has_room(directory: Path) -> bool:
-    """For all weights as float32, and what a step needs besides."""
+    """Whether the memory has room for all weights as float32, and for a step."""
     return 4 * count_weights(directory) < _MOST_OF_MEMORY * available_bytes()
 
 

@@ -12,7 +12,7 @@ from trtllm_disagg.embedded.params.checkpoint import shown
 from trtllm_disagg.embedded.params.model_shape import ModelShape
 from trtllm_disagg.errors import ConfigError
 
-#: The lean forward, or transformers' modules.
+#: The plain forward, or transformers' modules.
 ForwardKind = Literal["plain", "modules"]
 
 
@@ -31,7 +31,7 @@ def load_model(directory: Path, shape: ModelShape, kind: ForwardKind) -> Any:
 
 
 def _load_with_transformers(directory: Path, shape: ModelShape) -> Any:
-    """In eval mode and with our attention."""
+    """transformers' model, in eval mode and with our attention."""
     from transformers import AttentionInterface, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 

@@ -27,7 +27,7 @@ _NO_NORM = np.empty(0, np.float32)
 
 
 def supports(config: ModelConfig) -> bool:
-    """Is there a leaner forward than transformers' modules?"""
+    """Whether the plain forward can run this model, in place of transformers' modules."""
     return config.model_type in PLAIN_FAMILIES and config.hidden_act == "silu" and config.has_static_rope
 
 

@@ -30,8 +30,8 @@ _DEFAULT_SEQUENCES = 32
 
 
 def num_kv_blocks(args: LlmArgs, shape: ModelShape, device: torch.device) -> int:
-    """From kv_cache_config.max_tokens; else from a fraction of the memory that is free now, up to what 32 of the
-    longest sequences take. It never grows.
+    """The pool's blocks: of kv_cache_config.max_tokens; else of a fraction of the memory that is free now, up to
+    what 32 of the longest sequences take. It never grows.
     """
     size = args.kv_cache_config.tokens_per_block
     require_memory(

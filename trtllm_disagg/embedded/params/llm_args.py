@@ -238,7 +238,7 @@ class EmbeddedConfig(StrictModel):
     #: Shared out among the ranks when there are as many.
     cpu_affinity: list[int] | None = Field(default=None, min_length=1)
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    #: transformers: its own modules even for families that have a leaner forward here.
+    #: transformers: its own modules even for families that the plain forward runs.
     forward: Literal["auto", "transformers"] = "auto"
     #: How a bfloat16 model's weights are held: as they are; or as float32, and computed with in float32. auto: as they
     #: are where the CPU multiplies bfloat16; else as float32, as long as there is memory for it.

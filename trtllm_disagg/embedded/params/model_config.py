@@ -1,4 +1,4 @@
-"""config.json: does it describe a model that the engine can serve, and what does it say?
+"""Reads config.json, and refuses one of a model that the engine cannot serve.
 
 transformers fills in what a file leaves out, and takes numbers that no model has. A wrong model would be served, so
 the file is checked before anything is built from it.
@@ -117,7 +117,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     @property
     def has_static_rope(self) -> bool:
-        """Can all rotary positions be computed ahead?"""
+        """Whether all rotary positions can be computed ahead."""
         rope = self.rope_parameters
         return (
             rope.get("rope_type", "default") in STATIC_ROPE_KINDS

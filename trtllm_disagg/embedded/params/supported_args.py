@@ -46,7 +46,7 @@ NO_EFFECT = object()
 
 
 def in_directory(args: Args) -> Args:
-    """With a model's directory for its name on the hub. Raises ConfigError where there is none."""
+    """`args` with the model's directory in place of its name on the hub. Raises ConfigError where there is none."""
     directory = model_directory(str(args.model), "model", args.revision)
     return args.model_copy(update={"model": directory})
 

@@ -21,6 +21,8 @@ from trtllm_disagg.embedded.scheduler.sequence import Clock, Sequence, Status
 log = logging.getLogger(__name__)
 
 _MEMORY_SECONDS = 0.1
+_OF_KV = ("kvPulls", "kvBytesPulled", "kvBytesSaved", "kvPushes", "kvBytesPushed")
+_TOTALS = ("prefillTokens", "decodeTokens", *_OF_KV)
 _NOTHING_NEW = {
     "newActiveRequestsQueueLatencyMS": 0.0,
     "numNewActiveRequests": 0,
@@ -107,7 +109,7 @@ class ResidentMemory:
 
 
 class IterationStats:
-    def __init__(self, args: LlmArgs, gpu_bytes: Callable[[], int] = int) -> None:
+    def __init__(self, args: LlmArgs, gpu_bytes: Callable[[], int] = lambda: 0) -> None:
         """`gpu_bytes`: GPU memory that is taken."""
         self._gpu_bytes = gpu_bytes
         self._enabled = args.enable_iter_perf_stats
@@ -123,16 +125,8 @@ class IterationStats:
         self._cpu_bytes = ResidentMemory()
         self._counts = Counts()
         self._iteration = 0
-        #: Since the start, by name in the statistics.
-        self._totals = Counter(
-            dict.fromkeys(
-                (
-                    *("prefillTokens", "decodeTokens", "kvPulls", "kvBytesPulled", "kvBytesSaved"),
-                    *("kvPushes", "kvBytesPushed"),
-                ),
-                0,
-            )
-        )
+        #: Since the start.
+        self._totals = Counter(dict.fromkeys(_TOTALS, 0))
         self._held: tuple[object, ...] = ()
 
     def received(self, bytes_moved: int, bytes_saved: int) -> None:

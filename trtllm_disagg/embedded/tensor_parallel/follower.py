@@ -117,7 +117,7 @@ class ShardOfEngine:
 
 
 def build_shard(build: Build, group: RankGroup, transfers: TransferService) -> ShardOfEngine:
-    """As the engine core builds its own. Raises ConfigError like it."""
+    """This rank's part, built as the engine core builds its own. Raises ConfigError like it."""
     args = LlmArgs.model_validate(build.args)
     use_cpus(args, group.rank)
     device = choose_device(args.embedded.device, group.size)

@@ -34,7 +34,7 @@ from trtllm_disagg.embedded.tensor_parallel.launch import death_of
 from trtllm_disagg.embedded.tensor_parallel.sharding import shard_model
 
 _replies = msgspec.msgpack.Decoder(Reply)
-_last_words = msgspec.msgpack.Decoder(Broken)
+_broken = msgspec.msgpack.Decoder(Broken)
 
 
 class Runner(Protocol):
@@ -83,7 +83,7 @@ class Team:
         self._lock = threading.Lock()
         self._is_over = False
         for other in others:
-            watch(other, _last_words, partial(self._gone, other))
+            watch(other, _broken, partial(self._gone, other))
 
     def start(self, args: LlmArgs, num_blocks: int) -> None:
         """The others begin to load their part, while this rank loads its own."""
@@ -165,7 +165,7 @@ class BroadcastingKvMemory:
 
 
 def open_team(args: LlmArgs, on_lost: Callable[[str], None]) -> SingleRank | Team:
-    """As many ranks as `tensor_parallel_size` says; they have been started already (`launch.py`)."""
+    """The team of `tensor_parallel_size` ranks, which have been started already (`launch.py`)."""
     if args.tensor_parallel_size == 1:
         return SingleRank()
     group, others = join_as_leader(args.tensor_parallel_size, on_lost)

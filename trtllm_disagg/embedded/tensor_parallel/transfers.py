@@ -53,7 +53,7 @@ class Read(msgspec.Struct, tag="read"):
 
 
 class HasEnded(msgspec.Struct, tag="has-ended"):
-    """Of a read that may land later: has it ended?"""
+    """Asks whether a read that may land later has ended."""
 
     id: int
     read: int
@@ -249,7 +249,7 @@ class _Helper:
 
 
 class TransferService:
-    """The same on another rank: its transport, at rank 0's commands."""
+    """Another rank's end of these transfers: executes rank 0's commands on its own transport."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -283,7 +283,7 @@ class TransferService:
             case Read():
                 self._readers.submit(self._answer, command.id, lambda: self._read(command))
             case HasEnded():
-                self._answer(command.id, lambda: self._look_after(command))
+                self._answer(command.id, lambda: self._has_ended_now(command))
             case Tick():
                 self._transport.progress()
             case Forget():
@@ -304,18 +304,18 @@ class TransferService:
         _, reader = self._built.result()
         return Done(command.id, moved=reader.read(command.metadata, remote, local, command.timeout))
 
-    def _look_after(self, command: HasEnded) -> Done:
+    def _has_ended_now(self, command: HasEnded) -> Done:
         if command.read in self._late and self._late[command.read]():
             del self._late[command.read]
         return Done(command.id, may_land_later=command.read in self._late)
 
-    def _answer(self, order_id: int, work: Callable[[], Done]) -> None:
+    def _answer(self, command_id: int, work: Callable[[], Done]) -> None:
         try:
             done = work()
         except Exception as error:  # rank 0 waits for an answer
-            done = Done(order_id, error=str(error), kind=type(error).__name__)
+            done = Done(command_id, error=str(error), kind=type(error).__name__)
             if isinstance(error, ReadTimeoutError) and error.may_land_later:
-                self._late[order_id] = error.has_ended
+                self._late[command_id] = error.has_ended
                 done.may_land_later = True
         with self._lock, contextlib.suppress(OSError):
             self._channel.send(done)

@@ -31,7 +31,7 @@ PROMPTS = [
 ]
 #: Mixtral is Mistral's attention and Qwen3's experts.
 EXACT_FAMILIES = [family for family in FAMILIES if family != "mixtral"]
-#: One of each kind: the lean forward, with a window, transformers' modules. The others share these; their chunks and
+#: One of each kind: the plain forward, with a window, transformers' modules. The others share these; their chunks and
 #: their reuse are in test_logits_after_a_handoff_have_the_bits_of_solo_requests.
 thorough = pytest.mark.parametrize(
     "way", [("llama", "auto"), ("mistral", "auto"), ("gemma2", "auto")], indirect=True, ids="-".join
