@@ -153,15 +153,15 @@ class UpOfRunDir(Up):
         }
 
 
-def ask_up(run_dir: Path, command: UpCommand) -> Any:
-    """The answer of the `up` of `run_dir`. Raises a DisaggError, also when it sends nothing for a minute."""
+def ask_up(run_dir: Path, command: UpCommand, seconds: float = _ANSWER_SECONDS) -> Any:
+    """The answer of the `up` of `run_dir`. Raises a DisaggError, also when it sends nothing for `seconds`."""
     from trtllm_disagg.deployment.command_socket import send_to_up
 
     try:
-        return send_to_up(run_dir, command, seconds=_ANSWER_SECONDS)
+        return send_to_up(run_dir, command, seconds=seconds)
     except TimeoutError:
         raise StageTimeoutError(
-            f"the `up` of {run_dir} has not answered for {_ANSWER_SECONDS:g} s; it may be stopped (Ctrl-Z)"
+            f"the `up` of {run_dir} has not answered for {seconds:g} s; it may be stopped (Ctrl-Z)"
         ) from None
 
 
