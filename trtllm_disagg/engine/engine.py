@@ -29,7 +29,6 @@ from trtllm_disagg.errors import (
     ConfigError,
     DisaggError,
     EngineError,
-    HandoffRefusedError,
     InvalidRequestError,
     WorkerLeavingError,
 )
@@ -180,9 +179,6 @@ class Engine:
         if (handoff := request.prefill_result) is None:
             raise InvalidRequestError("a decode worker needs a prefill result, and this request has none")
         params = decode_disaggregated_params(handoff, self.api.disaggregated_params, self.api.logprob)
-        if not params.first_gen_tokens:
-            # TensorRT-LLM's loop takes the first one, and would end with an IndexError.
-            raise HandoffRefusedError("handoff is not readable: first_gen_tokens has no token")
         return self._start(request, params, streaming=True, max_tokens=max_tokens)
 
     def require_room(self, request: GenerateRequest) -> None:
