@@ -139,7 +139,14 @@ def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
 def parse_worker_flags(
     words: Sequence[str], environ: Mapping[str, str], *, ignores_unknown: bool = False
 ) -> WorkerConfig:
-    """The configuration of a worker that is started with `words`. Raises ConfigError, with `ignores_unknown` not for
+    """The configuration of a worker that is started with `words`. Raises ConfigError; `ignores_unknown`: see
+    `read_worker_flags`.
+    """
+    return config_from_namespace(read_worker_flags(words, ignores_unknown=ignores_unknown), environ)
+
+
+def read_worker_flags(words: Sequence[str], *, ignores_unknown: bool = False) -> argparse.Namespace:
+    """The flags of a worker in `words`, each checked by itself. Raises ConfigError, with `ignores_unknown` not for
     unknown flags, which the worker itself will refuse.
     """
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
@@ -150,7 +157,7 @@ def parse_worker_flags(
         raise ConfigError(str(error)) from None
     if not ignores_unknown:
         refuse_unknown_arguments(parser, unknown)
-    return config_from_namespace(namespace, environ)
+    return namespace
 
 
 def config_from_namespace(namespace: argparse.Namespace, environ: Mapping[str, str]) -> WorkerConfig:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trtllm_disagg.config.settings import positive
-from trtllm_disagg.deployment.up_command import add_flags_for
+from trtllm_disagg.deployment.up_command import add_worker_args
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.processes.steadily import without_silence
@@ -115,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="AIPerf's command (default: of this environment, or in PATH)",
     )
-    add_flags_for(parser, "--worker-args", "every worker")
+    add_worker_args(parser)
 
 
 def settle(args: argparse.Namespace) -> None:
