@@ -109,7 +109,8 @@ def time_pulls(backend: str, shape: KvShape, rounds: int, say: Say) -> PullTimes
         timed[NO_BLOCK] = partial(receiver.pull, [], [])
         seconds: dict[str, list[float]] = {name: [] for name in timed}
         for number in range(-1, rounds):  # the first round warms up
-            say(f"{shape.name}, {backend}: round {number + 1} of {rounds}")
+            round_now = f"round {number + 1} of {rounds}" if number >= 0 else "warming up"
+            say(f"{shape.name}, {backend}: {round_now}")
             for name in order.sample(sorted(timed), len(timed)):
                 taken = timed[name]()
                 if number >= 0:
