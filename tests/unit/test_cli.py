@@ -161,6 +161,8 @@ def test_every_command_explains_its_flags(name: str, capsys: pytest.CaptureFixtu
         (["bench", "strategies", "--repetitions", "10001"], "expected a number from 1 to 10000"),
         (["bench", "strategies", "--requests", "100001"], "expected a number from 1 to 100000"),
         (["bench", "transfer", "--plot", "nowhere/x.png"], "--plot: 'nowhere/x.png' is not allowed"),
+        (["bench", "transfer", "--plot", "tests"], "--plot: 'tests' is not allowed"),
+        (["bench", "transfer", "--plot", "tests/conftest.py/x"], "/x' is not allowed"),
         (
             ["switch", "--to", "auto", "--timeout", "nan"],
             "argument --timeout: 'nan' is not allowed; expected",
