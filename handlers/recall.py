@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from trtllm_disagg.errors import DisaggError, EngineError, InvalidRequestError, OverloadedError
@@ -34,17 +35,29 @@ from trtllm_disagg.wire.handoff_protocols import DYNAMO, HandoffProtocol
 
 log = logging.getLogger(__name__)
 
-#: Time for one notice to be delivered.
-NOTICE_SECONDS = 5.0
-#: Seconds for which `taken` reports are collected before a notice carries them, unless a prefill does so first.
-#: If a decode worker dies within that time, KV that it had begun to fetch may be drained a second time.
-COLLECT_SECONDS = 1.0
-CHECK_SECONDS = 1.0
-#: A decode worker that lives has reported by then that it has taken an answer, also while it leaves.
-REPORTED_SECONDS = 2 * COLLECT_SECONDS
-
 #: Errors after which the prefill worker holds no KV.
 _REFUSALS = (InvalidRequestError, OverloadedError, EngineError)
+
+
+@dataclass(frozen=True, slots=True)
+class RecallTimes:
+    """In seconds."""
+
+    #: For one notice to be delivered.
+    notice: float = 5.0
+    #: How long `taken` reports are collected before a notice carries them, unless a prefill does so first. If a decode
+    #: worker dies within that time, KV that it had begun to fetch may be drained a second time.
+    collect: float = 1.0
+    #: Between two checks of the decode workers.
+    check: float = 1.0
+
+    @property
+    def reported(self) -> float:
+        """A decode worker that lives has reported by then that it has taken an answer, also while it leaves."""
+        return 2 * self.collect
+
+
+TIMES = RecallTimes()
 
 
 # -- on the decode worker
@@ -60,9 +73,10 @@ class Notifiable(Protocol):
 
 
 class Notices:
-    def __init__(self, sender: int | None) -> None:
+    def __init__(self, sender: int | None, times: RecallTimes = TIMES) -> None:
         """`sender`: this worker's instance id. None: `taken` is not reported."""
         self._sender = sender
+        self._times = times
         #: By instance: attempts to be reported as taken.
         self._taken: dict[int, tuple[Notifiable, list[str]]] = {}
         self._is_scheduled = False
@@ -104,7 +118,7 @@ class Notices:
         del collected[:-MOST_ATTEMPTS]
         if not self._is_scheduled:
             self._is_scheduled = True
-            asyncio.get_running_loop().call_later(COLLECT_SECONDS, self._report)
+            asyncio.get_running_loop().call_later(self._times.collect, self._report)
 
     def _report(self) -> None:
         self._is_scheduled = False
@@ -114,7 +128,7 @@ class Notices:
 
     async def _send(self, instance: Notifiable, notice: PhaseRequest) -> None:
         try:
-            async with asyncio.timeout(NOTICE_SECONDS):
+            async with asyncio.timeout(self._times.notice):
                 await instance.notify(encode_notice(notice))
         except (DisaggError, TimeoutError) as error:
             if isinstance(error, InvalidRequestError):
@@ -156,11 +170,13 @@ class Recalls:
         senders: Callable[[], Collection[int]],
         lease_seconds: float,
         clock: Callable[[], float] = time.monotonic,
+        times: RecallTimes = TIMES,
     ) -> None:
         """`senders`: the decode workers that are in discovery now. An answer is forgotten after `lease_seconds`."""
         self._senders = senders
         self._lease_seconds = lease_seconds
         self._clock = clock
+        self._times = times
         self._running: set[str] = set()
         self._recalled: set[str] = set()
         self._answered: dict[str, _Answered] = {}
@@ -185,7 +201,7 @@ class Recalls:
             if attempt in self._recalled:
                 take_back()
                 continue
-            seconds = NOTICE_SECONDS if asked.sender is None else self._lease_seconds
+            seconds = self._times.notice if asked.sender is None else self._lease_seconds
             now = self._clock()
             self._answered[attempt] = _Answered(asked.sender, now, now + seconds, take_back)
             if asked.sender is not None and asked.sender not in self._seen:
@@ -222,7 +238,7 @@ class Recalls:
             abandoned = [
                 attempt
                 for attempt, each in self._answered.items()
-                if each.sender == gone and each.answered_at <= now - REPORTED_SECONDS
+                if each.sender == gone and each.answered_at <= now - self._times.reported
             ]
             if abandoned:
                 log.warning(
@@ -235,7 +251,7 @@ class Recalls:
         if self._is_scheduled or not self._answered:
             return
         self._is_scheduled = True
-        asyncio.get_running_loop().call_later(CHECK_SECONDS, self._check)
+        asyncio.get_running_loop().call_later(self._times.check, self._check)
 
     def _check(self) -> None:
         self._is_scheduled = False
@@ -243,7 +259,7 @@ class Recalls:
         self._check_later()
 
     def _forget_recall(self, attempt: str) -> None:
-        asyncio.get_running_loop().call_later(NOTICE_SECONDS, self._recalled.discard, attempt)
+        asyncio.get_running_loop().call_later(self._times.notice, self._recalled.discard, attempt)
 
 
 def recallable(prefill: PrefillPhase, recalls: Recalls, protocol: HandoffProtocol = DYNAMO) -> Generate:

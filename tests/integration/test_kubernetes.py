@@ -103,9 +103,7 @@ def test_pods_of_a_manifest_find_each_other_answer_and_are_switched(
             steps = tmp_path / "steps.jsonl"
             with kubelet.also_running(decode, *reader_of_steps("prefill", steps)):
                 wait_until(lambda: crosses_both_stages() and has_prefilled(steps), "the Planner sees prefill")
-            switch = decode.exec(
-                *("-m", "trtllm_disagg", "switch", "--to", "prefill_first", "--namespace", WORKERS_NAMESPACE)
-            )
+            switch = decode.exec("-m", "trtllm_disagg", "switch", "--to", "prefill_first")
             assert switch.returncode == 0, switch.stderr
             before = pulls(decode)
             assert crosses_both_stages()

@@ -17,7 +17,6 @@ import pytest
 from tests.support.stand_ins import Exits, StartUp, nothing_runs
 from trtllm_disagg.deployment.command_socket import COMMAND_SOCKET
 from trtllm_disagg.deployment.lifecycle import (
-    ONE_INTERRUPT_SECONDS,
     deployment_in_background,
     prepare,
     running_deployment,
@@ -36,6 +35,7 @@ from trtllm_disagg.deployment.run_dir import is_alive, read_processes
 from trtllm_disagg.deployment.status import Status
 from trtllm_disagg.deployment.up_command import add_arguments, run
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.processes.interrupts import ONE_INTERRUPT_SECONDS
 
 
 async def test_ready_line_is_printed_once_when_all_processes_serve(start_up: StartUp) -> None:

@@ -28,8 +28,8 @@ from trtllm_disagg.commands import (
     Signer,
     UpCommand,
 )
-from trtllm_disagg.config.args import argument_parser_of
-from trtllm_disagg.config.worker_config import FLAGS, SETTINGS, Role, flag_of
+from trtllm_disagg.config.args import argument_parser_of, whereabouts_of
+from trtllm_disagg.config.worker_config import FLAGS, Role, flag_of
 from trtllm_disagg.errors import ConfigError, DisaggError, StageTimeoutError
 from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.keys import KEY_FILE, AdminKey, user_key
@@ -43,13 +43,16 @@ KEY_FLAG = "--key-file"
 _KEY_VARIABLE = FLAGS["admin_key_file"].variables[0]
 #: Longer than the grace period that a worker waits until all frontends have removed it.
 _ANSWER_SECONDS = 60.0
-_PLANES = (("DYN_DISCOVERY_BACKEND", "file"), ("DYN_REQUEST_PLANE", "tcp"), ("DYN_EVENT_PLANE", "zmq"))
+#: As `up` starts its workers.
+_PLANES_OF_UP = {"discovery_backend": "file", "request_plane": "tcp", "event_plane": "zmq"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="run directory of a running `up`")
     parser.add_argument(
-        "--namespace", metavar="NAME", help="without --run-dir: Dynamo namespace [DYN_NAMESPACE]"
+        "--namespace",
+        metavar="NAME",
+        help=f"without --run-dir: Dynamo namespace [{', '.join(FLAGS['namespace'].variables)}]",
     )
     parser.add_argument(
         KEY_FLAG,
@@ -153,15 +156,15 @@ class UpOfRunDir(Up):
         }
 
 
-def ask_up(run_dir: Path, command: UpCommand) -> Any:
-    """The answer of the `up` of `run_dir`. Raises a DisaggError, also when it sends nothing for a minute."""
+def ask_up(run_dir: Path, command: UpCommand, seconds: float = _ANSWER_SECONDS) -> Any:
+    """The answer of the `up` of `run_dir`. Raises a DisaggError, also when it sends nothing for `seconds`."""
     from trtllm_disagg.deployment.command_socket import send_to_up
 
     try:
-        return send_to_up(run_dir, command, seconds=_ANSWER_SECONDS)
+        return send_to_up(run_dir, command, seconds=seconds)
     except TimeoutError:
         raise StageTimeoutError(
-            f"the `up` of {run_dir} has not answered for {_ANSWER_SECONDS:g} s; it may be stopped (Ctrl-Z)"
+            f"the `up` of {run_dir} has not answered for {seconds:g} s; it may be stopped (Ctrl-Z)"
         ) from None
 
 
@@ -185,15 +188,15 @@ def change_deployment(args: argparse.Namespace, change: Change) -> ExitCode:
 
 def _change(args: argparse.Namespace, change: Change) -> ExitCode:
     if args.run_dir is None:
-        described, namespace = None, _namespace(args.namespace, os.environ)
+        up, where = Up(), _whereabouts(args.namespace, os.environ)
     else:
         described = ask_up(args.run_dir, Describe())
-        namespace = described["namespace"]
+        up, where = UpOfRunDir(args.run_dir, described), _PLANES_OF_UP | {"namespace": described["namespace"]}
+        os.environ["DYN_FILE_KV"] = described["discovery"]
     with_key = signer(args.run_dir, args.key_file, os.environ)
-    up = Up() if described is None else UpOfRunDir(args.run_dir, described)
 
     async def run() -> ExitCode:
-        async with _connected(described, namespace, with_key) as workers:
+        async with _connected(where, with_key) as workers:
             with without_silence(say, "waiting for the workers"):
                 return await change(workers, up)
 
@@ -206,30 +209,23 @@ def _change(args: argparse.Namespace, change: Change) -> ExitCode:
         return ExitCode.FAILED
 
 
-def _namespace(given: str | None, environ: Mapping[str, str]) -> str:
-    """The value of the flag, else of Dynamo's variable."""
-    variable = "DYN_NAMESPACE"
-    for key, text in ((flag_of("namespace"), given), (variable, environ.get(variable))):
-        if text:
-            return str(argument_parser_of("namespace", key)(text))
-    return str(SETTINGS["namespace"].default)
+def _whereabouts(namespace: str | None, environ: Mapping[str, str]) -> dict[str, str]:
+    """`namespace`: the value of the flag, which is a whole name: no suffix is added."""
+    given = {"namespace": argument_parser_of("namespace")(namespace)} if namespace else {}
+    return whereabouts_of(environ) | given
 
 
 @asynccontextmanager
-async def _connected(up: dict[str, Any] | None, namespace: str, signer: Signer) -> AsyncIterator[Controller]:
-    if up is not None:
-        os.environ["DYN_FILE_KV"] = up["discovery"]
-    backend, request_plane, event_plane = (
-        ("file", "tcp", "zmq") if up else tuple(os.environ.get(name) or default for name, default in _PLANES)
-    )
+async def _connected(where: Mapping[str, str], signer: Signer) -> AsyncIterator[Controller]:
+    """`where`: the values of WHEREABOUTS."""
     with quiet_runtime(os.environ):
         from trtllm_disagg.dynamo_runtime.controller import controller
 
         async with controller(
-            backend=backend,
-            request_plane=request_plane,
-            event_plane=event_plane,
-            namespace=namespace,
+            backend=where["discovery_backend"],
+            request_plane=where["request_plane"],
+            event_plane=where["event_plane"],
+            namespace=where["namespace"],
             signer=signer,
             timeout=_ANSWER_SECONDS,
         ) as workers:

@@ -12,6 +12,7 @@ from typing import Any
 
 from trtllm_disagg.cli import Command, Parser
 from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.processes.interrupts import ending_as_on_ctrl_c
 
 #: Each module has add_arguments(parser) and run(namespace) -> ExitCode.
 BENCHMARKS = {
@@ -76,5 +77,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Exit status 0: measured, and every answer was right. A missed target is reported but is no failure."""
-    status: ExitCode = import_module(BENCHMARKS[args.benchmark].module).run(args)
-    return status
+    with ending_as_on_ctrl_c():
+        status: ExitCode = import_module(BENCHMARKS[args.benchmark].module).run(args)
+        return status

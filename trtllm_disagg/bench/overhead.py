@@ -37,7 +37,7 @@ from trtllm_disagg.bench.report import (
     run_benchmark,
 )
 from trtllm_disagg.bench.upstream_worker import require_upstream
-from trtllm_disagg.config.settings import not_negative
+from trtllm_disagg.config.settings import not_negative, positive_up_to
 from trtllm_disagg.deployment.limits import check_deployment_limits
 from trtllm_disagg.deployment.plan import DeploymentConfig
 from trtllm_disagg.exit_codes import ExitCode
@@ -94,8 +94,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also Dynamo's own worker, dynamo.trtllm, with the same engine: alone, and a pair of them",
     )
-    add_number(parser, "--rounds", 24, "repetitions, all orders by turns")
-    add_number(parser, "--concurrency", 32, "requests at once, in the second half of a round")
+    add_number(parser, "--rounds", 24, "repetitions, all orders by turns", type=positive_up_to(10_000))
+    add_number(
+        parser,
+        "--concurrency",
+        32,
+        "requests at once, in the second half of a round",
+        type=positive_up_to(4096),
+    )
     add_number(parser, "--tokens", _TOKENS, "of each answer there; the shorter, the more requests")
     add_number(parser, "--tokens-per-step", 1, "ready at once in the engine")
     add_number(parser, "--step-ms", 0.0, "between two steps; 0: at once", type=not_negative, metavar="X")

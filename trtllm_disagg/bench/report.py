@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import operator
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -170,8 +171,7 @@ def run_benchmark(
     """Measures, then prints and plots as --json and --plot say. Raises ConfigError for bad flags before measuring."""
     if args.plot is not None:
         require_packages("--plot", "matplotlib")
-        if not args.plot.absolute().parent.is_dir():
-            raise ConfigError.bad_value("--plot", str(args.plot), "a file in a directory that exists")
+        _require_writable(args.plot)
     before = load()
     with progress(name) as say:
         measured = measure(say)
@@ -191,6 +191,17 @@ def run_benchmark(
         panels = [panel for section in sections for panel in section.every_panel]
         draw(panels, f"trtllm-disagg bench {name}", args.plot)
     return measured
+
+
+def _require_writable(plot: Path) -> None:
+    directory = plot.absolute().parent
+    if (
+        plot.is_dir()
+        or not directory.is_dir()
+        or not os.access(plot if plot.exists() else directory, os.W_OK)
+    ):
+        allowed = "a file that can be written, in a directory that exists"
+        raise ConfigError.bad_value("--plot", str(plot), allowed)
 
 
 def figures_of(sections: Iterable[Section]) -> list[Figure]:

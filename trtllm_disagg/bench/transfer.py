@@ -16,6 +16,7 @@ from trtllm_disagg.bench.figures import Column, Figure, Grid, Sample, Section, p
 from trtllm_disagg.bench.kv_shapes import SHAPES, KvShape
 from trtllm_disagg.bench.machine import seconds_of
 from trtllm_disagg.bench.report import Say, add_choice, add_number, add_output_arguments, run_benchmark
+from trtllm_disagg.config.settings import positive_up_to
 from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.kv_transfer.transports import on_one_host
 
@@ -35,7 +36,7 @@ def readv_of(pattern: str) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_output_arguments(parser)
-    add_number(parser, "--rounds", 15, "repetitions, each in another order")
+    add_number(parser, "--rounds", 15, "repetitions, each in another order", type=positive_up_to(10_000))
     add_choice(parser, "--transport", on_one_host(), "how KV moves")
     add_choice(
         parser, "--shape", SHAPES, "the KV of a model: layers and heads of Llama-3.1-8B, of Qwen2.5-0.5B"
@@ -108,7 +109,8 @@ def time_pulls(backend: str, shape: KvShape, rounds: int, say: Say) -> PullTimes
         timed[NO_BLOCK] = partial(receiver.pull, [], [])
         seconds: dict[str, list[float]] = {name: [] for name in timed}
         for number in range(-1, rounds):  # the first round warms up
-            say(f"{shape.name}, {backend}: round {number + 1} of {rounds}")
+            round_now = f"round {number + 1} of {rounds}" if number >= 0 else "warming up"
+            say(f"{shape.name}, {backend}: {round_now}")
             for name in order.sample(sorted(timed), len(timed)):
                 taken = timed[name]()
                 if number >= 0:

@@ -11,7 +11,7 @@ import argparse
 import difflib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from types import NoneType
@@ -43,6 +43,8 @@ from trtllm_disagg.config.worker_config import (
 )
 from trtllm_disagg.errors import ConfigError
 
+#: The settings by which a deployment is found.
+WHEREABOUTS = ("namespace", "discovery_backend", "request_plane", "event_plane")
 _PREFIX = "--trtllm."
 #: An internal flag that holds all of them as JSON.
 _DOTTED = "--trtllm"
@@ -137,7 +139,14 @@ def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
 def parse_worker_flags(
     words: Sequence[str], environ: Mapping[str, str], *, ignores_unknown: bool = False
 ) -> WorkerConfig:
-    """The configuration of a worker that is started with `words`. Raises ConfigError, with `ignores_unknown` not for
+    """The configuration of a worker that is started with `words`. Raises ConfigError; `ignores_unknown`: see
+    `read_worker_flags`.
+    """
+    return config_from_namespace(read_worker_flags(words, ignores_unknown=ignores_unknown), environ)
+
+
+def read_worker_flags(words: Sequence[str], *, ignores_unknown: bool = False) -> argparse.Namespace:
+    """The flags of a worker in `words`, each checked by itself. Raises ConfigError, with `ignores_unknown` not for
     unknown flags, which the worker itself will refuse.
     """
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
@@ -148,7 +157,7 @@ def parse_worker_flags(
         raise ConfigError(str(error)) from None
     if not ignores_unknown:
         refuse_unknown_arguments(parser, unknown)
-    return config_from_namespace(namespace, environ)
+    return namespace
 
 
 def config_from_namespace(namespace: argparse.Namespace, environ: Mapping[str, str]) -> WorkerConfig:
@@ -161,8 +170,7 @@ def config_from_namespace(namespace: argparse.Namespace, environ: Mapping[str, s
     if "model" not in values:
         raise ConfigError(f"--model is missing; give it, or set {FLAGS['model'].variables[0]}")
     _resolve_namespace(values, environ, by_flag="namespace" in given)
-    if "discovery_backend" not in values and environ.get(_ETCD):
-        values["discovery_backend"] = "etcd"
+    _resolve_discovery(values, environ)
     if wants_forward_pass_metrics(namespace, environ):
         values.setdefault("publish_forward_pass_metrics", True)
     _resolve_template(values)
@@ -176,6 +184,16 @@ def config_from_namespace(namespace: argparse.Namespace, environ: Mapping[str, s
         override_flag=_PREFIX if hasattr(namespace, _DOTTED) else _OVERRIDE,
         router_flags=router_flags,
     )
+
+
+def whereabouts_of(environ: Mapping[str, str]) -> dict[str, str]:
+    """Where workers are that start in this environment without a flag for it: the values of WHEREABOUTS. Raises
+    ConfigError.
+    """
+    values = _from_environment(environ, (*WHEREABOUTS, "endpoint"))
+    _resolve_namespace(values, environ, by_flag=False)
+    _resolve_discovery(values, environ)
+    return {name: str(values.get(name, SETTINGS[name].default)) for name in WHEREABOUTS}
 
 
 def actions_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
@@ -267,10 +285,10 @@ _PARSERS: dict[type, Callable[[str, str], Any]] = {
 }
 
 
-def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+def _from_environment(environ: Mapping[str, str], names: Iterable[str] = FLAGS) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    for name, flag in FLAGS.items():
-        variable = next((variable for variable in flag.variables if environ.get(variable)), None)
+    for name in names:
+        variable = next((variable for variable in FLAGS[name].variables if environ.get(variable)), None)
         if variable is not None:
             values[name] = _parse(name, environ[variable], key=variable)
     return values
@@ -285,6 +303,11 @@ def _resolve_namespace(values: dict[str, Any], environ: Mapping[str, str], *, by
             values["namespace"] = parse_endpoint_id(values["endpoint"]).namespace
     elif suffix:
         values["namespace"] = f"{values.get('namespace', SETTINGS['namespace'].default)}-{suffix}"
+
+
+def _resolve_discovery(values: dict[str, Any], environ: Mapping[str, str]) -> None:
+    if "discovery_backend" not in values and environ.get(_ETCD):
+        values["discovery_backend"] = "etcd"
 
 
 def _resolve_template(values: dict[str, Any]) -> None:

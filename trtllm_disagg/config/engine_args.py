@@ -7,13 +7,12 @@ always that of the flag, because frontends use it, too. `--dump-config-to FILE` 
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import json
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,14 +81,14 @@ def with_engine_args(config: WorkerConfig, args: Mapping[str, Any]) -> WorkerCon
     sizes = {name: args.get(name) for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
     known = {name: value for name, value in sizes.items() if value is not None}
     block_size = _get(args, _BLOCK_SIZE_KEY)
-    return dataclasses.replace(config, **known, kv_block_size=block_size or config.kv_block_size)
+    return replace(config, **known, kv_block_size=block_size or config.kv_block_size)
 
 
 # -- the three sources
 
 
 def _dynamo_defaults(config: WorkerConfig) -> Args:
-    """The arguments that Dynamo's worker passes without a file: its defaults, and the flags."""
+    """The arguments that Dynamo's worker passes without a file: its defaults, the engine's, and the flags."""
     args: Args = {
         "scheduler_config": {
             "capacity_scheduler_policy": "GUARANTEED_NO_EVICT",
@@ -102,21 +101,16 @@ def _dynamo_defaults(config: WorkerConfig) -> Args:
         # As in Dynamo's worker, each request sets whether it is measured.
         "return_perf_metrics": False,
         "enable_iter_perf_stats": config.reads_statistics,
+        **config.engine_spec.defaults,
     }
     if config.role is not Role.AGG:
         # KV transfer needs a transceiver, so a worker of a pair has one unless a file disables it.
         args["cache_transceiver_config"] = {"backend": "DEFAULT"}
     for name, key in _KEYS.items():
         value = getattr(config, name)
-        if value is not None:
+        if value is not None and (key not in args or config.is_explicit(name)):
             _set(args, key, value)
-    defaults = config.engine_spec.defaults
-    args |= {key: value for key, value in defaults.items() if not _is_given(config, key)}
     return args
-
-
-def _is_given(config: WorkerConfig, key: str) -> bool:
-    return key in _KEYS and config.is_explicit(key)
 
 
 def _read_yaml(config: WorkerConfig) -> Args:

@@ -11,6 +11,7 @@ from pathlib import Path
 from trtllm_disagg.config.settings import positive
 from trtllm_disagg.demo_model.recipe import DEFAULT_DIRECTORY
 from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.processes.interrupts import ending_as_on_ctrl_c
 
 QUESTION = "What is a list?"
 _DEFAULT_CONFIGS = Path("engine_configs/demo")
@@ -41,4 +42,5 @@ def run(args: argparse.Namespace) -> ExitCode:
     # Imported here because `--help` needs none of it.
     from trtllm_disagg.demo.both_orders import show_both_orders
 
-    return show_both_orders(args)
+    with ending_as_on_ctrl_c():
+        return show_both_orders(args)

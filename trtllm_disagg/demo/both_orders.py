@@ -202,13 +202,13 @@ def _ask(run_dir: Path, order: str, model: Path, args: argparse.Namespace) -> Ch
         )
         text.end()
         print()
-        _draw(_trace(deployment, answer), columns)
+        _draw(trace_of(deployment, answer), columns)
         first = duration((answer.first_text - answer.sent) * 1000)
         print(f"{_INDENT}first token at the client after {first}\n", flush=True)
     return answer
 
 
-def _trace(deployment: Deployment, answer: ChatAnswer) -> Trace | None:
+def trace_of(deployment: Deployment, answer: ChatAnswer) -> Trace | None:
     """The trace of the answer, when both workers have written their spans; None if they do not within some seconds."""
     deadline = time.monotonic() + _TRACE_SECONDS
     while time.monotonic() < deadline:

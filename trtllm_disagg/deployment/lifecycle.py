@@ -34,6 +34,7 @@ from trtllm_disagg.deployment.status import Status
 from trtllm_disagg.deployment.supervisor import Supervisor
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.processes.interrupts import EXIT_CODES, ONE_INTERRUPT_SECONDS, is_wanted
 
 #: requirements/dynamo.txt explains `--no-deps`.
 _DYNAMO_IS_MISSING = (
@@ -98,15 +99,6 @@ async def _serve(supervisor: Supervisor, status: Status) -> ExitCode:
             await supervisor.kill()
 
 
-_EXIT_CODES = {
-    signal.SIGINT: ExitCode.INTERRUPTED,
-    signal.SIGTERM: ExitCode.TERMINATED,
-    signal.SIGHUP: ExitCode.HANGUP,
-}
-#: Signals within this time count as one: `timeout`, for example, signals its child and then the whole process group.
-ONE_INTERRUPT_SECONDS = 0.3
-
-
 class Interrupts:
     """The first SIGINT, SIGTERM or SIGHUP sets `stop`, the next one `hurry`."""
 
@@ -120,7 +112,7 @@ class Interrupts:
     @contextmanager
     def listening(self) -> Iterator[Interrupts]:
         loop = asyncio.get_running_loop()
-        numbers = [number for number in _EXIT_CODES if _wanted(number)]
+        numbers = [number for number in EXIT_CODES if is_wanted(number)]
         for number in numbers:
             loop.add_signal_handler(number, self._interrupted, number)
         try:
@@ -138,15 +130,10 @@ class Interrupts:
         now = time.monotonic()
         if not self.stop.is_set():
             self._first_at = now
-            self.exit_code = _EXIT_CODES[number]
+            self.exit_code = EXIT_CODES[number]
             self.stop.set()
         elif now - self._first_at > ONE_INTERRUPT_SECONDS:
             self.hurry.set()
-
-
-def _wanted(number: signal.Signals) -> bool:
-    # nohup ignores SIGHUP on purpose.
-    return number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
 
 
 class Deployment:

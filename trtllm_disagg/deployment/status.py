@@ -166,6 +166,14 @@ def what_it_does(process: ManagedProcess) -> str:
     return str(activity) or "serving"
 
 
+def age(seconds: float) -> str:
+    """As short as `kubectl get` has it."""
+    for unit, sign in ((86400, "d"), (3600, "h"), (60, "m")):
+        if seconds >= 2 * unit:
+            return f"{seconds // unit:.0f}{sign}"
+    return f"{seconds:.0f}s"
+
+
 def process_table(processes: Sequence[ManagedProcess], began: float) -> Table:
     """`began`: the start of `up`, on the monotonic clock."""
     from rich.table import Table
@@ -180,14 +188,14 @@ def process_table(processes: Sequence[ManagedProcess], began: float) -> Table:
         ("state", max(map(len, COLOURS))),
     ):
         table.add_column(heading, no_wrap=True, min_width=least)
-    table.add_column("since", no_wrap=True, justify="right")
+    table.add_column("for", no_wrap=True, justify="right")
     table.add_column("what it does", no_wrap=True, overflow="ellipsis")
     for process in processes:
         table.add_row(
             process.name,
             str(process.pid or "-"),
             Text(process.state, style=COLOURS[process.state]),
-            f"{max(0.0, process.changed_at - began):.0f}s",
+            age(now - process.changed_at),
             Text(what_it_does(process)),
         )
     return table

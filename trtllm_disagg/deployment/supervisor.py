@@ -52,8 +52,6 @@ from trtllm_disagg.strategies import spec_of
 
 PROBE_SECONDS = 0.1
 ABANDON_SECONDS = 5.0
-#: For SIGKILL to end a process. The kernel may keep one for ever that waits for a device.
-KILL_SECONDS = 5.0
 FAIR_SECONDS = 3.0
 
 
@@ -135,9 +133,16 @@ class Supervisor:
     """Owns the processes from `load` to `kill`. The caller of `load` must call `kill` in every case."""
 
     def __init__(
-        self, config: DeploymentConfig, specs: Sequence[ProcessSpec], run_dir: RunDir, status: Status
+        self,
+        config: DeploymentConfig,
+        specs: Sequence[ProcessSpec],
+        run_dir: RunDir,
+        status: Status,
+        kill_seconds: float = 5.0,
     ) -> None:
+        """`kill_seconds`: for SIGKILL to end a process. The kernel may keep one for ever that waits for a device."""
         self.config = config
+        self._kill_seconds = kill_seconds
         self.processes = [ManagedProcess(spec, run_dir.log(spec.name)) for spec in specs]
         self._run_dir = run_dir
         self._events = EventBroker(run_dir.path)
@@ -257,7 +262,7 @@ class Supervisor:
         self._stopping = True
         try:
             await self._until_killed(self.processes)
-            marked = await kill_all_marked(MARK_VARIABLE, self._mark)
+            marked = await kill_all_marked(MARK_VARIABLE, self._mark, self._kill_seconds)
             # One that hangs while it exits has no environment any more in which a mark could be.
             hanging = (process.pid for process in self.processes if process.is_running)
             self._survivors = sorted({*marked, *hanging})
@@ -278,7 +283,7 @@ class Supervisor:
         for process in processes:
             process.kill()
         if watchers := [self._watchers[process] for process in processes if process in self._watchers]:
-            await asyncio.wait(watchers, timeout=KILL_SECONDS)
+            await asyncio.wait(watchers, timeout=self._kill_seconds)
 
     async def _start(self, process: ManagedProcess) -> None:
         mark = uuid.uuid4().hex
@@ -307,7 +312,7 @@ class Supervisor:
             self.changed(process)
         finally:
             # The ranks of mpiexec have sessions of their own, and would keep the GPUs from the next start.
-            await kill_all_marked(PROCESS_VARIABLE, mark)
+            await kill_all_marked(PROCESS_VARIABLE, mark, self._kill_seconds)
             process.is_swept = True
 
     async def _all_ready(self, wave: Sequence[ManagedProcess]) -> bool:
@@ -379,11 +384,11 @@ class Supervisor:
             self._is_outdated = False
 
 
-async def kill_all_marked(variable: str, mark: str) -> list[int]:
-    """Kill all processes with `mark`, and those that they start meanwhile. Returns the pids that SIGKILL has not
-    ended.
+async def kill_all_marked(variable: str, mark: str, seconds: float) -> list[int]:
+    """Kill all processes with `mark`, and those that they start meanwhile. Returns the pids that SIGKILL has not ended
+    in `seconds`.
     """
-    deadline = time.monotonic() + KILL_SECONDS
+    deadline = time.monotonic() + seconds
     # The end of another process's child is no event.
     while left := await asyncio.to_thread(kill_marked, mark, variable):
         if time.monotonic() > deadline:

@@ -6,12 +6,12 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import get_args
 
-from trtllm_disagg.config.args import argument_parser_of, parse_worker_flags
+from trtllm_disagg.config.args import argument_parser_of, parse_worker_flags, read_worker_flags
 from trtllm_disagg.config.worker_config import FLAGS, SETTINGS, choices_of, flag_of
 from trtllm_disagg.deployment.gpus import ROLE_VARIABLES
 from trtllm_disagg.deployment.plan import (
@@ -120,15 +120,30 @@ def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
         help="how long a worker that leaves waits for its requests; then other workers go on with them "
         f"(default: {SETTINGS['drain_seconds'].default:g}) [{drain.variables[0]}]",
     )
-    add_flags_for(parser, "--worker-args", "every worker")
-    add_flags_for(parser, "--frontend-args", "dynamo.frontend")
+    add_worker_args(parser)
+    _add_flags_for(parser, "--frontend-args", "dynamo.frontend")
 
 
-def add_flags_for(parser: argparse.ArgumentParser, flag: str, program: str) -> None:
-    """Add a flag that takes flags of another program (`cli.TAKE_FLAGS`)."""
+def add_worker_args(parser: argparse.ArgumentParser) -> None:
+    _add_flags_for(parser, "--worker-args", "every worker", read_worker_flags)
+
+
+def _add_flags_for(
+    parser: argparse.ArgumentParser, flag: str, program: str, check: Callable[[list[str]], object] = list
+) -> None:
+    """Add a flag that takes flags of another program (`cli.TAKE_FLAGS`). `check` raises ConfigError for wrong ones."""
+
+    def read(text: str) -> list[str]:
+        try:
+            words = shlex.split(text)
+            check(words)
+        except (ConfigError, ValueError) as error:
+            raise ConfigError(f"{flag}: {error}") from None
+        return words
+
     parser.add_argument(
         flag,
-        type=shlex.split,
+        type=read,
         default=[],
         metavar="'...'",
         help=f"more arguments for {program} (one alone: {flag}=--flag)",

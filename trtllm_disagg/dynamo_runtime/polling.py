@@ -21,12 +21,13 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE, _PAUSE_GROWTH = 0.01, 0.1, 2.0
 _PAUSE_AFTER_ERROR = 1.0
 #: Records of one poll. Without a limit, an iterator that is always ready would never let its reader publish.
 _MOST_RECORDS = 256
-#: How long a stop waits for the thread. One that hangs in the engine ends with the process.
-STOP_SECONDS = 2.0
 
 
 class PollingPublisher(ABC):
     """Polls from start to stop, in a thread with its own event loop. A failed poll is logged, and polling goes on."""
+
+    #: How long a stop waits for the thread. One that hangs in the engine ends with the process.
+    stop_seconds = 2.0
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -68,7 +69,7 @@ class PollingPublisher(ABC):
             loop, task = self._polling
             with contextlib.suppress(RuntimeError):  # the loop has ended already
                 loop.call_soon_threadsafe(task.cancel)
-        await asyncio.to_thread(self._thread.join, STOP_SECONDS)
+        await asyncio.to_thread(self._thread.join, self.stop_seconds)
         if self._thread.is_alive():
             log.warning("%s: the engine does not answer; this worker ends without it", self._name)
 

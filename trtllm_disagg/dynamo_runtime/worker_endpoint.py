@@ -81,12 +81,12 @@ def require_system_port(environ: Mapping[str, str]) -> None:
 class Runtime:
     """This worker in Dynamo's runtime; serving lasts until `shutdown`."""
 
-    def __init__(self, config: WorkerConfig, advertised: Advertised = NOTHING) -> None:
-        """Raises ConfigError when --health-check-payload is no valid request."""
+    def __init__(self, config: WorkerConfig, advertised: Advertised = NOTHING, runtime: Any = None) -> None:
+        """`runtime`: Dynamo's; None: a new one. Raises ConfigError when --health-check-payload is no valid request."""
         self._config = config
         self._advertised = advertised
         self._health_check = health_check_payload(config.health_check_payload)
-        self._runtime = _open(config)
+        self._runtime = runtime or _open(config)
         #: Where peers call this worker, and where frontends call it while it is a first stage. May be one endpoint.
         self.endpoint_for_workers = self._endpoint(config.worker_endpoint_id)
         self.endpoint_for_frontends = self._endpoint(config.frontend_endpoint_id)

@@ -29,7 +29,6 @@ from trtllm_disagg.errors import (
     ConfigError,
     DisaggError,
     EngineError,
-    HandoffRefusedError,
     InvalidRequestError,
     WorkerLeavingError,
 )
@@ -43,9 +42,6 @@ _LONG_CONTEXT = 128 * 1024
 _MOST_STRETCHED = 8
 #: After a failed request the engine is asked whether it is alive; without an answer in this time it counts as dead.
 _CHECK_SECONDS = 2.0
-#: An engine ends an aborted request with its next step. Of one that was still in its queue TensorRT-LLM tells nothing
-#: more, so no task waits longer for it than this.
-_ABORT_SECONDS = 30.0
 _NO_AFFINITY = Affinity()
 #: As in Dynamo's own worker: health probes share no cached prefix with requests.
 _PROBE_SALT = "dynamo-health-check"
@@ -64,10 +60,12 @@ class Engine:
         measures: bool = False,
         lease_seconds: float = math.inf,
         affinity: Affinity = _NO_AFFINITY,
+        abort_seconds: float = 30.0,
     ) -> None:
         """`max_seq_len`: None where unknown. `machine_id` in [0, 1021) makes handoff ids unique among workers.
         `measures`: the engine returns performance metrics with each request. `lease_seconds`: how long it keeps KV that
-        is not fetched.
+        is not fetched. `abort_seconds`: no task waits longer for an aborted request. An engine ends it with its next
+        step; of one that was still in its queue TensorRT-LLM tells nothing more.
 
         Raises ConfigError for attention DP with an engine that takes no rank of a request, and for an `affinity` with
         an engine that does not know conversations.
@@ -80,6 +78,7 @@ class Engine:
         self.handoffs = HandoffsHeld(lease_seconds)
         self._make_id = api.id_maker(machine_id)
         self._measures = measures
+        self._abort_seconds = abort_seconds
         self._args = args = getattr(llm, "args", None)
         self.longest_step = longest_step(args)
         self.num_ranks = num_ranks_of(args)
@@ -180,9 +179,6 @@ class Engine:
         if (handoff := request.prefill_result) is None:
             raise InvalidRequestError("a decode worker needs a prefill result, and this request has none")
         params = decode_disaggregated_params(handoff, self.api.disaggregated_params, self.api.logprob)
-        if not params.first_gen_tokens:
-            # TensorRT-LLM's loop takes the first one, and would end with an IndexError.
-            raise HandoffRefusedError("handoff is not readable: first_gen_tokens has no token")
         return self._start(request, params, streaming=True, max_tokens=max_tokens)
 
     def require_room(self, request: GenerateRequest) -> None:
@@ -261,7 +257,7 @@ class Engine:
         if self.death is None and self.fatal_error is None:
             result.abort()
             if not result.finished:
-                asyncio.get_running_loop().call_later(_ABORT_SECONDS, self._wait_no_longer, result)
+                asyncio.get_running_loop().call_later(self._abort_seconds, self._wait_no_longer, result)
 
     def _wait_no_longer(self, result: RequestOutput) -> None:
         for waiting in [waiting for waiting, read in self._waiting.items() if read is result]:

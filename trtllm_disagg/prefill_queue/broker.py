@@ -52,6 +52,8 @@ class QueueLimits:
     ack: float = 3.0
     #: Time between two Beats of a prefill worker that runs an item.
     beat: float = 1.0
+    #: How often a request in the queue looks whether there is still a prefill worker.
+    look: float = 0.5
     #: The item fails when this many workers have claimed and lost it.
     claims: int = 3
     #: An item is given back this often, by workers that must not run it, before it fails.

@@ -22,7 +22,7 @@ from trtllm_disagg.errors import (
 )
 from trtllm_disagg.handlers.cancellation import in_background, when_stopped
 from trtllm_disagg.handlers.remote import QUEUE_ID, StageClient
-from trtllm_disagg.prefill_queue.broker import Broker
+from trtllm_disagg.prefill_queue.broker import Broker, QueueLimits
 from trtllm_disagg.prefill_queue.messages import (
     MAX_AVOIDED,
     NO,
@@ -40,9 +40,6 @@ from trtllm_disagg.types import GenerateRequest, RequestContext
 
 log = logging.getLogger(__name__)
 
-#: How often a request in the queue looks whether there is still a prefill worker.
-_LOOK_SECONDS = 0.5
-
 
 def _always() -> bool:
     return True
@@ -59,14 +56,13 @@ class Pushed:
         item: Item,
         timeout: float,
         on_claim: Callable[[Claim], None],
-        max_claims: int,
-        silence: float = 0.0,
+        limits: QueueLimits,
         has_workers: Callable[[], bool] = _always,
     ) -> None:
         """`timeout`: the item fails after so many seconds without a claim. Once it is claimed, it fails after as many
-        without a Beat, but not before `silence`: a shorter time would fail an item that a worker runs. Where
-        `has_workers` is false it fails at once while it is unclaimed, and after `silence` once it is claimed: a worker
-        that leaves is not in discovery either, and finishes what it has claimed.
+        without a Beat, but not before `limits.silence`: a shorter time would fail an item that a worker runs. Where
+        `has_workers` is false it fails at once while it is unclaimed, and after `limits.silence` once it is claimed: a
+        worker that leaves is not in discovery either, and finishes what it has claimed.
         """
         self.item = item
         self.outcome: asyncio.Future[dict[str, Any] | None] = asyncio.get_running_loop().create_future()
@@ -77,10 +73,9 @@ class Pushed:
         #: A worker has answered or failed: it runs the item no more, and there is nothing to cancel.
         self.is_settled = False
         self._num_claims = 0
-        self._max_claims = max_claims
+        self._limits = limits
         self._timeout = timeout
-        self._silence = silence
-        self._silence_timeout = max(timeout, silence)
+        self._silence_timeout = max(timeout, limits.silence)
         self._has_workers = has_workers
         self._on_claim = on_claim
         #: Replies to the answer. Until the reply is yes, the prefill worker keeps the duty to release the KV.
@@ -152,8 +147,8 @@ class Pushed:
     def _accept(self, claim: Claim) -> bool:
         if self.claim is not None and claim.attempt <= self.claim.attempt:
             return False
-        if self._num_claims == self._max_claims:
-            self.fail(PeerUnavailableError(f"{self._max_claims} prefill workers have lost this request"))
+        if self._num_claims == self._limits.claims:
+            self.fail(PeerUnavailableError(f"{self._limits.claims} prefill workers have lost this request"))
             return False
         self.claim = claim
         self._num_claims += 1
@@ -181,10 +176,10 @@ class Pushed:
         self.fail(StageTimeoutError(f"{what} within {seconds:g} s (--queue-timeout)"), peer)
 
     def _start_look_timer(self) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look_for_workers)
+        return asyncio.get_running_loop().call_later(self._limits.look, self._look_for_workers)
 
     def _look_for_workers(self) -> None:
-        may_run = self.claim is not None and time.monotonic() - self._heard_at < self._silence
+        may_run = self.claim is not None and time.monotonic() - self._heard_at < self._limits.silence
         if may_run or self._has_workers():
             self._look_timer = self._start_look_timer()
         else:
@@ -256,8 +251,7 @@ class QueueClient:
         # The circuit breaker may skip more than fit, in a fleet of which much is down.
         avoid, skipped = (sorted(ids)[:MAX_AVOIDED] for ids in (request.avoid, request.skipped))
         item = Item(uuid.uuid4().hex, self._id, request_id, avoid, raw, skipped)
-        limits = self._broker.limits
-        pushed = Pushed(item, self._timeout, on_claim, limits.claims, limits.silence, self._has_workers)
+        pushed = Pushed(item, self._timeout, on_claim, self._broker.limits, self._has_workers)
         self._pushed[item.id] = pushed
         try:
             with nullcontext() if context is None else when_stopped(context, pushed.give_up):

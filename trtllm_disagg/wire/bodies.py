@@ -337,7 +337,7 @@ class _EngineParams(msgspec.Struct, frozen=True):
 
 
 def require_readable(result: PrefillResult) -> None:
-    """Raises HandoffRefusedError for a handoff with fields that no engine can read, or without a sender."""
+    """Raises HandoffRefusedError for a handoff with fields that no engine can read, without a sender or a token."""
     _read(result)
 
 
@@ -345,9 +345,13 @@ def _read(result: PrefillResult) -> _EngineParams:
     if not names_a_sender(result.disaggregated_params):
         raise HandoffRefusedError(f"handoff names no sender: it has neither {' nor '.join(_SENDER_KEYS)}")
     try:
-        return msgspec.convert(result.disaggregated_params, _EngineParams)
+        read = msgspec.convert(result.disaggregated_params, _EngineParams)
     except (msgspec.ValidationError, ValueError) as error:
         raise HandoffRefusedError(f"handoff is not readable: {error}") from None
+    if not read.first_gen_tokens:
+        # TensorRT-LLM's loop takes the first one, and would end with an IndexError.
+        raise HandoffRefusedError("handoff is not readable: first_gen_tokens has no token")
+    return read
 
 
 def decode_disaggregated_params(result: PrefillResult, params_class: Any, logprob_class: Any) -> Any:

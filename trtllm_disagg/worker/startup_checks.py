@@ -29,9 +29,6 @@ from trtllm_disagg.worker.pairing import (
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.05
-#: Discovery shows a worker its own instance within milliseconds. After this time the check goes on without it: the
-#: other instances would not appear any later either. A conflict that lasts as long is logged.
-_VISIBLE_SECONDS = 5.0
 
 #: Lists every worker that requests for a model could reach, including this one, with its description.
 ListInstances = Callable[[], Awaitable[Sequence[DescribedInstance]]]
@@ -51,13 +48,18 @@ class ModelNameGuard:
         own_endpoint_ids: Collection[str],
         list_instances: ListInstances,
         poll_seconds: float = _POLL_SECONDS,
+        visible_seconds: float = 5.0,
     ) -> None:
-        """No other worker may serve another name at `own_endpoint_ids`."""
+        """No other worker may serve another name at `own_endpoint_ids`. Discovery shows a worker its own instance
+        within milliseconds. After `visible_seconds` the check goes on without it: the other instances would not appear
+        any later either. A conflict that lasts as long is logged.
+        """
         self._own = own
         self._own_id = own_id
         self._own_endpoint_ids = own_endpoint_ids
         self._list_instances = list_instances
         self._poll_seconds = poll_seconds
+        self._visible_seconds = visible_seconds
         self._settled = False
 
     def described(self) -> dict[str, Any]:
@@ -80,7 +82,7 @@ class ModelNameGuard:
         this one included. Raises ConfigError for a conflict in which this worker has to give way, and waits for the
         other worker to give way in any other conflict.
         """
-        deadline = time.monotonic() + _VISIBLE_SECONDS
+        deadline = time.monotonic() + self._visible_seconds
         has_warned = False
         while True:
             instances = await self._list_instances()

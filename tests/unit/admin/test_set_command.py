@@ -204,7 +204,10 @@ def test_invalid_set_command_is_refused_before_any_worker_is_asked(line: str, na
         run(["set", *line.split()])
 
 
-def test_a_wrong_namespace_variable_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DYN_NAMESPACE", "a.b")
-    with pytest.raises(ConfigError, match=r"^DYN_NAMESPACE: 'a\.b' is not allowed; expected letters, digits"):
+@pytest.mark.parametrize("variable", ["DYN_NAMESPACE", "TRTLLM_DISAGG_NAMESPACE"])
+def test_a_wrong_namespace_variable_is_refused_by_its_name(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "a.b")
+    with pytest.raises(ConfigError, match=rf"^{variable}: 'a\.b' is not allowed; expected letters, digits"):
         run(["set", "--eff-isl-threshold", "5"])

@@ -166,8 +166,10 @@ def test_the_command_prints_figures_of_every_shape_and_transport(
     monkeypatch.setitem(SHAPES, "tiny", TINY)
     arguments = ["bench", "transfer", "--shape", "tiny", "--rounds", "2", "--json"]
     assert cli.run(arguments) == 0
-    figures = {entry["figure"]: Figure(**entry) for entry in json.loads(capsys.readouterr().out)}
+    printed = capsys.readouterr()
+    figures = {entry["figure"]: Figure(**entry) for entry in json.loads(printed.out)}
     for backend in ("NIXL", "SHARED_MEMORY"):
+        assert f"tiny, {backend}: warming up" in printed.err
         assert figures[f"tiny {backend} contiguous share of memcpy"].target == ">= 85"
         assert figures[f"tiny {backend} scattered share of memcpy"].target == ">= 65"
         of_readv = figures[f"tiny {backend} scattered share of process_vm_readv"]

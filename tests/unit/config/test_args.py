@@ -11,7 +11,12 @@ import pytest
 
 from tests.support.worker_args import parse_worker_args
 from trtllm_disagg.cli import Parser
-from trtllm_disagg.config.args import add_worker_arguments, config_from_namespace
+from trtllm_disagg.config.args import (
+    WHEREABOUTS,
+    add_worker_arguments,
+    config_from_namespace,
+    whereabouts_of,
+)
 from trtllm_disagg.config.dynamo_flags import names_of_switch
 from trtllm_disagg.config.worker_config import (
     FLAGS,
@@ -222,6 +227,22 @@ def test_a_whole_endpoint_names_its_namespace() -> None:
 def test_worker_suffix_is_appended_to_the_namespace() -> None:
     assert parse(DYN_NAMESPACE_WORKER_SUFFIX="blue").namespace == "dynamo-blue"
     assert parse("--namespace", "ns", DYN_NAMESPACE_WORKER_SUFFIX="blue").namespace == "ns-blue"
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"DYN_NAMESPACE": "theirs", "TRTLLM_DISAGG_NAMESPACE": "ours", "DYN_NAMESPACE_WORKER_SUFFIX": "blue"},
+        {"DYN_NAMESPACE": "theirs", "TRTLLM_DISAGG_NAMESPACE": "", "TRTLLM_DISAGG_EVENT_PLANE": "nats"},
+        {"DYN_ENDPOINT": "dyn://ns.c.e", "DYN_NAMESPACE_WORKER_SUFFIX": "x", "DYN_REQUEST_PLANE": "nats"},
+        {"ETCD_ENDPOINTS": "http://etcd"},
+        {"ETCD_ENDPOINTS": "http://etcd", "TRTLLM_DISAGG_DISCOVERY_BACKEND": "kubernetes"},
+    ],
+)
+def test_a_deployment_is_where_its_workers_are_by_the_same_variables(environ: dict[str, str]) -> None:
+    config = parse(**environ)
+    assert whereabouts_of(environ) == {name: getattr(config, name) for name in WHEREABOUTS}
 
 
 def test_a_template_in_the_home_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def no_deployment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(both_orders, "deployment_in_background", deployment)
     monkeypatch.setattr(both_orders, "servable_model", Path)
-    monkeypatch.setattr(both_orders, "_trace", lambda deployment, answer: None)
+    monkeypatch.setattr(both_orders, "trace_of", lambda deployment, answer: None)
 
 
 def kept(said: str) -> list[str]:

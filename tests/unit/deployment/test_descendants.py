@@ -44,10 +44,12 @@ SECONDS = 30.0
 
 
 @asynccontextmanager
-async def supervising(directory: Path, status: Status, **settings: object) -> AsyncIterator[Supervisor]:
+async def supervising(
+    directory: Path, status: Status, kill_seconds: float = SECONDS, **settings: object
+) -> AsyncIterator[Supervisor]:
     run_dir = RunDir.claim(directory / "run")
     config = DeploymentConfig("decode_first", "m", "m", run_dir.path, **settings)  # type: ignore[arg-type]
-    supervisor = Supervisor(config, [], run_dir, status)
+    supervisor = Supervisor(config, [], run_dir, status, kill_seconds)
     try:
         yield supervisor
     finally:
@@ -101,11 +103,10 @@ async def test_children_of_a_dead_worker_in_other_sessions_are_gone_before_its_n
 class EndlessSweep:
     """Stands in for `kill_marked`: while `is_endless`, one descendant of each process survives SIGKILL."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, kill_seconds: float) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_endless = False
         self.began = threading.Event()
         monkeypatch.setattr(f"{SUPERVISOR}.kill_marked", self._kill_marked)
-        monkeypatch.setattr(f"{SUPERVISOR}.KILL_SECONDS", kill_seconds)
 
     def _kill_marked(self, mark: str, variable: str) -> list[int]:
         survivor = [NO_PID] if self.is_endless and variable == PROCESS_VARIABLE else []
@@ -125,7 +126,7 @@ async def always_ready(spec: ProcessSpec, config: DeploymentConfig) -> bool:
 async def test_dead_worker_counts_and_keeps_its_gpus_while_its_descendants_are_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sweep = EndlessSweep(monkeypatch, SECONDS)
+    sweep = EndlessSweep(monkeypatch)
     monkeypatch.setattr(f"{SUPERVISOR}.is_ready", always_ready)
     gpus = Gpus({"prefill": ("0",)}, {"prefill": GpuNeeds(1, 0.9, 60.0)})
     async with supervising(tmp_path, Status(), worker_command=IDLE, gpus=gpus) as supervisor:
@@ -147,7 +148,7 @@ async def test_dead_worker_counts_and_keeps_its_gpus_while_its_descendants_are_k
 async def test_worker_that_does_not_start_again_keeps_its_gpus_while_its_descendants_are_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sweep = EndlessSweep(monkeypatch, SECONDS)
+    sweep = EndlessSweep(monkeypatch)
     monkeypatch.setattr(f"{SUPERVISOR}.is_ready", always_ready)
     async with supervising(tmp_path, Status(), restart=False) as supervisor:
         worker = await supervisor.add(ProcessSpec("decode-0", "decode", IDLE))
@@ -180,10 +181,10 @@ async def test_worker_dies_once_although_the_sweep_of_its_late_start_outlasts_th
         return status.starts != 2
 
     status = Notes()
-    sweep = EndlessSweep(monkeypatch, kill_seconds=0.3)
+    sweep = EndlessSweep(monkeypatch)
     monkeypatch.setattr(f"{SUPERVISOR}.is_ready", all_but_the_second_start)
     backoff = Backoff(first=1.0, most=1.0)
-    async with supervising(tmp_path, status, startup_timeout=0.5, backoff=backoff) as supervisor:
+    async with supervising(tmp_path, status, 0.3, startup_timeout=0.5, backoff=backoff) as supervisor:
         watching = asyncio.create_task(supervisor.watch())
         worker = await supervisor.add(ProcessSpec("decode-0", "decode", IDLE))
         sweep.is_endless = True
@@ -206,9 +207,8 @@ async def test_worker_that_sigkill_does_not_end_is_named_and_fails_the_stop(
             self.text += text
 
     status = Notes()
-    monkeypatch.setattr(f"{SUPERVISOR}.KILL_SECONDS", 0.1)
     monkeypatch.setattr(f"{SUPERVISOR}.is_ready", always_ready)
-    async with supervising(tmp_path, status, stop_timeout=0.1) as supervisor:
+    async with supervising(tmp_path, status, 0.1, stop_timeout=0.1) as supervisor:
         worker = await supervisor.add(ProcessSpec("decode-0", "decode", IDLE))
         # A process that hangs while it exits: it has no environment any more in which a mark could be.
         monkeypatch.setattr(f"{SUPERVISOR}.kill_marked", lambda mark, variable: [])

@@ -17,6 +17,7 @@ from trtllm_disagg.deployment.plan import ProcessRole, ProcessSpec
 from trtllm_disagg.deployment.status import (
     SILENCE_SECONDS,
     PlainStatus,
+    age,
     process_table,
     status_for,
     what_it_does,
@@ -119,6 +120,7 @@ def test_status_text_for_each_process_state(tmp_path: Path) -> None:
 def test_the_table_fits_a_terminal(decode: Told, tmp_path: Path, width: int) -> None:
     decode.reporter.tell("loading weights", percent=43)
     frontend = Told(tmp_path, "frontend", "starting")
+    frontend.process.changed_at -= 90
     stream = io.StringIO()
 
     Console(file=stream, width=width).print(
@@ -127,10 +129,18 @@ def test_the_table_fits_a_terminal(decode: Told, tmp_path: Path, width: int) -> 
 
     lines = stream.getvalue().splitlines()
     assert lines[0].startswith("up for 12 s")
-    assert lines[1].split() == ["process", "pid", "state", "since", "what", "it", "does"]
-    assert "waits for a worker that registers the model" in lines[2]
+    assert lines[1].split() == ["process", "pid", "state", "for", "what", "it", "does"]
+    assert lines[2].split(maxsplit=4)[3:] == ["90s", "waits for a worker that registers the model"]
     assert "loading weights 43 %" in lines[3]
     assert max(map(len, lines)) <= width
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0.2, "0s"), (119, "119s"), (120, "2m"), (7199, "119m"), (7200, "2h"), (9e5, "10d")],
+)
+def test_a_long_time_is_shown_in_a_larger_unit(seconds: float, shown: str) -> None:
+    assert age(seconds) == shown
 
 
 def test_on_a_narrow_terminal_names_and_states_are_whole(decode: Told, tmp_path: Path) -> None:

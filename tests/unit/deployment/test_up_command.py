@@ -32,8 +32,13 @@ def up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         ("--engine=nope", "^--engine: 'nope' is not allowed; expected one of auto, "),
         ("--namespace=a/b", "^--namespace: 'a/b' is not allowed; expected letters"),
         ("--served-model-name= ", "^--served-model-name: ' ' is not allowed; expected a name"),
-        ("--worker-args=--max-tries many", "^--max-tries: 'many' is not allowed; expected a whole number"),
-        ("--worker-args=--max-trees 3", "unknown flag --max-trees; did you mean --max-tries"),
+        (
+            "--worker-args=--max-tries many",
+            "^--worker-args: --max-tries: 'many' is not allowed; expected a whole",
+        ),
+        ("--worker-args=--max-trees 3", "^--worker-args: unknown flag --max-trees; did you mean --max-tries"),
+        ("--worker-args='", "^--worker-args: No closing quotation"),
+        ("--frontend-args='", "^--frontend-args: No closing quotation"),
     ],
 )
 def test_up_refuses_what_its_workers_would_refuse(up: list[str], flag: str, named: str) -> None:

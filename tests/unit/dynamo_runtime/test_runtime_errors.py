@@ -108,11 +108,8 @@ class SilentClient:
         raise ConnectionError("reset")
 
 
-async def test_an_instance_that_does_not_describe_itself_is_logged(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(discovery, "_warn", RateLimitedLog(discovery.log))
-    assert await discovery.described(SilentClient(), 0xAB) is None
+async def test_an_instance_that_does_not_describe_itself_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    assert await discovery.described(SilentClient(), 0xAB, RateLimitedLog(discovery.log)) is None
     assert "instance ab did not describe itself: ConnectionError: reset" in caplog.text
 
 

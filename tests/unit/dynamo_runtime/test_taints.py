@@ -16,28 +16,26 @@ Route = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
 class KeepsRoutes:
-    """Dynamo's runtime, with what it would serve at its system port."""
+    """In place of Dynamo's runtime and of its endpoints: keeps what they would serve at the system port."""
 
-    def __init__(self, runtime: Any) -> None:
-        self._runtime = runtime
+    def __init__(self) -> None:
         self.routes: dict[str, Route] = {}
+
+    def endpoint(self, name: str) -> KeepsRoutes:
+        return KeepsRoutes()
+
+    def connection_id(self) -> int:
+        return 1
 
     def register_engine_route(self, path: str, route: Route) -> None:
         self.routes[path] = route
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runtime, name)
+    async def serve_endpoint(self, *_: object, **__: object) -> None: ...
 
 
 async def test_taints_reach_the_card_and_the_next_card(monkeypatch: pytest.MonkeyPatch) -> None:
     cards: list[Any] = []
     updates: list[set[str]] = []
-    opened: list[KeepsRoutes] = []
-    open_runtime = worker_endpoint._open
-
-    def keep_routes(config: WorkerConfig) -> KeepsRoutes:
-        opened.append(KeepsRoutes(open_runtime(config)))
-        return opened[-1]
 
     async def register(*_: object, runtime_config: Any, **__: object) -> None:
         cards.append(runtime_config)
@@ -45,26 +43,19 @@ async def test_taints_reach_the_card_and_the_next_card(monkeypatch: pytest.Monke
     async def update(_: object, taints: set[str]) -> None:
         updates.append(taints)
 
-    async def listed(*_: object) -> None: ...
-
-    monkeypatch.setattr(worker_endpoint, "_open", keep_routes)
     monkeypatch.setattr(worker_endpoint, "register_model", register)
     monkeypatch.setattr(model_taints, "update_model_taints", update)
-    monkeypatch.setattr(Runtime, "_list", listed)
-    runtime = Runtime(
-        WorkerConfig(model="m", role=Role.DECODE, strategy="decode_first", discovery_backend="mem")
-    )
+    dynamo = KeepsRoutes()
+    config = WorkerConfig(model="m", role=Role.DECODE, strategy="decode_first")
+    runtime = Runtime(config, runtime=dynamo)
     model = ServedModel(16, 8, 1, 64, 64)
-    try:
-        await runtime.register(model)
-        assert not cards[-1].taints
-        answer = await opened[0].routes["update/model_taints"]({"taints": ["slow", "slow", "old"]})
-        assert answer == {"status": "ok", "taints": ["old", "slow"]}
-        assert updates == [{"old", "slow"}]
-        # A switch makes the card anew.
-        await runtime.register(model)
-        assert cards[-1].taints == {"old", "slow"}
-        await runtime.register_for_peers(model)
-        assert not cards[-1].taints
-    finally:
-        runtime.shutdown()
+    await runtime.register(model)
+    assert not cards[-1].taints
+    answer = await dynamo.routes["update/model_taints"]({"taints": ["slow", "slow", "old"]})
+    assert answer == {"status": "ok", "taints": ["old", "slow"]}
+    assert updates == [{"old", "slow"}]
+    # A switch makes the card anew.
+    await runtime.register(model)
+    assert cards[-1].taints == {"old", "slow"}
+    await runtime.register_for_peers(model)
+    assert not cards[-1].taints

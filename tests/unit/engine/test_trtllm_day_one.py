@@ -153,12 +153,10 @@ async def test_an_iterator_that_ends_by_its_timeout_has_nothing(nothing: type[Ex
     assert await publisher.poll()
 
 
-async def test_a_reader_that_never_answers_does_not_keep_the_worker(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trtllm_disagg.dynamo_runtime.polling.STOP_SECONDS", 0.05)
+async def test_a_reader_that_never_answers_does_not_keep_the_worker(caplog: pytest.LogCaptureFixture) -> None:
     release = threading.Event()
     publisher = StatsForwarder(BlockingReaders(), RecordingLoadSink(), RecordingStatsSink())
+    publisher.stop_seconds = 0.05
     entered = threading.Event()
 
     def wedged() -> AsyncIterator[dict[str, Any]]:
@@ -619,10 +617,10 @@ async def test_a_client_that_leaves_between_two_tokens_causes_no_abort_on_an_eng
 
 @pytest.mark.parametrize("phase", ["prefill", "both"])
 async def test_a_request_aborted_in_the_engines_queue_ends_although_the_engine_tells_nothing(
-    phase: str, tensorrt_llm: ModuleType, monkeypatch: pytest.MonkeyPatch
+    phase: str, tensorrt_llm: ModuleType
 ) -> None:
-    monkeypatch.setattr("trtllm_disagg.engine.engine._ABORT_SECONDS", 0.05)
-    engine, context = opened(), FakeContext()
+    usual, context = opened(), FakeContext()
+    engine = Engine(usual.api, usual.llm, usual.max_seq_len, abort_seconds=0.05)
     engine.llm.is_full = True
     runs: dict[str, Callable[[], Coroutine[Any, Any, object]]] = {
         "prefill": lambda: LocalPrefill(engine)(request(), context),

@@ -21,11 +21,12 @@ from trtllm_disagg.errors import (
     RequestCancelledError,
     StageTimeoutError,
 )
-from trtllm_disagg.handlers import recall
 from trtllm_disagg.handlers.admission import Admission, Queued
 from trtllm_disagg.handlers.cancellation import num_in_background
 from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker, CircuitBreakerClient, StreamTimeouts
-from trtllm_disagg.handlers.recall import Notices, Recalls, beside_requests
+from trtllm_disagg.handlers.local import LocalPrefill
+from trtllm_disagg.handlers.recall import TIMES, Notices, Recalls, RecallTimes, beside_requests, recallable
+from trtllm_disagg.handlers.remote import RemoteDrain
 from trtllm_disagg.handlers.trace import RequestEnd, with_request_log
 from trtllm_disagg.testing.hard_edges import PESSIMISTIC
 from trtllm_disagg.testing.mounted import mounted_recording_llm
@@ -64,6 +65,12 @@ class Lossy:
     @property
     def contexts(self) -> int:
         return int(self.both.engines[Role.PREFILL].llm.held_contexts)
+
+    def keep(self, times: RecallTimes) -> None:
+        """The prefill worker's times from now on."""
+        way = self.both.clients[Role.DECODE]
+        phase = LocalPrefill(self.both.engines[Role.PREFILL], RemoteDrain(way))
+        self._way.serve_by(recallable(phase, Recalls(lambda: way.instance_ids(), 60.0, times=times)))
 
     async def prefill(self, attempt: str, sender: int | None = INSTANCES[Role.DECODE]) -> Raw:
         """As a decode worker asks for it; what comes of the answer is the test's."""
@@ -155,9 +162,9 @@ async def test_a_recall_is_of_one_attempt_and_not_of_its_request() -> None:
     assert kinds(lossy.both.engines[Role.DECODE].llm) == ["generation_only"] * 2
 
 
-async def test_recall_releases_a_prefill_that_ends_much_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recall, "NOTICE_SECONDS", 0.0)
+async def test_recall_releases_a_prefill_that_ends_much_later() -> None:
     lossy, gate = Lossy(), asyncio.Semaphore(0)
+    lossy.keep(RecallTimes(notice=0.0))
     lossy.both.engines[Role.PREFILL].llm.scripts.append(Script(gate=gate))
     prefill = asyncio.create_task(lossy.prefill("late"))
     await until(lambda: lossy.both.engines[Role.PREFILL].llm.num_running)
@@ -172,9 +179,8 @@ async def test_recall_releases_a_prefill_that_ends_much_later(monkeypatch: pytes
 async def test_handoff_not_taken_by_a_dead_decode_worker_is_fetched_by_another_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(recall, "CHECK_SECONDS", 0.01)
-    monkeypatch.setattr(recall, "REPORTED_SECONDS", 0.0)
     lossy = Lossy()
+    lossy.keep(RecallTimes(check=0.01, collect=0.0))
     way = lossy.both.clients[Role.DECODE]
     for number in range(5):
         await lossy.prefill(f"attempt {number}")
@@ -208,10 +214,7 @@ async def test_taken_report_is_repeated_when_its_prefill_request_fails() -> None
     assert notices.new_attempt(instance).taken == before.attempts
 
 
-async def test_collected_taken_reports_are_sent_in_one_notice(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(recall, "COLLECT_SECONDS", 0.05)
+async def test_collected_taken_reports_are_sent_in_one_notice() -> None:
     lossy = Lossy(num_lost=0)
     way = lossy.both.clients[Role.PREFILL]
     answers = await asyncio.gather(*(collect(lossy.generate, request()) for _ in range(4)))
@@ -237,7 +240,7 @@ class Prefiller:
         self.num_taken_back = 0
         self.sender = sender
         self.answers("a", at=0.0)
-        self.clock.now = recall.REPORTED_SECONDS
+        self.clock.now = TIMES.reported
 
     def answers(self, attempt: str, at: float) -> None:
         self.clock.now = at
@@ -342,15 +345,13 @@ async def test_delivered_notices_do_not_reset_the_failures_of_an_instance() -> N
     assert breaker.num_open() == 1
 
 
-async def test_worker_that_refuses_notices_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recall, "COLLECT_SECONDS", 0.0)
-
+async def test_worker_that_refuses_notices_gets_one() -> None:
     class Older(RecordingStageClient):
         async def notify(self, notice: Raw) -> None:
             self.notices.append(notice)
             raise InvalidRequestError("errand: unknown stage")
 
-    older, notices = Older(), Notices(sender=2)
+    older, notices = Older(), Notices(sender=2, times=RecallTimes(collect=0.0))
     for _ in range(3):
         notices.taken(older, notices.new_attempt(older))
         await leftover_tasks()

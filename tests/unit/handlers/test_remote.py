@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.day_one import opened
-from tests.support.handling import collect, raw_request, request, until
+from tests.support.handling import collect, expected_tokens, raw_request, request, tokens_of, until
 from tests.support.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import (
@@ -37,7 +37,12 @@ from trtllm_disagg.types import (
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
-PARAMS = {"request_type": "context_only", "opaque_state": "eA==", "ctx_request_id": 5}
+PARAMS = {
+    "request_type": "context_only",
+    "opaque_state": "eA==",
+    "ctx_request_id": 5,
+    "first_gen_tokens": [7],
+}
 USAGE = {
     "prompt_tokens": 3,
     "completion_tokens": 1,
@@ -51,6 +56,7 @@ PREFILLED = {
     "completion_usage": USAGE,
     "disaggregated_params": PARAMS,
 }
+WITHOUT_TOKEN = PREFILLED | {"disaggregated_params": PARAMS | {"first_gen_tokens": None}}
 BOTH_DIRECTIONS = {
     "do_remote_decode": True,
     "do_remote_prefill": True,
@@ -120,6 +126,7 @@ async def test_an_answer_without_a_handoff_is_final() -> None:
         ([{"token_ids": [7], "kv_transfer_params": {}}], "unreadable handoff", 0),
         ([PREFILLED | {"disaggregated_params": PARAMS | {"opaque_state": 5}}], "opaque_state", 0),
         ([PREFILLED | {"disaggregated_params": {}}], "names no sender", 0),
+        ([WITHOUT_TOKEN], "unreadable handoff: .* first_gen_tokens has no token", 0),
     ],
 )
 async def test_invalid_prefill_answer_raises_peer_unavailable_and_drains_its_kv(
@@ -130,6 +137,17 @@ async def test_invalid_prefill_answer_raises_peer_unavailable_and_drains_its_kv(
         await prefill()
     assert error.value.peer == prefill.client.instance_id
     assert len(prefill.drained) == drains
+
+
+async def test_handoff_without_a_token_is_its_prefill_workers_fault_and_decode_answers_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    prefill = RecordingStageClient(answers=[WITHOUT_TOKEN])
+    config = WorkerConfig(model="m", role=Role.DECODE, strategy="decode_first", max_tries=1)
+    with mounted_recording_llm(PESSIMISTIC):
+        answer = build_generate(config, opened(), prefill)
+        assert tokens_of(await collect(answer, request())) == expected_tokens(5)
+    assert "at instance 1 (the prefill worker sent an unreadable handoff" in caplog.text
 
 
 async def test_error_after_the_prefill_answer_drains_its_kv() -> None:

@@ -35,10 +35,9 @@ class Workers(NoStage):
 
 
 @pytest.fixture
-def queue(queue: Queueing, monkeypatch: pytest.MonkeyPatch) -> Queueing:
+def queue(queue: Queueing) -> Queueing:
     """Looks often, and takes a worker for lost after 0.3 s."""
-    monkeypatch.setattr("trtllm_disagg.prefill_queue.queue_client._LOOK_SECONDS", 0.01)
-    queue.limits = QueueLimits(beat=0.1)
+    queue.limits = QueueLimits(look=0.01, beat=0.1)
     return queue
 
 

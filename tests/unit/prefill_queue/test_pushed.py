@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from tests.support.handling import until
 from trtllm_disagg.errors import DisaggError, EngineError, StageTimeoutError
 from trtllm_disagg.handlers.remote import QUEUE_ID
-from trtllm_disagg.prefill_queue.broker import preserve_cancellation
+from trtllm_disagg.prefill_queue.broker import QueueLimits, preserve_cancellation
 from trtllm_disagg.prefill_queue.messages import Answer, Beat, Claim, Failed, FromPuller, Item
 from trtllm_disagg.prefill_queue.nats_queue import DepthWatch, Room
 from trtllm_disagg.prefill_queue.queue_client import Pushed
 
 ID = uuid.uuid4().hex
-MAX_CLAIMS = 3
+#: A silent worker is lost after the queue timeout alone.
+LIMITS = QueueLimits(claims=3, beat=0.0)
 
 
 def item() -> Item:
@@ -42,7 +43,7 @@ SAID = st.one_of(
 async def what_happens(said: list[FromPuller], takes: bool) -> None:
     replies: dict[int, list[bool]] = {}
     claims: list[Claim] = []
-    pushed = Pushed(item(), 60.0, claims.append, MAX_CLAIMS)
+    pushed = Pushed(item(), 60.0, claims.append, LIMITS)
     for place, word in enumerate(said):
         replies[place] = []
         pushed.receive(word, replies[place].append)
@@ -53,7 +54,7 @@ async def what_happens(said: list[FromPuller], takes: bool) -> None:
 
     granted = [said[place] for place, answers in replies.items() if True in answers]
     assert [word for word in granted if isinstance(word, Claim)] == claims
-    assert len(claims) <= MAX_CLAIMS
+    assert len(claims) <= LIMITS.claims
     attempts = [each.attempt for each in claims]
     assert attempts == sorted(set(attempts)), "an older attempt never comes back"
     taken = [word for word in granted if isinstance(word, Answer)]
@@ -74,7 +75,7 @@ def test_pushed_item_takes_one_answer_and_replies_to_every_message(
 
 async def test_answer_not_taken_before_close_is_refused() -> None:
     replies: list[bool] = []
-    pushed = Pushed(item(), 60.0, lambda claim: None, MAX_CLAIMS)
+    pushed = Pushed(item(), 60.0, lambda claim: None, LIMITS)
     pushed.receive(claim(1), lambda yes: None)
     pushed.receive(Answer(ID, 1, {}), replies.append)
     assert replies == []
@@ -83,7 +84,7 @@ async def test_answer_not_taken_before_close_is_refused() -> None:
 
 
 async def test_silent_worker_times_out_and_beats_extend_the_timeout() -> None:
-    pushed = Pushed(item(), 0.5, lambda claim: None, MAX_CLAIMS)
+    pushed = Pushed(item(), 0.5, lambda claim: None, LIMITS)
     pushed.receive(claim(1), lambda yes: None)
     for _ in range(6):
         await asyncio.sleep(0.1)
@@ -97,7 +98,7 @@ async def test_silent_worker_times_out_and_beats_extend_the_timeout() -> None:
 
 async def test_a_prefill_that_runs_gets_the_time_of_some_beats_however_short_the_queue_timeout_is() -> None:
     timeout, silence = 0.01, 60.0
-    pushed = Pushed(item(), timeout, lambda claim: None, MAX_CLAIMS, silence)
+    pushed = Pushed(item(), timeout, lambda claim: None, QueueLimits(beat=silence))
     pushed.receive(claim(1), lambda yes: None)
     await asyncio.sleep(2 * timeout)
     pushed.receive(Answer(ID, 1, {"attempt": 1}), lambda yes: None)
@@ -106,7 +107,7 @@ async def test_a_prefill_that_runs_gets_the_time_of_some_beats_however_short_the
 
 
 async def test_a_short_queue_timeout_ends_an_item_that_no_worker_claims() -> None:
-    pushed = Pushed(item(), 0.01, lambda claim: None, MAX_CLAIMS, 60.0)
+    pushed = Pushed(item(), 0.01, lambda claim: None, QueueLimits())
     async with asyncio.timeout(30):
         with pytest.raises(StageTimeoutError, match=r"has taken .* within 0\.01 s \(--queue-timeout\)"):
             await pushed.outcome
@@ -114,7 +115,7 @@ async def test_a_short_queue_timeout_ends_an_item_that_no_worker_claims() -> Non
 
 
 async def test_error_of_a_pushed_item_has_its_peer() -> None:
-    waiting, failing = (Pushed(item(), 60.0, lambda claim: None, MAX_CLAIMS) for _ in range(2))
+    waiting, failing = (Pushed(item(), 60.0, lambda claim: None, LIMITS) for _ in range(2))
     waiting.fail(DisaggError("NATS is gone"))
     failing.receive(claim(2), lambda yes: None)
     failing.receive(Failed(ID, 2, "SomethingNew", "broken"), lambda yes: None)

@@ -203,6 +203,8 @@ def test_an_unreadable_chunk_is_the_peers_fault(raw: Any) -> None:
 
 # -- handoffs
 
+READABLE = {"opaque_state": "a3Y=", "first_gen_tokens": [4710]}
+
 
 def logprobs_of(api: Any) -> Any:
     logprob = st.builds(api.Logprob, logprob=finite, rank=st.none() | st.integers(1, 9))
@@ -216,7 +218,7 @@ def logprobs_of(api: Any) -> Any:
 def test_a_handoff_crosses_whole(api: Any, data: st.DataObject) -> None:
     given_params = api.DisaggregatedParams(
         request_type="context_only",
-        first_gen_tokens=data.draw(st.none() | st.lists(st.integers(0, 9), max_size=2)),
+        first_gen_tokens=data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=2)),
         ctx_request_id=data.draw(st.none() | st.integers(0, 2**62)),
         opaque_state=data.draw(st.binary(min_size=1)),
         draft_tokens=data.draw(st.none() | st.lists(st.integers(0, 9))),
@@ -251,7 +253,9 @@ def test_disaggregated_params_are_written_as_upstream_writes_them() -> None:
 
 
 def test_a_plain_first_logprob_crosses() -> None:
-    params = recording.DisaggregatedParams(opaque_state=b"kv", first_gen_log_probs=[-0.5])
+    params = recording.DisaggregatedParams(
+        opaque_state=b"kv", first_gen_tokens=[4710], first_gen_log_probs=[-0.5]
+    )
     encoded = PrefillResult(over_the_wire(encode_disaggregated_params(params)))
     decoded = decode_disaggregated_params(encoded, recording.DisaggregatedParams, recording.Logprob)
     assert decoded.first_gen_log_probs == [-0.5]
@@ -260,7 +264,9 @@ def test_a_plain_first_logprob_crosses() -> None:
 @pytest.mark.parametrize("over_json", [False, True])
 def test_a_first_alternative_that_a_guide_forbids_crosses(over_json: bool) -> None:
     given = [{4710: recording.Logprob(-0.1, 1), 9: recording.Logprob(-math.inf, 2)}]
-    params = recording.DisaggregatedParams(opaque_state=b"kv", first_gen_log_probs=given)
+    params = recording.DisaggregatedParams(
+        opaque_state=b"kv", first_gen_tokens=[4710], first_gen_log_probs=given
+    )
     encoded = encode_disaggregated_params(params)
     if over_json:  # Dynamo's serde_json writes null for a number that is not finite
         encoded = json.loads(json.dumps(encoded).replace("-Infinity", "null"))
@@ -271,12 +277,14 @@ def test_a_first_alternative_that_a_guide_forbids_crosses(over_json: bool) -> No
 
 
 def test_keys_added_by_routers_are_dropped_from_a_handoff() -> None:
-    encoded = {"opaque_state": "a3Y=", "worker_id": 9, "_epd_metadata": {}}
+    encoded = READABLE | {"worker_id": 9, "_epd_metadata": {}}
     decoded = decode_disaggregated_params(
         PrefillResult(encoded), recording.DisaggregatedParams, recording.Logprob
     )
-    assert decoded == recording.DisaggregatedParams(request_type="generation_only", opaque_state=b"kv")
-    assert set(encoded) == {"opaque_state", "worker_id", "_epd_metadata"}
+    assert decoded == recording.DisaggregatedParams(
+        request_type="generation_only", opaque_state=b"kv", first_gen_tokens=[4710]
+    )
+    assert set(encoded) == {*READABLE, "worker_id", "_epd_metadata"}
 
 
 @pytest.mark.parametrize(
@@ -287,7 +295,9 @@ def test_keys_added_by_routers_are_dropped_from_a_handoff() -> None:
         ({"opaque_state": None, "first_gen_tokens": [1]}, "names no sender"),
         ({"opaque_state": "not base64!"}, "not readable"),
         ({"opaque_state": "é"}, "not readable"),
-        ({"opaque_state": "a3Y=", "unheard_of": 1}, "unheard_of"),
+        (READABLE | {"unheard_of": 1}, "unheard_of"),
+        (READABLE | {"first_gen_tokens": []}, "first_gen_tokens has no token"),
+        ({"opaque_state": "a3Y="}, "first_gen_tokens has no token"),
         ({"opaque_state": "a3Y=", "first_gen_log_probs": [[{"logprob": 1}]]}, "token_id"),
         ({"opaque_state": "a3Y=", "first_gen_log_probs": 5}, "not readable"),
         ({"opaque_state": "a3Y=", "first_gen_log_probs": [[5]]}, "not readable"),
@@ -302,7 +312,7 @@ def test_an_unreadable_handoff_is_refused(encoded: dict[str, Any], named: str) -
 def test_random_handoff_is_decoded_or_refused(encoded: dict[str, Any]) -> None:
     try:
         decoded = decode_disaggregated_params(
-            PrefillResult({"opaque_state": "a3Y="} | encoded),
+            PrefillResult(READABLE | encoded),
             recording.DisaggregatedParams,
             recording.Logprob,
         )

@@ -128,10 +128,7 @@ async def test_worker_is_refused_when_a_settled_one_has_another_model() -> None:
     assert mine.described()["settled"] is False
 
 
-async def test_a_conflict_that_lasts_is_logged_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("trtllm_disagg.worker.startup_checks._VISIBLE_SECONDS", 0.0)
+async def test_a_conflict_that_lasts_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     other = DescribedInstance(PLACE, 9, said(replace(MINE, weights="bbbb"), settled=False))
     listed = iter([[other], [other], [other], []])
 
@@ -139,7 +136,7 @@ async def test_a_conflict_that_lasts_is_logged_once(
         await asyncio.sleep(0.001)
         return next(listed)
 
-    await ModelNameGuard(MINE, 5, {PLACE}, look, poll_seconds=0).confirm()
+    await ModelNameGuard(MINE, 5, {PLACE}, look, poll_seconds=0, visible_seconds=0).confirm()
     assert caplog.text.count("waiting for a worker to end") == 1
     assert "hash bbbb" in caplog.text
 

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trtllm_disagg.config.settings import positive
-from trtllm_disagg.deployment.up_command import add_flags_for
+from trtllm_disagg.config.settings import positive_up_to
+from trtllm_disagg.deployment.up_command import add_worker_args
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.processes.steadily import without_silence
@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--repetitions",
-        type=positive,
+        type=positive_up_to(10_000),
         metavar="N",
         help=f"of a point (default: {_REPETITIONS}; with --quick: {_QUICK_REPETITIONS})",
     )
@@ -115,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="AIPerf's command (default: of this environment, or in PATH)",
     )
-    add_flags_for(parser, "--worker-args", "every worker")
+    add_worker_args(parser)
 
 
 def settle(args: argparse.Namespace) -> None:
@@ -127,7 +127,7 @@ def settle(args: argparse.Namespace) -> None:
 
 
 def _count_or_auto(text: str) -> int | str:
-    return _AUTO if text == _AUTO else positive(text)
+    return _AUTO if text == _AUTO else positive_up_to(100_000)(text)
 
 
 def run(args: argparse.Namespace) -> ExitCode:

@@ -244,7 +244,7 @@ class Runner:
             async with self.targets.serving(key) as target:
                 told = ", ".join(dict.fromkeys(point.workload for point in points))
                 progress.go_on(f"{key[0]}: {len(points)} points, {told}{again}")
-                results = await self._measure(schedule, target, versions)
+                results = await self.measured(schedule, target, versions)
             self._save(results)
             progress.end(len(results))
             saved = {result.point for result in results}
@@ -272,7 +272,7 @@ class Runner:
                 f"({', '.join(sorted(errors))[:200]}); with the deployment back, the same command goes on"
             )
 
-    async def _measure(
+    async def measured(
         self, schedule: Schedule, target: Target, versions: Mapping[str, str]
     ) -> list[PointResult]:
         place = self.directory.logs / "load" / schedule.stretches[0].point.file_name.removesuffix(".json")

@@ -24,8 +24,7 @@ _TASK = ir.FunctionType(ir.VoidType(), [BYTE_POINTER])
 _FORK = ir.FunctionType(ir.VoidType(), [_TASK.as_pointer(), BYTE_POINTER, I32, I32])
 
 
-def _fork_address() -> int:
-    """0 where torch has another OpenMP, or none."""
+def _gomp_parallel() -> int:
     try:
         fork = ctypes.CDLL(None).GOMP_parallel
     except AttributeError:
@@ -33,12 +32,13 @@ def _fork_address() -> int:
     return ctypes.cast(fork, ctypes.c_void_p).value or 0
 
 
-_fork = _fork_address()
+#: Its address; 0 where torch has another OpenMP, or none.
+GOMP_PARALLEL = _gomp_parallel()
 
 
 def num_threads() -> int:
     """That compute the parts of a kernel."""
-    return torch.get_num_threads() if _fork else 1
+    return torch.get_num_threads() if GOMP_PARALLEL else 1
 
 
 def in_parts(part_of: Any) -> Callable[..., None]:
@@ -84,7 +84,7 @@ def in_parts(part_of: Any) -> Callable[..., None]:
 
     def call(parts: int, *arguments: Any) -> None:
         threads = min(parts, num_threads())
-        kernel(_fork if threads > 1 else 0, threads, parts, arguments)
+        kernel(GOMP_PARALLEL if threads > 1 else 0, threads, parts, arguments)
 
     return call
 

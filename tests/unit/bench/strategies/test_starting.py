@@ -467,7 +467,7 @@ async def test_points_with_overlapping_requests_are_measured_again_in_a_new_depl
         return [PointResult(point, (), 1.0) for point in points[: max(1, len(points) // 2)]]
 
     monkeypatch.setattr(Deployments, "serving", serving)
-    monkeypatch.setattr(Runner, "_measure", measure)
+    monkeypatch.setattr(Runner, "measured", measure)
     monkeypatch.setattr(AIPerf, "version", lambda aiperf: "0")
     await runner.run(runner.progress())
     assert [(number, len(points)) for number, points in runs] == [(1, 11), (2, 6), (3, 3), (4, 2), (5, 1)]
@@ -489,7 +489,7 @@ async def test_points_that_no_attempt_measures_end_the_run_with_their_name(
         return [PointResult(point, (), 1.0) for point in attempts[-1][:1] if len(attempts) == 2]
 
     monkeypatch.setattr(Deployments, "serving", serving)
-    monkeypatch.setattr(Runner, "_measure", measure)
+    monkeypatch.setattr(Runner, "measured", measure)
     monkeypatch.setattr(AIPerf, "version", lambda aiperf: "0")
     with pytest.raises(LoadFailedError, match=r"2 agg: chat at 3 requests/s was not measured in 3 attempts"):
         await runner.run(runner.progress())
@@ -515,7 +515,7 @@ async def test_a_point_with_errors_only_ends_the_run_is_not_kept_and_is_measured
         return [of(*each) for each in zip(points, is_dead or [False] * len(points), strict=False)]
 
     monkeypatch.setattr(Deployments, "serving", serving)
-    monkeypatch.setattr(Runner, "_measure", measure)
+    monkeypatch.setattr(Runner, "measured", measure)
     monkeypatch.setattr(AIPerf, "version", lambda aiperf: "0")
     with pytest.raises(LoadFailedError, match=r"2 agg: none of 14 requests .*\(connection refused\)"):
         await runner.run(runner.progress())
@@ -545,7 +545,7 @@ async def test_software_is_measured_before_the_first_run_and_kept_for_those_that
 
     monkeypatch.setattr(Deployments, "serving", serving)
     monkeypatch.setattr(starting, "calibrate", calibrate)
-    monkeypatch.setattr(Runner, "_measure", measure)
+    monkeypatch.setattr(Runner, "measured", measure)
     monkeypatch.setattr(AIPerf, "version", lambda aiperf: "0")
     args = parsed(model, configs, "--quick")
     directory = RunDirectory(args.out)
@@ -580,7 +580,7 @@ class TestFurtherRates:
             return [result_of(point, self.behaviours[point.arm]) for point in new]
 
         monkeypatch.setattr(Deployments, "serving", serving)
-        monkeypatch.setattr(Runner, "_measure", measure)
+        monkeypatch.setattr(Runner, "measured", measure)
         monkeypatch.setattr(AIPerf, "version", lambda aiperf: "0")
         return points
 

@@ -14,7 +14,6 @@ from trtllm_disagg.embedded.core import build
 from trtllm_disagg.embedded.ipc.messages import LogprobEntry, SamplingSpec
 from trtllm_disagg.embedded.model import sampler
 from trtllm_disagg.embedded.model.rows import Sampled
-from trtllm_disagg.embedded.scheduler import scheduler
 from trtllm_disagg.embedded.scheduler.scheduler import Row
 
 #: Five tiles and a bit.
@@ -120,15 +119,14 @@ def test_a_request_that_was_paused_in_its_prompt_has_all_of_them(make_core: Make
     assert [core.answers[each, 0].prompt_logprobs for each in asked] == [whole] * 3
 
 
-@pytest.mark.parametrize("max_num_tokens", [1024, 96])
+@pytest.mark.parametrize("max_num_tokens", [1024, 320])
 def test_a_step_has_logits_of_a_bounded_number_of_tokens(
     make_core: MakeCore, monkeypatch: pytest.MonkeyPatch, max_num_tokens: int
 ) -> None:
-    """The logits of a long prompt, all at once, may not fit into the memory."""
-    whole = scores(make_core(), PROMPT)
-    monkeypatch.setattr(scheduler, "_MOST_TILES_OF_LOGITS", 2)
+    """The logits of many tokens, all at once, may not fit into the memory."""
+    prompt = PROMPT[: 5 * 32]
+    whole = scores(make_core(), prompt)
     core = make_core(max_num_tokens=max_num_tokens)
-    prompt = PROMPT[: min(len(PROMPT), max_num_tokens)]
     sizes: list[int] = []
     run = core.engine.model.run
 
@@ -137,8 +135,10 @@ def test_a_step_has_logits_of_a_bounded_number_of_tokens(
         return run(rows)
 
     monkeypatch.setattr(core.engine.model, "run", counted)
-    assert scores(core, prompt)[: len(prompt) - 1] == whole[: len(prompt) - 1]
-    assert max(sizes) == 64
+    asked = [core.add(prompt, sampling=ASKING) for _ in range(2)]
+    core.run(*asked)
+    assert [core.answers[each, 0].prompt_logprobs for each in asked] == [whole] * 2
+    assert max(sizes) == 8 * 32
 
 
 def test_context_only_prefill_returns_prompt_logprobs(make_core: MakeCore) -> None:

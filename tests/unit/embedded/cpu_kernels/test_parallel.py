@@ -69,7 +69,7 @@ def test_every_part_is_computed_once(parts: int, threads: int) -> None:
 def test_one_thread_computes_every_part_where_torch_has_another_openmp(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(parallel, "_fork", 0)
+    monkeypatch.setattr(parallel, "GOMP_PARALLEL", 0)
     torch.set_num_threads(2)
     assert parallel.num_threads() == 1
     counts = np.zeros(1000, np.int64)

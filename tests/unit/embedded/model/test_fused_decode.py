@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -37,6 +37,28 @@ KINDS = [
 ]
 
 
+class Both:
+    """The fused decode of a forward, which is compared with the unfused one at each step."""
+
+    def __init__(self, forward: PlainForward) -> None:
+        assert forward.fused is not None
+        self.compared: list[int] = []
+        self._forward, self._fused = forward, forward.fused
+        forward.fused = cast(FusedDecode, self)
+
+    def __call__(self, tokens: list[int], layout: StepLayout) -> torch.Tensor:
+        fused = self._fused(tokens, layout).clone()
+        self._forward.fused = None
+        unfused = self._forward(tokens, layout)
+        self._forward.fused = cast(FusedDecode, self)
+        assert torch.equal(fused, unfused.float())
+        self.compared.append(len(tokens))
+        return fused
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fused, name)
+
+
 @pytest.mark.parametrize(("dtype", "weights"), KINDS)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
 def test_every_step_has_the_bits_of_the_unfused_one(
@@ -45,29 +67,13 @@ def test_every_step_has_the_bits_of_the_unfused_one(
     weights: str,
     threads: int,
     checkpoints: Checkpoints,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    compared: list[int] = []
-
-    def both(self: FusedDecode, tokens: list[int], layout: StepLayout) -> torch.Tensor:
-        fused = original(self, tokens, layout).clone()
-        forward.fused = None
-        unfused = forward(tokens, layout)
-        forward.fused = self
-        assert torch.equal(fused, unfused.float())
-        compared.append(len(tokens))
-        return fused
-
     core = Core(checkpoints(family), dtype=dtype, embedded={"weights": weights})
     model: Any = core.engine.model
-    runner = model.runner
-    forward: PlainForward = runner.forward
-    assert forward.fused is not None
-    original = FusedDecode.__call__
-    monkeypatch.setattr(FusedDecode, "__call__", both)
+    both = Both(model.runner.forward)
     core.run(*[core.add(prompt, 6) for prompt in PROMPTS])
     core.close()
-    assert max(compared) == len(PROMPTS)
+    assert max(both.compared) == len(PROMPTS)
 
 
 def test_a_model_that_does_not_fill_whole_panels_is_served_by_many_calls_and_named(

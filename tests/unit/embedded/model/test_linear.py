@@ -66,7 +66,7 @@ def test_many_rows_have_the_librarys_bits(shape: tuple[int, int], threads: int) 
 def test_many_rows_are_the_librarys_where_it_alone_has_threads(
     threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parallel, "_fork", 0)
+    monkeypatch.setattr(parallel, "GOMP_PARALLEL", 0)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     packed = PackedLinear(make(64, 192))

@@ -1,0 +1,68 @@
+"""A command that SIGTERM ends has cleaned up, as after Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trtllm_disagg.exit_codes import ExitCode
+
+WAITS = "print(flush=True); time.sleep(60)"
+WAITS_IN_A_LOOP = """
+    async def wait():
+        try:
+            print(flush=True)
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0)
+            (scratch / "ended").touch()
+    asyncio.run(wait())
+"""
+COMMAND = """
+import asyncio, shutil, signal, sys, time
+from pathlib import Path
+from trtllm_disagg.processes.interrupts import ending_as_on_ctrl_c
+scratch = Path(sys.argv[1])
+{before}
+with ending_as_on_ctrl_c():
+    try:
+        {body}
+    finally:
+        (scratch / "removed").touch()
+"""
+
+
+@pytest.mark.parametrize(
+    "before", ["", "signal.signal(signal.SIGINT, signal.SIG_IGN)"], ids=["", "in background"]
+)
+@pytest.mark.parametrize("body", [WAITS, WAITS_IN_A_LOOP], ids=["", "in a loop"])
+@pytest.mark.parametrize("repeated", [1, 2])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, ExitCode.TERMINATED), (signal.SIGHUP, ExitCode.HANGUP)],
+)
+def test_command_that_is_terminated_cleans_up_and_ends_with_the_signals_code(
+    number: signal.Signals, code: ExitCode, repeated: int, body: str, before: str, tmp_path: Path
+) -> None:
+    text = COMMAND.format(before=before, body=body.strip().replace("\n    ", "\n        "))
+    command = subprocess.Popen([sys.executable, "-c", text, tmp_path], stdout=subprocess.PIPE, text=True)
+    assert command.stdout is not None
+    with command, command.stdout:
+        command.stdout.readline()
+        for _ in range(repeated):
+            command.send_signal(number)
+        assert command.wait(30) == code
+    assert {path.name for path in tmp_path.iterdir()} == {"removed"} | (
+        {"ended"} if "ended" in body else set()
+    )
+
+
+def test_signal_that_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
+    text = COMMAND.format(
+        before="signal.signal(signal.SIGHUP, signal.SIG_IGN)", body="signal.raise_signal(signal.SIGHUP)"
+    )
+    assert subprocess.run([sys.executable, "-c", text, tmp_path], check=False).returncode == 0
