@@ -119,7 +119,9 @@ def _speculation(given: Any) -> dict[str, Any] | None:
     """What Dynamo's Planner reads of speculative decoding. The engine, which loads later, reports wrong values."""
     if not isinstance(given, Mapping):
         return None
-    drafted = given.get("max_draft_len", given.get("num_nextn_predict_layers"))
+    drafted = given.get("max_draft_len")
+    if drafted is None:
+        drafted = given.get("num_nextn_predict_layers")
     if not isinstance(drafted, int) or drafted <= 0:
         return None
     method = given.get("decoding_type")

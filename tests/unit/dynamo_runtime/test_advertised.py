@@ -126,6 +126,10 @@ def test_model_card_has_the_exclude_tools_flag(excludes: bool) -> None:
     ("given", "told"),
     [
         (
+            {"decoding_type": "MTP", "max_draft_len": None, "num_nextn_predict_layers": 2},
+            {"nextn": 2, "source": "backend_config", "method": "MTP"},
+        ),
+        (
             {"decoding_type": "MTP", "num_nextn_predict_layers": 3},
             {"nextn": 3, "source": "backend_config", "method": "MTP"},
         ),
@@ -135,7 +139,7 @@ def test_model_card_has_the_exclude_tools_flag(excludes: bool) -> None:
         ("MTP", None),
         (None, None),
     ],
-    ids=["mtp", "drafter", "no-number", "wrong-number", "no-keys", "none"],
+    ids=["null-length", "mtp", "drafter", "no-number", "wrong-number", "no-keys", "none"],
 )
 def test_model_card_tells_the_planner_how_many_tokens_a_step_drafts(given: object, told: object) -> None:
     card = ModelRuntimeConfig()
