@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,26 @@ def test_model_card_without_flags_has_no_parsers_and_no_tag() -> None:
     card = ModelRuntimeConfig()
     advertised().put_on(card)
     assert (card.tool_call_parser, card.reasoning_parser, card.structural_tag) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("installed", "told"), [("0.2.3", None), ("0.1.32", "installed is 0.1.32"), (None, "installed is none")]
+)
+def test_arguments_in_any_order_are_refused_where_the_grammars_cannot_have_them(
+    installed: str | None, told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if installed is None:
+            raise metadata.PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setattr(metadata, "version", version)
+    tag = '{"tool_arguments_any_order": true}'
+    if told is None:
+        assert (advertised(structural_tag=tag).structural_tag or {})["tool_arguments_any_order"] is True
+        return
+    with pytest.raises(ConfigError, match=f"--dyn-structural-tag: .*xgrammar 0.2.3; {told}$"):
+        advertised(structural_tag=tag)
 
 
 @pytest.mark.parametrize("excludes", [True, False])
