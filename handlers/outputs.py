@@ -32,7 +32,7 @@ class OutputCursor:
         choice: int = 0,
     ) -> None:
         """`skip`: number of tokens that the client has already. `cached_tokens`: replaces this engine's count, which
-        after a KV transfer (`was_fetched`) is the whole prompt. `choice`: index in the result's `outputs`.
+        after a KV transfer (`was_fetched`) may be the whole prompt. `choice`: index in the result's `outputs`.
         """
         self._num_prompt = num_prompt
         self._position = skip
@@ -84,7 +84,9 @@ class OutputCursor:
             return self._cached_tokens, {}
         counted = min(result.cached_tokens or 0, self._num_prompt)
         measured = getattr(output.request_perf_metrics, "kv_cache_metrics", None)
-        if not self._was_fetched or measured is None:
+        # Only a count of the whole prompt includes what was fetched: an engine computes at least the last token.
+        includes_fetched = self._was_fetched and counted == self._num_prompt
+        if measured is None or not includes_fetched:
             return counted, {}
         total = measured.num_reused_blocks + measured.num_missed_blocks
         own = self._num_prompt * measured.num_reused_blocks // total if total else 0

@@ -23,6 +23,7 @@ from trtllm_disagg.config.dynamo_flags import (
     ROUTER_FLAGS,
     Take,
     add_dynamo_arguments,
+    check_runtime_variables,
     is_no,
     names_of_switch,
     refuse_ignored_variables,
@@ -163,12 +164,14 @@ def read_worker_flags(words: Sequence[str], *, ignores_unknown: bool = False) ->
 def config_from_namespace(namespace: argparse.Namespace, environ: Mapping[str, str]) -> WorkerConfig:
     """Add the environment's values to those of the command line; other attributes are ignored."""
     refuse_ignored_variables(environ)
+    check_runtime_variables(environ)
     given = {name: getattr(namespace, name) for name in FLAGS if hasattr(namespace, name)}
     values = _from_environment(environ) | given
     if hasattr(namespace, _DOTTED):
         values["override_engine_args"] = getattr(namespace, _DOTTED)
     if "model" not in values:
         raise ConfigError(f"--model is missing; give it, or set {FLAGS['model'].variables[0]}")
+    _resolve_endpoints(values)
     _resolve_namespace(values, environ, by_flag="namespace" in given)
     _resolve_discovery(values, environ)
     if wants_forward_pass_metrics(namespace, environ):
@@ -292,6 +295,13 @@ def _from_environment(environ: Mapping[str, str], names: Iterable[str] = FLAGS) 
         if variable is not None:
             values[name] = _parse(name, environ[variable], key=variable)
     return values
+
+
+def _resolve_endpoints(values: dict[str, Any]) -> None:
+    """One spelling, since endpoints are compared."""
+    for name in ("endpoint", "next_endpoint"):
+        if name in values:
+            values[name] = parse_endpoint_id(values[name]).url
 
 
 def _resolve_namespace(values: dict[str, Any], environ: Mapping[str, str], *, by_flag: bool) -> None:

@@ -7,9 +7,11 @@ upgrade shows what is new. A flag, or its variable, that this worker would ignor
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from trtllm_disagg.config.settings import Allowed, one_of
 from trtllm_disagg.errors import ConfigError
 
 _NO = ("", "0", "false", "off", "no")
@@ -156,6 +158,13 @@ OF_THE_RUNTIME: Mapping[str, tuple[str, bool]] = {
     "--nats-tls-client-cert-path": ("NATS_TLS_CLIENT_CERT_PATH", False),
     "--nats-tls-client-key-path": ("NATS_TLS_CLIENT_KEY_PATH", False),
 }
+_ABOVE_ZERO = Allowed("a whole number above 0", lambda text: bool(re.fullmatch(r"0*[1-9][0-9]{0,9}", text)))
+#: Flags of these whose values are checked as in Dynamo's worker: the runtime ignores a wrong number.
+OF_THE_RUNTIME_CHECKED: Mapping[str, Allowed] = {
+    "--response-plane": one_of("tcp", "quic"),
+    "--engine-request-limit": _ABOVE_ZERO,
+    "--tcp-tls-handshake-timeout": _ABOVE_ZERO,
+}
 
 #: What a worker advertises in its model card for the frontend's router; Dynamo reads them, and their variables.
 OF_THE_ROUTER = (
@@ -234,7 +243,7 @@ def add_dynamo_arguments(parser: argparse.ArgumentParser) -> None:
         add(*_spellings(flag.name, flag.is_switch), take=_refusing(flag), nargs=_nargs(flag), **hidden)
     for name, (variable, is_switch) in OF_THE_RUNTIME.items():
         nargs = 0 if is_switch else None
-        add(*_spellings(name, is_switch), take=_setting(variable), nargs=nargs, **hidden)
+        add(*_spellings(name, is_switch), take=_setting(name, variable), nargs=nargs, **hidden)
     for name in OF_THE_ROUTER:
         add(name, take=_pass_to_router, nargs=None, **hidden)
     for name in ROUTER_SWITCHES:
@@ -249,6 +258,20 @@ def refuse_ignored_variables(environ: Mapping[str, str]) -> None:
             continue
         for part in value.split() if flag.is_list else [value]:
             flag.check(flag.variable or "", part)
+
+
+def check_runtime_variables(environ: Mapping[str, str]) -> None:
+    """Raise ConfigError for the first variable of a checked flag with a value that Dynamo's worker refuses."""
+    for name in OF_THE_RUNTIME_CHECKED:
+        variable, _ = OF_THE_RUNTIME[name]
+        if value := environ.get(variable):
+            _check_for_the_runtime(name, value, variable)
+
+
+def _check_for_the_runtime(name: str, value: str, key: str) -> None:
+    allowed = OF_THE_RUNTIME_CHECKED.get(name)
+    if allowed is not None and not allowed.accepts(value):
+        raise ConfigError.bad_value(key, value, allowed.in_words)
 
 
 def wants_forward_pass_metrics(namespace: argparse.Namespace, environ: Mapping[str, str]) -> bool:
@@ -303,9 +326,10 @@ def _refusing(flag: NotServed) -> Taker:
     return take
 
 
-def _setting(variable: str) -> Taker:
+def _setting(name: str, variable: str) -> Taker:
     def take(namespace: argparse.Namespace, option: str, values: Sequence[str]) -> None:
         value = values[0] if values else "" if is_no(option) else "1"
+        _check_for_the_runtime(name, value, name)
         known = getattr(namespace, RUNTIME_VARIABLES, {})
         setattr(namespace, RUNTIME_VARIABLES, {**known, variable: value})
 

@@ -32,7 +32,8 @@ class EndpointParts(NamedTuple):
 
 
 _NAME = r"[A-Za-z0-9_-]+"
-_ENDPOINT = re.compile(rf"dyn://({_NAME})\.({_NAME})\.({_NAME})")
+#: As in Dynamo, the scheme may be missing.
+_ENDPOINT = re.compile(rf"(?:dyn://)?({_NAME})\.({_NAME})\.({_NAME})")
 _ENDPOINT_TYPES = ("chat", "completions", "none")
 
 
@@ -131,8 +132,13 @@ def _is_share(value: Any) -> bool:
     return (isinstance(value, float) or _is_whole(value)) and 0 <= value <= 1
 
 
+def names_of_endpoint_types(value: str) -> list[str]:
+    """The names in a value of --endpoint-types, in which case and spaces do not matter."""
+    return [name.strip().lower() for name in value.split(",")]
+
+
 def _are_endpoint_types(value: str) -> bool:
-    names = [name.strip() for name in value.split(",")]
+    names = names_of_endpoint_types(value)
     known = all(name in _ENDPOINT_TYPES for name in names)
     return known and (names == ["none"] or "none" not in names)
 
@@ -148,9 +154,10 @@ FRACTION = Allowed("a number above 0 and up to 1", lambda value: 0 < value <= 1)
 NOT_EMPTY = Allowed("a name that is not empty", lambda value: bool(value.strip()))
 NAMESPACE = Allowed("letters, digits, - and _", lambda value: re.fullmatch(_NAME, value) is not None)
 ENDPOINT_ID = Allowed("dyn://namespace.component.endpoint", lambda value: bool(_ENDPOINT.fullmatch(value)))
-#: As Dynamo writes the owner of cache events.
+#: As Dynamo writes the owner of cache events; it reads endpoints, too.
 ENDPOINT_PATH = Allowed(
-    "namespace/component/endpoint", lambda value: bool(re.fullmatch(rf"{_NAME}/{_NAME}/{_NAME}", value))
+    "namespace/component/endpoint",
+    lambda value: bool(re.fullmatch(rf"{_NAME}/{_NAME}/{_NAME}", value) or _ENDPOINT.fullmatch(value)),
 )
 API_TYPES = Allowed("chat, completions, both with a comma, or none", _are_endpoint_types)
 NUMBER = Allowed("a whole number, 0 or more", lambda value: _is_whole(value) and value >= 0)

@@ -9,12 +9,14 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from typing import Any, Literal
 
 import msgspec
 from dynamo._core import get_reasoning_parser_names, get_tool_parser_names
 from dynamo.common.configuration.groups.router_args import build_router_config, parse_worker_router_config
 from dynamo.common.utils.topology import TopologyConfig, read_topology_config
+from packaging.version import Version
 
 from trtllm_disagg.config.worker_config import WorkerConfig, flag_of
 from trtllm_disagg.errors import ConfigError
@@ -24,6 +26,8 @@ _THINKING = "default_thinking_mode"
 _SPECULATION = "spec_decode"
 #: TensorRT-LLM's llguidance refuses every request with a tag.
 _TAGS_BACKEND = "xgrammar"
+#: With `tool_arguments_any_order` this release of it is needed.
+_ANY_ORDER_SINCE = Version("0.2.3")
 _YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
@@ -111,15 +115,33 @@ def _structural_tag(given: str | None, takes_tags: bool) -> dict[str, Any] | Non
         except msgspec.DecodeError as error:
             allowed = f"true, false or a JSON object of Dynamo's ({error})"
             raise ConfigError.bad_value(flag_of("structural_tag"), given, allowed) from error
+        if tag.tool_arguments_any_order:
+            _require_any_order(given)
     built: dict[str, Any] = msgspec.to_builtins(tag)
     return built
+
+
+def _require_any_order(given: str) -> None:
+    """Raises ConfigError where the engine's grammars cannot leave the order open."""
+    try:
+        installed = metadata.version(_TAGS_BACKEND)
+    except metadata.PackageNotFoundError:
+        installed = ""
+    if not installed or Version(installed) < _ANY_ORDER_SINCE:
+        allowed = (
+            f"no tool_arguments_any_order, which needs {_TAGS_BACKEND} {_ANY_ORDER_SINCE}; "
+            f"installed is {installed or 'none'}"
+        )
+        raise ConfigError.bad_value(flag_of("structural_tag"), given, allowed)
 
 
 def _speculation(given: Any) -> dict[str, Any] | None:
     """What Dynamo's Planner reads of speculative decoding. The engine, which loads later, reports wrong values."""
     if not isinstance(given, Mapping):
         return None
-    drafted = given.get("max_draft_len", given.get("num_nextn_predict_layers"))
+    drafted = given.get("max_draft_len")
+    if drafted is None:
+        drafted = given.get("num_nextn_predict_layers")
     if not isinstance(drafted, int) or drafted <= 0:
         return None
     method = given.get("decoding_type")

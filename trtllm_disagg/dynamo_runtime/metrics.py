@@ -102,6 +102,12 @@ class DynamoMetrics:
         self._seconds = histogram(names.KV_TRANSFER_LATENCY_SECONDS, "Seconds of one transfer", _SECONDS)
         self._bytes = histogram(names.KV_TRANSFER_BYTES, "Bytes of one transfer", _BYTES)
         self._speed = histogram(names.KV_TRANSFER_SPEED_GB_S, "GB/s of one transfer", _GIGABYTES_A_SECOND)
+        self._buffer = Gauge(
+            names.KV_EVENT_BUFFER_CAPACITY,
+            "Cache events that the engine keeps until they are polled",
+            list(mode),
+            registry=self.registry,
+        ).labels(**mode)
         self._events = histogram(names.KV_EVENT_DRAIN_BATCH_SIZE, "Cache events of one poll", _EVENTS)
         self._lost = counter(names.KV_EVENT_ID_GAP_EVENTS_TOTAL, "Cache events that the engine dropped")
 
@@ -128,6 +134,9 @@ class DynamoMetrics:
             self._bytes.observe(num_bytes)
             if seconds > 0:
                 self._speed.observe(num_bytes / seconds / 1e9)
+
+    def polls_events_of(self, buffer_size: int) -> None:
+        self._buffer.set(buffer_size)
 
     def polled_events(self, count: int) -> None:
         self._events.observe(count)

@@ -28,6 +28,7 @@ from trtllm_disagg.dynamo_runtime.request_metrics import (
     RequestMetrics,
 )
 from trtllm_disagg.dynamo_runtime.worker_endpoint import Runtime, ServedModel
+from trtllm_disagg.engine.capabilities import event_buffer_of
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.handlers.decide import CachedPrefixes
 from trtllm_disagg.handlers.services import LiveState
@@ -211,6 +212,7 @@ def _kv_events(
     listeners += [(runtime.endpoint_for_workers, None)] if config.tells_peers else []
     if not listeners and not config.reads_kv_events:
         return []
+    metrics.polls_events_of(event_buffer_of(engine.llm))
     loop = asyncio.get_running_loop()
 
     def of_rank(rank: int) -> EventsOfRank:

@@ -24,7 +24,7 @@ from dynamo.llm import (
 from dynamo.runtime import DistributedRuntime
 
 from trtllm_disagg.commands import DescribedInstance
-from trtllm_disagg.config.settings import endpoint_of, parse_endpoint_id
+from trtllm_disagg.config.settings import endpoint_of, names_of_endpoint_types, parse_endpoint_id
 from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
 from trtllm_disagg.dynamo_runtime.advertised import NOTHING, Advertised
 from trtllm_disagg.dynamo_runtime.discovery import DynamoDirectory, KvOverlaps, described, list_instances
@@ -368,8 +368,8 @@ def _registration(config: WorkerConfig) -> tuple[Any, Any, list[list[Any]]]:
     requests by this worker's cache and calls no second stage.
     """
     served = ModelType.Empty
-    for name in config.endpoint_types.split(","):
-        served = served | _MODEL_TYPES[name.strip()]
+    for name in names_of_endpoint_types(config.endpoint_types):
+        served = served | _MODEL_TYPES[name]
     if config.role is Role.AGG or config.strategy_spec.entry_role is not None:
         return served, WorkerType.Aggregated, []
     if config.role is Role.PREFILL:

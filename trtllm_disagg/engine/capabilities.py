@@ -121,7 +121,16 @@ def _reported_length(llm: Any) -> int | None:
 
 def kv_transport_of(llm: Any) -> str | None:
     """The transport that the engine reports, else the configured one, which may be DEFAULT."""
-    given = getattr(getattr(llm, "args", None), "cache_transceiver_config", None)
-    configured = given.get("backend") if isinstance(given, dict) else getattr(given, "backend", None)
+    configured = _configured(llm, "cache_transceiver_config", "backend")
     transport: str | None = getattr(llm, "kv_transport", None) or configured
     return transport
+
+
+def event_buffer_of(llm: Any) -> int:
+    """The number of cache events that the engine keeps until they are polled."""
+    return _configured(llm, "kv_cache_config", "event_buffer_max_size") or 0
+
+
+def _configured(llm: Any, group: str, name: str) -> Any:
+    given = getattr(getattr(llm, "args", None), group, None)
+    return given.get(name) if isinstance(given, dict) else getattr(given, name, None)

@@ -18,6 +18,7 @@ from trtllm_disagg.config.args import (
     whereabouts_of,
 )
 from trtllm_disagg.config.dynamo_flags import names_of_switch
+from trtllm_disagg.config.settings import names_of_endpoint_types
 from trtllm_disagg.config.worker_config import (
     FLAGS,
     ORCHESTRATION,
@@ -176,6 +177,11 @@ def test_dynamos_present_and_former_flag_names_are_accepted() -> None:
     assert parse("--no-publish-kv-events", DYN_TRTLLM_PUBLISH_KV_EVENTS="1").publish_kv_events is False
 
 
+def test_case_and_spaces_of_endpoint_types_do_not_matter() -> None:
+    config = parse("--endpoint-types", "Chat, completions")
+    assert names_of_endpoint_types(config.endpoint_types) == ["chat", "completions"]
+
+
 def test_the_old_publish_flag_stands_for_both() -> None:
     config = parse("--publish-events-and-metrics")
     assert config.publish_kv_events
@@ -222,6 +228,19 @@ def test_a_whole_endpoint_names_its_namespace() -> None:
     assert config.namespace == "ns"
     with pytest.raises(ConfigError, match="--endpoint"):
         parse("--endpoint", "dyn://ns.c.e", "--namespace", "other")
+
+
+def test_an_endpoint_without_its_scheme_is_the_same_endpoint() -> None:
+    decode = ("--disaggregation-mode", "decode")
+    config = parse(*decode, "--endpoint", "ns.c.e", "--next-endpoint", "ns.c.n")
+    assert config == parse(*decode, "--endpoint", "dyn://ns.c.e", "--next-endpoint", "dyn://ns.c.n")
+    with pytest.raises(ConfigError, match="another endpoint than this"):
+        parse(*decode, "--endpoint", "dyn://ns.c.e", "--next-endpoint", "ns.c.e")
+
+
+@pytest.mark.parametrize("given", ["ns/c/e", "ns.c.e", "dyn://ns.c.e"])
+def test_the_owner_of_kv_events_may_be_given_as_an_endpoint(given: str) -> None:
+    assert parse("--kv-state-endpoint", given).kv_state_endpoint == given
 
 
 def test_worker_suffix_is_appended_to_the_namespace() -> None:

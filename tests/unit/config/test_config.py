@@ -80,14 +80,14 @@ def test_served_model_name_defaults_to_the_model() -> None:
         ({"engine": "vllm"}, "--engine: 'vllm' is not allowed; expected one of auto, tensorrt_llm, embedded"),
         ({"served_model_name": ""}, "--served-model-name: ''"),
         ({"namespace": "a.b"}, "--namespace: 'a.b'"),
-        ({"endpoint": "dynamo.a.b"}, "--endpoint: 'dynamo.a.b'"),
+        ({"endpoint": "dynamo/a/b"}, "--endpoint: 'dynamo/a/b'"),
         ({"endpoint": "dyn://dynamo.a"}, "expected dyn://namespace.component.endpoint"),
         ({"endpoint": "dyn://other.a.b"}, "expected an endpoint in the namespace 'dynamo'"),
         ({"next_endpoint": "dyn://dynamo.a.b"}, "--next-endpoint: 'dyn://dynamo.a.b'"),
         ({"role": "decode", "next_endpoint": FIRST}, "another endpoint than this worker's own"),
         ({"role": "prefill", "next_endpoint": PREFILL}, "in mode prefill under decode_first"),
         ({"strategy": "router", "role": "decode", "next_endpoint": PREFILL}, "under router"),
-        ({"kv_state_endpoint": "dynamo.a.b"}, "expected namespace/component/endpoint"),
+        ({"kv_state_endpoint": "dynamo.a"}, "expected namespace/component/endpoint"),
         (
             {"role": "decode", "on_missing_stage": "fail", "max_local_fallbacks": 2},
             "--max-local-fallbacks: 2 is not allowed; expected no value with --on-missing-stage fail",
@@ -155,7 +155,7 @@ def test_an_endpoint_splits_into_its_parts() -> None:
     assert parts.dotted == "ns.comp.ep"
     assert parts.url == "dyn://ns.comp.ep"
     with pytest.raises(ConfigError, match="DYN_ENDPOINT"):
-        parse_endpoint_id("ns.comp.ep", "DYN_ENDPOINT")
+        parse_endpoint_id("ns.comp", "DYN_ENDPOINT")
 
 
 def test_flags_are_named_after_fields_unless_dynamo_has_another_name() -> None:

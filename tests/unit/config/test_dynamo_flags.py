@@ -245,6 +245,29 @@ def test_every_variable_that_dynamos_worker_names_is_known(upstream: dict[str, U
     assert len(named) > 50
 
 
+@pytest.mark.parametrize(
+    ("flag", "variable", "value"),
+    [
+        ("--response-plane", "DYN_RESPONSE_PLANE", "udp"),
+        ("--engine-request-limit", "DYN_ENGINE_REQUEST_LIMIT", "0"),
+        ("--engine-request-limit", "DYN_ENGINE_REQUEST_LIMIT", "many"),
+        ("--tcp-tls-handshake-timeout", "DYN_TCP_TLS_HANDSHAKE_TIMEOUT_SECS", "-1"),
+    ],
+)
+def test_a_value_that_dynamos_runtime_cannot_use_is_refused_by_its_flag_and_its_variable(
+    flag: str, variable: str, value: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{flag}: '{value}' is not allowed; expected "):
+        parse(flag, value)
+    with pytest.raises(ConfigError, match=f"^{variable}: '{value}' is not allowed; expected "):
+        parse(**{variable: value})
+    parse(**{variable: ""})
+
+
+def test_values_that_dynamos_runtime_can_use_are_kept() -> None:
+    parse("--response-plane", "quic", "--engine-request-limit", "8", "--tcp-tls-handshake-timeout", "3")
+
+
 def test_modality_other_than_text_is_refused() -> None:
     assert parse("--modality", "text", DYN_TRTLLM_MODALITY="text") == parse()
     with pytest.raises(ConfigError, match="--modality: 'multimodal' is not allowed; expected text"):

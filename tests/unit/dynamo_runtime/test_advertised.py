@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,26 @@ def test_model_card_without_flags_has_no_parsers_and_no_tag() -> None:
     assert (card.tool_call_parser, card.reasoning_parser, card.structural_tag) == (None, None, None)
 
 
+@pytest.mark.parametrize(
+    ("installed", "told"), [("0.2.3", None), ("0.1.32", "installed is 0.1.32"), (None, "installed is none")]
+)
+def test_arguments_in_any_order_are_refused_where_the_grammars_cannot_have_them(
+    installed: str | None, told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if installed is None:
+            raise metadata.PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setattr(metadata, "version", version)
+    tag = '{"tool_arguments_any_order": true}'
+    if told is None:
+        assert (advertised(structural_tag=tag).structural_tag or {})["tool_arguments_any_order"] is True
+        return
+    with pytest.raises(ConfigError, match=f"--dyn-structural-tag: .*xgrammar 0.2.3; {told}$"):
+        advertised(structural_tag=tag)
+
+
 @pytest.mark.parametrize("excludes", [True, False])
 def test_model_card_has_the_exclude_tools_flag(excludes: bool) -> None:
     card = ModelRuntimeConfig()
@@ -126,6 +147,10 @@ def test_model_card_has_the_exclude_tools_flag(excludes: bool) -> None:
     ("given", "told"),
     [
         (
+            {"decoding_type": "MTP", "max_draft_len": None, "num_nextn_predict_layers": 2},
+            {"nextn": 2, "source": "backend_config", "method": "MTP"},
+        ),
+        (
             {"decoding_type": "MTP", "num_nextn_predict_layers": 3},
             {"nextn": 3, "source": "backend_config", "method": "MTP"},
         ),
@@ -135,7 +160,7 @@ def test_model_card_has_the_exclude_tools_flag(excludes: bool) -> None:
         ("MTP", None),
         (None, None),
     ],
-    ids=["mtp", "drafter", "no-number", "wrong-number", "no-keys", "none"],
+    ids=["null-length", "mtp", "drafter", "no-number", "wrong-number", "no-keys", "none"],
 )
 def test_model_card_tells_the_planner_how_many_tokens_a_step_drafts(given: object, told: object) -> None:
     card = ModelRuntimeConfig()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tests.unit.handlers.test_measured import CAME, decoder, prefilled
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.kv_events import EventsOfRank, KvEventForwarder
 from trtllm_disagg.dynamo_runtime.metrics import DynamoMetrics
+from trtllm_disagg.engine.capabilities import event_buffer_of
 from trtllm_disagg.handlers.trace import (
     KV_TRANSFER_BYTES,
     KV_TRANSFER_MS,
@@ -129,3 +131,16 @@ def test_polls_of_cache_events_and_lost_ones_are_counted() -> None:
     forwarder.publish(events)
     assert value(metrics, "trtllm_kv_event_drain_batch_size_sum") == 3
     assert value(metrics, "trtllm_kv_event_id_gap_events_total") == 3
+
+
+@pytest.mark.parametrize(
+    "kv_cache",
+    [{"event_buffer_max_size": 7}, SimpleNamespace(event_buffer_max_size=7)],
+    ids=["dict", "model"],
+)
+def test_the_engines_event_buffer_is_shown_where_events_are_polled(kv_cache: Any) -> None:
+    metrics = made()
+    assert value(metrics, "trtllm_kv_event_buffer_capacity") == 0
+    metrics.polls_events_of(event_buffer_of(SimpleNamespace(args=SimpleNamespace(kv_cache_config=kv_cache))))
+    assert value(metrics, "trtllm_kv_event_buffer_capacity") == 7
+    assert event_buffer_of(object()) == 0

@@ -93,6 +93,17 @@ def test_fetched_kv_does_not_count_as_cached(
     assert last.engine_data == told
 
 
+def test_count_below_the_whole_prompt_is_shown_as_the_engine_has_it() -> None:
+    """The embedded engine has prefill's count, also where no handoff carries it: generation_first."""
+    blocks = SimpleNamespace(num_reused_blocks=0, num_missed_blocks=3)
+    measured = SimpleNamespace(kv_cache_metrics=blocks, timing_metrics=None)
+    cursor = OutputCursor(30, was_fetched=True)
+    last = advance(cursor, [5], "stop", cached_tokens=20, request_perf_metrics=measured)
+    assert last.completion_usage is not None
+    assert last.completion_usage.prompt_tokens_details == PromptTokensDetails(20)
+    assert last.engine_data is None
+
+
 def test_engine_finish_reason_timeout_raises_stage_timeout_error() -> None:
     with pytest.raises(StageTimeoutError):
         OutputCursor(3).advance(result_of([5], "timeout"))
