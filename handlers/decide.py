@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from trtllm_disagg.config.deciders import ALWAYS, DECIDERS, DECODE_OCCUPANCY, Decision, Facts, Occupancy
+from trtllm_disagg.config.deciders import ALWAYS, BY_OCCUPANCY, DECIDERS, Decision, Facts, Occupancy
 from trtllm_disagg.config.thresholds import Live, Thresholds
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.errors import DisaggError
@@ -251,9 +251,9 @@ def create_decider(name: str, sources: FactSources, thresholds: Live[Thresholds]
 
 
 def create_auto_decider(name: str, sources: FactSources, thresholds: Live[Thresholds]) -> Decider:
-    """`auto` uses length_and_queue whatever --prefill-decider is; with decode_occupancy, both rules have to agree."""
+    """`auto` uses length_and_queue whatever --prefill-decider is; with one of BY_OCCUPANCY both rules have to agree."""
     by_length = create_decider("length_and_queue", sources, thresholds)
-    if name != DECODE_OCCUPANCY:
+    if name not in BY_OCCUPANCY:
         return by_length
     by_occupancy = create_decider(name, sources, thresholds)
 

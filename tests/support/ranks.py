@@ -23,6 +23,7 @@ from trtllm_disagg.embedded.tensor_parallel.follower import follow
 from trtllm_disagg.embedded.tensor_parallel.group import join_as_follower, join_as_leader, leave
 from trtllm_disagg.embedded.tensor_parallel.launch import own_rank
 from trtllm_disagg.embedded.tensor_parallel.team import Team
+from trtllm_disagg.kv_transfer.transports import on_one_host
 
 NEW_TOKENS = 8
 STEM = [2 + (i * 17 + i * i) % 250 for i in range(80)]
@@ -34,7 +35,7 @@ PROMPTS = [
     [5 + i % 7 for i in range(32)],
     [200 - i for i in range(97)],
 ]
-BACKENDS = ("NIXL", "SHARED_MEMORY")
+BACKENDS = on_one_host()
 
 #: (prompt, position) -> logits
 Logits = dict[tuple[int, int], torch.Tensor]

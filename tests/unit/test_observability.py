@@ -137,10 +137,17 @@ promtool = pytest.mark.skipif(
 
 def test_each_alert_has_a_fault_with_its_metrics() -> None:
     rules = yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]
-    assert list(FAULTS) == [rule["alert"] for rule in rules]
+    assert list(FAULTS) == [rule["alert"] for rule in rules], (
+        f"FAULTS lists the alerts of {ALERTS.name}, in order"
+    )
     for rule in rules:
         told = {re.sub(r"\{.*", "", series) for series in FAULTS[rule["alert"]][1]}
         assert told >= {selector.name for selector in selectors(rule["expr"])}
+
+
+def test_each_alert_has_a_section_that_says_what_to_do() -> None:
+    page = ROOT / "docs" / "how-to" / "alerts.md"
+    assert re.findall(r"^## (Trtllm\w+)$", page.read_text(), re.MULTILINE) == list(FAULTS), page
 
 
 @promtool

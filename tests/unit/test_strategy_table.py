@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.support.deployments import ROOT
-from trtllm_disagg.strategies import STRATEGIES, StrategySpec, main, orders, switchable
+from trtllm_disagg.strategies import STRATEGIES, StrategySpec, disaggregated, main, orders, switchable
 
 #: In a process of its own: the toy is registered before anything reads the table.
 PROGRAM = """
@@ -77,5 +77,5 @@ def test_each_worker_has_an_order_that_it_takes_first() -> None:
 
 
 def test_scripts_get_no_answer_for_a_strategy_that_is_unknown() -> None:
-    with pytest.raises(SystemExit, match="expected one of prefill_first, decode_first, router, auto"):
+    with pytest.raises(SystemExit, match=f"expected one of {', '.join(disaggregated())}$"):
         main(["agg"])

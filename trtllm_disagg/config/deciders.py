@@ -12,6 +12,7 @@ from dataclasses import Field, dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from trtllm_disagg.config.settings import NUMBER, SHARE, option
+from trtllm_disagg.strategies import WorkerRole
 
 
 class Decision(NamedTuple):
@@ -166,8 +167,6 @@ class DecodeOccupancy:
 
 #: This decider uses no facts, so the cache is not queried for it.
 ALWAYS = "always"
-#: This decider needs the occupancy of the other stage.
-DECODE_OCCUPANCY = "decode_occupancy"
 
 DECIDERS: dict[str, type[DeciderRule]] = {
     ALWAYS: Always,
@@ -175,5 +174,7 @@ DECIDERS: dict[str, type[DeciderRule]] = {
     "length_and_queue": LengthAndQueue,
     "isl_bounding": IslBounding,
     "non_cached_tokens": NonCachedTokens,
-    DECODE_OCCUPANCY: DecodeOccupancy,
+    "decode_occupancy": DecodeOccupancy,
 }
+#: The deciders that need the occupancy of the other stage -> the roles whose workers decide by it, and so ask for it.
+BY_OCCUPANCY: dict[str, tuple[WorkerRole, ...]] = {"decode_occupancy": ("prefill",)}

@@ -35,7 +35,7 @@ _BLOCK_SIZE_KEY = "kv_cache_config.tokens_per_block"
 _MOST_SHOWN = 200
 
 #: Setting of WorkerConfig -> its engine argument.
-_KEYS = {
+ENGINE_KEYS = {
     "model": "model",
     "load_format": "load_format",
     "tensor_parallel_size": "tensor_parallel_size",
@@ -106,7 +106,7 @@ def _dynamo_defaults(config: WorkerConfig) -> Args:
     if config.role is not Role.AGG:
         # KV transfer needs a transceiver, so a worker of a pair has one unless a file disables it.
         args["cache_transceiver_config"] = {"backend": "DEFAULT"}
-    for name, key in _KEYS.items():
+    for name, key in ENGINE_KEYS.items():
         value = getattr(config, name)
         if value is not None and (key not in args or config.is_explicit(name)):
             _set(args, key, value)
@@ -145,7 +145,7 @@ def with_flags(from_file: Mapping[str, Any], config: WorkerConfig) -> tuple[Args
     flag that the file overrules. The model is left out.
     """
     flags: Args = {}
-    for name, key in _KEYS.items():
+    for name, key in ENGINE_KEYS.items():
         if name != "model" and config.is_explicit(name):
             _set(flags, key, getattr(config, name))
     together = merged_args(flags, from_file)
@@ -168,7 +168,7 @@ def _resolve_overruled(args: Args, config: WorkerConfig) -> None:
 def _overruled(args: Args, config: WorkerConfig) -> Iterator[tuple[str, str]]:
     """(setting, sentence that names both values) for each overruled flag."""
     source = config.extra_engine_args
-    for name, key in _KEYS.items():
+    for name, key in ENGINE_KEYS.items():
         if not config.is_explicit(name):
             continue
         value, other = getattr(config, name), _get(args, key)

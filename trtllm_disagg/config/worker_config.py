@@ -10,7 +10,7 @@ from dataclasses import Field, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, NamedTuple, NoReturn
 
-from trtllm_disagg.config.deciders import ALWAYS, DECIDERS, DECODE_OCCUPANCY
+from trtllm_disagg.config.deciders import ALWAYS, BY_OCCUPANCY, DECIDERS
 from trtllm_disagg.config.settings import (
     API_TYPES,
     DYNAMO_RUNTIME,
@@ -407,7 +407,7 @@ class WorkerConfig:
                 if self.value_of(name) != SETTINGS[name].default:
                     callers = f"{flag_of('strategy')} {' or '.join(worker_side())} have a use for it"
                     self._refuse(name, f"no value {here}, where no worker calls another; {callers}")
-        if self.prefill_decider == DECODE_OCCUPANCY and not self.publish_metrics:
+        if self.prefill_decider in BY_OCCUPANCY and not self.publish_metrics:
             self._refuse(
                 "prefill_decider", f"another one, or {flag_of('publish_metrics')}: it reads the engine's load"
             )
@@ -497,7 +497,7 @@ class WorkerConfig:
     @property
     def reads_occupancy(self) -> bool:
         """This worker asks the workers of the other role how full they are."""
-        return self.role is Role.PREFILL and self.prefill_decider == DECODE_OCCUPANCY
+        return self.role in BY_OCCUPANCY.get(self.prefill_decider, ())
 
     @property
     def endpoint_id(self) -> str:

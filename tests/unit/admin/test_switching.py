@@ -14,7 +14,7 @@ from trtllm_disagg.admin.switch_command import as_assumed_after, as_frontend_say
 from trtllm_disagg.commands import Command, DescribedInstance, Switch
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.errors import ConfigError, DisaggError, PeerUnavailableError, StageTimeoutError
-from trtllm_disagg.strategies import spec_of
+from trtllm_disagg.strategies import spec_of, switchable
 
 ROLES = {Role.PREFILL: (1, 2), Role.DECODE: (3, 4)}
 
@@ -130,9 +130,9 @@ async def test_switch_times_out_and_keeps_the_old_first_stage_while_the_frontend
 @pytest.mark.parametrize(
     ("to", "change", "named"),
     [
-        ("sideways", {}, "one of prefill_first, decode_first, auto"),
-        ("router", {}, "one of prefill_first, decode_first, auto"),
-        ("agg", {}, "one of prefill_first, decode_first, auto"),
+        ("sideways", {}, f"one of {', '.join(switchable())}"),
+        ("router", {}, f"one of {', '.join(switchable())}"),
+        ("agg", {}, f"one of {', '.join(switchable())}"),
         ("prefill_first", {1: None, 2: None}, "there is no prefill worker, and .*there are: 2 decode"),
         ("decode_first", {1: None, 2: None}, "there are: 2 decode"),
         ("prefill_first", dict.fromkeys(range(1, 5)), "there is no prefill and no decode worker, .* none"),

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from tests.support.deployments import ROOT
-from trtllm_disagg.config.deciders import DECIDERS
+from trtllm_disagg.config.deciders import BY_OCCUPANCY, DECIDERS
 
 PROGRAM = """
 import argparse
@@ -98,7 +98,16 @@ print("all know it")
 
 def test_every_decider_of_the_table_has_a_row_in_its_page() -> None:
     page = (ROOT / "docs" / "reference" / "deciders.md").read_text(encoding="utf-8")
-    assert [name for name in DECIDERS if f"\n| `{name}` " not in page] == []
+    without = [name for name in DECIDERS if f"\n| `{name}` " not in page]
+    assert without == [], "docs/reference/deciders.md has a row for each decider"
+
+
+def test_every_decider_that_uses_the_occupancy_is_listed() -> None:
+    """For the others it is unknown: nobody asks the workers of the other role."""
+    users = {name for name, rule in DECIDERS.items() if "other_occupancy" in rule.decide.__code__.co_names}
+    assert users == set(BY_OCCUPANCY), (
+        "deciders.BY_OCCUPANCY lists the deciders that use facts.other_occupancy"
+    )
 
 
 def test_a_toy_decider_and_its_threshold_need_their_class_and_one_line() -> None:

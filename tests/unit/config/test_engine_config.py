@@ -10,8 +10,13 @@ from typing import Any
 import pytest
 import yaml
 
-from trtllm_disagg.config.engine_args import KV_EVENT_BUFFER_SIZE, build_engine_args, with_engine_args
-from trtllm_disagg.config.worker_config import WorkerConfig
+from trtllm_disagg.config.engine_args import (
+    ENGINE_KEYS,
+    KV_EVENT_BUFFER_SIZE,
+    build_engine_args,
+    with_engine_args,
+)
+from trtllm_disagg.config.worker_config import SETTINGS, WorkerConfig
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.errors import ConfigError
 
@@ -54,6 +59,12 @@ def test_without_a_file_the_engine_gets_what_dynamo_passes(tmp_path: Path) -> No
         "return_perf_metrics": False,
         "enable_iter_perf_stats": False,
     }
+
+
+def test_a_setting_with_the_name_of_an_engine_argument_is_passed_to_the_engine() -> None:
+    not_passed = {name for name in SETTINGS if name in LlmArgs.model_fields} - ENGINE_KEYS.keys()
+    # The worker reads the model from a directory, and frontends parse reasoning.
+    assert not_passed == {"revision", "reasoning_parser"}, "engine_args.ENGINE_KEYS passes a setting on"
 
 
 def test_what_is_built_is_what_the_engine_takes(tmp_path: Path) -> None:

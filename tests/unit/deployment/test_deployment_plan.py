@@ -23,7 +23,7 @@ from trtllm_disagg.deployment.plan import (
 from trtllm_disagg.deployment.status import Status
 from trtllm_disagg.deployment.up_command import add_arguments, config_from, default_name, run
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.strategies import STRATEGIES, spec_of
+from trtllm_disagg.strategies import STRATEGIES, spec_of, worker_side
 
 DISAGGREGATED: tuple[str, ...] = ("prefill_first", "decode_first", "router")
 
@@ -233,7 +233,7 @@ def test_stop_order_covers_every_role_once_and_ends_with_what_all_need(strategy:
         ({"prefill_dispatch": "kafka"}, "--prefill-dispatch: 'kafka' .* one of direct, queue"),
         (
             {"prefill_dispatch": "queue", "strategy": "router"},
-            "--prefill-dispatch: 'queue' .* --strategy prefill_first or decode_first or auto, not router",
+            f"--prefill-dispatch: 'queue' .* --strategy {' or '.join(worker_side())}, not router",
         ),
     ],
 )
@@ -301,7 +301,7 @@ def test_flags_become_a_config(tmp_path: Path) -> None:
         (("--strategy", "router", "--agg-workers", "1"), "--agg-workers: 1 .* --strategy agg, not router"),
         (
             ("--strategy", "agg", "--next-router", "kv"),
-            "--next-router: 'kv' .* decode_first or auto, not agg",
+            f"--next-router: 'kv' .* {' or '.join(worker_side())}, not agg",
         ),
         (("--strategy", "router", "--next-router", "random"), "--next-router: 'random' .* not router"),
     ],

@@ -7,13 +7,12 @@ import pytest
 from tests.support.handling import ORDERS, collect, expected_tokens, request, tokens_of
 from tests.support.recording_pair import make_pair
 from trtllm_disagg.errors import InvalidRequestError, PeerUnavailableError
+from trtllm_disagg.strategies import worker_side
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
-ALLOWED = (
-    "expected one of disagg:auto, disagg:decode_first, disagg:local, disagg:prefill_first, "
-    "disagg:next=INSTANCE,..."
-)
+_WAYS = ", ".join(f"disagg:{name}" for name in sorted(("local", *worker_side())))
+ALLOWED = f"expected one of {_WAYS}, disagg:next=INSTANCE,..."
 
 
 @pytest.mark.parametrize("order", ORDERS)

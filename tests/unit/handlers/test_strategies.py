@@ -13,6 +13,7 @@ from tests.support.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import InvalidRequestError
 from trtllm_disagg.handlers.services import build_generate
+from trtllm_disagg.strategies import spec_of
 from trtllm_disagg.testing.recording import LLM, DisaggregatedParams, Script
 from trtllm_disagg.testing.recording_result import EOS_TOKEN
 from trtllm_disagg.types import GenerateRequest, TokenChunk
@@ -179,13 +180,9 @@ async def test_forwarded_request_keeps_unknown_keys_and_the_original_is_unchange
     if errand is not None:
         errand.pop("attempts", None)
     assert forwarded == before
-    assert (
-        errand
-        == {"prefill_first": {"stage": "decode"}, "decode_first": {"stage": "prefill"}, "router": None}[
-            strategy
-        ]
-    )
-    assert (prefill_result is None) == (strategy == "decode_first")
+    first = spec_of(strategy).entry_role
+    assert errand == {"prefill": {"stage": "decode"}, "decode": {"stage": "prefill"}, None: None}[first]
+    assert (prefill_result is None) == (first == "decode")
 
 
 @pytest.mark.parametrize("order", ORDERS)

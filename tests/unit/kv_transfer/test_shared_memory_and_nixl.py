@@ -1,4 +1,4 @@
-"""Both transports move the same blocks, and notice the same failures."""
+"""All transports on one host move the same blocks, and notice the same failures."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from tests.support.pools import DIM, HEADS, LAYERS, SLOTS, Pool, pool_in_a_child
 from trtllm_disagg.errors import KvTransferError
+from trtllm_disagg.kv_transfer.transports import on_one_host
 
 BLOCK_BYTES = LAYERS * 2 * SLOTS * HEADS * DIM * 4
 MakePool = Callable[..., Pool]
 
 
-@pytest.fixture(scope="module", params=["SHARED_MEMORY", "NIXL"])
+@pytest.fixture(scope="module", params=on_one_host())
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

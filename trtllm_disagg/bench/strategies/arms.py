@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from trtllm_disagg.bench.strategies.records import Arm
-from trtllm_disagg.config.deciders import ALWAYS, DECIDERS, DECODE_OCCUPANCY
+from trtllm_disagg.config.deciders import ALWAYS, BY_OCCUPANCY, DECIDERS
 from trtllm_disagg.config.worker_config import flag_of
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.strategies import STRATEGIES, StrategySpec, worker_side
@@ -38,12 +38,13 @@ def _arms_of(spec: StrategySpec, workers: int, gpus: int) -> Iterator[Arm]:
 
 
 def _deciders_of(spec: StrategySpec) -> Iterator[str]:
-    """The deciders that suit the strategy. decode_occupancy keeps requests at the prefill worker, so it needs one."""
+    """The deciders that suit the strategy. One by occupancy needs a first stage that decides by it; `auto` has both."""
     if spec.name not in worker_side():
         yield ALWAYS
         return
     for decider in DECIDERS:
-        if decider != DECODE_OCCUPANCY or spec.entry_role == "prefill" or not spec.is_order:
+        roles = BY_OCCUPANCY.get(decider, spec.roles)
+        if spec.entry_role in roles or not spec.is_order:
             yield decider
 
 

@@ -7,7 +7,7 @@ import pytest
 from trtllm_disagg.bench.strategies.arms import DEFAULT_PATTERNS, arms_at, choose
 from trtllm_disagg.config.deciders import DECIDERS
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.strategies import STRATEGIES, worker_side
+from trtllm_disagg.strategies import STRATEGIES, disaggregated, worker_side
 
 
 @pytest.mark.parametrize(("workers", "gpus_each"), [(2, 1), (4, 1), (4, 8)])
@@ -33,13 +33,8 @@ def test_only_strategies_whose_workers_call_get_flags_of_orchestration() -> None
 
 
 def test_without_patterns_each_strategy_is_there_once_per_layout() -> None:
-    assert [arm.name for arm in choose(arms_at(2), DEFAULT_PATTERNS)] == [
-        "2 agg",
-        "1P1D prefill_first",
-        "1P1D decode_first",
-        "1P1D router",
-        "1P1D auto",
-    ]
+    names = [arm.name for arm in choose(arms_at(2), DEFAULT_PATTERNS)]
+    assert names == ["2 agg", *(f"1P1D {name}" for name in disaggregated())]
 
 
 def test_a_pattern_that_fits_no_arm_is_refused_with_the_arms() -> None:

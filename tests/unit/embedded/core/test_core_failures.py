@@ -17,12 +17,11 @@ from trtllm_disagg.embedded.ipc.messages import MadeHandoff, SamplingSpec
 from trtllm_disagg.errors import ConfigError, KvTransferError
 from trtllm_disagg.kv_transfer.access import OneHost
 from trtllm_disagg.kv_transfer.base import KvTimeouts
-from trtllm_disagg.kv_transfer.transports import create_transport
+from trtllm_disagg.kv_transfer.transports import create_transport, on_one_host
 from trtllm_disagg.testing.fake_transport import Fails, FakeTransport, TakesTooLong
 
 BLOCK = 32
 PROMPT = [5 + i % 11 for i in range(2 * BLOCK + 9)]
-BACKENDS = ["SHARED_MEMORY", "NIXL"]
 MakeCore = Callable[..., Core]
 #: Prefill, decode, and decode's transport.
 Faked = tuple[Core, Core, FakeTransport]
@@ -55,7 +54,7 @@ def pull(decode: Core, handoff: MadeHandoff, prompt: list[int] = PROMPT, max_tok
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["after a good pull", "never met"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", on_one_host())
 def test_a_sender_that_is_gone_means_unavailable(make_core: MakeCore, backend: str, known: bool) -> None:
     prefill, decode = make_core(backend), make_core(backend)
     if known:
@@ -104,7 +103,7 @@ def test_nothing_is_read_once_the_lease_is_over(make_core: MakeCore, end: str) -
         core.assert_idle()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", on_one_host())
 def test_a_failed_read_frees_both_sides(make_core: MakeCore, backend: str) -> None:
     fake = FakeTransport(inner=create_transport(backend, OneHost()))
     prefill, decode = make_core(backend), make_core(backend, transport=fake)

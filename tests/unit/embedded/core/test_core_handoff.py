@@ -11,9 +11,9 @@ from tests.conftest import Checkpoints
 from tests.support.cores import Core
 from trtllm_disagg.embedded.ipc.messages import SamplingSpec
 from trtllm_disagg.embedded.scheduler.sequence import Status
+from trtllm_disagg.kv_transfer.transports import on_one_host
 
 BLOCK = 32
-BACKENDS = ["SHARED_MEMORY", "NIXL"]
 
 
 def prompt(num_tokens: int, salt: int = 0) -> list[int]:
@@ -38,7 +38,7 @@ class Pair:
         return int(self.decode.stats[-1]["totals"]["kvBytesPulled"]) if self.decode.stats else 0
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
+@pytest.fixture(scope="module", params=on_one_host())
 def engines(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Iterator[Pair]:
     backend = {"cache_transceiver_config": {"backend": request.param}}
     cores = [Core(checkpoints(), **backend), Core(checkpoints(), **backend), Core(checkpoints())]

@@ -19,6 +19,7 @@ from trtllm_disagg.embedded.ipc.messages import MadeHandoff
 from trtllm_disagg.kv_transfer.base import KvTimeouts
 from trtllm_disagg.kv_transfer.control import LeaseTable
 from trtllm_disagg.kv_transfer.handle import KvHandle, decode_handle
+from trtllm_disagg.kv_transfer.transports import on_one_host
 from trtllm_disagg.testing.fake_transport import FakeTransport, Interrupted
 
 BLOCK = 32
@@ -31,7 +32,7 @@ def backend(name: str) -> dict[str, Any]:
     return {"cache_transceiver_config": {"backend": name}}
 
 
-@pytest.fixture(scope="module", params=["SHARED_MEMORY", "NIXL"])
+@pytest.fixture(scope="module", params=on_one_host())
 def cores(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Iterator[tuple[Core, Core]]:
     pair = Core(checkpoints(), **backend(request.param)), Core(checkpoints(), **backend(request.param))
     yield pair

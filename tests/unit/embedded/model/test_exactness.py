@@ -13,6 +13,7 @@ from tests.support.cores import Core
 from trtllm_disagg.embedded.core import build as core_module
 from trtllm_disagg.embedded.model import sampler
 from trtllm_disagg.embedded.params.model_config import FAMILIES
+from trtllm_disagg.kv_transfer.transports import on_one_host
 
 #: With ten no prompt would reach a block of 16, 32 or 64 tokens that it does not reach with six.
 NEW_TOKENS = 6
@@ -286,7 +287,7 @@ def test_logits_after_a_handoff_and_preemption_have_the_bits_of_solo_requests(
     assert_same_bits({key: row for key, row in recorder.take().items() if key in solo}, solo)
 
 
-@pytest.mark.parametrize("backend", ["SHARED_MEMORY", "NIXL"])
+@pytest.mark.parametrize("backend", on_one_host())
 def test_logits_after_a_handoff_have_the_bits_of_solo_requests(
     make_core: MakeCore, recorder: Recorder, solo: Logits, backend: str
 ) -> None:

@@ -30,14 +30,13 @@ from trtllm_disagg.kv_transfer.base import (
     StagingTransport,
 )
 from trtllm_disagg.kv_transfer.nixl import NixlTransport
-from trtllm_disagg.kv_transfer.transports import create_transport
+from trtllm_disagg.kv_transfer.transports import create_transport, on_one_host
 
 LAYERS, SLOTS, HEADS, DIM = 2, 4, 4, 8
 THEIRS, OURS = 12, 10
 LAYOUT = KvLayout("m", LAYERS, SLOTS, HEADS, DIM, "float32")
 #: Scattered, and runs; remote and local in different orders.
 REMOTE, LOCAL = [7, 2, 3, 4, 11, 0], [1, 5, 6, 9, 0, 2]
-BACKENDS = ["SHARED_MEMORY", "NIXL"]
 
 
 @given(st.data())
@@ -120,7 +119,7 @@ def ids(blocks: list[int]) -> np.ndarray:
     return np.asarray(blocks, np.int32)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", on_one_host())
 @pytest.mark.parametrize(("theirs", "ours"), [(1, 2), (2, 1), (2, 2), (4, 2), (1, 1)])
 @pytest.mark.parametrize("staging", [STAGING_BYTES, 1], ids=["at once", "block by block"])
 def test_blocks_arrive_bit_for_bit(backend: str, theirs: int, ours: int, staging: int) -> None:
