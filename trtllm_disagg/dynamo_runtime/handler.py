@@ -140,6 +140,10 @@ def as_dynamo_handler(
     return handle_pushing if pushes else handle_polled
 
 
+#: Of two workers that share a request, the one that notices first releases the KV, and the other one loses it.
+_OF_A_CLIENT_THAT_LEFT = (errors.RequestCancelledError, errors.KvTransferError)
+
+
 @contextmanager
 def _errors_for_dynamo(context: Any, warn_overloaded: RateLimitedLog) -> Iterator[None]:
     """Around one request: logs its error and raises Dynamo's error for it. A request without its client ends
@@ -153,7 +157,7 @@ def _errors_for_dynamo(context: Any, warn_overloaded: RateLimitedLog) -> Iterato
         # From CancelledError Dynamo would make 499, as if the client had disconnected.
         raise to_dynamo(errors.WorkerLeavingError("this worker is leaving")) from None
     except errors.DisaggError as error:
-        if isinstance(error, errors.RequestCancelledError) and context.is_stopped():
+        if isinstance(error, _OF_A_CLIENT_THAT_LEFT) and context.is_stopped():
             log.info("request %s: %s", context.id(), error)
             return
         # Overload comes in floods, which would fill the log.

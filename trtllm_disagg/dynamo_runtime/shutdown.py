@@ -142,6 +142,8 @@ class Leaving:
 _FREEZE_POLL_SECONDS = 1.0
 #: Dynamo's file discovery drops a process that has not touched its files for 10 s.
 _LONG_SECONDS = 5.0
+_LOSS_POLL_SECONDS = 1.0
+_RETRY_SECONDS = 5.0
 
 
 def _clock() -> float:
@@ -166,3 +168,22 @@ async def watch_for_freezes(
             await thaw()
         except Exception:
             log.exception("entering discovery again failed; if no request comes to this worker, restart it")
+
+
+async def watch_for_loss(
+    return_if_lost: Callable[[], Awaitable[None]],
+    poll_seconds: float = _LOSS_POLL_SECONDS,
+    retry_seconds: float = _RETRY_SECONDS,
+) -> None:
+    """Never returns. Has a worker return to file discovery, which drops the files of a process that could not touch
+    them, for example on a file system that could not be written for a while.
+    """
+    while True:
+        await asyncio.sleep(poll_seconds)
+        try:
+            await return_if_lost()
+        except Exception as error:
+            log.warning(
+                "entering discovery again failed: %s; the next attempt is in %g s", error, retry_seconds
+            )
+            await asyncio.sleep(retry_seconds)

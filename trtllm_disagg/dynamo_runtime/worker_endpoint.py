@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +27,7 @@ from trtllm_disagg.config.settings import endpoint_of, names_of_endpoint_types, 
 from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
 from trtllm_disagg.dynamo_runtime.advertised import NOTHING, Advertised
 from trtllm_disagg.dynamo_runtime.discovery import DynamoDirectory, KvOverlaps, described, list_instances
+from trtllm_disagg.dynamo_runtime.discovery_files import DiscoveryFiles
 from trtllm_disagg.dynamo_runtime.handler import (
     FirstTokens,
     HandleCommand,
@@ -57,27 +57,6 @@ class ServedModel:
     num_ranks: int = 1
 
 
-_SYSTEM_PORT, _SYSTEM_HOST = "DYN_SYSTEM_PORT", "DYN_SYSTEM_HOST"
-
-
-def require_system_port(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError when the port of /health and /metrics is set and already in use. Dynamo itself would only log
-    that it cannot open the port, and the worker would serve without metrics.
-    """
-    port = environ.get(_SYSTEM_PORT, "")
-    if not port.isdecimal():
-        return  # the variable is not set, or Dynamo refuses its value
-    if int(port) > 65535:
-        raise ConfigError.bad_value(_SYSTEM_PORT, port, "a port, 65535 at most")
-    host = environ.get(_SYSTEM_HOST) or "0.0.0.0"
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        socket.create_server((host, int(port)), family=family).close()
-    except OSError as error:
-        allowed = f"a port on {host} ({_SYSTEM_HOST}) that can be listened on ({error.strerror or error})"
-        raise ConfigError.bad_value(_SYSTEM_PORT, port, allowed) from None
-
-
 class Runtime:
     """This worker in Dynamo's runtime; serving lasts until `shutdown`."""
 
@@ -98,8 +77,8 @@ class Runtime:
         self._serving: dict[str, asyncio.Future[None]] = {}
         #: Set whenever one of these tasks has ended.
         self._has_ended = asyncio.Event()
-        #: The endpoints at which this worker is in discovery now.
-        self._listed: set[Any] = set()
+        #: Endpoint -> its id, where this worker is in discovery now.
+        self._listed: dict[Any, str] = {}
         self._clients: dict[str, Any] = {}
         self._has_left = self._is_shut_down = False
 
@@ -153,7 +132,7 @@ class Runtime:
         await asyncio.sleep(get_grace_period_seconds())
         if self.endpoint_for_frontends in self._listed:
             await self.endpoint_for_frontends.unregister_endpoint_instance()
-            self._listed.discard(self.endpoint_for_frontends)
+            self._listed.pop(self.endpoint_for_frontends, None)
 
     async def register(self, model: ServedModel) -> None:
         """Make this worker known to frontends, unless it has left. It must be serving already."""
@@ -270,15 +249,19 @@ class Runtime:
 
     async def list_again(self) -> None:
         """Enter discovery again, which may have dropped this worker. An endpoint still listed is gone for a moment."""
-        for endpoint in list(self._listed):
+        for endpoint, endpoint_id in list(self._listed.items()):
             with suppress(Exception):
                 await endpoint.unregister_endpoint_instance()
             if not self._has_left:
-                await self._enter(endpoint)
+                await self._enter(endpoint_id, endpoint)
 
-    async def _enter(self, endpoint: Any) -> None:
+    def listed_at(self) -> list[str]:
+        """The ids of the endpoints at which this worker is in discovery now."""
+        return [] if self._is_shut_down else list(self._listed.values())
+
+    async def _enter(self, endpoint_id: str, endpoint: Any) -> None:
         await endpoint.register_endpoint_instance()
-        self._listed.add(endpoint)
+        self._listed[endpoint] = endpoint_id
         if self._has_left:  # meanwhile
             await self.leave()
 
@@ -287,9 +270,9 @@ class Runtime:
         if endpoint in self._listed or self._has_left:
             return
         if endpoint_id in self._serving:
-            await self._enter(endpoint)
+            await self._enter(endpoint_id, endpoint)
             return
-        self._listed.add(endpoint)
+        self._listed[endpoint] = endpoint_id
         self._serving[endpoint_id] = serving = asyncio.ensure_future(
             endpoint.serve_endpoint(
                 self._handler,
@@ -327,6 +310,7 @@ class DynamoRegistration:
         self._runtime = runtime
         self._model = model
         self._tells_peers = tells_peers
+        self._files = DiscoveryFiles(runtime.instance_id)
         self.is_at_frontends = False
         self._is_at_peers = False
 
@@ -343,6 +327,9 @@ class DynamoRegistration:
             await self._runtime.unregister()
             self.is_at_frontends = False
         await self.stand_by()
+
+    async def is_lost(self) -> bool:
+        return await asyncio.to_thread(self._files.has_lost, self._runtime.listed_at())
 
     async def renew(self) -> None:
         """Make every current entry in discovery again."""

@@ -34,6 +34,10 @@ class Registration(Protocol):
 
     async def stand_by(self) -> None: ...
 
+    async def is_lost(self) -> bool:
+        """Whether file discovery has dropped this worker."""
+        ...
+
     async def renew(self) -> None: ...
 
 
@@ -105,6 +109,13 @@ class StageState:
         """Enter this worker into discovery again, which may have dropped it."""
         async with self._changing:
             await self._registration.renew()
+
+    async def return_if_lost(self) -> None:
+        """Enter this worker into file discovery again if that has dropped it."""
+        async with self._changing:
+            if await self._registration.is_lost():
+                log.warning("discovery has dropped this worker: it enters discovery again")
+                await self._registration.renew()
 
     async def handle_command(self, raw: Any) -> dict[str, Any]:
         """Execute a control command and return its JSON answer. Raises a DisaggError, and then nothing has changed:

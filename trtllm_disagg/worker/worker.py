@@ -20,13 +20,9 @@ from trtllm_disagg.config.engine_args import dump_config
 from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
 from trtllm_disagg.dynamo_runtime.advertised import Advertised
 from trtllm_disagg.dynamo_runtime.publishers import create_publishers
-from trtllm_disagg.dynamo_runtime.shutdown import Leaving, watch_for_freezes
-from trtllm_disagg.dynamo_runtime.worker_endpoint import (
-    DynamoRegistration,
-    Runtime,
-    ServedModel,
-    require_system_port,
-)
+from trtllm_disagg.dynamo_runtime.shutdown import Leaving, watch_for_freezes, watch_for_loss
+from trtllm_disagg.dynamo_runtime.system_port import require_system_port
+from trtllm_disagg.dynamo_runtime.worker_endpoint import DynamoRegistration, Runtime, ServedModel
 from trtllm_disagg.embedded.params.checkpoint import fingerprint
 from trtllm_disagg.engine.daemon_thread import in_daemon_thread
 from trtllm_disagg.engine.engine import Engine
@@ -355,13 +351,16 @@ async def _report_load(reporter: Reporter, drain: WorkerDrain) -> None:
 async def _watching(
     config: WorkerConfig, live: LiveState, state: StageState
 ) -> AsyncIterator[list[asyncio.Task[None]]]:
-    """Watch the policy file and for freezes inside the block. All tasks in the list, added ones too, end with it."""
+    """Watch the policy file, and for freezes and losses in file discovery, inside the block. All tasks in the list,
+    added ones too, end with it.
+    """
     watchers: list[asyncio.Task[None]] = []
     if config.policy_file is not None:
         watching = watch_policy_file(Path(config.policy_file), live)
         watchers.append(asyncio.create_task(watching, name="policy-file"))
     if config.discovery_backend == "file":
         watchers.append(asyncio.create_task(watch_for_freezes(state.renew), name="freezes"))
+        watchers.append(asyncio.create_task(watch_for_loss(state.return_if_lost), name="loss"))
     try:
         yield watchers
     finally:

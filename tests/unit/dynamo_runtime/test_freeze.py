@@ -1,4 +1,4 @@
-"""A worker that was frozen for so long that discovery may have forgotten it."""
+"""A worker that discovery may have forgotten: it was frozen for long, or nothing could be written for long."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from dynamo.runtime import Context
 from tests.support.handling import raw_request, until
 from tests.unit.worker.test_stage_state import stage_state
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.dynamo_runtime.discovery_files import DiscoveryFiles
 from trtllm_disagg.dynamo_runtime.handler import refuse_control
-from trtllm_disagg.dynamo_runtime.shutdown import watch_for_freezes
+from trtllm_disagg.dynamo_runtime.shutdown import watch_for_freezes, watch_for_loss
 from trtllm_disagg.dynamo_runtime.worker_endpoint import DynamoRegistration, Runtime, ServedModel
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
@@ -126,6 +127,75 @@ async def test_a_forgotten_worker_is_found_again(tmp_path: Path, monkeypatch: py
     finally:
         runtime.shutdown()
         await serving
+
+
+async def test_a_worker_returns_to_discovery_after_another_process_has_removed_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was not frozen: for a while nothing could be written there, for example."""
+    monkeypatch.setenv("DYN_FILE_KV", str(tmp_path))
+    runtime = Runtime(WorkerConfig(model="m", role=Role.DECODE, strategy="prefill_first"))
+    registration = DynamoRegistration(runtime, ServedModel(16, 8, 1, 64, 64), tells_peers=False)
+
+    async def return_if_lost() -> None:
+        if await registration.is_lost():
+            await registration.renew()
+
+    serving = asyncio.create_task(runtime.serve(_unused, dict, refuse_control))
+    seen = await runtime.stage("dyn://dynamo.backend.generate")
+    try:
+        await until(lambda: seen.instance_ids() == [runtime.instance_id])
+        assert not await registration.is_lost()
+        await asyncio.to_thread(remove_files, tmp_path)
+        await until(lambda: seen.instance_ids() == [])
+        watcher = asyncio.create_task(watch_for_loss(return_if_lost, poll_seconds=0.01))
+        await until(lambda: seen.instance_ids() == [runtime.instance_id])
+        watcher.cancel()
+        await runtime.leave()
+        await until(lambda: seen.instance_ids() == [])
+        assert not await registration.is_lost()
+    finally:
+        runtime.shutdown()
+        await serving
+
+
+async def test_a_worker_that_is_not_lost_does_not_enter_discovery_again() -> None:
+    worker, registration, _ = stage_state("decode", "decode_first")
+    await worker.apply("decode_first")
+    await worker.return_if_lost()
+    assert [word for word, _ in registration.history] == ["enter"]
+    registration.has_been_dropped = True
+    await worker.return_if_lost()
+    assert [word for word, _ in registration.history] == ["enter", "renew"]
+
+
+async def test_loss_watch_tries_again_when_registering_again_fails(caplog: pytest.LogCaptureFixture) -> None:
+    attempts = []
+
+    async def fails() -> None:
+        attempts.append(1)
+        raise OSError("read-only file system")
+
+    watcher = asyncio.create_task(watch_for_loss(fails, poll_seconds=0.0, retry_seconds=0.0))
+    await until(lambda: len(attempts) > 1)
+    watcher.cancel()
+    assert "read-only file system; the next attempt" in caplog.text
+
+
+def test_a_file_is_lost_only_if_it_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYN_FILE_KV", str(tmp_path))
+    files, endpoint = DiscoveryFiles(0xAB), ["dyn://ns.my_backend.generate"]
+    assert not files.has_lost(endpoint)
+    directory = tmp_path / "v1" / "instances"
+    directory.mkdir(parents=True)
+    assert not files.has_lost(endpoint)
+    entry = directory / "ns%2Fmy%5Fbackend%2Fgenerate%2Fab"
+    entry.touch()
+    assert not files.has_lost(endpoint)
+    entry.unlink()
+    assert files.has_lost(endpoint)
+    assert not files.has_lost([])
+    assert not files.has_lost(endpoint), "it left in between, so the file is to come"
 
 
 async def test_a_worker_that_has_left_does_not_come_back(

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from trtllm_disagg.dynamo_runtime.worker_endpoint import require_system_port
+from trtllm_disagg.dynamo_runtime.system_port import require_system_port
 from trtllm_disagg.errors import ConfigError
 
 HOST = "127.0.0.1"

@@ -27,6 +27,8 @@ class FakeRegistration:
         self.live: LiveState | None = None
         self.error: Exception | None = None
         self.stand_by_error: Exception | None = None
+        #: File discovery has dropped this worker.
+        self.has_been_dropped = False
         #: Peers may listen to this worker's cache events.
         self.is_at_peers = False
 
@@ -42,8 +44,12 @@ class FakeRegistration:
             raise self.stand_by_error
         self.is_at_peers = True
 
+    async def is_lost(self) -> bool:
+        return self.has_been_dropped
+
     async def renew(self) -> None:
         await self._change("renew", self.is_at_frontends)
+        self.has_been_dropped = False
 
     async def _change(self, word: str, is_at_frontends: bool) -> None:
         await asyncio.sleep(0)

@@ -1,0 +1,28 @@
+"""The port of a worker's /health and /metrics."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+
+from trtllm_disagg.errors import ConfigError
+
+_SYSTEM_PORT, _SYSTEM_HOST = "DYN_SYSTEM_PORT", "DYN_SYSTEM_HOST"
+
+
+def require_system_port(environ: Mapping[str, str]) -> None:
+    """Raise ConfigError when the port of /health and /metrics is set and already in use. Dynamo itself would only log
+    that it cannot open the port, and the worker would serve without metrics.
+    """
+    port = environ.get(_SYSTEM_PORT, "")
+    if not port.isdecimal():
+        return  # the variable is not set, or Dynamo refuses its value
+    if int(port) > 65535:
+        raise ConfigError.bad_value(_SYSTEM_PORT, port, "a port, 65535 at most")
+    host = environ.get(_SYSTEM_HOST) or "0.0.0.0"
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, int(port)), family=family).close()
+    except OSError as error:
+        allowed = f"a port on {host} ({_SYSTEM_HOST}) that can be listened on ({error.strerror or error})"
+        raise ConfigError.bad_value(_SYSTEM_PORT, port, allowed) from None
