@@ -98,7 +98,7 @@ def decode_request(
     require_text(raw)
     raw = _with_token_list(raw)
     try:
-        wire = msgspec.convert(raw, WireRequest)
+        wire = msgspec.convert(_with_options_in_place(raw), WireRequest)
     except msgspec.ValidationError as error:
         is_handoff = any(f"`{path}" in str(error) for path in HANDOFF_PATHS)
         refused = HandoffRefusedError if is_handoff else InvalidRequestError
@@ -187,6 +187,22 @@ def _with_token_list(raw: Any) -> Any:
     return raw | {"token_ids": list(struct.unpack(f"<{len(packed) // 4}i", packed))}
 
 
+#: Options that Dynamo's worker reads at the top of a request, too -> where they belong.
+_AT_THE_TOP = dict.fromkeys(("max_tokens", "min_tokens", "ignore_eos"), "stop_conditions")
+_AT_THE_TOP["temperature"] = "sampling_options"
+
+
+def _with_options_in_place(raw: Any) -> Any:
+    """The request without options at its top. One that is in its place already wins."""
+    if not isinstance(raw, dict) or _AT_THE_TOP.keys().isdisjoint(raw):
+        return raw
+    moved = dict(raw)
+    for name, group in _AT_THE_TOP.items():
+        if name in raw and isinstance(given := moved.get(group) or {}, dict):
+            moved[group] = {name: moved.pop(name)} | given
+    return moved
+
+
 def _salt_of_extension(raw: dict[str, Any]) -> str | None:
     """`nvext.cache_salt`, which some frontends do not copy into `routing`."""
     extra = raw.get("extra_args")
@@ -263,7 +279,8 @@ def encode_notice(notice: PhaseRequest) -> dict[str, Any]:
 
 def limited_to_one_token(body: dict[str, Any]) -> dict[str, Any]:
     """The body of a decode that only drains a handoff."""
-    return body | {"stop_conditions": {"max_tokens": 1}}
+    # None: in its place it wins over a min_tokens at the top.
+    return body | {"stop_conditions": {"max_tokens": 1, "min_tokens": None}}
 
 
 def kind_of(body: dict[str, Any]) -> str:

@@ -35,6 +35,7 @@ from trtllm_disagg.wire.bodies import (
     encode_chunk,
     encode_disaggregated_params,
     encode_request,
+    limited_to_one_token,
     names_a_sender,
 )
 
@@ -64,6 +65,21 @@ def test_request_with_token_ids_only_has_defaults() -> None:
     read = decode_request({"token_ids": [1]})
     assert (read.stop, read.sampling, read.output) == (StopConditions(), SamplingOptions(), OutputOptions())
     assert (read.cache_salt, read.priority, read.annotations, read.prefill_result) == (None, None, (), None)
+
+
+def test_options_at_the_top_of_a_request_count_unless_they_are_in_their_place() -> None:
+    top = {"max_tokens": 3, "min_tokens": 2, "ignore_eos": True, "temperature": 0.5}
+    read = decode_request({"token_ids": [1], **top})
+    assert read.stop == StopConditions(max_tokens=3, min_tokens=2, ignore_eos=True)
+    assert read.sampling == SamplingOptions(temperature=0.5)
+    placed = {"stop_conditions": {"max_tokens": 9}, "sampling_options": {"temperature": 1.0}}
+    read = decode_request({"token_ids": [1], **top, **placed})
+    assert read.stop == StopConditions(max_tokens=9, min_tokens=2, ignore_eos=True)
+    assert read.sampling == SamplingOptions(temperature=1.0)
+    with pytest.raises(InvalidRequestError, match="stop_conditions"):
+        decode_request({"token_ids": [1], **top, "stop_conditions": [5]})
+    drained = limited_to_one_token({"token_ids": [1], **top, "max_tokens": 99, "min_tokens": 9})
+    assert decode_request(drained).stop == StopConditions(max_tokens=1, ignore_eos=True)
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
