@@ -43,8 +43,6 @@ KEY_FLAG = "--key-file"
 _KEY_VARIABLE = FLAGS["admin_key_file"].variables[0]
 #: Longer than the grace period that a worker waits until all frontends have removed it.
 _ANSWER_SECONDS = 60.0
-#: As `up` starts its workers.
-_PLANES_OF_UP = {"discovery_backend": "file", "request_plane": "tcp", "event_plane": "zmq"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -190,8 +188,10 @@ def _change(args: argparse.Namespace, change: Change) -> ExitCode:
     if args.run_dir is None:
         up, where = Up(), _whereabouts(args.namespace, os.environ)
     else:
+        from trtllm_disagg.deployment.plan import PLANES
+
         described = ask_up(args.run_dir, Describe())
-        up, where = UpOfRunDir(args.run_dir, described), _PLANES_OF_UP | {"namespace": described["namespace"]}
+        up, where = UpOfRunDir(args.run_dir, described), PLANES | {"namespace": described["namespace"]}
         os.environ["DYN_FILE_KV"] = described["discovery"]
     with_key = signer(args.run_dir, args.key_file, os.environ)
 

@@ -52,7 +52,7 @@ _DOTTED = "--trtllm"
 _OVERRIDE = "--override-engine-args"
 #: When this variable is set, etcd is the default discovery, as in Dynamo.
 _ETCD = "ETCD_ENDPOINTS"
-_NAMESPACE_SUFFIX = "DYN_NAMESPACE_WORKER_SUFFIX"
+NAMESPACE_SUFFIX = "DYN_NAMESPACE_WORKER_SUFFIX"
 # One flag of Dynamo that sets two settings.
 _BOTH_PUBLISHERS_FLAG = "--publish-events-and-metrics"
 _BOTH_PUBLISHERS = ("publish_kv_events", "publish_metrics")
@@ -306,7 +306,7 @@ def _resolve_endpoints(values: dict[str, Any]) -> None:
 
 def _resolve_namespace(values: dict[str, Any], environ: Mapping[str, str], *, by_flag: bool) -> None:
     """As in Dynamo: an endpoint includes its namespace; otherwise a suffix distinguishes worker pools."""
-    suffix = environ.get(_NAMESPACE_SUFFIX)
+    suffix = environ.get(NAMESPACE_SUFFIX)
     if "endpoint" in values:
         # With --namespace as well, WorkerConfig checks that the two agree.
         if not by_flag:

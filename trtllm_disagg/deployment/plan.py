@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from trtllm_disagg.config.args import NAMESPACE_SUFFIX
 from trtllm_disagg.config.worker_config import FLAGS, SETTINGS, check_value, flag_of
 from trtllm_disagg.deployment.backoff import Backoff
 from trtllm_disagg.deployment.brokers import STORE_DIR, broker_env, nats_server_argv
@@ -29,6 +30,8 @@ LOOPBACK = "127.0.0.1"
 #: The version that requirements/dynamo.txt installs.
 DYNAMO_VERSION = "1.6.1"
 DISCOVERY_DIR = "discovery"
+#: By setting; those of all processes.
+PLANES = {"discovery_backend": "file", "request_plane": "tcp", "event_plane": "zmq"}
 
 NO_WORKERS: tuple[ProcessRole, ...] = ("nats", "frontend")
 
@@ -248,13 +251,13 @@ def shared_env(config: DeploymentConfig, environ: Mapping[str, str]) -> dict[str
     Without a broker, ZMQ publishers bind every interface; `DYN_EVENT_PLANE_HOST` sets only the
     address that they advertise.
     """
+    where = PLANES | {"namespace": config.namespace}
     return {
         **SAFE_PATH,
-        "DYN_DISCOVERY_BACKEND": "file",
+        # By all their variables: of several a worker reads the first, and the user's environment may have any of them.
+        **{variable: value for name, value in where.items() for variable in FLAGS[name].variables},
+        NAMESPACE_SUFFIX: "",
         "DYN_FILE_KV": str(config.run_dir / DISCOVERY_DIR),
-        "DYN_REQUEST_PLANE": "tcp",
-        "DYN_EVENT_PLANE": "zmq",
-        "DYN_NAMESPACE": config.namespace,
         "DYN_SYSTEM_HOST": LOOPBACK,
         "DYN_TCP_RPC_HOST": LOOPBACK,
         "DYN_TCP_RESPONSE_STREAM_HOST": LOOPBACK,

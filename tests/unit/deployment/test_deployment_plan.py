@@ -281,7 +281,7 @@ def test_flags_become_a_config(tmp_path: Path) -> None:
         *("--prefill-workers", "2"),
         *("--run-dir", str(tmp_path)),
         *("--served-model-name", "toy"),
-        *("--worker-args", "--seed 1 --name 'a b'"),
+        *("--worker-args", "--max-tries 1 --served-model-name 'a b'"),
         *("--startup-timeout", "7"),
         *("--prefill-dispatch", "direct"),
     )
@@ -289,7 +289,7 @@ def test_flags_become_a_config(tmp_path: Path) -> None:
     config = config_from(args, tmp_path)
 
     assert (config.strategy, config.prefill_workers, config.decode_workers) == ("router", 2, 1)
-    assert config.worker_args == ("--seed", "1", "--name", "a b")
+    assert config.worker_args == ("--max-tries", "1", "--served-model-name", "a b")
     assert config.startup_timeout == 7
     assert config.run_dir == tmp_path
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
 
 from trtllm_disagg.cli import run
+from trtllm_disagg.config.args import WHEREABOUTS, whereabouts_of
 from trtllm_disagg.deployment import lifecycle, up_command
-from trtllm_disagg.deployment.plan import DeploymentConfig
+from trtllm_disagg.deployment.plan import PLANES, DeploymentConfig, plan
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.exit_codes import ExitCode
 
@@ -58,3 +60,12 @@ def test_up_starts_at_most_as_many_workers_as_scale(up: list[str], role: str) ->
     assert run([*up, f"--{role}-workers=64"]) is ExitCode.DONE
     with pytest.raises(ConfigError, match=f"^--{role}-workers: 65 is not allowed; expected 1 to 64 workers"):
         run([*up, f"--{role}-workers=65"])
+
+
+def test_workers_are_where_up_is_whatever_the_environment_says(tmp_path: Path) -> None:
+    environ = {f"TRTLLM_DISAGG_{name.upper()}": "nats" for name in WHEREABOUTS}
+    environ |= {"DYN_NAMESPACE_WORKER_SUFFIX": "blue", "ETCD_ENDPOINTS": "http://etcd"}
+    config = DeploymentConfig("decode_first", "m", "m", tmp_path, namespace="here")
+    specs = plan(config, system_ports=itertools.count(20001), environ=environ)
+    for spec in specs:
+        assert whereabouts_of({**environ, **spec.env}) == PLANES | {"namespace": "here"}
