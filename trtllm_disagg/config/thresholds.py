@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Generic, TypeVar
 
 from trtllm_disagg.config.deciders import DeciderRule
@@ -22,13 +22,13 @@ class Thresholds:
     """The value of each threshold in NAMES: tokens, requests, or a share."""
 
     values: Mapping[str, int | float]
-    #: False with `--on-missing-stage fail`: no request is served alone, so FALLBACK_BUDGET has no effect.
-    may_fall_back: bool = True
+    #: Those that have no effect on this worker -> what is allowed instead of a value.
+    unused: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: WorkerConfig) -> Thresholds:
         given = {name: value for name in NAMES if (value := config.value_of(name)) is not None}
-        return cls(_bounds(config) | given, config.on_missing_stage != "fail")
+        return cls(_bounds(config) | given, _unused(config))
 
     def __getitem__(self, name: str) -> int:
         """The value of a whole-number threshold, one of ADMISSION and FALLBACK_BUDGET."""
@@ -41,11 +41,9 @@ class Thresholds:
     def changed(self, values: Mapping[str, Any], source: str) -> Thresholds:
         """Raises ConfigError as `check_thresholds` does, and for a threshold without effect."""
         check_thresholds(values, source)
-        without_effect = () if self.may_fall_back else FALLBACK_BUDGET
-        for name in without_effect:
+        for name, allowed in self.unused.items():
             if values.get(name):
-                fails = f"{flag_of('on_missing_stage')} fail"
-                raise ConfigError.bad_value(f"{source}: {name}", values[name], f"0 with {fails}")
+                raise ConfigError.bad_value(f"{source}: {name}", values[name], allowed)
         return replace(self, values={**self.values, **values})
 
     def differences(self, other: Thresholds) -> list[str]:
@@ -63,6 +61,15 @@ def _bounds(config: WorkerConfig) -> dict[str, int]:
     """The defaults of ADMISSION: four batches of requests, and as many prefill steps of tokens as requests."""
     requests = max(_LEAST_QUEUED_REQUESTS, _QUEUED_BATCHES * config.max_batch_size)
     return {"max_queued_requests": requests, "max_queued_tokens": requests * config.max_num_tokens}
+
+
+def _unused(config: WorkerConfig) -> dict[str, str]:
+    if not config.may_switch:
+        allowed = f"no value in mode {config.role} under {config.strategy}, where no worker calls another"
+        return dict.fromkeys((*DECIDER_THRESHOLDS, *FALLBACK_BUDGET), allowed)
+    if config.on_missing_stage == "fail":
+        return dict.fromkeys(FALLBACK_BUDGET, f"0 with {flag_of('on_missing_stage')} fail")
+    return {}
 
 
 def check_thresholds(values: Mapping[str, Any], source: str) -> None:

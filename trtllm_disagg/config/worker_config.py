@@ -588,9 +588,12 @@ FLAGS = _flags()
 """Every flag, by the field that it fills, in the order of `--help`."""
 
 ORCHESTRATION = tuple(
-    name for name, flag in FLAGS.items() if flag.group == ORCHESTRATION_GROUP and name != "nats_server"
+    name
+    for name, flag in FLAGS.items()
+    if flag.group == ORCHESTRATION_GROUP and name not in ("nats_server", "policy_file")
 )
-"""Settings of the calls of a worker to others; other workers refuse them. NATS_SERVER may be set for all."""
+"""Settings of the calls of a worker to others; other workers refuse them. NATS_SERVER may be set for all, and a policy
+file has thresholds that all use (`Thresholds.unused`)."""
 
 
 def allowed_values_of(name: str) -> Allowed | None:

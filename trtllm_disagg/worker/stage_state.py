@@ -9,12 +9,11 @@ from functools import partial
 from typing import Any, Protocol
 
 from trtllm_disagg.commands import Command, Set, Switch, Verifier
-from trtllm_disagg.config.thresholds import ADMISSION
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.handlers.decide import KV_OCCUPANCY
 from trtllm_disagg.handlers.services import LiveState
-from trtllm_disagg.strategies import spec_of, worker_side
+from trtllm_disagg.strategies import spec_of
 from trtllm_disagg.streams import CountedStream
 from trtllm_disagg.types import Generate, GenerateRequest, InProgress, RequestContext, TokenChunk
 from trtllm_disagg.worker.pairing import WAS_SWITCHED, fixed_by
@@ -129,17 +128,8 @@ class StageState:
         if isinstance(command, Switch):
             await self._switch(command.to)
         elif isinstance(command, Set):
-            self._require_used(command.values)
             return {"changed": self._live.set_thresholds(command.values, "set")}
         return self.describe()
-
-    def _require_used(self, values: Collection[str]) -> None:
-        if not self._config.may_switch and not set(values) <= set(ADMISSION):
-            for_all = ", ".join(ADMISSION)
-            raise InvalidRequestError(
-                f"set: a worker in mode {self._config.role} under {self._config.strategy} decides nothing; "
-                f"expected {for_all} only, or a prefill or decode worker of {' or '.join(worker_side())}"
-            )
 
     async def _switch(self, to: str) -> None:
         config = self._config

@@ -201,6 +201,19 @@ def test_a_policy_file_is_read_at_the_start(tmp_path: Path) -> None:
     assert (values["max_local_prefill_length"], values["eff_isl_ratio_threshold"]) == (7, 0.5)
 
 
+@pytest.mark.parametrize(("role", "strategy"), [("agg", "decode_first"), ("decode", "router")])
+def test_a_policy_file_of_a_worker_that_calls_no_other_has_the_bounds_of_its_queue_only(
+    role: str, strategy: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "policy.yaml"
+    config = WorkerConfig(model="m", role=Role(role), strategy=strategy, policy_file=str(file))
+    file.write_text("max_queued_requests: 7\n")
+    assert LiveState.of(config, 4).thresholds.value["max_queued_requests"] == 7
+    file.write_text("max_local_prefill_length: 7\n")
+    with pytest.raises(ConfigError, match=r"policy\.yaml: max_local_prefill_length: 7 .* calls another"):
+        LiveState.of(config, 4)
+
+
 @pytest.mark.parametrize("content", ["- 1\n", "max_local_prefill_length: many\n", "a: [\n", None])
 def test_a_bad_policy_file_is_named(content: str | None, tmp_path: Path) -> None:
     file = tmp_path / "policy.yaml"

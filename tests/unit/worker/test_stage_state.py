@@ -186,7 +186,7 @@ async def test_a_worker_of_agg_or_router_refuses_every_switch(role: str, strateg
     with pytest.raises(InvalidRequestError, match="runs nothing else"):
         await worker.handle_command(switch_to("prefill_first"))
     assert registration.history == []
-    with pytest.raises(InvalidRequestError, match="decides nothing"):
+    with pytest.raises(ConfigError, match="where no worker calls another"):
         await worker.handle_command({"command": "set", "values": {"max_local_prefill_length": 7}})
 
 
@@ -248,7 +248,7 @@ async def test_every_worker_takes_other_bounds_for_what_may_wait() -> None:
     worker, _, live = stage_state("agg", "decode_first")
     await worker.handle_command({"command": "set", "values": {"max_queued_requests": 7}})
     assert live.thresholds.value["max_queued_requests"] == 7
-    with pytest.raises(InvalidRequestError, match="decides nothing"):
+    with pytest.raises(ConfigError, match="where no worker calls another"):
         await worker.handle_command(
             {"command": "set", "values": {"max_queued_requests": 8, "eff_isl_threshold": 1}}
         )
