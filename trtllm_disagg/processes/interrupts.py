@@ -50,6 +50,7 @@ def ending_as_on_ctrl_c() -> Iterator[None]:
             raise
         sys.exit(EXIT_CODES[signal.Signals(received[0][0])])
     finally:
-        if not received:  # else a late one of the same interrupt would end this process amid its exit
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        # After a signal this process ends. A late one of the same interrupt must not end it amid its exit, for which
+        # Python gives up its handlers.
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_IGN if received else handler)

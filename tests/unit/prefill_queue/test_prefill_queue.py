@@ -89,7 +89,9 @@ async def test_in_prefill_first_a_handoff_without_a_decode_is_released(
         assert first.token_ids == expected_tokens(1)
         await until(lambda: len(LLM.kv_store) == 0)
         await stage.idle()
-        assert [asked["stop_conditions"] for asked in stage.requests] == [{"max_tokens": 1}]
+        assert [asked["stop_conditions"] for asked in stage.requests] == [
+            {"max_tokens": 1, "min_tokens": None}
+        ]
 
 
 @pytest.mark.parametrize(

@@ -66,3 +66,19 @@ def test_signal_that_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
         before="signal.signal(signal.SIGHUP, signal.SIG_IGN)", body="signal.raise_signal(signal.SIGHUP)"
     )
     assert subprocess.run([sys.executable, "-c", text, tmp_path], check=False).returncode == 0
+
+
+LATE_SIGNAL = """
+import os, signal
+from trtllm_disagg.processes.interrupts import ending_as_on_ctrl_c
+class Late:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGTERM):
+        kill(pid, number)
+late = Late()
+with ending_as_on_ctrl_c():
+    signal.raise_signal(signal.SIGTERM)
+"""
+
+
+def test_a_late_signal_amid_the_exit_does_not_change_the_exit_code() -> None:
+    assert subprocess.run([sys.executable, "-c", LATE_SIGNAL], check=False).returncode == ExitCode.TERMINATED
