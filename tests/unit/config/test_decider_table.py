@@ -103,7 +103,7 @@ def test_every_decider_of_the_table_has_a_row_in_its_page() -> None:
 
 
 def test_every_decider_that_uses_the_occupancy_is_listed() -> None:
-    """For the others it is unknown: nobody asks the workers of the other role."""
+    """For the others it is unknown: no worker asks those of the other role."""
     users = {name for name, rule in DECIDERS.items() if "other_occupancy" in rule.decide.__code__.co_names}
     assert users == set(BY_OCCUPANCY), (
         "deciders.BY_OCCUPANCY lists the deciders that use facts.other_occupancy"
