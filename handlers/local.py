@@ -22,7 +22,15 @@ from trtllm_disagg.errors import (
     StageTimeoutError,
 )
 from trtllm_disagg.handlers.cancellation import AbortGuard, in_background
-from trtllm_disagg.handlers.outputs import ChoicesCursor, OutputCursor, newest_states, record_engine, spanned
+from trtllm_disagg.handlers.outputs import (
+    ChoicesCursor,
+    Notify,
+    OutputCursor,
+    at_once,
+    newest_states,
+    record_engine,
+    spanned,
+)
 from trtllm_disagg.handlers.trace import record_cache_hit, record_transfer
 from trtllm_disagg.streams import PerRequestStream
 from trtllm_disagg.types import (
@@ -161,10 +169,13 @@ _ENDS_OF_EVERY_PREFILL = ("length", "not_finished", None)
 class LocalDecode:
     """generation_only: fetches the KV and generates from the first token on."""
 
-    def __init__(self, engine: Engine, *, repeats_first_token: bool) -> None:
-        """`repeats_first_token`: the client gets prefill's token from here; the engine's answer starts with it."""
+    def __init__(self, engine: Engine, *, repeats_first_token: bool, notify: Notify = at_once) -> None:
+        """`repeats_first_token`: the client gets prefill's token from here; the engine's answer starts with it.
+        `notify`: as for `newest_states`.
+        """
         self._engine = engine
         self._skip = 0 if repeats_first_token else 1
+        self._notify = notify
 
     def __call__(
         self, request: GenerateRequest, context: RequestContext, handoff: Handoff
@@ -194,7 +205,9 @@ class LocalDecode:
 
         # With a rendezvous the KV may never come, so an abort must not wait for the first output.
         deferred = request.rendezvous is None
-        return _stream(self._engine, start, cursor, context, record, deferred_abort=deferred)
+        return _stream(
+            self._engine, start, cursor, context, record, deferred_abort=deferred, notify=self._notify
+        )
 
     def drain(self, request: GenerateRequest) -> None:
         """Fetch and drop an unused handoff, which frees its sender's blocks: a decode of one token, in the background.
@@ -243,13 +256,14 @@ async def _stream(
     *,
     deferred_abort: bool = False,
     num_choices: int = 1,
+    notify: Notify = at_once,
 ) -> AsyncGenerator[TokenChunk, None]:
     """The chunks of an engine request. `start` is called at the first read, `on_finished` before the last chunk."""
     result = start()
     with engine.answering, AbortGuard(engine, result, context, deferred=deferred_abort) as guard:
         async with (
             EngineErrors(engine, guard.failed),
-            aclosing(newest_states(result, guard.may_abort, engine.cancel_at_death)) as states,
+            aclosing(newest_states(result, guard.may_abort, engine.cancel_at_death, notify)) as states,
         ):
             async for state in states:
                 for chunk in cursor.advance(state):

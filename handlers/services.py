@@ -44,6 +44,7 @@ from trtllm_disagg.handlers.fallback import (
 )
 from trtllm_disagg.handlers.local import LocalAgg, LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.migration import finish_if_budget_exhausted, resume_migrated
+from trtllm_disagg.handlers.outputs import FewTurnsLater, at_once
 from trtllm_disagg.handlers.recall import Recalls, recallable
 from trtllm_disagg.handlers.remote import QueueStageClient, RemoteDrain, StageClient
 from trtllm_disagg.handlers.route import StrategyRouter, relayed
@@ -364,7 +365,10 @@ def _prefill(parts: StrategyParts) -> Generate:
 
 
 def _decode(parts: StrategyParts) -> Generate:
-    return decode_service(LocalDecode(parts.engine, repeats_first_token=parts.pushes))
+    # The prefill worker has streamed the first token, so no client waits for the first one from here, and each chunk
+    # saved here is saved there and in the frontend.
+    notify = at_once if parts.pushes else FewTurnsLater()
+    return decode_service(LocalDecode(parts.engine, repeats_first_token=parts.pushes, notify=notify))
 
 
 _PHASES = {Role.PREFILL: _prefill, Role.DECODE: _decode}

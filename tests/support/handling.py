@@ -7,6 +7,8 @@ from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
+import msgspec
+
 from tests.support.stage_client import FakeContext
 from trtllm_disagg.strategies import STRATEGIES as SPECS
 from trtllm_disagg.strategies import orders
@@ -67,6 +69,16 @@ async def collect(
 
 def tokens_of(chunks: list[TokenChunk]) -> list[int]:
     return [token for chunk in chunks for token in chunk.token_ids]
+
+
+def joined(chunks: list[TokenChunk]) -> TokenChunk:
+    """All of them as one: how an answer is cut into chunks depends on the time."""
+    return msgspec.structs.replace(
+        chunks[-1],
+        token_ids=tokens_of(chunks),
+        log_probs=[lp for chunk in chunks for lp in chunk.log_probs or ()],
+        top_logprobs=[top for chunk in chunks for top in chunk.top_logprobs or ()],
+    )
 
 
 async def until(condition: Callable[[], object]) -> None:

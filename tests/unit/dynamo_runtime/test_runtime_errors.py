@@ -360,7 +360,9 @@ async def test_a_client_that_leaves_stops_both_stages() -> None:
     context = Context()
     async with served(build_generate(second, decode, NoStage())) as client:
         chunks = build_generate(first, prefill, selected(client))(request(max_tokens=50), context)
-        seen = [await anext(chunks) for _ in range(3)]
+        seen: list[TokenChunk] = []
+        while len(tokens_of(seen)) < 3:
+            seen.append(await anext(chunks))
         context.stop_generating()
         seen += [chunk async for chunk in chunks]
         (result,) = decode.llm.results

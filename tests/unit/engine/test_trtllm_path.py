@@ -255,7 +255,7 @@ async def test_a_handoff_of_the_python_transceiver_reaches_decode() -> None:
 async def test_abort_goes_to_the_result_and_not_the_engine(strategy: str) -> None:
     generate, _, decode, client = pair(strategy)
     context = FakeContext()
-    chunks = generate(request(max_tokens=50), context)
+    chunks = generate(request(max_tokens=500), context)
     for _ in range(3):
         await anext(chunks)
     context.stop()

@@ -6,13 +6,12 @@ import asyncio
 from contextlib import aclosing
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.handling import request
-from trtllm_disagg.handlers.outputs import OutputCursor, newest_states
+from tests.support.handling import joined, request
+from trtllm_disagg.handlers.outputs import FewTurnsLater, Notify, OutputCursor, at_once, newest_states
 from trtllm_disagg.testing.recording import LLM, RequestError, SamplingParams, Script
 from trtllm_disagg.types import TokenChunk
 
@@ -37,26 +36,16 @@ def never_cancelled(reading: object, result: object) -> None:
     """The engine of these tests does not die."""
 
 
-async def chunks_of(result: Any, pauses: list[int]) -> list[TokenChunk]:
+async def chunks_of(result: Any, pauses: list[int], notify: Notify = at_once) -> list[TokenChunk]:
     """A client that lets `pauses[i]` turns of the event loop go by before it reads on."""
     cursor = OutputCursor(len(PROMPT))
     chunks: list[TokenChunk] = []
-    async with aclosing(newest_states(result, ignore, never_cancelled)) as states:
+    async with aclosing(newest_states(result, ignore, never_cancelled, notify)) as states:
         async for state in states:
             chunks += cursor.advance(state)
             for _ in range(pauses[len(chunks) % len(pauses)]):
                 await asyncio.sleep(0)
     return chunks
-
-
-def joined(chunks: list[TokenChunk]) -> TokenChunk:
-    """All of them as one."""
-    return msgspec.structs.replace(
-        chunks[-1],
-        token_ids=[token for chunk in chunks for token in chunk.token_ids],
-        log_probs=[lp for chunk in chunks for lp in chunk.log_probs or ()],
-        top_logprobs=[top for chunk in chunks for top in chunk.top_logprobs or ()],
-    )
 
 
 @given(
@@ -123,3 +112,40 @@ async def test_callback_gets_outputs_while_the_reader_is_busy() -> None:
         for _ in range(100):
             await asyncio.sleep(0)
         assert told == 6
+
+
+async def test_events_are_set_together_after_the_turns() -> None:
+    later = FewTurnsLater(3)
+    first, second = asyncio.Event(), asyncio.Event()
+    later(first)
+    await asyncio.sleep(0)
+    later(second)
+    later(second)
+    await asyncio.sleep(0)
+    assert not first.is_set()
+    await asyncio.sleep(0)
+    assert first.is_set()
+    assert second.is_set()
+    again = asyncio.Event()
+    later(again)
+    for _ in range(3):
+        assert not again.is_set()
+        await asyncio.sleep(0)
+    assert again.is_set()
+
+
+async def test_outputs_of_a_few_turns_are_one_chunk_when_the_notice_is_late() -> None:
+    chunks = await chunks_of(start(Script(), 12), [0], FewTurnsLater(5))
+    assert 1 < len(chunks) < 12
+    assert joined(chunks) == joined(await chunks_of(start(Script(), 12), [0]))
+
+
+async def test_the_end_of_an_answer_waits_for_no_notice() -> None:
+    (chunk,) = await chunks_of(start(Script(), 12), [0], lambda event: None)
+    assert len(chunk.token_ids) == 12
+
+
+async def test_an_error_waits_for_no_notice() -> None:
+    result = start(Script(error=RequestError("boom"), error_at=5))
+    with pytest.raises(RequestError, match="boom"):
+        await chunks_of(result, [0], lambda event: None)
