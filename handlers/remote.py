@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -161,7 +161,7 @@ class RemotePrefill:
         on_taken = partial(self._notices.taken, instance, asked)
         dispatch = dispatch_span(instance, request)
         raw_request = self._protocol.encode(request.within(dispatch), asked)
-        async with aclosing(instance.call(raw_request, context)) as answers:
+        async with answers_of(instance, raw_request, context) as answers:
             with dispatch:
                 async for raw in answers:
                     handoffs.append(self._handoff(request, decode_chunk(raw), on_taken))
@@ -217,7 +217,7 @@ class RemoteDecode:
             dispatch = dispatch_span(instance, request)
             raw_request = self._protocol.encode(request.within(dispatch), DECODE)
             with blaming(instance):
-                async with aclosing(instance.call(raw_request, context)) as answers:
+                async with answers_of(instance, raw_request, context) as answers:
                     with dispatch:
                         first = await anext(answers, None)
                     if first is not None:
@@ -244,6 +244,22 @@ async def select_instance(client: StageClient, request: GenerateRequest) -> Stag
 def dispatch_span(instance: StageInstance, request: GenerateRequest) -> Span:
     """The span from the call of an instance to its first answer, parent of that worker's spans."""
     return request.span.child("dispatch", {"instance": f"{instance.instance_id:x}"})
+
+
+@asynccontextmanager
+async def answers_of(
+    instance: StageInstance, request: dict[str, Any], context: RequestContext
+) -> AsyncGenerator[AsyncGenerator[dict[str, Any], None], None]:
+    """The answers of a call. A PeerUnavailableError of their reader is thrown into the call, too: for the circuit
+    breaker, an answer that is of no use is a failure of the instance.
+    """
+    async with aclosing(instance.call(request, context)) as answers:
+        try:
+            yield answers
+        except PeerUnavailableError as error:
+            error.blame(instance.instance_id)
+            await answers.athrow(error)
+            raise  # it was the call's own: that has ended, and takes no error
 
 
 @contextmanager

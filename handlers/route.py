@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
-from contextlib import aclosing
 
 from trtllm_disagg.config.thresholds import Live
 from trtllm_disagg.errors import InvalidRequestError, NoInstanceError, PeerUnavailableError
-from trtllm_disagg.handlers.remote import StageClient, blaming, dispatch_span, select_instance
+from trtllm_disagg.handlers.remote import StageClient, answers_of, blaming, dispatch_span, select_instance
 from trtllm_disagg.types import Generate, GenerateRequest, PhaseRequest, RequestContext, TokenChunk
 from trtllm_disagg.wire.bodies import decode_chunk, encode_request
 
@@ -123,7 +122,7 @@ def relayed(stage: StageClient, strategy: str) -> Generate:
             annotations = [each for each in request.annotations if not each.startswith(NEXT)]
             raw = encode_request(request.within(dispatch), whole, annotations=annotations)
             with blaming(instance):
-                async with aclosing(instance.call(raw, context)) as answers:
+                async with answers_of(instance, raw, context) as answers:
                     with dispatch:
                         async for raw in answers:
                             chunk = decode_chunk(raw)

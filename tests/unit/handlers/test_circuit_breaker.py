@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -29,8 +29,10 @@ from trtllm_disagg.handlers.circuit_breaker import (
     StreamTimeouts,
     stream_timeouts_of,
 )
+from trtllm_disagg.handlers.remote import RemoteDecode, RemotePrefill
+from trtllm_disagg.handlers.route import relayed
 from trtllm_disagg.testing.recording import Script
-from trtllm_disagg.types import GenerateRequest, RequestContext
+from trtllm_disagg.types import GenerateRequest, Handoff, RequestContext
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -100,7 +102,8 @@ def failing(error: DisaggError, after: int = 0) -> Call:
 
 def with_breaker(stage: Stage, clock: Clock | None = None, seconds: float = 30.0) -> CircuitBreakerClient:
     breaker = CircuitBreaker(2, 5.0, clock or Clock())
-    timeouts = {"prefill": StreamTimeouts(seconds, 2 * seconds), "describe": StreamTimeouts(seconds, seconds)}
+    timeouts = dict.fromkeys(("prefill", "decode", "whole"), StreamTimeouts(seconds, 2 * seconds))
+    timeouts["describe"] = StreamTimeouts(seconds, seconds)
     return CircuitBreakerClient(stage, breaker, timeouts)
 
 
@@ -181,6 +184,39 @@ async def test_client_leaving_a_silent_instance_does_not_reset_its_failures() ->
     inner.calls[1] = failing(PeerUnavailableError("x"))
     await fail(stage)
     assert stage.num_healthy() == 0
+
+
+async def read_prefill(stage: CircuitBreakerClient) -> object:
+    return await RemotePrefill(stage, drain=lambda asked: None)(request(), FakeContext())
+
+
+async def read_decode(stage: CircuitBreakerClient) -> object:
+    answer = RemoteDecode(stage)(request(), FakeContext(), Handoff.not_ours())
+    return [chunk async for chunk in answer]
+
+
+async def read_whole(stage: CircuitBreakerClient) -> object:
+    return [chunk async for chunk in relayed(stage, "prefill_first")(request(), FakeContext())]
+
+
+@pytest.mark.parametrize("read", [read_prefill, read_decode, read_whole])
+@pytest.mark.parametrize("good_ones", [0, 1])
+async def test_an_answer_that_cannot_be_read_counts_as_a_failure(
+    read: Callable[[CircuitBreakerClient], Awaitable[object]], good_ones: int
+) -> None:
+    """Else each request calls that instance first, and falls back."""
+
+    async def unreadable() -> AsyncGenerator[dict[str, Any], None]:
+        for _ in range(good_ones):
+            yield {"token_ids": [1], "finish_reason": "stop"}
+        yield {"token_ids": "x"}
+
+    stage = with_breaker(Stage(i1=unreadable, i2=well))
+    for _ in range(2):
+        with pytest.raises(PeerUnavailableError, match="unreadable answer") as raised:
+            await read(stage)
+        assert raised.value.peer == 1
+    assert (await stage.pick(request())).instance_id == 2
 
 
 async def test_picking_without_instances_raises_no_instance() -> None:
