@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from dynamo.common.token_budget import TokenBudget, publish_token_budget
@@ -37,7 +38,7 @@ from trtllm_disagg.dynamo_runtime.handler import (
     health_check_payload,
 )
 from trtllm_disagg.dynamo_runtime.taints import Taints
-from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.errors import ConfigError, PeerUnavailableError
 from trtllm_disagg.types import Generate
 
 log = logging.getLogger(__name__)
@@ -75,6 +76,8 @@ class Runtime:
         self._handler: Callable[..., Any] | None = None
         #: Endpoint id -> the task that serves it; it runs until the end, whether the endpoint is in discovery or not.
         self._serving: dict[str, asyncio.Future[None]] = {}
+        #: Ids of the endpoints without which this worker is of no use now.
+        self._needed: set[str] = set()
         #: Set whenever one of these tasks has ended.
         self._has_ended = asyncio.Event()
         #: Endpoint -> its id, where this worker is in discovery now.
@@ -129,19 +132,27 @@ class Runtime:
         model is removed first, and the instance after the grace period in which all frontends learn of that.
         """
         await unregister_model(self.endpoint_for_frontends)
+        if self._config.may_switch:
+            self._needed.discard(self._config.frontend_endpoint_id)
         await asyncio.sleep(get_grace_period_seconds())
         if self.endpoint_for_frontends in self._listed:
             await self.endpoint_for_frontends.unregister_endpoint_instance()
             self._listed.pop(self.endpoint_for_frontends, None)
 
     async def register(self, model: ServedModel) -> None:
-        """Make this worker known to frontends, unless it has left. It must be serving already."""
+        """Make this worker known to frontends, unless it has left. It must be serving already. Raises what Dynamo
+        raises when it cannot enter discovery; serving goes on.
+        """
         if self._has_left:
             return
-        await self._list(self._config.frontend_endpoint_id, self.endpoint_for_frontends)
+        endpoint_id = self._config.frontend_endpoint_id
+        await self._list(endpoint_id, self.endpoint_for_frontends)
         await self._put_card(
             model, self.endpoint_for_frontends, _registration(self._config), self._config.publish_kv_events
         )
+        if failure := self._failure_at(endpoint_id):
+            raise failure
+        self._needed.add(endpoint_id)
 
     async def register_for_peers(self, model: ServedModel) -> None:
         """Have the KV routers of the other role listen to this worker's cache events, unless it has left. Frontends
@@ -227,16 +238,25 @@ class Runtime:
             first_tokens=await self._first_tokens(),
         )
         if self._config.may_switch:
-            await self._list(self._config.worker_endpoint_id, self.endpoint_for_workers)
+            endpoint_id, endpoint = self._config.worker_endpoint_id, self.endpoint_for_workers
         else:
-            await self._list(self._config.frontend_endpoint_id, self.endpoint_for_frontends)
+            endpoint_id, endpoint = self._config.frontend_endpoint_id, self.endpoint_for_frontends
+        self._needed.add(endpoint_id)
+        await self._list(endpoint_id, endpoint)
         # `_list` may add an endpoint meanwhile, which has to finish its own requests, too.
         while not all(each.done() for each in self._serving.values()):
             await self._has_ended.wait()
             self._has_ended.clear()
-            for each in self._serving.values():
-                if each.done():
-                    each.result()
+            for endpoint_id in self._needed:
+                if failure := self._failure_at(endpoint_id):
+                    raise failure
+
+    def _failure_at(self, endpoint_id: str) -> BaseException | None:
+        """Why the endpoint is not served any more."""
+        serving = self._serving.get(endpoint_id)
+        if serving is None or not serving.done() or serving.cancelled():
+            return None
+        return serving.exception()
 
     async def _first_tokens(self) -> FirstTokens | None:
         """None with Dynamo before 1.6, and for worker types that have none."""
@@ -266,7 +286,13 @@ class Runtime:
             await self.leave()
 
     async def _list(self, endpoint_id: str, endpoint: Any) -> None:
-        """Answer requests at an endpoint, and enter it into discovery, unless this worker has left."""
+        """Answer requests at an endpoint, and enter it into discovery, unless this worker has left. Raises
+        PeerUnavailableError for an endpoint that failed before: Dynamo serves none a second time.
+        """
+        if failure := self._failure_at(endpoint_id):
+            raise PeerUnavailableError(
+                f"this worker cannot be called at {endpoint_id} before it is restarted; it failed there: {failure}"
+            )
         if endpoint in self._listed or self._has_left:
             return
         if endpoint_id in self._serving:
@@ -281,7 +307,13 @@ class Runtime:
                 health_check_payload=self._health_check,
             )
         )
-        serving.add_done_callback(lambda _: self._has_ended.set())
+        serving.add_done_callback(partial(self._on_end, endpoint_id, endpoint))
+
+    def _on_end(self, endpoint_id: str, endpoint: Any, _: object) -> None:
+        if failure := self._failure_at(endpoint_id):
+            log.error("this worker cannot be called at %s: %s", endpoint_id, failure)
+            self._listed.pop(endpoint, None)
+        self._has_ended.set()
 
     def shutdown(self) -> None:
         self._is_shut_down = True

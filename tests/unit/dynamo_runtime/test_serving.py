@@ -15,17 +15,18 @@ from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime import worker_endpoint
 from trtllm_disagg.dynamo_runtime.handler import refuse_control
 from trtllm_disagg.dynamo_runtime.worker_endpoint import Runtime, ServedModel
+from trtllm_disagg.errors import PeerUnavailableError
 from trtllm_disagg.types import GenerateRequest, RequestContext, TokenChunk
 
 MODEL = ServedModel(16, 8, 1, 64, 64)
 
 
 class Endpoint:
-    """Keeps the calls that change discovery. `fails`: the next one raises."""
+    """Keeps the calls that change discovery. `fails`: the next one raises. `cannot_be_served`: so does serving."""
 
     def __init__(self) -> None:
         self.ended = asyncio.get_running_loop().create_future()
-        self.is_served = self.fails = False
+        self.is_served = self.fails = self.cannot_be_served = False
         self.calls: list[str] = []
         self.labels: list[tuple[str, str]] = []
         self.cards: list[Any] = []
@@ -33,6 +34,8 @@ class Endpoint:
     async def serve_endpoint(
         self, handler: object, *, metrics_labels: list[tuple[str, str]], **_: Any
     ) -> None:
+        if self.cannot_be_served:
+            raise ConnectionError("read-only file system")
         self.is_served = True
         self.labels = metrics_labels
         await self.ended
@@ -55,14 +58,16 @@ async def unused(request: GenerateRequest, context: RequestContext) -> AsyncGene
 
 
 @asynccontextmanager
-async def at_frontends(
+async def at_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> AsyncIterator[tuple[Runtime, Endpoint, asyncio.Task[None]]]:
-    """A worker that came to the frontends' endpoint later than to its own."""
+    """A worker that is not yet at the frontends' endpoint, and that endpoint."""
 
     async def nothing(*_: object, **__: object) -> None: ...
 
     async def keep(*_: object, runtime_config: Any, **__: object) -> None:
+        for _turn in range(3):  # turns of the loop, in which a failed endpoint is noticed
+            await asyncio.sleep(0)
         front.cards.append(runtime_config)
 
     monkeypatch.setattr(worker_endpoint, "register_model", keep)
@@ -75,8 +80,6 @@ async def at_frontends(
     serving = asyncio.create_task(runtime.serve(unused, dict, refuse_control))
     try:
         await until(lambda: own.is_served)
-        await runtime.register(MODEL)
-        await until(lambda: front.is_served)
         yield runtime, front, serving
     finally:
         for each in (own, front):
@@ -84,6 +87,17 @@ async def at_frontends(
                 each.ended.set_result(None)
         await asyncio.wait({serving})
         runtime.shutdown()
+
+
+@asynccontextmanager
+async def at_frontends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> AsyncIterator[tuple[Runtime, Endpoint, asyncio.Task[None]]]:
+    """A worker that came to the frontends' endpoint later than to its own."""
+    async with at_its_own(monkeypatch) as (runtime, front, serving):
+        await runtime.register(MODEL)
+        await until(lambda: front.is_served)
+        yield runtime, front, serving
 
 
 async def test_metrics_of_an_endpoint_have_both_names_of_the_models_label(
@@ -126,6 +140,21 @@ async def test_a_later_endpoint_that_fails_ends_serving(monkeypatch: pytest.Monk
         with pytest.raises(ConnectionError):
             async with asyncio.timeout(5):
                 await serving
+
+
+async def test_a_later_endpoint_that_cannot_be_served_fails_its_entry_and_not_the_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A `switch` while discovery cannot be written."""
+    async with at_its_own(monkeypatch) as (runtime, front, serving):
+        front.cannot_be_served = True
+        with pytest.raises(ConnectionError, match="read-only"):
+            await runtime.register(MODEL)
+        await asyncio.wait({serving}, timeout=0.05)
+        assert not serving.done()
+        with pytest.raises(PeerUnavailableError, match="before it is restarted; it failed there: read-only"):
+            await runtime.register(MODEL)
+        assert runtime.listed_at() == ["dyn://dynamo.prefill.generate"]
 
 
 async def test_a_worker_that_leaves_while_it_is_entered_is_not_in_discovery(
