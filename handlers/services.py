@@ -271,6 +271,7 @@ def _strategy_router(
     decider = create_decider(config.prefill_decider, sources, live.thresholds)
     deployed = {name: conditional(decider, kept, way) for name, way in ways.items()}
     ways["local"] = kept
+    # `auto` chooses between two: the first order in the table that starts here, and the first that starts at a peer.
     own_order, relayed_order = _own_orders(parts.role)[0], _relayed_orders(parts.role)[0]
     prefilling = InProgress()
     if not parts.pushes:  # else the engine has the request before there is a first token

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
+from contextlib import aclosing, asynccontextmanager
 from functools import cached_property
 from typing import Any
 
@@ -21,11 +20,11 @@ from trtllm_disagg.config.settings import parse_endpoint_id
 from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.dynamo_runtime.error_mapping import from_dynamo
 from trtllm_disagg.dynamo_runtime.handler import DESCRIBE
+from trtllm_disagg.dynamo_runtime.system_port import without_system_port
 from trtllm_disagg.processes.rate_limited_log import RateLimitedLog
 from trtllm_disagg.types import GenerateRequest, RequestContext
 
 _DESCRIBE_SECONDS = 5.0
-_SYSTEM_PORT = "DYN_SYSTEM_PORT"
 log = logging.getLogger(__name__)
 _warn = RateLimitedLog(log)
 
@@ -124,7 +123,7 @@ async def _short_lived_runtime(config: WorkerConfig, runtime: Any) -> AsyncItera
     if config.discovery_backend != "file":
         yield runtime
         return
-    with _without_system_port():
+    with without_system_port():
         listing = DistributedRuntime(
             asyncio.get_running_loop(), "file", config.request_plane, event_plane=config.event_plane
         )
@@ -132,17 +131,6 @@ async def _short_lived_runtime(config: WorkerConfig, runtime: Any) -> AsyncItera
         yield listing
     finally:
         listing.shutdown()
-
-
-@contextmanager
-def _without_system_port() -> Iterator[None]:
-    """Keeps the short-lived runtime from opening this worker's system port. Dynamo has no argument for it."""
-    port = os.environ.pop(_SYSTEM_PORT, None)
-    try:
-        yield
-    finally:
-        if port is not None:
-            os.environ[_SYSTEM_PORT] = port
 
 
 class KvOverlaps:

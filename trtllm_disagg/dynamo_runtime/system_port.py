@@ -1,9 +1,11 @@
-"""The port of a worker's /health and /metrics."""
+"""The port of a worker's /health and /metrics, which Dynamo reads from the environment."""
 
 from __future__ import annotations
 
+import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from trtllm_disagg.errors import ConfigError
 
@@ -26,3 +28,16 @@ def require_system_port(environ: Mapping[str, str]) -> None:
     except OSError as error:
         allowed = f"a port on {host} ({_SYSTEM_HOST}) that can be listened on ({error.strerror or error})"
         raise ConfigError.bad_value(_SYSTEM_PORT, port, allowed) from None
+
+
+@contextmanager
+def without_system_port() -> Iterator[None]:
+    """Keeps a runtime that is made inside, and that does not serve, from opening this worker's system port. Dynamo has
+    no argument for it.
+    """
+    port = os.environ.pop(_SYSTEM_PORT, None)
+    try:
+        yield
+    finally:
+        if port is not None:
+            os.environ[_SYSTEM_PORT] = port
