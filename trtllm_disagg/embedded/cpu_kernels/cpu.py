@@ -7,6 +7,7 @@ where those were set by hand, the level is no higher than they are.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 from collections.abc import Mapping
@@ -44,6 +45,8 @@ _AVX2_ENVIRONMENT = {
 #: How OpenMP's threads wait for work, and for each other: some 20 us, then asleep. Threads that spin for longer starve
 #: other workers; those that sleep at once come late to each of the many products of a prefill (docs/log.md).
 WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
+#: arch/x86/include/uapi/asm/prctl.h, and the system call's number on x86-64.
+_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 _MALLOC = "GLIBC_TUNABLES"
 #: With it glibc's malloc asks for huge pages, which Linux gives to those who ask. With pages of 4 KiB a processor
 #: spends much of a small step, which reads every weight once, on looking up addresses (docs/log.md).
@@ -76,6 +79,15 @@ class CpuFeatures:
 def this_cpu() -> CpuFeatures:
     """As this process may use it. Raises ConfigError for a level that there is not."""
     return features_of(os.environ, platform.machine(), _flags())
+
+
+@cache
+def may_use_tiles() -> bool:
+    """Whether this process may use AMX. Linux kills one that has not asked for it; oneDNN asks, too."""
+    if not this_cpu().has_amx:
+        return False
+    asked = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA)
+    return bool(asked == 0)
 
 
 def environment_of(environment: Mapping[str, str]) -> dict[str, str]:

@@ -20,6 +20,7 @@ from numba.extending import intrinsic
 
 from trtllm_disagg.embedded.cpu_kernels.compiled import compiled
 from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
+from trtllm_disagg.embedded.cpu_kernels.gemm_amx import multiply_tiles
 from trtllm_disagg.embedded.cpu_kernels.llvm_ir import (
     CACHE_LINE,
     F32,
@@ -205,8 +206,11 @@ _beside_3, _beside_4, _beside_5, _beside_6 = (_pass_of(rows, True) for rows in r
 def multiply(x: Any, weight: Any, block: Any, out: Any, first: Any, last: Any) -> None:
     """out (rows, at least 64 * last) float32 = x (rows, inputs) float32, or bfloat16 as uint16, by panels `first` to
     `last` of the weight at address `weight`. x and out have their rows' elements side by side; for bfloat16 `block` is
-    even.
+    even. A negative one is `gemm_amx.as_block` of a weight that lies as tiles need it.
     """
+    if block < 0:
+        multiply_tiles(x, weight, out, 2 * first, min(2 * last, -block))
+        return
     rows, inputs = x.shape
     item, x_stride, out_stride = x.itemsize, x.strides[0], out.strides[0]
     passes = (rows + _MOST - 1) // _MOST

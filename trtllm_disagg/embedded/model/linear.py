@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
+from trtllm_disagg.embedded.cpu_kernels.cpu import may_use_tiles, this_cpu
+from trtllm_disagg.embedded.cpu_kernels.gemm_amx import TILE_INPUTS, TILE_PANEL, as_block
 from trtllm_disagg.embedded.cpu_kernels.gemm_small_m import PANEL, multiply_by_all
 from trtllm_disagg.embedded.cpu_kernels.layer_kernels import as_array
 from trtllm_disagg.embedded.cpu_kernels.parallel import num_threads
@@ -27,6 +28,9 @@ MOST_ROWS = 48
 #: oneDNN is asked for a large product: with several threads it may cut the sums of a small one differently.
 _PROBE_ROWS = 64
 _PROBED = (1, 5)
+#: With tiles oneDNN itself sums otherwise for another number of rows: one number of ten thousand is another one, and of
+#: those of a weight that is packed otherwise nearly all.
+_EQUAL_BY_TILES = 0.98
 #: oneDNN packs for products of about so many.
 _HINT_ROWS = 8
 
@@ -40,7 +44,7 @@ class Panels:
     address: int
     num_panels: int
     inputs: int
-    #: How many inputs are summed before the sum is added to the total.
+    #: How many inputs are summed before the sum is added to the total; or `gemm_amx.as_block`.
     block: int
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
@@ -64,11 +68,17 @@ def panels_of(
         address, nbytes = torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed)
     except (AttributeError, RuntimeError):  # operators private to torch
         return None
-    if nbytes != num_panels * PANEL * inputs * dtype.itemsize:
+    by_tiles = dtype == torch.bfloat16 and may_use_tiles()
+    width = TILE_PANEL if by_tiles else PANEL
+    if nbytes != -(-outputs // width) * width * inputs * dtype.itemsize:
         return None
     numbers = np.random.default_rng(0).standard_normal((_PROBE_ROWS, inputs), np.float32)
     x = torch.from_numpy(numbers).to(dtype)
     expected = library(x)
+    if by_tiles:
+        tiled = Panels(address, num_panels, inputs, as_block(outputs))
+        fits = inputs % TILE_INPUTS == 0 and _share_of_equal(tiled, x, expected) >= _EQUAL_BY_TILES
+        return tiled if fits else None
     for block in (*_BLOCKS, inputs):
         panels = Panels(address, num_panels, inputs, block)
         if all(
@@ -76,6 +86,11 @@ def panels_of(
         ):
             return panels
     return None
+
+
+def _share_of_equal(panels: Panels, x: torch.Tensor, expected: torch.Tensor) -> float:
+    made = panels.product(x)[:, : expected.shape[1]].to(x.dtype)
+    return (made == expected).double().mean().item()
 
 
 def _most_rows() -> float:

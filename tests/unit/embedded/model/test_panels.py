@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
+from trtllm_disagg.embedded.cpu_kernels.cpu import may_use_tiles, this_cpu
 from trtllm_disagg.embedded.model.linear import MOST_ROWS, PackedLinear, panels_of
 
 SHAPES = [(64, 64), (192, 512), (128, 640), (1000, 96), (128, 1536), (64, 2816), (3, 2)]
@@ -44,7 +44,32 @@ def test_bfloat16_has_the_librarys_bits_where_the_kernel_is_used(outputs: int, i
         pytest.skip("the kernel does not give the library's bits here, so it is not used")
     x = torch.randn(20, inputs).to(torch.bfloat16)
     with torch.inference_mode():
-        assert torch.equal(packed(x), packed.by_library(x))
+        if may_use_tiles():  # where the library sums 20 rows otherwise than one
+            assert all(torch.equal(packed(x[i : i + 1]), packed.by_library(x[i : i + 1])) for i in range(20))
+        else:
+            assert torch.equal(packed(x), packed.by_library(x))
+
+
+@pytest.mark.skipif(not may_use_tiles(), reason="this CPU has no AMX, or the kernel allows none")
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(64, 64), (192, 512), (1000, 96), (128, 1536), (259, 64), (3, 32)]
+)
+def test_bfloat16_row_has_the_same_bits_in_any_batch_by_tiles(outputs: int, inputs: int, bias: bool) -> None:
+    packed = PackedLinear(linear(outputs, inputs, torch.bfloat16, bias))
+    assert packed.panels is not None
+    x = torch.randn(MOST_ROWS, inputs).to(torch.bfloat16)
+    with torch.inference_mode():
+        every = packed(x)
+        for rows in range(1, MOST_ROWS):
+            assert torch.equal(packed(x[:rows]), every[:rows]), rows
+
+
+@pytest.mark.skipif(not may_use_tiles(), reason="this CPU has no AMX, or the kernel allows none")
+def test_a_weight_that_lies_otherwise_is_left_to_the_library() -> None:
+    layer, other = (linear(128, inputs, torch.bfloat16, bias=False) for inputs in (64, 64))
+    packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.roll(1, 0).contiguous(), 8)
+    assert panels_of(packed, torch.bfloat16, 128, 64, other) is None
 
 
 def test_a_product_that_it_does_not_reproduce_is_left_to_the_library() -> None:
