@@ -33,7 +33,7 @@ _RESULTS, _X, _WEIGHTS = ((0, 1), (2, 3)), (4, 5), (6, 7)
 #: Places in the 64 bytes that describe the tiles.
 _PALETTE, _LINE_BYTES, _ROWS = 0, 16, 48
 
-# numba needs none by itself.
+# LLVM reads inline assembly with it; numba sets up none.
 binding.initialize_native_asmparser()
 
 
