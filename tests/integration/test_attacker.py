@@ -189,7 +189,7 @@ def attack(metadata: PeerMetadata, address: NixlAddress, tls: str) -> Any:
     return as_stranger(
         NIXL_WITH_A_STOLEN_CARD,
         json.dumps(aim),
-        packages=("numpy", "nixl_cu12._api"),
+        packages=("numpy", "nixl_cu13._api"),
         env={"UCX_TLS": tls, "ERROR_MODE": mode, "UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"},
     )
 

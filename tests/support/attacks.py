@@ -119,7 +119,7 @@ print(json.dumps({"heard": bytes(heard).hex(), "got": got, "held": len(held)}))
 #: NIXL let it read, and whether it let it write.
 NIXL_WITH_A_STOLEN_CARD = r"""
 import numpy as np
-from nixl_cu12 import _api
+from nixl_cu13 import _api
 aim = json.loads(sys.argv[1])
 result = {"read": "", "wrote": False, "why": []}
 try:

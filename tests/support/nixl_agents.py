@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 from typing import Any
 
-from nixl_cu12._api import nixl_agent
+from nixl_cu13._api import nixl_agent
 
 from trtllm_disagg.testing.fake_transport import WaitsFor
 

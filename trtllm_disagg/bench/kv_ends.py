@@ -1,5 +1,5 @@
 """Both ends of `bench transfer`: a sender process with a filled pool, and a receiving pool in this process; and the
-baselines of a pull: memcpy inside one process, and the system call that NIXL's `cma` uses.
+baselines of a pull: memcpy inside one process or one GPU, and the system call that NIXL's `cma` uses.
 
 The pools have the shapes of real models. The engine's own KvSender and KvReceiver lease and pull the blocks.
 """
@@ -39,12 +39,12 @@ _PULL_SECONDS = 120.0
 _FILL_FACTOR = np.uint32(2654435761)
 
 
-def fill(pool: np.ndarray) -> None:
-    """Fills a flat uint8 pool with words that encode their own position."""
-    step = 4 << 20
-    for start in range(0, len(pool), step):
-        part = pool[start : start + step]
-        part[:] = filled_bytes(start, len(part))
+def fill(pool: torch.Tensor) -> None:
+    """Fills a pool with words that encode their own position."""
+    flat, step = pool.view(torch.uint8).view(-1), 4 << 20
+    for start in range(0, len(flat), step):
+        part = flat[start : start + step]
+        part.copy_(torch.from_numpy(filled_bytes(start, len(part))))
 
 
 def filled_bytes(offset: int, count: int) -> np.ndarray:
@@ -57,6 +57,7 @@ def filled_bytes(offset: int, count: int) -> np.ndarray:
 class SenderStart:
     backend: str
     shape: KvShape
+    device: str
 
 
 class Sender:
@@ -65,8 +66,8 @@ class Sender:
     def __init__(self, start: SimpleNamespace) -> None:
         self._shape = shape = KvShape(**start.shape)
         self._transport = create_transport(start.backend, OneHost())
-        self._pool = shape.pool_of(self._transport)
-        fill(self._pool.view(torch.uint8).numpy().reshape(-1))
+        self._pool = shape.pool_of(self._transport, start.device)
+        fill(self._pool)
         self._sender = KvSender(
             self._transport,
             shape.layout,
@@ -104,11 +105,11 @@ class Sender:
 class Receiver:
     """The receiving pool in this process and its KvReceiver."""
 
-    def __init__(self, backend: str, shape: KvShape, sender: ChildProcess) -> None:
+    def __init__(self, backend: str, shape: KvShape, device: str, sender: ChildProcess) -> None:
         self._shape = shape
         self._sender = sender
         self._transport = create_transport(backend, OneHost())
-        self.pool = shape.pool_of(self._transport)
+        self.pool = shape.pool_of(self._transport, device)
         self._transport.serve("bench-receiver")
         self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._peers = Peers(
@@ -136,7 +137,7 @@ class Receiver:
     def require_arrived(self, remote: Sequence[int], local: Sequence[int]) -> None:
         """Raises KvTransferError unless every byte of these blocks equals the sender's."""
         shape = self._shape
-        pool = self.pool.view(torch.uint8).numpy().reshape(shape.pool_blocks, -1)
+        pool = self.pool.view(torch.uint8).cpu().numpy().reshape(shape.pool_blocks, -1)
         for there, here in zip(remote, local, strict=True):
             if not np.array_equal(pool[here], filled_bytes(there * shape.block_bytes, shape.block_bytes)):
                 raise KvTransferError(f"block {there} did not arrive whole in {here}")
@@ -147,12 +148,12 @@ class Receiver:
 
 
 @contextmanager
-def connected(backend: str, shape: KvShape) -> Iterator[tuple[ChildProcess, Receiver]]:
+def connected(backend: str, shape: KvShape, device: str = "cpu") -> Iterator[tuple[ChildProcess, Receiver]]:
     """A sender process and a receiver. Raises KvTransferError if the sender cannot start."""
-    factory, start = f"{__name__}:Sender", SenderStart(backend, shape)
+    factory, start = f"{__name__}:Sender", SenderStart(backend, shape, device)
     with ChildProcess(factory, start, {"OMP_NUM_THREADS": "1"}, failure=KvTransferError) as sender:
         sender.await_ready()
-        receiver = Receiver(backend, shape, sender)
+        receiver = Receiver(backend, shape, device, sender)
         try:
             yield sender, receiver
         finally:
@@ -176,6 +177,28 @@ class MemcpyPools:
         def copy() -> None:
             for remote, local, count in runs:
                 self.target[local : local + count] = self.source[remote : remote + count]
+
+        return copy
+
+
+class GpuPools:
+    """Two pools on one GPU, and the copies that its driver makes between them."""
+
+    def __init__(self, shape: KvShape) -> None:
+        self._block_bytes = shape.block_bytes
+        self.source, self.target = (
+            torch.zeros((shape.pool_blocks, shape.block_bytes), dtype=torch.uint8, device="cuda")
+            for _ in range(2)
+        )
+
+    def copying(self, ranges: np.ndarray) -> Callable[[], None]:
+        """Copies the blocks that a pull of these `ranges` (see KvShape.ranges) moves, and waits for the copies."""
+        runs = [tuple(run) for run in (ranges // self._block_bytes).tolist()]
+
+        def copy() -> None:
+            for remote, local, count in runs:
+                self.target[local : local + count].copy_(self.source[remote : remote + count])
+            torch.cuda.synchronize()
 
         return copy
 

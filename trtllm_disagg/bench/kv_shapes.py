@@ -54,12 +54,12 @@ class KvShape:
 
         return KvLayout("bench", self.layers, self.tokens_per_block, self.kv_heads, self.head_dim, self.dtype)
 
-    def pool_of(self, transport: StagingTransport) -> torch.Tensor:
+    def pool_of(self, transport: StagingTransport, device: str = "cpu") -> torch.Tensor:
         """(blocks, layers, K and V, tokens, heads, head dimension)"""
         import torch
 
         size = (self.pool_blocks, self.layers, 2, self.tokens_per_block, self.kv_heads, self.head_dim)
-        return transport.allocate(size, getattr(torch, self.dtype), torch.device("cpu"))
+        return transport.allocate(size, getattr(torch, self.dtype), torch.device(device))
 
     def blocks(self, pattern: str, seed: int) -> list[int]:
         """`contiguous`: one run. `scattered`: no two neighbours in a row, the worst case of an allocator."""

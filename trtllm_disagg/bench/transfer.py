@@ -1,7 +1,7 @@
 """`trtllm-disagg bench transfer`: how fast one prompt's KV moves from one engine's pool into another's.
 
 Two processes with the real KvSender and KvReceiver; blocks are read straight into place. The same rounds also measure
-memcpy of as many bytes inside one process, and the bare system call.
+memcpy of as many bytes inside one process, and the bare system call; with `--device cuda` copies inside one GPU.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from trtllm_disagg.bench.kv_shapes import SHAPES, KvShape
 from trtllm_disagg.bench.machine import seconds_of
 from trtllm_disagg.bench.report import Say, add_choice, add_number, add_output_arguments, run_benchmark
 from trtllm_disagg.config.settings import positive_up_to
+from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.exit_codes import ExitCode
-from trtllm_disagg.kv_transfer.transports import on_one_host
+from trtllm_disagg.kv_transfer.transports import TRANSPORTS, on_gpus, on_one_host
 
 PATTERNS = ("contiguous", "scattered")
 MEMCPY = "memcpy"
@@ -41,18 +42,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_choice(
         parser, "--shape", SHAPES, "the KV of a model: layers and heads of Llama-3.1-8B, of Qwen2.5-0.5B"
     )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where both pools are; cuda: on one GPU, and only transports that reach it (default: cpu)",
+    )
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Exit status 0. Raises KvTransferError when a byte arrives wrong."""
-    pairs = [(backend, SHAPES[shape]) for shape in args.shape for backend in args.transport]
+    """Exit status 0. Raises KvTransferError when a byte arrives wrong, ConfigError when there is no GPU."""
+    device: str = args.device
+    backends = [name for name in args.transport if device in TRANSPORTS[name].devices]
+    if not backends:
+        raise ConfigError.bad_value(
+            "--transport", " ".join(args.transport), f"with --device {device}: {', '.join(on_gpus())}"
+        )
+    require_device(device)
+    pairs = [(backend, SHAPES[shape]) for shape in args.shape for backend in backends]
     run_benchmark(
         "transfer",
         args,
-        lambda say: [time_pulls(backend, shape, args.rounds, say) for backend, shape in pairs],
-        lambda results: [section_of(times) for times in results],
+        lambda say: [time_pulls(backend, shape, args.rounds, say, device) for backend, shape in pairs],
+        lambda results: [section_of(times, name_of(device)) for times in results],
     )
     return ExitCode.DONE
+
+
+def require_device(device: str) -> None:
+    """Raises ConfigError for a GPU that torch does not see."""
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError.bad_value("--device", device, "cpu; torch sees no CUDA device here")
+
+
+def name_of(device: str) -> str:
+    """A GPU's name; empty for the CPU."""
+    if device == "cpu":
+        return ""
+    import torch
+
+    return torch.cuda.get_device_name(device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +96,12 @@ class PullTimes:
     #: By pattern, the number of ranges of a prompt's blocks after neighbours are merged.
     ranges: dict[str, int]
     seconds: dict[str, list[float]]
+    device: str = "cpu"
 
     @property
     def name(self) -> str:
-        return f"{self.shape.name} {self.backend}"
+        on_gpu = f" {self.device}" if self.device != "cpu" else ""
+        return f"{self.shape.name} {self.backend}{on_gpu}"
 
     def rate(self, name: str) -> Sample:
         """GiB/s of the whole prompt's KV."""
@@ -83,27 +116,30 @@ class PullTimes:
         return 1000 * Sample.of(self.seconds[name]).median
 
 
-def time_pulls(backend: str, shape: KvShape, rounds: int, say: Say) -> PullTimes:
+def time_pulls(backend: str, shape: KvShape, rounds: int, say: Say, device: str = "cpu") -> PullTimes:
     """Times everything once in each round, in random order, and checks the bytes at the end."""
     # Imported here because `--help` needs no torch.
     import numpy as np
 
-    from trtllm_disagg.bench.kv_ends import MemcpyPools, ProcessVmReadv, connected
+    from trtllm_disagg.bench.kv_ends import GpuPools, MemcpyPools, ProcessVmReadv, connected
 
     order = random.Random(0)
-    with connected(backend, shape) as (sender, receiver):
+    is_cpu = device == "cpu"
+    with connected(backend, shape, device) as (sender, receiver):
         pid, pool_address = sender.call("address")
         remote = {pattern: shape.blocks(pattern, seed=1) for pattern in PATTERNS}
         local = {pattern: shape.blocks(pattern, seed=2) for pattern in PATTERNS}
         ranges = {pattern: shape.ranges(remote[pattern], local[pattern]) for pattern in PATTERNS}
         say(f"{shape.name}, {backend}: first pull")
         first = receiver.pull(remote["contiguous"], local["contiguous"])
-        pools, whole = MemcpyPools(shape), np.array([[0, 0, shape.prompt_bytes]])
+        pools = MemcpyPools(shape) if is_cpu else GpuPools(shape)
+        whole = np.array([[0, 0, shape.prompt_bytes]])
         timed: dict[str, Callable[[], float]] = {MEMCPY: partial(seconds_of, pools.copying(whole))}
         for pattern in PATTERNS:
-            raw = ProcessVmReadv(pid, pool_address, receiver.pool.data_ptr(), ranges[pattern])
             timed[memcpy_of(pattern)] = partial(seconds_of, pools.copying(ranges[pattern]))
-            timed[readv_of(pattern)] = partial(seconds_of, raw)
+            if is_cpu:
+                raw = ProcessVmReadv(pid, pool_address, receiver.pool.data_ptr(), ranges[pattern])
+                timed[readv_of(pattern)] = partial(seconds_of, raw)
             timed[pattern] = partial(receiver.pull, remote[pattern], local[pattern])
         timed[ONE_BLOCK] = partial(receiver.pull, [3], [5])
         timed[NO_BLOCK] = partial(receiver.pull, [], [])
@@ -119,7 +155,7 @@ def time_pulls(backend: str, shape: KvShape, rounds: int, say: Say) -> PullTimes
             receiver.pool.zero_()
             receiver.pull(remote[pattern], local[pattern])
             receiver.require_arrived(remote[pattern], local[pattern])
-    return PullTimes(shape, backend, first, {p: len(r) for p, r in ranges.items()}, seconds)
+    return PullTimes(shape, backend, first, {p: len(r) for p, r in ranges.items()}, seconds, device)
 
 
 _COLUMNS = (
@@ -131,17 +167,20 @@ _COLUMNS = (
 )
 
 
-def section_of(times: PullTimes) -> Section:
+def section_of(times: PullTimes, gpu: str = "") -> Section:
+    """`gpu` names the one that both pools are on."""
     name, shape = times.name, times.shape
+    place = f" on one {gpu}" if gpu else ""
     one, none, first = times.milliseconds(ONE_BLOCK), times.milliseconds(NO_BLOCK), 1000 * times.first
     size = f"{shape.prompt_tokens} tokens, {shape.prompt_bytes / 2**20:.0f} MiB"
     # In names of figures, a pull is called by its pattern alone.
-    rows = (MEMCPY, *(row for p in PATTERNS for row in (memcpy_of(p), readv_of(p), p)))
+    wanted = (MEMCPY, *(row for p in PATTERNS for row in (memcpy_of(p), readv_of(p), p)))
+    rows = [row for row in wanted if row in times.seconds]
     return Section(
         "Besides",
         [
             Grid(
-                f"{shape.name} over {times.backend}: {size}",
+                f"{shape.name} over {times.backend}{place}: {size}",
                 ("",),
                 _COLUMNS,
                 {(f"pull {row}" if row in PATTERNS else row, row): _cells(times, row) for row in rows},
@@ -166,6 +205,6 @@ def _cells(times: PullTimes, row: str) -> dict[str, float | str]:
         "spread": share.spread / 2,
         "descriptors per request": times.ranges.get(pattern, 1),
     }
-    if pattern in PATTERNS:
+    if pattern in PATTERNS and readv_of(pattern) in times.seconds:
         cells["share of process_vm_readv"] = times.share(row, readv_of(pattern)).median
     return cells

@@ -28,6 +28,7 @@ from trtllm_disagg.kv_transfer.base import (
     require_running,
 )
 from trtllm_disagg.kv_transfer.host import huge_page_tensor, new_memory
+from trtllm_disagg.kv_transfer.nixl_package import nixl_api, require_package_for_gpus
 from trtllm_disagg.kv_transfer.ucx import ucx_environment, ucx_error_mode, ucx_settings
 from trtllm_disagg.processes.proc_stat import ProcessMark, own_mark
 
@@ -94,10 +95,8 @@ class NixlTransport:
         """`new_agent` makes a stand-in for NIXL's `nixl_agent` from a name and a configuration."""
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # read when the first agent is made
         # Import errors are the caller's to handle: DEFAULT falls back to shared memory, NIXL does not.
-        from nixl_cu12 import _api
-
-        self._api = _api
-        self._new_agent = new_agent or _api.nixl_agent
+        self._api = nixl_api()
+        self._new_agent = new_agent or self._api.nixl_agent
         self._scope = scope
         self._name = ""
         self._agent: Any = None
@@ -112,6 +111,8 @@ class NixlTransport:
         self._lost: list[_Buffer] = []
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if device.type == "cuda":
+            require_package_for_gpus(self._api)
         self._pool = new_memory(shape, dtype, device)
         return self._pool
 

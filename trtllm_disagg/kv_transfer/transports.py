@@ -34,6 +34,8 @@ class TransportSpec:
     scopes: tuple[type[TransferScope], ...]
     #: TensorRT-LLM has a backend of this name, too.
     is_tensorrt_llms: bool = False
+    #: Where the pools may be that it moves KV between.
+    devices: tuple[str, ...] = ("cpu",)
 
 
 _SPECS = (
@@ -42,6 +44,7 @@ _SPECS = (
         "trtllm_disagg.kv_transfer.nixl:NixlTransport",
         (OneHost, Network),
         is_tensorrt_llms=True,
+        devices=("cpu", "cuda"),
     ),
     TransportSpec(
         "SHARED_MEMORY",
@@ -67,6 +70,10 @@ def on_one_host() -> tuple[str, ...]:
     return tuple(name for name, spec in TRANSPORTS.items() if OneHost in spec.scopes)
 
 
+def on_gpus() -> tuple[str, ...]:
+    return tuple(name for name, spec in TRANSPORTS.items() if "cuda" in spec.devices)
+
+
 #: Where Linux lists devices for RDMA.
 _RDMA = Path("/sys/class/infiniband")
 _CMA_NEEDED = (
@@ -75,7 +82,7 @@ _CMA_NEEDED = (
     "SHARED_MEMORY for workers on one host"
 )
 _ROOM_NEEDED = f"more room ({{}}): {how_to_get(UCX_FREE)}; or set SHARED_MEMORY for workers on one host"
-_NIXL_REMEDY = ": pip install nixl-cu12==1.5.1; or set SHARED_MEMORY for workers on one host"
+_NIXL_REMEDY = ": pip install nixl-cu13==1.5.1; or set SHARED_MEMORY for workers on one host"
 _KEY = "cache_transceiver_config.backend"
 _TIMEOUT_SECONDS = 20.0
 _MARK = b"trtllm-disagg\0"

@@ -33,7 +33,7 @@ from trtllm_disagg.bench.transfer import (
     readv_of,
     section_of,
 )
-from trtllm_disagg.errors import KvTransferError
+from trtllm_disagg.errors import ConfigError, KvTransferError
 from trtllm_disagg.kv_transfer.host import huge_page_tensor
 
 TINY = KvShape(
@@ -73,8 +73,9 @@ def test_ranges_merge_neighbours_on_both_sides_only() -> None:
 
 
 def test_filled_pool_has_a_distinct_pattern_for_each_block() -> None:
-    pool = np.zeros(1 << 16, np.uint8)
-    fill(pool)
+    memory = torch.zeros(1 << 16, dtype=torch.uint8)
+    fill(memory)
+    pool = memory.numpy()
     assert np.array_equal(pool[512:1024], filled_bytes(512, 512))
     blocks = pool.reshape(-1, 256)
     assert len(np.unique(blocks, axis=0)) == len(blocks)
@@ -85,7 +86,7 @@ def test_filled_pool_has_a_distinct_pattern_for_each_block() -> None:
 
 def test_process_vm_readv_moves_exactly_the_ranges() -> None:
     source, target = huge_page_tensor((1 << 16,), torch.uint8), huge_page_tensor((1 << 16,), torch.uint8)
-    fill(source.numpy())
+    fill(source)
     ranges = np.asarray([[256 * i, 256 * (255 - i), 256] for i in range(0, 256, 2)], np.int64)
     ProcessVmReadv(os.getpid(), source.data_ptr(), target.data_ptr(), ranges)()
     for remote, local, count in ranges.tolist():
@@ -95,7 +96,7 @@ def test_process_vm_readv_moves_exactly_the_ranges() -> None:
 
 def test_process_vm_readv_takes_more_ranges_than_one_call_does() -> None:
     source, target = huge_page_tensor((1 << 16,), torch.uint8), huge_page_tensor((1 << 16,), torch.uint8)
-    fill(source.numpy())
+    fill(source)
     ranges = np.asarray([[16 * i, 16 * i, 16] for i in range(4096)], np.int64)
     ProcessVmReadv(os.getpid(), source.data_ptr(), target.data_ptr(), ranges)()
     assert torch.equal(source, target)
@@ -110,7 +111,7 @@ def test_process_vm_readv_of_no_process_is_an_error() -> None:
 def test_memcpy_copies_exactly_the_given_blocks(pattern: str) -> None:
     remote, local = TINY.blocks(pattern, seed=1), TINY.blocks(pattern, seed=2)
     pools = MemcpyPools(TINY)
-    fill(pools.source.reshape(-1))
+    fill(torch.from_numpy(pools.source))
     pools.copying(TINY.ranges(remote, local))()
     assert np.array_equal(pools.target[local], pools.source[remote])
     untouched = [block for block in range(TINY.pool_blocks) if block not in local]
@@ -186,6 +187,30 @@ def times_of(**seconds: list[float]) -> PullTimes:
     every = {name: [0.5, 1.0, 2.0] for name in names}
     every |= seconds
     return PullTimes(SHAPES["8b-bf16"], "NIXL", 0.1, {"contiguous": 1, "scattered": 128}, every)
+
+
+def test_a_transport_that_reaches_no_gpu_is_refused_with_those_that_do() -> None:
+    expected = "--transport: 'SHARED_MEMORY' is not allowed; expected with --device cuda: NIXL"
+    with pytest.raises(ConfigError, match=expected):
+        cli.run(["bench", "transfer", "--device", "cuda", "--transport", "SHARED_MEMORY"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_a_gpu_that_is_not_there_is_refused_before_anything_starts() -> None:
+    with pytest.raises(
+        ConfigError, match="--device: 'cuda' is not allowed; expected cpu; torch sees no CUDA"
+    ):
+        cli.run(["bench", "transfer", "--device", "cuda"])
+
+
+def test_pulls_on_a_gpu_are_told_by_their_names_and_have_no_system_call_beside_them() -> None:
+    seconds = {MEMCPY: [1.0], NO_BLOCK: [0.1], ONE_BLOCK: [0.2]}
+    for pattern in PATTERNS:
+        seconds |= {memcpy_of(pattern): [1.0], pattern: [2.0]}
+    times = PullTimes(SHAPES["8b-bf16"], "NIXL", 0.1, dict.fromkeys(PATTERNS, 1), seconds, "cuda")
+    figures = {f.figure: f for f in figures_of([section_of(times, "an H100")])}
+    assert figures["8b-bf16 NIXL cuda contiguous share of memcpy"].value == 50.0
+    assert not any("process_vm_readv" in name for name in figures)
 
 
 def test_rates_and_shares_of_memcpy() -> None:

@@ -217,7 +217,8 @@ def test_fetches_of_all_sizes_use_one_buffer(agents: ScriptedAgents) -> None:
 @pytest.fixture
 def without_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
     # What Python does with a name that is None here: it cannot be imported.
-    monkeypatch.setitem(sys.modules, "nixl_cu12", None)
+    for name in ("nixl_cu12", "nixl_cu13"):
+        monkeypatch.setitem(sys.modules, f"{name}._api", None)
 
 
 @pytest.mark.usefixtures("without_nixl")
@@ -231,7 +232,7 @@ def test_default_falls_back_to_shared_memory_with_a_warning(caplog: pytest.LogCa
 
 @pytest.mark.usefixtures("without_nixl")
 def test_nixl_by_name_does_not_fall_back() -> None:
-    with pytest.raises(ConfigError, match=r"'NIXL' is not allowed; expected .* pip install nixl-cu12"):
+    with pytest.raises(ConfigError, match=r"'NIXL' is not allowed; expected .* pip install nixl-cu13"):
         create_transport("NIXL", ONE_HOST)
 
 

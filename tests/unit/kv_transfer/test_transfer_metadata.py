@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from nixl_cu12._api import nixl_agent
+from nixl_cu13._api import nixl_agent
 
 from tests.conftest import Checkpoints
 from tests.support.cores import Core

@@ -152,7 +152,8 @@ class StepLayout:
         kv_heads = k.shape[1]
         grouped = query[span.start].view(1, kv_heads, num_heads // kv_heads, dim)
         attended = how.kernel()(grouped, k.transpose(0, 1)[None], v.transpose(0, 1)[None])
-        out[span.start] = attended.view(num_heads, dim)
+        # Not `view`: a kernel on CUDA leaves the heads behind the queries in memory.
+        out[span.start] = attended.reshape(num_heads, dim)
 
     def _attend_prefill(
         self, how: LayerAttention, span: _Span, query: torch.Tensor, out: torch.Tensor
