@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.parity.answers import Answer, Question, ask
-from tests.support.deployments import DEMO_CONFIGS, FIXED, Served, demo_config, served
+from tests.support.deployments import DEMO_CONFIGS, FIXED, Served, demo_config, served, wait_until
 from trtllm_disagg.deployment.up_command import engine_configs_in
 
 NEW_TOKENS = 40
@@ -83,3 +84,20 @@ def test_kv_moved_between_processes_on_the_gpu(strategy: str, deployments: dict[
     before = deployed.total("trtllm_disagg_kv_transfer_bytes_sum")
     tokens_of([ask(deployed.openai, question) for question in questions("moved")])
     assert deployed.total("trtllm_disagg_kv_transfer_bytes_sum") > before
+
+
+def test_killed_prefill_workers_cost_no_answer_on_a_gpu(configs_on_gpu: Path, tmp_path: Path) -> None:
+    """The decode worker has their memory mapped. One of two is killed, then the other one too."""
+    configs: Any = engine_configs_in(configs_on_gpu, "decode_first")
+    config = demo_config("decode_first", tmp_path / "run", engine_configs=configs, prefill_workers=2)
+    with served(config) as deployed:
+        right = tokens_of([ask(deployed.openai, question) for question in questions("undisturbed")])
+        for victim in deployed.deployment.of_role("prefill"):
+            with ThreadPoolExecutor(len(right)) as pool:
+                asked = [pool.submit(ask, deployed.openai, q) for q in questions(f"without {victim.name}")]
+                next(as_completed(asked))
+                psutil.Process(victim.pid).kill()
+                assert tokens_of([answer.result() for answer in asked]) == right
+        assert tokens_of([ask(deployed.openai, question) for question in questions("alone")]) == right
+        [decode] = deployed.of_role("decode")
+        wait_until(lambda: not decode.held_and_counted()[0], "the decode worker holds nothing")

@@ -98,6 +98,13 @@ def test_ucx_tls_of_the_environment_is_ignored_on_one_host(
     assert not caplog.records
 
 
+def test_a_gpu_s_memory_is_read_by_its_driver_unless_the_user_says_otherwise() -> None:
+    """UCX's own default reads it through the CPU where there is no NVLink."""
+    name = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
+    assert ucx.ucx_settings(OneHost(), "cuda", {})[name] == "on"
+    assert ucx.ucx_settings(OneHost(), "cuda", {name: "off"})[name] == "off"
+
+
 def test_between_hosts_ucx_listens_on_the_chosen_address_only() -> None:
     network = Network("127.0.0.1", b"k" * 32)
     assert (
