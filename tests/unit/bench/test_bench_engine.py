@@ -291,12 +291,13 @@ def test_the_command_measures_everything(quick: tuple[dict[str, Figure], str]) -
         "1M float32 scheduler and sampling of it",
         "1M float32 worker CPU per token",
         "1M float32 resident",
-        "added to TTFT by the LLM API",
         "1M float32 step, batch 4",
         "1M float32 step, context 128",
         "lookup in a pool of 10000 blocks",
     ):
         assert figures[name].value > 0, name
+    # A difference of two times: on a busy machine it may be below 0.
+    assert "added to TTFT by the LLM API" in figures
     assert {figure.target for figure in figures.values()} == {None}
 
 
