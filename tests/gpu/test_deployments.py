@@ -1,4 +1,4 @@
-"""Deployments whose workers compute on the GPU, behind the real frontend: each order answers as one engine does."""
+"""Deployments with workers that compute on the GPU, behind the real frontend: each order answers as one engine does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts the handoffs whose KV may still be read, for an engine that does not count them: what this worker can know."""
+"""Counts the handoffs with KV that may still be read, as far as this worker can know, where the engine does not."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from trtllm_disagg.deployment.supervisor import Supervisor
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes.proc_stat import birth
 
-#: A worker whose child has a session of its own, and is in a file before the worker is ready.
+#: A worker with a child in a session of its own, which is in a file before the worker is ready.
 WITH_CHILD = """
 import os, signal, subprocess, sys
 child = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"], start_new_session=True)

@@ -48,7 +48,7 @@ WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 #: arch/x86/include/uapi/asm/prctl.h, and the system call's number on x86-64.
 _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 _MALLOC = "GLIBC_TUNABLES"
-#: With it glibc's malloc asks for huge pages, which Linux gives to those who ask. With pages of 4 KiB a processor
+#: With it glibc's malloc asks for huge pages, which Linux gives to processes that ask. With pages of 4 KiB a processor
 #: spends much of a small step, which reads every weight once, on looking up addresses (docs/log.md).
 _HUGE_PAGES = "glibc.malloc.hugetlb"
 

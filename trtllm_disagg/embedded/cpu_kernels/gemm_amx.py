@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 from trtllm_disagg.embedded.cpu_kernels.compiled import compiled
 from trtllm_disagg.embedded.cpu_kernels.llvm_ir import I64, emit_loop, emit_prefetch, emitted
 
-#: Outputs of a panel: half of one of gemm_small_m.py's panels, in whose place two of these lie.
+#: Outputs of a panel: half of one of gemm_small_m.py's panels; two of these lie in its place.
 TILE_PANEL = 32
 #: Rows of a tile; of x, results, or pairs of inputs of the weight.
 TILE_ROWS = 16

@@ -1,4 +1,4 @@
-"""Kernels whose parts several threads compute: torch's own, those of the OpenMP library that it has loaded.
+"""Kernels in parts, which several threads compute: torch's own, those of the OpenMP library that it has loaded.
 
 Each thread takes the next part until none is left, so one that comes late, or that shares its processor, does less.
 Which thread computes a part does not change its bits.

@@ -143,7 +143,7 @@ def test_target_at_a_url_has_no_logs_and_no_lateness(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Faltering(Target):
-    """A target whose second look fails. The fourth one lets the load generator end."""
+    """The second look of this target fails. The fourth one lets the load generator end."""
 
     failure: Exception = field(default_factory=OSError)
     may_end: Path = Path()

@@ -1,4 +1,4 @@
-"""Products by tiles, of numbers whose sums are exact."""
+"""Products by tiles, of numbers with exact sums."""
 
 from __future__ import annotations
 

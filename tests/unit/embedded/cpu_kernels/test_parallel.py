@@ -1,4 +1,4 @@
-"""Kernels whose parts several threads compute: every part once, and the same bits as on one thread."""
+"""Kernels in parts, which several threads compute: every part once, and the same bits as on one thread."""
 
 from __future__ import annotations
 
