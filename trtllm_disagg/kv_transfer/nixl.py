@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import torch
 
-from trtllm_disagg.errors import KvTransferError
+from trtllm_disagg.errors import ConfigError, KvTransferError
 from trtllm_disagg.kv_transfer.access import OneHost, TransferScope
 from trtllm_disagg.kv_transfer.base import (
     STAGING_BYTES,
@@ -127,7 +127,7 @@ class NixlTransport:
         self._agent = _SerialAgent(self._new_agent(sender, config))
         with ucx_environment(ucx_settings(self._scope, self._pool.device.type, os.environ)):
             self._agent.create_backend("UCX", {"ucx_error_handling_mode": ucx_error_mode(self._scope)})
-        self._registration = self._register(self._pool)
+        self._registration = self._registered_pool(self._pool)
         self._local = self._own_table(self._pool, self._pool.shape[0], self._block_bytes)
         process = own_mark() if isinstance(self._scope, OneHost) else None
         metadata = bytes(self._agent.get_agent_metadata())
@@ -210,6 +210,18 @@ class NixlTransport:
     def _block_bytes(self) -> int:
         assert self._pool is not None
         return self._pool[0].nbytes
+
+    def _registered_pool(self, pool: torch.Tensor) -> Any:
+        """Raises ConfigError where UCX cannot have the pool; its own words are in the log."""
+        try:
+            return self._register(pool)
+        except Exception as error:  # the bindings raise a dozen unrelated types
+            kind = "a CUDA device, with CUDA's libraries beside it" if pool.is_cuda else "the CPU"
+            raise ConfigError.bad_value(
+                "cache_transceiver_config.backend",
+                "NIXL",
+                f"memory that UCX can register, {pool.nbytes} bytes of {kind}: {error}",
+            ) from error
 
     def _register(self, memory: torch.Tensor) -> Any:
         return self._agent.register_memory(

@@ -22,8 +22,8 @@ _TUNING = {
     # A whole run of blocks in one system call, and all of a request's in one round: a tenth less time.
     "UCX_CMA_SEG_SIZE": "16m",
     "UCX_CMA_TX_QUOTA": "inf",
-    # Without NVLink UCX would read another process's GPU memory in pieces through the CPU, over a thousand times slower
-    # within one GPU. Reads are what a decode worker does.
+    # Where it sees no NVLink, UCX would read another process's GPU memory in pieces through the CPU: within one GPU
+    # hundreds of times slower. A decode worker reads.
     "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",
 }
 

@@ -12,12 +12,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import msgspec
 import numpy as np
 import psutil
 import pytest
 import torch
+from nixl_cu13._api import nixl_agent
 
 from tests.support.meeting import wait_until
 from tests.support.nixl_agents import ScriptedAgents
@@ -209,6 +211,19 @@ def test_fetches_of_all_sizes_use_one_buffer(agents: ScriptedAgents) -> None:
     assert len(set(agents["fetcher"].own_tables)) == 1
     for pool in (sender, reader):
         pool.close()
+
+
+def test_a_pool_that_ucx_cannot_have_is_refused_by_name() -> None:
+    class Refusing(nixl_agent):  # type: ignore[misc]
+        def register_memory(self, *args: Any) -> Any:
+            raise RuntimeError("NIXL_ERR_BACKEND")
+
+    transport = NixlTransport(ONE_HOST, Refusing)
+    transport.allocate((4, 1, 2, 4, 2, 8), torch.float32, torch.device("cpu"))
+    expected = "'NIXL' is not allowed; expected memory that UCX can register, 2048 bytes of the CPU: NIXL_ERR_BACKEND"
+    with pytest.raises(ConfigError, match=expected):
+        transport.serve("refused")
+    transport.close()
 
 
 # -- when it is not installed
