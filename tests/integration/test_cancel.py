@@ -25,6 +25,8 @@ LONG_PROMPT = 1000
 LONGEST_PROMPT = 1900
 #: Tokens that take seconds.
 MANY = 1900
+#: As many as fit behind each of these prompts: long enough for a busy machine to see that the request runs.
+BEHIND_LONG, BEHIND_LONGEST = 1000, 100
 
 INFLIGHT = "dynamo_component_inflight_requests"
 DECODED = "trtllm_disagg_decode_tokens_total"
@@ -98,7 +100,7 @@ def test_a_client_that_hangs_up_before_the_first_token_leaves_nothing_running(
     deployed.wait_until_idle()
 
     for moment in range(TIMES):
-        with streaming(deployed, LONG_PROMPT, max_tokens=100) as connection:
+        with streaming(deployed, LONG_PROMPT, max_tokens=BEHIND_LONG) as connection:
             wait_until(lambda: deployed.total(INFLIGHT) > 0, "it has arrived")
             select.select([connection.sock], [], [], seconds_to_first_token * moment / TIMES)
         wait_until_all_know(deployed)
@@ -119,7 +121,7 @@ def test_a_running_prefill_stops_in_the_middle_of_its_prompt(strategy: str, depl
     for moment in range(TIMES):
         deployed.wait_until_idle()
         before = deployed.total(PREFILLED)
-        with streaming(deployed, LONGEST_PROMPT, max_tokens=1) as connection:
+        with streaming(deployed, LONGEST_PROMPT, max_tokens=BEHIND_LONGEST) as connection:
             wait_until(lambda: deployed.total(INFLIGHT) > 0, "it has arrived")
             select.select([connection.sock], [], [], seconds * moment / TIMES)
         deployed.wait_until_idle()
