@@ -165,7 +165,7 @@ class StepLayout:
         attended = out[rows] if len(asked) == span.num_queries else torch.empty_like(asked)
         queries, answers = _heads_first(asked), _heads_first(attended)
         keys, values = (
-            _heads_first(_whole_tiles(run[: span.context].to(query.dtype)))
+            _heads_first(_to_tiles_end(run.to(query.dtype), span.context))
             for run in self.pool.keys_and_values(how.layer, span.blocks)
         )
         grouped = queries.shape[1] != keys.shape[1]
@@ -218,11 +218,20 @@ def _span_of(row: ForwardRow, start: int, pool: KvPool) -> tuple[_Span, np.ndarr
 def _whole_tiles(run: torch.Tensor, before: int = 0) -> torch.Tensor:
     """(tokens, heads, dim), with so many zeros before, and others up to a tile's end: matrix kernels depend on how many
     queries and keys there are, and on which is where.
-
-    They are not used, but what the pool has there may be another sequence's, or infinite.
     """
     after = -(before + len(run)) % TILE
     return pad(run, (0, 0, 0, 0, before, after)) if before or after else run
+
+
+def _to_tiles_end(run: torch.Tensor, context: int) -> torch.Tensor:
+    """The first `context` of these keys or values, a copy of whole blocks, with zeros up to a tile's end. Those are not
+    used, but what the pool has there may be another sequence's, or infinite.
+    """
+    end = -(-context // TILE) * TILE
+    if end > len(run):
+        return _whole_tiles(run[:context])
+    run[context:end] = 0  # a sixth of a short tile's time less than to copy once more
+    return run[:end]
 
 
 def _heads_first(run: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,6 @@
-"""A kernel of torch may leave its result in memory as it likes: some on CUDA put the heads behind the queries."""
+"""What attention must not depend on: how a kernel of torch leaves its result in memory (some on CUDA put the heads
+behind the queries), and what the pool has behind a sequence.
+"""
 
 from __future__ import annotations
 
@@ -35,3 +37,24 @@ def test_attention_is_the_same_wherever_the_kernel_leaves_the_heads(
         for how in (LayerAttention, HeadsBehindQueries)
     )
     assert other.equal(usual)
+
+
+@pytest.mark.parametrize("size", [8, 16, 32, 64], ids="blocks of {}".format)
+@pytest.mark.parametrize("context", [20, 33, 64, 75])
+def test_what_the_pool_has_behind_a_sequence_does_not_count(context: int, size: int) -> None:
+    """In blocks that end before a tile does, with it, and behind it."""
+    generator = torch.Generator().manual_seed(context)
+    kv = torch.randn((16, 1, 2, size, KV_HEADS, DIM), generator=generator)
+    blocks = list(range(15, 15 - -(-context // size), -1))
+    used = context - (len(blocks) - 1) * size
+    query = torch.randn((context - 8, HEADS, DIM), generator=generator)
+    answers = []
+    for behind in (0.0, torch.inf, torch.nan):
+        kv[blocks[-1], :, :, used:] = behind
+        pool = KvPool(kv.clone())
+        row = ForwardRow([7] * (context - 8), 8, blocks, True, 1)
+        answers.append(StepLayout([row], pool).attend_stored(LayerAttention(0, 0.5), query))
+        assert pool.kv.isfinite().equal(kv.isfinite()), "the pool itself stays as it is"
+    assert answers[0].isfinite().all()
+    assert answers[1].equal(answers[0])
+    assert answers[2].equal(answers[0])
