@@ -11,7 +11,8 @@ import pytest
 
 from trtllm_disagg.exit_codes import ExitCode
 
-WAITS = "print(flush=True); time.sleep(60)"
+# Not in one sleep: a signal between Python's last look for one and the system call is not seen before its end.
+WAITS = "print(flush=True); [time.sleep(0.05) for _ in range(1200)]"
 WAITS_IN_A_LOOP = """
     async def wait():
         try:
