@@ -22,7 +22,7 @@ _TUNING = {
     # A whole run of blocks in one system call, and all of a request's in one round: a tenth less time.
     "UCX_CMA_SEG_SIZE": "16m",
     "UCX_CMA_TX_QUOTA": "inf",
-    # Where it sees no NVLink, UCX would read another process's GPU memory in pieces through the CPU: within one GPU
+    # Where it sees no NVLink, UCX would read another process's GPU memory through the CPU's: within one GPU
     # hundreds of times slower. A decode worker reads.
     "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",
 }
