@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -138,3 +140,34 @@ def test_the_second_stage_cannot_be_asked_for(pair: Served) -> None:
 
 def requests(pair: Served, workers: list[Worker]) -> float:
     return sum(worker.num_requests() for worker in workers)
+
+
+def test_a_worker_that_discovery_has_dropped_is_still_known_by_its_cache(pair: Served) -> None:
+    """File discovery drops a process that could not touch its files for 10 s, as on a machine that was asleep."""
+    holder = pair.first_stage[0]
+    prefix = fresh(PREFIX)
+    complete(pair, prefix, pin=holder)
+    wait_until(partial(is_known, pair, prefix, holder), "the router knows")
+    files = discovery_files(pair, holder)
+    assert any("event_sources" in path.parts for path in files)
+    for path in files:
+        path.unlink()
+
+    wait_until(lambda: len(discovery_files(pair, holder)) == len(files), "the worker is back")
+    wait_until(lambda: answered(pair, [300], holder), "the frontend knows it")
+    wait_until(partial(is_known, pair, prefix, holder), "the router knows its cache")
+
+    assert complete(pair, prefix + fresh(SUFFIX)).worker_ids == {holder.instance_id}
+
+
+def discovery_files(pair: Served, worker: Worker) -> list[Path]:
+    """What the frontend has of a worker: instance, model card, and the source of its cache events."""
+    directory = pair.deployment.config.run_dir / "discovery" / "v1"
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    sources = [
+        found[1]
+        for path in files
+        if (found := re.search(rf"source%5F(\w+)%2F{worker.instance_id:x}$", path.name))
+    ]
+    names = (f"{worker.instance_id:x}", *sources)
+    return [path for path in files if path.name.endswith(names) and "event_channels" not in path.parts]

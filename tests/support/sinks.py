@@ -26,6 +26,7 @@ class RecordingEventSink:
     """Dynamo's KvEventPublisher. Refuses what does not fit a signed 64-bit number, as that does."""
 
     events: list[Stored | Removed] = field(default_factory=list)
+    is_shut_down: bool = False
 
     def publish_stored(
         self,
@@ -44,6 +45,9 @@ class RecordingEventSink:
     def publish_removed(self, block_hashes: list[int]) -> None:
         _check(block_hashes)
         self.events.append(Removed(block_hashes))
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
 
 
 @dataclass(slots=True)

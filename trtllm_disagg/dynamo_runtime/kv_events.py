@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+import threading
+from array import array
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from itertools import takewhile
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from trtllm_disagg.dynamo_runtime.polling import EVENTS_TIMEOUT, PollingPublisher
 from trtllm_disagg.processes.rate_limited_log import RateLimitedLog
@@ -29,6 +32,96 @@ class EventSink(Protocol):
     ) -> None: ...
 
     def publish_removed(self, block_hashes: list[int]) -> None: ...
+
+
+class EventSource(EventSink, Protocol):
+    """Dynamo's KvEventPublisher: it has an entry in discovery, where routers find it, until `shutdown`."""
+
+    def shutdown(self) -> None: ...
+
+
+class _StoredBlock(NamedTuple):
+    tokens: array[int]
+    parent_hash: int | None
+    cache_salt: str | None
+
+
+class RenewableSource:
+    """An EventSource that can enter discovery again, for file discovery may drop it and Dynamo does not write its entry
+    again. The new entry's routers get all blocks that are stored now, because the engine tells of each block only once.
+    """
+
+    def __init__(self, open_source: Callable[[], EventSource]) -> None:
+        self._open = open_source
+        self._source = open_source()
+        #: By block hash.
+        self._blocks: dict[int, _StoredBlock] = {}
+        #: Events come from a thread of their own, `renew` from the event loop.
+        self._lock = threading.Lock()
+
+    def publish_stored(
+        self,
+        token_ids: list[int],
+        num_block_tokens: list[int],
+        block_hashes: list[int],
+        parent_hash: int | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> None:
+        with self._lock:
+            self._source.publish_stored(
+                token_ids, num_block_tokens, block_hashes, parent_hash, cache_salt=cache_salt
+            )
+            start, parent = 0, parent_hash
+            for block_hash, count in zip(block_hashes, num_block_tokens, strict=True):
+                tokens = array("q", token_ids[start : start + count])
+                self._blocks[block_hash] = _StoredBlock(tokens, parent, cache_salt)
+                start, parent = start + count, block_hash
+
+    def publish_removed(self, block_hashes: list[int]) -> None:
+        with self._lock:
+            self._source.publish_removed(block_hashes)
+            for block_hash in block_hashes:
+                self._blocks.pop(block_hash, None)
+
+    def renew(self) -> None:
+        with self._lock:
+            self._source.shutdown()
+            self._source = self._open()
+            for block_hash in self._parents_first():
+                tokens, parent, salt = self._blocks[block_hash]
+                self._source.publish_stored(
+                    tokens.tolist(), [len(tokens)], [block_hash], parent, cache_salt=salt
+                )
+
+    def _parents_first(self) -> Iterator[int]:
+        """A router cannot place a block before its parent, which the engine may have dropped and stored once more."""
+        children: dict[int | None, list[int]] = defaultdict(list)
+        for block_hash, block in self._blocks.items():
+            children[block.parent_hash].append(block_hash)
+        waiting = children[None]
+        while waiting:
+            yield (block_hash := waiting.pop())
+            waiting += children[block_hash]
+
+
+class EventSources:
+    """A worker's sources of cache events. One is renewable where discovery may drop it."""
+
+    def __init__(self, *, may_be_dropped: bool) -> None:
+        self._may_be_dropped = may_be_dropped
+        self._renewable: list[RenewableSource] = []
+
+    def open(self, open_source: Callable[[], EventSource]) -> EventSink:
+        if not self._may_be_dropped:
+            return open_source()
+        source = RenewableSource(open_source)
+        self._renewable.append(source)
+        return source
+
+    def renew(self) -> None:
+        for source in self._renewable:
+            source.renew()
 
 
 class KvEventForwarder(PollingPublisher):

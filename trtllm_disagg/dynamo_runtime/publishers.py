@@ -8,12 +8,13 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from dynamo.llm import FpmDirectPublisher, KvEventPublisher, WorkerMetricsPublisher
 
 from trtllm_disagg.config.worker_config import WorkerConfig
-from trtllm_disagg.dynamo_runtime.kv_events import EventSink, EventsOfRank, KvEventForwarder, OnLoop
+from trtllm_disagg.dynamo_runtime.kv_events import EventsOfRank, EventSources, KvEventForwarder, OnLoop
 from trtllm_disagg.dynamo_runtime.metrics import (
     DynamoMetrics,
     EngineMetrics,
@@ -167,11 +168,14 @@ async def create_publishers(
     model: ServedModel,
     live: LiveState,
     load_seconds: float,
+    sources: EventSources,
 ) -> list[PollingPublisher | ForwardPassMetrics]:
-    """The publishers that the flags ask for. `load_seconds`: how long the engine took to start."""
+    """The publishers that the flags ask for. `load_seconds`: how long the engine took to start. `sources` opens what is
+    renewed with this worker's other entries in discovery.
+    """
     metrics = DynamoMetrics(config, model.num_blocks, model.num_ranks)
     metrics.loaded(load_seconds)
-    events = _kv_events(config, runtime, engine, model.block_size, live.cached, metrics)
+    events = _kv_events(config, runtime, engine, model.block_size, live.cached, metrics, sources)
     if not config.reads_statistics:
         return [*events]
     sinks: list[StatsSink] = [engine.handoffs, live.occupancy]
@@ -203,6 +207,7 @@ def _kv_events(
     block_size: int,
     cached: CachedPrefixes,
     metrics: DynamoMetrics,
+    sources: EventSources,
 ) -> list[KvEventForwarder]:
     """What publishes cache events to frontends, to peers, and to this worker's own decider, as the flags say."""
     #: (endpoint, the endpoint that owns the KV state published there)
@@ -216,13 +221,16 @@ def _kv_events(
     loop = asyncio.get_running_loop()
 
     def of_rank(rank: int) -> EventsOfRank:
-        sinks: list[EventSink] = [
-            KvEventPublisher(
-                endpoint,
-                kv_block_size=block_size,
-                dp_rank=rank,
-                enable_local_indexer=True,
-                kv_state_endpoint=owner,
+        sinks = [
+            sources.open(
+                partial(
+                    KvEventPublisher,
+                    endpoint,
+                    kv_block_size=block_size,
+                    dp_rank=rank,
+                    enable_local_indexer=True,
+                    kv_state_endpoint=owner,
+                )
             )
             for endpoint, owner in listeners
         ]

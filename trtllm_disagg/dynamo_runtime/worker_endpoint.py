@@ -37,6 +37,7 @@ from trtllm_disagg.dynamo_runtime.handler import (
     as_dynamo_handler,
     health_check_payload,
 )
+from trtllm_disagg.dynamo_runtime.kv_events import EventSources
 from trtllm_disagg.dynamo_runtime.taints import Taints
 from trtllm_disagg.errors import ConfigError, PeerUnavailableError
 from trtllm_disagg.types import Generate
@@ -338,8 +339,11 @@ class DynamoRegistration:
     a frontend does not serve a model that both roles registered (measured, docs/log.md). All methods are idempotent.
     """
 
-    def __init__(self, runtime: Runtime, model: ServedModel, *, tells_peers: bool) -> None:
+    def __init__(
+        self, runtime: Runtime, model: ServedModel, event_sources: EventSources, *, tells_peers: bool
+    ) -> None:
         self._runtime = runtime
+        self._event_sources = event_sources
         self._model = model
         self._tells_peers = tells_peers
         self._files = DiscoveryFiles(runtime.instance_id)
@@ -366,6 +370,7 @@ class DynamoRegistration:
     async def renew(self) -> None:
         """Make every current entry in discovery again."""
         await self._runtime.list_again()
+        self._event_sources.renew()
         if self.is_at_frontends:
             with suppress(Exception):
                 await unregister_model(self._runtime.endpoint_for_frontends)

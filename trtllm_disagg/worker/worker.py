@@ -19,6 +19,7 @@ from trtllm_disagg.commands import KeyVerifier, NoKeyVerifier, Verifier
 from trtllm_disagg.config.engine_args import dump_config
 from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
 from trtllm_disagg.dynamo_runtime.advertised import Advertised
+from trtllm_disagg.dynamo_runtime.kv_events import EventSources
 from trtllm_disagg.dynamo_runtime.publishers import create_publishers
 from trtllm_disagg.dynamo_runtime.shutdown import Leaving, watch_for_freezes, watch_for_loss
 from trtllm_disagg.dynamo_runtime.system_port import require_system_port
@@ -179,10 +180,11 @@ class _Worker:
             return
         stage, occupancies = await self._open_peers(own, model.block_size)
         live = LiveState.of(config, model.block_size, occupancies)
-        registration = DynamoRegistration(runtime, model, tells_peers=config.tells_peers)
+        sources = EventSources(may_be_dropped=config.discovery_backend == "file")
+        registration = DynamoRegistration(runtime, model, sources, tells_peers=config.tells_peers)
         state = StageState(config, own, live, stage, registration, self.verifier)
         generate = self._request_path(engine, stage, live, state)
-        publishers = await create_publishers(config, runtime, engine, model, live, load_seconds)
+        publishers = await create_publishers(config, runtime, engine, model, live, load_seconds, sources)
         for publisher in publishers:
             await publisher.start()
         try:

@@ -16,6 +16,7 @@ from tests.unit.worker.test_stage_state import stage_state
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.discovery_files import DiscoveryFiles
 from trtllm_disagg.dynamo_runtime.handler import refuse_control
+from trtllm_disagg.dynamo_runtime.kv_events import EventSources
 from trtllm_disagg.dynamo_runtime.shutdown import watch_for_freezes, watch_for_loss
 from trtllm_disagg.dynamo_runtime.worker_endpoint import DynamoRegistration, Runtime, ServedModel
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
@@ -107,6 +108,10 @@ def files_of_endpoints(directory: Path) -> list[Path]:
     ]
 
 
+def no_events() -> EventSources:
+    return EventSources(may_be_dropped=True)
+
+
 async def no_tokens(*_: object) -> AsyncIterator[None]:
     yield
 
@@ -115,7 +120,7 @@ async def test_a_forgotten_worker_is_found_again(tmp_path: Path, monkeypatch: py
     """With Dynamo's own file discovery, after another process has removed its files."""
     monkeypatch.setenv("DYN_FILE_KV", str(tmp_path))
     runtime = Runtime(WorkerConfig(model="m", role=Role.DECODE, strategy="prefill_first"))
-    registration = DynamoRegistration(runtime, ServedModel(16, 8, 1, 64, 64), tells_peers=False)
+    registration = DynamoRegistration(runtime, ServedModel(16, 8, 1, 64, 64), no_events(), tells_peers=False)
     serving = asyncio.create_task(runtime.serve(_unused, dict, refuse_control))
     seen = await runtime.stage("dyn://dynamo.backend.generate")
     try:
@@ -135,7 +140,7 @@ async def test_a_worker_returns_to_discovery_after_another_process_has_removed_i
     """It was not frozen: for a while nothing could be written there, for example."""
     monkeypatch.setenv("DYN_FILE_KV", str(tmp_path))
     runtime = Runtime(WorkerConfig(model="m", role=Role.DECODE, strategy="prefill_first"))
-    registration = DynamoRegistration(runtime, ServedModel(16, 8, 1, 64, 64), tells_peers=False)
+    registration = DynamoRegistration(runtime, ServedModel(16, 8, 1, 64, 64), no_events(), tells_peers=False)
 
     async def return_if_lost() -> None:
         if await registration.is_lost():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.support.handling import until
 from tests.support.sinks import RecordingEventSink, Removed, Stored
-from trtllm_disagg.dynamo_runtime.kv_events import EventsOfRank, KvEventForwarder, signed
+from trtllm_disagg.dynamo_runtime.kv_events import EventsOfRank, EventSources, KvEventForwarder, signed
 from trtllm_disagg.handlers.decide import CachedPrefix
 from trtllm_disagg.testing.recording import LLM
 
@@ -217,3 +217,61 @@ def test_after_lost_events_nothing_is_taken_for_cached() -> None:
     forwarder.forward(stored(block(2, [14, 15, 16, 17]), event_id=5))
     assert index.num_cached([10, 11, 12, 13, 1]) == 0
     assert index.num_cached([14, 15, 16, 17, 1]) == BLOCK
+
+
+class Renewed:
+    """A source of events that discovery may drop, and all that were opened in its place."""
+
+    def __init__(self, *, may_be_dropped: bool = True) -> None:
+        self.opened: list[RecordingEventSink] = []
+        self.sources = EventSources(may_be_dropped=may_be_dropped)
+        self.sink = self.sources.open(self._open)
+
+    def _open(self) -> RecordingEventSink:
+        self.opened.append(RecordingEventSink())
+        return self.opened[-1]
+
+    def told(self) -> list[Stored | Removed]:
+        return self.opened[-1].events
+
+
+def test_a_renewed_source_repeats_the_blocks_that_are_stored() -> None:
+    renewed = Renewed()
+    renewed.sink.publish_stored(list(range(8)), [4, 4], [1, 2], 7, cache_salt="tenant-1")
+    renewed.sink.publish_stored([9, 9, 9, 9], [4], [7])
+    renewed.sink.publish_stored([8, 8, 8, 8], [4], [3])
+    renewed.sink.publish_removed([3])
+
+    renewed.sources.renew()
+
+    assert [each.is_shut_down for each in renewed.opened] == [True, False]
+    assert renewed.told() == [
+        Stored([9, 9, 9, 9], [4], [7], None, None),
+        Stored([0, 1, 2, 3], [4], [1], 7, "tenant-1"),
+        Stored([4, 5, 6, 7], [4], [2], 1, "tenant-1"),
+    ]
+
+
+def test_a_renewed_source_leaves_out_blocks_whose_parent_was_removed() -> None:
+    renewed = Renewed()
+    renewed.sink.publish_stored(list(range(8)), [4, 4], [1, 2])
+    renewed.sink.publish_removed([1])
+    renewed.sources.renew()
+    assert renewed.told() == []
+
+
+def test_events_after_a_renewal_reach_the_new_source_only() -> None:
+    renewed = Renewed()
+    renewed.sources.renew()
+    renewed.sink.publish_stored([1, 2, 3, 4], [4], [5])
+    renewed.sink.publish_removed([5])
+    assert [each.events for each in renewed.opened] == [
+        [],
+        [Stored([1, 2, 3, 4], [4], [5], None, None), Removed([5])],
+    ]
+
+
+def test_a_source_stays_as_it_is_where_discovery_drops_none() -> None:
+    renewed = Renewed(may_be_dropped=False)
+    renewed.sources.renew()
+    assert renewed.opened == [renewed.sink]
