@@ -141,6 +141,11 @@ class IdleTimer:
         self._wait.end()
 
 
+def _is_last(answer: Any, kind: str) -> bool:
+    """Whether a call may end with this answer: one to prefill may have a handoff, and no finish reason."""
+    return kind == "prefill" or (isinstance(answer, dict) and answer.get("finish_reason") is not None)
+
+
 #: Errors that count as failures of the instance. Overload and a bad request do not.
 _FAULTS = (PeerUnavailableError, StageTimeoutError, EngineError)
 
@@ -221,17 +226,21 @@ class CircuitBreakerInstance:
             async with aclosing(self._instance.call(request, context)) as answers:
                 timer.arm(f"answer to {kind}", timeouts.first)
                 with self._unanswered:
-                    first = await anext(answers, None)
-                if first is None:
-                    return  # no success either: the client may have left an instance that hangs
-                timer.disarm()
-                yield first
-                timer.arm(further, timeouts.next)
-                async for answer in answers:
+                    answer = await anext(answers, None)
+                if answer is not None:
                     timer.disarm()
                     yield answer
                     timer.arm(further, timeouts.next)
-                self._breaker.succeeded(self.instance_id)
+                    async for answer in answers:
+                        timer.disarm()
+                        yield answer
+                        timer.arm(further, timeouts.next)
+                if answer is not None and _is_last(answer, kind):
+                    self._breaker.succeeded(self.instance_id)
+                elif context is None or not context.is_stopped():
+                    raise PeerUnavailableError(
+                        f"the answer of {name_of(self.instance_id)} to {kind} ended too early"
+                    )
 
     @contextmanager
     def _counting_failures(self) -> Iterator[None]:

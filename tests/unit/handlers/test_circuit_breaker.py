@@ -107,9 +107,11 @@ def with_breaker(stage: Stage, clock: Clock | None = None, seconds: float = 30.0
     return CircuitBreakerClient(stage, breaker, timeouts)
 
 
-async def call(stage: CircuitBreakerClient) -> tuple[int, list[dict[str, Any]]]:
+async def call(
+    stage: CircuitBreakerClient, context: FakeContext | None = None
+) -> tuple[int, list[dict[str, Any]]]:
     instance = await stage.pick(request())
-    answers = [a async for a in instance.call({"errand": {"stage": "prefill"}}, FakeContext())]
+    answers = [a async for a in instance.call({"errand": {"stage": "prefill"}}, context or FakeContext())]
     return instance.instance_id, answers
 
 
@@ -180,7 +182,9 @@ async def test_client_leaving_a_silent_instance_does_not_reset_its_failures() ->
     stage = with_breaker(inner)
     await fail(stage)
     inner.calls[1] = until_its_client_leaves
-    assert await call(stage) == (1, [])
+    left = FakeContext()
+    left.stop()
+    assert await call(stage, left) == (1, [])
     inner.calls[1] = failing(PeerUnavailableError("x"))
     await fail(stage)
     assert stage.num_healthy() == 0
@@ -214,6 +218,23 @@ async def test_an_answer_that_cannot_be_read_counts_as_a_failure(
     stage = with_breaker(Stage(i1=unreadable, i2=well))
     for _ in range(2):
         with pytest.raises(PeerUnavailableError, match="unreadable answer") as raised:
+            await read(stage)
+        assert raised.value.peer == 1
+    assert (await stage.pick(request())).instance_id == 2
+
+
+@pytest.mark.parametrize("read", [read_decode, read_whole])
+@pytest.mark.parametrize("good_ones", [0, 1])
+async def test_an_answer_without_a_finish_reason_counts_as_a_failure(
+    read: Callable[[CircuitBreakerClient], Awaitable[object]], good_ones: int
+) -> None:
+    async def breaking_off() -> AsyncGenerator[dict[str, Any], None]:
+        for token in range(good_ones):
+            yield {"token_ids": [token]}
+
+    stage = with_breaker(Stage(i1=breaking_off, i2=well))
+    for _ in range(2):
+        with pytest.raises(PeerUnavailableError, match="ended too early") as raised:
             await read(stage)
         assert raised.value.peer == 1
     assert (await stage.pick(request())).instance_id == 2

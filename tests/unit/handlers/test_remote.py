@@ -179,6 +179,10 @@ async def test_a_client_that_left_with_the_answer_on_its_way_cancels_the_prefill
     assert len(drained) == 1
 
 
+def guarded(client: RecordingStageClient, timeouts: StreamTimeouts) -> CircuitBreakerClient:
+    return CircuitBreakerClient(client, CircuitBreaker(failures=3, seconds=5.0), {"decode": timeouts})
+
+
 async def test_a_drain_that_hangs_ends_with_the_time_for_a_first_token() -> None:
     async def hang(request: GenerateRequest, context: RequestContext) -> Any:
         left = asyncio.Event()
@@ -188,9 +192,8 @@ async def test_a_drain_that_hangs_ends_with_the_time_for_a_first_token() -> None
         for chunk in nothing:
             yield chunk
 
-    decode, breaker = RecordingStageClient(hang), CircuitBreaker(failures=3, seconds=5.0)
-    guarded = CircuitBreakerClient(decode, breaker, {"decode": StreamTimeouts(first=0.01, next=60.0)})
-    RemoteDrain(guarded)(request())
+    decode = RecordingStageClient(hang)
+    RemoteDrain(guarded(decode, StreamTimeouts(first=0.01, next=60.0)))(request())
     await until(lambda: decode.calls and not num_in_background())
     await decode.idle()
 
@@ -227,7 +230,7 @@ def decode_with(client: RecordingStageClient, releases: list[int]) -> Generate:
         result = PrefillResult(PARAMS)
         return Handoff(TokenChunk([7]), result, on_release=lambda handoff: releases.append(1))
 
-    return chain(prefill, RemoteDecode(client))
+    return chain(prefill, RemoteDecode(guarded(client, StreamTimeouts(first=60.0, next=60.0))))
 
 
 async def test_decode_gets_the_request_and_the_prefill_result() -> None:
