@@ -25,8 +25,9 @@ from trtllm_disagg.processes.proc_stat import birth
 from trtllm_disagg.tracing.reading import TRACES_DIR
 
 PROCESSES_FILE = "processes.json"
-#: Locked by the `up` of the directory.
-LOCK_FILE = "up.lock"
+#: Locked by a command that changes the deployment. The directory itself is locked by its `up`: systemd-tmpfiles removes
+#: what is old from /tmp, but nothing of a directory with a lock (tmpfiles.d(5)).
+CHANGE_LOCK = "change.lock"
 
 
 class ProcessRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -78,7 +79,7 @@ class RunDir:
         self._held.close()
 
     def _lock(self) -> None:
-        descriptor = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         self._held.callback(os.close, descriptor)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -97,6 +98,7 @@ class RunDir:
         shutil.rmtree(self.path / TRACES_DIR, ignore_errors=True)
         (self.path / TRACES_DIR).mkdir()
         AdminKey.create(self.path / KEY_FILE)
+        (self.path / CHANGE_LOCK).touch(0o600)
 
     def _refuse_files_of_others(self) -> None:
         names = (DISCOVERY_DIR, STORE_DIR, TRACES_DIR, KEY_FILE)
@@ -181,19 +183,19 @@ def one_change_at_a_time(run_dir: Path, waits: Callable[[], None]) -> Iterator[N
     is called when another command holds the lock. The end of a process releases it.
     """
     try:
-        directory = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
+        lock = os.open(run_dir / CHANGE_LOCK, os.O_RDWR)
     except OSError:  # the block reports what is wrong with the directory
         yield
         return
     try:
         try:
-            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             waits()
-            fcntl.flock(directory, fcntl.LOCK_EX)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(directory)
+        os.close(lock)
 
 
 @dataclass(slots=True)

@@ -1,5 +1,6 @@
 """The run directory belongs to one living deployment at a time, and names its processes."""
 
+import fcntl
 import json
 import os
 import subprocess
@@ -230,7 +231,25 @@ def test_another_user_can_read_nothing_of_it(tmp_path: Path) -> None:
     assert done.stdout == ""
 
 
+def test_a_claimed_directory_is_locked_against_cleaners_of_temporary_files(tmp_path: Path) -> None:
+    """As systemd-tmpfiles asks: it passes over a directory with such a lock."""
+    run_dir = RunDir.claim(tmp_path)
+    with pytest.raises(BlockingIOError):
+        lock(tmp_path)
+    run_dir.release()
+    lock(tmp_path)
+
+
+def lock(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(descriptor)
+
+
 def test_a_second_command_waits_until_the_first_has_ended(tmp_path: Path) -> None:
+    RunDir.claim(tmp_path).release()
     order: list[str] = []
     waits = threading.Event()
 
