@@ -192,7 +192,10 @@ async def switch(
             await _execute(plan, workers, knows, timeout, say)
         change_new_workers()
         # Workers that started meanwhile may have compared themselves with workers not yet switched.
-        plan = plan_switch(to, await all_workers(workers))
+        try:
+            plan = plan_switch(to, await all_workers(workers))
+        except ConfigError as error:
+            raise DisaggError(f"workers were switched to {to}, but changed meanwhile: {error}") from None
         if plan.is_done:
             break
     else:

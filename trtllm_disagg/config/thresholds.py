@@ -78,6 +78,8 @@ def check_thresholds(values: Mapping[str, Any], source: str) -> None:
         if name not in NAMES:
             raise ConfigError.bad_value(source, name, f"one of {', '.join(NAMES)}")
         try:
+            if value is None:  # of a setting it means that none was given; this one was
+                raise TypeError
             check_value(name, value, f"{source}: {name}")
         except TypeError:
             raise ConfigError.bad_value(f"{source}: {name}", value, "a number") from None

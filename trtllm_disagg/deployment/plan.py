@@ -251,7 +251,7 @@ def shared_env(config: DeploymentConfig, environ: Mapping[str, str]) -> dict[str
     Without a broker, ZMQ publishers bind every interface; `DYN_EVENT_PLANE_HOST` sets only the
     address that they advertise.
     """
-    where = PLANES | {"namespace": config.namespace}
+    where = PLANES | {"namespace": config.namespace, "prefill_dispatch": config.prefill_dispatch}
     return {
         **SAFE_PATH,
         # By all their variables: of several a worker reads the first, and the user's environment may have any of them.

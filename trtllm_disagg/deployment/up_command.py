@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from trtllm_disagg.config.args import argument_parser_of, parse_worker_flags, read_worker_flags
 from trtllm_disagg.config.worker_config import FLAGS, SETTINGS, choices_of, flag_of
@@ -103,8 +103,8 @@ def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--prefill-dispatch",
         choices=choices_of("prefill_dispatch"),
-        default=default.prefill_dispatch,
-        help="queue: prefill workers pull from a queue on NATS, which `up` starts (default: %(default)s)",
+        help="queue: prefill workers pull from a queue on NATS, which `up` starts "
+        f"(default: {default.prefill_dispatch}) [{FLAGS['prefill_dispatch'].variables[0]}]",
     )
     add(
         "--startup-timeout",
@@ -202,17 +202,18 @@ def config_from(args: argparse.Namespace, run_dir: Path) -> DeploymentConfig:
             "engine_configs": configs,
             "worker_args": tuple(args.worker_args),
             "frontend_args": tuple(args.frontend_args),
-            "drain_seconds": _drain_seconds(args.drain_seconds, os.environ),
+            "drain_seconds": _or_variable("drain_seconds", args.drain_seconds, os.environ),
+            "prefill_dispatch": _or_variable("prefill_dispatch", args.prefill_dispatch, os.environ)
+            or DeploymentConfig.prefill_dispatch,
         }
     )
 
 
-def _drain_seconds(given: float | None, environ: Mapping[str, str]) -> float | None:
+def _or_variable(name: str, given: Any, environ: Mapping[str, str]) -> Any:
     """The value of the flag, else of its variable, as for a worker."""
-    variable = FLAGS["drain_seconds"].variables[0]
+    variable = FLAGS[name].variables[0]
     if given is None and environ.get(variable):
-        parsed: float = argument_parser_of("drain_seconds", variable)(environ[variable])
-        return parsed
+        return argument_parser_of(name, variable)(environ[variable])
     return given
 
 

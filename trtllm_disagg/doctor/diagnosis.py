@@ -16,7 +16,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from trtllm_disagg.config.engine_args import build_engine_args
+from trtllm_disagg.config.engine_args import build_engine_args, with_engine_args
 from trtllm_disagg.console import Console
 from trtllm_disagg.doctor.pair import ANY_MODEL, Pair
 from trtllm_disagg.doctor.rules import RULES, Problem, Rule, Severity
@@ -79,7 +79,7 @@ def _accepted(pair: Pair) -> Row:
             extra_engine_args=file if os.path.exists(file) else "",
         )
         try:
-            build_engine_args(config)
+            with_engine_args(config, build_engine_args(config))
         except ConfigError as error:
             refusals.append(str(error))
     verdict = Severity.ERROR.value if refusals else FINE

@@ -170,7 +170,11 @@ def _order(seen: Observed) -> Iterator[Finding]:
         return
     value = f"{trace.strategy} ({trace.reason})"
     declared = {
-        w.description["strategy"] for w in _described(seen) if w.description and "strategy" in w.description
+        w.description["strategy"]
+        for w in _described(seen)
+        if w.description
+        and "strategy" in w.description
+        and w.role != Role.AGG  # which has no use for its own
     }
     is_declared = not declared or trace.strategy in declared or "auto" in declared
     if trace.fallbacks:

@@ -104,6 +104,11 @@ class Side:
         return self.fingerprint.max_seq_len
 
     @property
+    def longest(self) -> int | None:
+        """`max_seq_len` as TensorRT-LLM takes it: at most the model's."""
+        return min((each for each in (self.max_seq_len, self.facts.max_positions) if each), default=None)
+
+    @property
     def num_gpus(self) -> int:
         args = self.args
         return args.tensor_parallel_size * args.pipeline_parallel_size * args.context_parallel_size
@@ -152,7 +157,7 @@ class Pair:
     @property
     def longest_prompt(self) -> int | None:
         """Tokens of the longest prompt that prefill takes."""
-        return self.prefill.max_seq_len
+        return self.prefill.longest
 
 
 def side_of(
@@ -175,7 +180,7 @@ def side_of(
     own_model = named or readable.get("model") or model
     facts = read_model_facts(own_model or "")
     block_size = args.kv_cache_config.tokens_per_block
-    of_worker = readable | {_TRANSCEIVER: _transceiver(args, given)}
+    of_worker = readable | {_TRANSCEIVER: _transceiver(args, given), "max_seq_len": args.max_seq_len}
     fingerprint = Fingerprint.of(
         ENGINE, of_worker, block_size, facts, str(deployment.trtllm_version), deployment.environ
     )

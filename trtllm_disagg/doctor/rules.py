@@ -305,22 +305,18 @@ def _steps(pair: Pair) -> Problem | None:
 
 
 def _lengths(pair: Pair) -> Problem | None:
-    prefill, decode = (_length_served(side) for side in pair.sides)
+    prefill, decode = (side.longest for side in pair.sides)
     if prefill is not None and decode is not None and prefill > decode:
         return _error(f"decode: max_seq_len: {prefill}")
-    beyond = [side for side in pair.sides if side.max_seq_len != _length_served(side)]
+    beyond = [side for side in pair.sides if side.max_seq_len != side.longest]
     if beyond:
-        longest = f"max_seq_len: {_length_served(beyond[0])}"
+        longest = f"max_seq_len: {beyond[0].longest}"
         return _note(f"{_roles(beyond)}: {longest}, the model's own, which TensorRT-LLM takes instead")
     if prefill is None or decode is None or prefill == decode:
         return None
     return _note(
         f"decode has room for more, but prompts above {prefill} tokens do not fit the prefill worker"
     )
-
-
-def _length_served(side: Side) -> int | None:
-    return min((each for each in (side.max_seq_len, side.facts.max_positions) if each), default=None)
 
 
 def _model(pair: Pair) -> Problem | None:
@@ -370,7 +366,8 @@ def _gpus(pair: Pair) -> Problem | None:
     ]
     if few:
         return _error("; ".join(few))
-    shared = sorted(set(pair.prefill.gpus) & set(pair.decode.gpus))
+    prefill, decode = (set(side.gpus[: side.num_gpus]) for side in pair.sides)
+    shared = sorted(prefill & decode)
     memory = sum(side.args.kv_cache_config.free_gpu_memory_fraction or 0 for side in pair.sides)
     if not shared:
         return None

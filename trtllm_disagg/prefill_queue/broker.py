@@ -172,11 +172,7 @@ class Broker:
 
     async def push(self, data: bytes) -> int:
         """Push an item and return its place in the stream. Raises QueueUnusableError or OverloadedError."""
-        if len(data) > min(self._client.max_payload, MAX_BYTES):
-            raise QueueUnusableError(
-                f"a request of {len(data)} bytes does not fit the prefill queue: NATS takes "
-                f"{self._client.max_payload} (max_payload)"
-            )
+        self._require_fit("a request", data)
         with _unusable():
             try:
                 ack = await preserve_cancellation(self._stream.publish(self.names.items, data))
@@ -254,7 +250,16 @@ class Broker:
         with contextlib.suppress(*NATS_ERRORS):
             await self._client.publish(subject, data)
 
+    def _require_fit(self, what: str, data: bytes) -> None:
+        if len(data) > min(self._client.max_payload, MAX_BYTES):
+            raise QueueUnusableError(
+                f"{what} of {len(data)} bytes does not fit the prefill queue: NATS takes "
+                f"{self._client.max_payload} (max_payload)"
+            )
+
     async def ask(self, subject: str, data: bytes) -> Reply:
+        """Raises QueueUnusableError for a message that is too large."""
+        self._require_fit("an answer", data)
         try:
             answer = await preserve_cancellation(
                 self._client.request(subject, data, timeout=self.limits.reply)

@@ -71,6 +71,8 @@ FromPuller = Claim | Beat | Answer | Failed
 
 YES, NO = b"+", b"-"
 
+#: The category of an answer that NATS does not take: the request goes on without the queue.
+TOO_LARGE = "TooLarge"
 _BY_CATEGORY: dict[str, type[errors.DisaggError]] = {
     # A prefill worker that leaves, or cancels a request whose client has not left, counts as gone.
     errors.WorkerLeavingError.category: errors.PeerUnavailableError,
@@ -79,6 +81,7 @@ _BY_CATEGORY: dict[str, type[errors.DisaggError]] = {
     errors.OverloadedError.category: errors.OverloadedError,
     errors.PeerUnavailableError.category: errors.PeerUnavailableError,
     errors.StageTimeoutError.category: errors.StageTimeoutError,
+    TOO_LARGE: errors.QueueUnusableError,
 }
 
 

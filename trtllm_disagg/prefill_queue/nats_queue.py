@@ -18,6 +18,7 @@ from trtllm_disagg.errors import DisaggError, InvalidRequestError, PeerUnavailab
 from trtllm_disagg.prefill_queue.broker import NATS_ERRORS, Broker, QueueLimits, Reply, preserve_cancellation
 from trtllm_disagg.prefill_queue.messages import (
     MAX_ERROR_CHARS,
+    TOO_LARGE,
     Answer,
     Beat,
     Claim,
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 
 #: How often the depth of the queue is asked for.
 _ASK_SECONDS = 0.25
+#: How often for the oldest item while no worker takes any: NATS sends the whole item.
+_OLDEST_SECONDS = 1.0
 #: One pull takes at most this long. A worker that is told to stop may get an item so long; it gives that back at once.
 _PULL_SECONDS = 0.5
 #: JetStream offers an item that this worker must not run again after this time.
@@ -233,7 +236,11 @@ class Puller:
         """False when the pusher certainly does not take the handoff. A pusher that is silent may hang and take it
         later; if it does not, the lease ends by itself. When NATS is gone, all pushed items are void.
         """
-        reply = await self._send(item, answer)
+        try:
+            reply = await self._send(item, answer)
+        except QueueUnusableError as error:  # with the logprobs of a long prompt it may be too large
+            await self._send(item, Failed(item.id, answer.attempt, TOO_LARGE, str(error)))
+            return False
         if reply is Reply.NONE:
             # The pusher may have died while the answer was on its way: then this Beat has no receiver.
             reply = await self._send(item, Beat(item.id, answer.attempt))
@@ -297,6 +304,8 @@ class DepthWatch:
         self._num_waiting = 0
         #: (place of the oldest item, when it was pushed)
         self._oldest: tuple[int, float] | None = None
+        #: When that is asked for again: an item may leave, and the next one wait, with the place unchanged.
+        self._oldest_until = 0.0
         self._task: asyncio.Task[None] | None = None
 
     def depth(self) -> int:
@@ -334,7 +343,8 @@ class DepthWatch:
         self._num_waiting, place = await self._broker.waiting()
         if not self._num_waiting:
             self._oldest = None
-        elif self._oldest is None or self._oldest[0] != place:
+        elif self._oldest is None or self._oldest[0] != place or time.monotonic() > self._oldest_until:
+            self._oldest_until = time.monotonic() + _OLDEST_SECONDS
             pushed_at = await self._broker.pushed_at(place)
             self._oldest = (place, pushed_at) if pushed_at is not None else None
 

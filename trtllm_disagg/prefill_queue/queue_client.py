@@ -109,9 +109,10 @@ class Pushed:
             self.outcome.set_result(message.chunk)
         else:
             self.is_settled = True
-            worker = self.claim.worker
+            worker, error = self.claim.worker, message.error()
             # A worker that the item avoids has refused it: that says nothing of the worker, but that no other is there.
-            self.fail(message.error(), QUEUE_ID if worker in self.item.avoid else worker)
+            is_queues = worker in self.item.avoid or isinstance(error, QueueUnusableError)
+            self.fail(error, QUEUE_ID if is_queues else worker)
 
     def take(self) -> dict[str, Any]:
         """Take the answer, and with it the duty to release its KV."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from ipaddress import ip_address
 from urllib.parse import urlsplit
@@ -13,11 +14,13 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 #: Of `get`.
 TIMEOUT_SECONDS = 2.0
+#: Asyncio's own threads are as few as the machine's cores and four: frozen servers would make others wait for one.
+_THREADS = ThreadPoolExecutor(256, "http-get")
 
 
 async def get(host: str, port: int, path: str) -> tuple[int, bytes]:
     """Status and body, never through a proxy; status 0 when there is no answer."""
-    return await asyncio.to_thread(_get, host, port, path)
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, _get, host, port, path)
 
 
 def _get(host: str, port: int, path: str) -> tuple[int, bytes]:

@@ -29,7 +29,7 @@ _DEFAULT_BACKEND = {
 }
 #: The settings of speculative decoding that decide the shape of the KV and how many draft tokens a handoff carries.
 _SPECULATIVE = ("decoding_type", "max_draft_len", "num_nextn_predict_layers", "speculative_model_dir")
-#: The key of a description that is true while the worker runs another strategy than it was started with.
+#: The key of a description that is true once the worker has run another strategy than it was started with.
 WAS_SWITCHED = "was_switched"
 #: Older name of a setting -> the name that replaced it.
 _RENAMED = {"speculative_model": "speculative_model_dir"}
@@ -307,7 +307,7 @@ def _have_both_roles(own: Description, other: Description) -> bool:
 
 
 def were_switched(others: Iterable[Description]) -> bool:
-    """At least one of them runs another strategy than it was started with."""
+    """At least one of them has run another strategy than it was started with."""
     return any(other.get(WAS_SWITCHED) for other in others)
 
 

@@ -66,6 +66,8 @@ class StageState:
         self._registration = registration
         self._verifier = verifier
         self._whole_requests = InProgress()
+        #: Stays true after a switch back: workers that started in between have the strategy from before it.
+        self._was_switched = False
         #: Held during a change of strategy or registration: one at a time.
         self._changing = asyncio.Lock()
 
@@ -77,7 +79,7 @@ class StageState:
             | occupancy
             | {
                 "strategy": self._live.strategy.value,
-                WAS_SWITCHED: self._live.strategy.value != self._config.strategy,
+                WAS_SWITCHED: self._was_switched,
                 "registered": self._registration.is_at_frontends,
                 "whole_requests": self._whole_requests.count,
                 "fixed_by": fixed_by(self._config),
@@ -91,9 +93,9 @@ class StageState:
         """
         async with self._changing:
             live = self._live.strategy
-            was_not_switched = live.value == self._config.strategy
-            if was_not_switched and strategy != live.value:
+            if not self._was_switched and strategy != live.value:
                 live.set(strategy)
+                self._was_switched = True
                 log.info(
                     "the other workers were switched meanwhile: %s in place of %s",
                     strategy,
@@ -159,6 +161,7 @@ class StageState:
             else:
                 await self._registration.leave()
                 strategy.set(to)
+        self._was_switched |= was != to
         log.info("switched from %s to %s: %s stage", was, to, "first" if self._is_first(to) else "second")
 
     async def _stand_by_again(self) -> None:

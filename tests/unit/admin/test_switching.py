@@ -174,6 +174,17 @@ async def test_a_worker_that_comes_during_a_switch_is_switched_too() -> None:
     assert told == [4, 9], "`up` hears of it before it can start one more worker under the old order"
 
 
+async def test_a_role_that_dies_during_the_switch_is_no_wrong_setting() -> None:
+    """Exit code 2 would say that nothing has begun."""
+    fake = FakeDeployment("decode_first")
+    fake.after_step[4] = lambda: [fake.said.pop(prefill) for prefill in ROLES[Role.PREFILL]]
+    with pytest.raises(
+        DisaggError, match=r"switched to prefill_first, .* there is no prefill worker"
+    ) as caught:
+        await run_switch(fake, "prefill_first")
+    assert not isinstance(caught.value, ConfigError)
+
+
 async def test_switch_undone_by_another_command_raises() -> None:
     fake = FakeDeployment("decode_first")
     other = {"strategy": "auto", "registered": True}

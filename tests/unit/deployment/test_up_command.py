@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 from pathlib import Path
 
 import pytest
 
 from trtllm_disagg.cli import run
-from trtllm_disagg.config.args import WHEREABOUTS, whereabouts_of
+from trtllm_disagg.config.args import WHEREABOUTS, parse_worker_flags, whereabouts_of
 from trtllm_disagg.deployment import lifecycle, up_command
-from trtllm_disagg.deployment.plan import PLANES, DeploymentConfig, plan
+from trtllm_disagg.deployment.plan import PLANES, DeploymentConfig, plan, shared_env, worker_arguments
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.exit_codes import ExitCode
 
@@ -69,3 +70,28 @@ def test_workers_are_where_up_is_whatever_the_environment_says(tmp_path: Path) -
     specs = plan(config, system_ports=itertools.count(20001), environ=environ)
     for spec in specs:
         assert whereabouts_of({**environ, **spec.env}) == PLANES | {"namespace": "here"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "variable", "dispatch"),
+    [
+        ([], "", "direct"),
+        ([], "queue", "queue"),
+        (["--prefill-dispatch=direct"], "queue", "direct"),
+        (["--prefill-dispatch=queue"], "direct", "queue"),
+    ],
+)
+def test_up_and_its_workers_agree_on_the_prefill_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], variable: str, dispatch: str
+) -> None:
+    """Workers would use the variable where `up` starts no NATS."""
+    monkeypatch.setenv("TRTLLM_DISAGG_PREFILL_DISPATCH", variable)
+    parser = argparse.ArgumentParser()
+    up_command.add_arguments(parser)
+    args = parser.parse_args(["--strategy", "decode_first", "--model", "m", *flags])
+    config = up_command.config_from(args, tmp_path)
+    assert config.has_queue is (dispatch == "queue")
+    environ = {"TRTLLM_DISAGG_PREFILL_DISPATCH": variable}
+    environ |= shared_env(config, environ)
+    for arguments in worker_arguments(config).values():
+        assert parse_worker_flags(arguments, environ).prefill_dispatch == dispatch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -11,6 +12,7 @@ import yaml
 from tests.support.models import write_checkpoint
 from tests.unit.doctor.test_rules import DECODE, PREFILL
 from trtllm_disagg.cli import main
+from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.doctor.rules import RULES
 
 ENGINE_CONFIGS = Path(__file__).parents[3] / "engine_configs"
@@ -48,14 +50,26 @@ def test_timeout_of_0_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--timeout: '0' is not allowed; expected a number above 0" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("key", ["max_seq_len", "max_num_tokens"])
+def test_number_as_text_is_refused_as_the_worker_refuses_it(
+    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    for path, content in zip(pair, (PREFILL, DECODE), strict=True):
+        path.write_text(yaml.safe_dump(content | {key: str(content.get(key, 8192))}))
+    assert status_of(*pair) == 1
+    assert "error worker" in capsys.readouterr().out
+
+
 def test_a_file_named_flags_gets_the_workers_own_checks(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given: list[str] = []
-    monkeypatch.setattr(
-        "trtllm_disagg.doctor.diagnosis.build_engine_args",
-        lambda config: given.append(config.extra_engine_args),
-    )
+
+    def engine_args(config: WorkerConfig) -> dict[str, Any]:
+        given.append(config.extra_engine_args)
+        return {}
+
+    monkeypatch.setattr("trtllm_disagg.doctor.diagnosis.build_engine_args", engine_args)
     monkeypatch.chdir(pair[0].parent)
     pair[0].rename("flags")
     assert status_of("flags", pair[1]) == 0
@@ -84,7 +98,9 @@ def test_pair_with_notes_only_exits_with_0(
 def test_max_seq_len_above_the_models_is_a_note_with_its_length(
     pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], own: int | None
 ) -> None:
+    """No prompt is longer then, so that smaller limits of tokens are enough."""
     model = write_checkpoint(tmp_path / "model", max_position_embeddings=512)
+    pair[0].write_text(yaml.safe_dump(PREFILL | {"max_num_tokens": 512}))
     pair[1].write_text(yaml.safe_dump(DECODE | {"max_seq_len": own}))
     assert status_of(*pair, "--model", model) == 0
     shown = capsys.readouterr().out

@@ -185,6 +185,12 @@ def test_request_in_another_order_than_the_deployments_is_a_note() -> None:
     )
 
 
+def test_order_of_an_agg_worker_is_not_compared_with_its_unused_setting() -> None:
+    alone = (ObservedWorker(1, "agg", description("agg", strategy="decode_first"), PROCESS),)
+    seen = traced(strategy="agg", prefill_instance=None, kv_transfer_bytes=None)
+    assert "order" not in {finding.rule for finding in broken(replace(seen, workers=alone))}
+
+
 def test_local_request_is_a_note_when_an_ordered_one_crosses() -> None:
     stayed = traced(strategy="local", reason="short", prefill_instance=None, kv_transfer_bytes=None)
     finding = the_one(replace(stayed, ordered=ANSWER))

@@ -381,6 +381,11 @@ def test_setting_that_only_the_worker_refuses_is_the_row_worker(tmp_path: Path) 
     assert "expected pytorch" in rows[-1].instead or "'pytorch'" in rows[-1].instead
 
 
+def test_gpus_beyond_those_that_a_worker_takes_are_not_shared() -> None:
+    assert findings(diagnosed(gpus=("0 1 2", "1 2"))) == {}
+    assert findings(diagnosed(gpus=("1 2", "1 0"))) == {"GPUs": "error"}
+
+
 @pytest.mark.parametrize("name", ["gms_config", "checkpoint_format", "enable_tokenization_cache"])
 def test_argument_known_to_tensorrt_llm_only_has_no_finding(name: str) -> None:
     assert findings(diagnosed({name: {}})) == {}

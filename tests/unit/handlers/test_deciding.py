@@ -262,3 +262,10 @@ def test_an_unknown_decider_is_named_with_the_others() -> None:
         ConfigError, match="'long' is not allowed; expected one of always, length, length_and_queue"
     ):
         WorkerConfig(model="m", role=Role.DECODE, prefill_decider="long")
+
+
+@pytest.mark.parametrize("name", ["max_queued_requests", "max_queued_tokens", "max_local_prefill_length"])
+def test_a_threshold_without_a_value_is_refused(name: str) -> None:
+    """Of a setting None means that none was given; a policy file that has the key gives one."""
+    with pytest.raises(ConfigError, match=f"test: {name}: None is not allowed; expected a number"):
+        thresholds(**{name: None})

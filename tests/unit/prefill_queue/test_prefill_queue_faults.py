@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ import pytest
 from tests.support.handling import collect, expected_tokens, raw_request, request, tokens_of, until
 from tests.support.nats_server import NatsServer
 from tests.support.queueing import Queueing, blocked, queueing, raising
-from trtllm_disagg.errors import EngineError, InvalidRequestError, PeerUnavailableError
+from trtllm_disagg.errors import EngineError, InvalidRequestError, PeerUnavailableError, QueueUnusableError
 from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker, CircuitBreakerClient, StreamTimeouts
 from trtllm_disagg.handlers.remote import PREFILL, QUEUE_ID
 from trtllm_disagg.prefill_queue.broker import QueueLimits, Reply
@@ -28,6 +29,7 @@ from trtllm_disagg.prefill_queue.messages import (
     encode,
 )
 from trtllm_disagg.testing.recording import LLM
+from trtllm_disagg.types import GenerateRequest, RequestContext, TokenChunk
 from trtllm_disagg.wire.bodies import encode_request
 
 ACK_SECONDS = 0.6
@@ -287,6 +289,25 @@ async def test_request_too_large_for_nats_is_refused_before_it_is_sent(queue: Qu
     with pytest.raises(PeerUnavailableError, match=r"does not fit the prefill queue: NATS takes \d+"):
         await collect(pushing.generate, request(5, padding="x" * (2 << 20)))
     assert not pushing.client.waiting_ages()
+
+
+async def test_an_answer_too_large_for_nats_fails_at_once_and_is_not_the_workers_fault(
+    queue: Queueing,
+) -> None:
+    """As with echo and logprobs: prefill's answer has those of the whole prompt."""
+    ended: list[bool] = []
+
+    async def serve(asked: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        yield TokenChunk([5], engine_data={"prompt_logprobs": "x" * (2 << 20)})
+        ended.append(context.is_stopped())
+
+    pushing = await queue.pusher(timeout=60.0)
+    await queue.puller(0xC, serve=serve)
+    instance = await pushing.client.pick(request())
+    with pytest.raises(QueueUnusableError, match=r"does not fit the prefill queue: NATS takes \d+") as caught:
+        await anext(instance.call(encode_request(request(), PREFILL), None))
+    assert caught.value.peer == QUEUE_ID
+    await until(lambda: ended == [True])
 
 
 @pytest.mark.parametrize("forged", [b"", b"\x00", b"\x91" * 100_000, b"x" * 1000])

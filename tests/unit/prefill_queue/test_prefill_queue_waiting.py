@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -71,6 +72,21 @@ async def test_depth_and_age_are_those_of_what_waits(queue: Queueing) -> None:
     await queue.puller()
     await asyncio.gather(*asked)
     await until(lambda: (watching.watch.depth(), watching.watch.age()) == (0, 0.0))
+
+
+async def test_age_is_not_that_of_an_item_that_has_left(queue: Queueing) -> None:
+    """No worker takes any, so that the place at which the next one will begin stays as it is."""
+    pushing, watching = await queue.pusher(timeout=60.0), await queue.pusher()
+    first = asyncio.create_task(collect(pushing.generate, request(2)))
+    await until(lambda: watching.watch.age() > 1.0)
+    began = time.monotonic()
+    second = asyncio.create_task(collect(pushing.generate, request(2)))
+    await until(lambda: watching.watch.depth() == 2)
+    first.cancel()
+    await until(lambda: watching.watch.age() <= time.monotonic() - began)
+    assert watching.watch.depth() == 1
+    second.cancel()
+    await asyncio.gather(first, second, return_exceptions=True)
 
 
 async def test_a_client_that_leaves_while_it_waits_costs_no_prefill(queue: Queueing) -> None:

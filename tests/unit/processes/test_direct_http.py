@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from urllib.request import Request
 
 import pytest
 
+from trtllm_disagg.processes import direct_http
 from trtllm_disagg.processes.direct_http import open_url
 
 SECONDS = 30.0
@@ -70,3 +74,17 @@ def test_another_machine_is_asked_through_the_proxy(
     with open_url(Request(f"http://{host}:8000/health"), SECONDS) as response:
         assert response.read() == b"ok"
     assert server.asked == [f"http://{host}:8000/health"]
+
+
+async def test_servers_that_do_not_answer_delay_no_other(server: Server) -> None:
+    """A thread of its own for each: asyncio has few, on few cores."""
+    with ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(40)]
+        waiting = [
+            asyncio.create_task(direct_http.get("127.0.0.1", each.getsockname()[1], "/metrics"))
+            for each in silent
+        ]
+        await asyncio.sleep(0)  # they ask first
+        answer = await direct_http.get("127.0.0.1", server.http.server_port, "/metrics")
+        assert (answer, sum(each.done() for each in waiting)) == ((200, b"ok"), 0)
+    await asyncio.gather(*waiting)

@@ -269,3 +269,14 @@ async def test_only_whole_requests_of_frontends_are_counted() -> None:
             await anext(others)
             assert worker.describe()["whole_requests"] == 1
     assert worker.describe()["whole_requests"] == 0
+
+
+async def test_a_worker_that_was_switched_back_still_says_that_it_was_switched() -> None:
+    """One that started in between has the strategy from before the switch back, and compares itself with this one."""
+    worker, _, live = stage_state("prefill", "decode_first")
+    await worker.apply("decode_first")
+    await worker.handle_command(switch_to("decode_first"))
+    assert worker.describe()["was_switched"] is False
+    await worker.handle_command(switch_to("prefill_first"))
+    await worker.handle_command(switch_to("decode_first"))
+    assert (live.strategy.value, worker.describe()["was_switched"]) == ("decode_first", True)

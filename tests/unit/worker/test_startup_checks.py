@@ -85,6 +85,15 @@ async def test_a_worker_runs_what_the_others_were_switched_to_while_it_loaded(
     assert await starts.before_registering(own) == "prefill_first"
 
 
+async def test_a_worker_that_loaded_while_the_others_were_switched_there_and_back_runs_what_they_run() -> (
+    None
+):
+    switched_back = described("prefill", strategy="decode_first") | {"was_switched": True}
+    starts, own = starting(switched_back, strategy="prefill_first")
+    assert await starts.before_listing(own)
+    assert await starts.before_registering(own) == "decode_first"
+
+
 async def test_worker_that_starts_during_a_switch_keeps_its_strategy_until_commanded() -> None:
     starts, own = starting(SWITCHED, described("prefill"))
     assert await starts.before_listing(own)
