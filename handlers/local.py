@@ -142,8 +142,7 @@ class LocalPrefill:
     ) -> None:
         if self._drain is None:
             self._engine.abort(result)
-        elif not (handoff.was_sent_to_decode and context.is_stopped()):
-            # A decode worker fetches before it stops for a client that left; a second fetch would fail there.
+        elif not handoff.is_fetched_for_a_client_that_left(context):
             self._drain(request.with_handoff(handoff))
 
     def _release_unanswered(self, request: GenerateRequest, result: RequestOutput, guard: AbortGuard) -> None:

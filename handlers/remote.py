@@ -164,9 +164,15 @@ class RemotePrefill:
         async with answers_of(instance, raw_request, context) as answers:
             with dispatch:
                 async for raw in answers:
-                    handoffs.append(self._handoff(request, decode_chunk(raw), on_taken))
+                    handoffs.append(self._handoff(request, context, decode_chunk(raw), on_taken))
 
-    def _handoff(self, request: GenerateRequest, chunk: TokenChunk, on_taken: Callable[[], None]) -> Handoff:
+    def _handoff(
+        self,
+        request: GenerateRequest,
+        context: RequestContext,
+        chunk: TokenChunk,
+        on_taken: Callable[[], None],
+    ) -> Handoff:
         try:
             result = result_of(chunk)
             if result is not None:
@@ -184,10 +190,14 @@ class RemotePrefill:
         return Handoff(
             chunk.without_end(),
             result,
-            on_release=lambda handoff: self._drain(request.with_handoff(handoff)),
+            on_release=lambda handoff: self._release(request, context, handoff),
             on_end=on_taken,
             of_prompt=chunk.of_prompt,
         )
+
+    def _release(self, request: GenerateRequest, context: RequestContext, handoff: Handoff) -> None:
+        if not handoff.is_fetched_for_a_client_that_left(context):
+            self._drain(request.with_handoff(handoff))
 
 
 @contextmanager
@@ -264,6 +274,19 @@ def blaming(instance: StageInstance) -> Iterator[None]:
     except PeerUnavailableError as error:
         error.blame(instance.instance_id)
         raise
+
+
+def requiring_decode_worker(stage: StageClient, prefill: PrefillPhase) -> PrefillPhase:
+    """`prefill`, which raises NoInstanceError before it begins when no decode worker can take what it makes: an engine
+    that cannot release a handoff would keep that KV until its lease ends. One token needs no decode.
+    """
+
+    async def checked(request: GenerateRequest, context: RequestContext) -> Handoff:
+        if request.stop.max_tokens != 1 and not set(stage.instance_ids()) - request.avoid:
+            raise NoInstanceError("no decode worker is in discovery that has not failed this request")
+        return await prefill(request, context)
+
+    return checked
 
 
 class RemoteDrain:

@@ -385,6 +385,10 @@ class Handoff:
             engine_data=self.of_prompt,
         )
 
+    def is_fetched_for_a_client_that_left(self, context: RequestContext) -> bool:
+        """A decode worker that was called fetches before it stops for its client; a second fetch would fail there."""
+        return self.was_sent_to_decode and context.is_stopped()
+
     def decode_has_it(self) -> None:
         """A decode engine fetches the KV, or has fetched it: nothing is left to release."""
         self.on_release = None

@@ -3,7 +3,13 @@
 from trtllm_disagg.handlers.chain import chain
 from trtllm_disagg.handlers.concurrent import LocalPush, concurrent
 from trtllm_disagg.handlers.local import LocalPrefill, prefill_within
-from trtllm_disagg.handlers.remote import RemoteDecode, RemoteDrain, RemotePrefill, queued
+from trtllm_disagg.handlers.remote import (
+    RemoteDecode,
+    RemoteDrain,
+    RemotePrefill,
+    queued,
+    requiring_decode_worker,
+)
 from trtllm_disagg.handlers.services import StrategyParts
 from trtllm_disagg.types import Generate, PrefillPhase
 
@@ -13,7 +19,7 @@ def build(parts: StrategyParts) -> Generate:
     decode = RemoteDecode(parts.stage, parts.protocol)
     if parts.pushes:
         return concurrent(LocalPush(parts.engine, parts.protocol), decode)
-    return chain(_prefill(parts), decode)
+    return chain(requiring_decode_worker(parts.stage, _prefill(parts)), decode)
 
 
 def _prefill(parts: StrategyParts) -> PrefillPhase:

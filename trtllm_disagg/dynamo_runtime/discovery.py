@@ -42,12 +42,6 @@ class DynamoDirectory:
     def instance(self, instance_id: int) -> DynamoStageInstance:
         return DynamoStageInstance(self._client, instance_id)
 
-    async def describe(self) -> dict[str, Any]:
-        """The description of the first instance. Raises a DisaggError."""
-        for instance_id in self.instance_ids():
-            return await self.instance(instance_id).describe()
-        raise errors.NoInstanceError("no instance of the other stage is there")
-
 
 class DynamoStageInstance:
     """One instance at an endpoint. Errors of a call are translated to DisaggErrors."""

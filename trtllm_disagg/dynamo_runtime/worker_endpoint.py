@@ -86,17 +86,15 @@ class Runtime:
         self._clients: dict[str, Any] = {}
         self._has_left = self._is_shut_down = False
 
-    async def second_stage(self, endpoint_id: str) -> DynamoDirectory | None:
-        """Wait for the first instance at an endpoint. None when this worker was shut down before it came."""
+    async def wait_for_second_stage(self, endpoint_id: str) -> bool:
+        """Wait until an instance is listed at an endpoint. False when this worker was shut down before."""
         client = await self._client(endpoint_id)
-        log.info("waiting for the second stage at %s", endpoint_id)
         try:
             await client.wait_for_instances()
         except Exception:
-            if self._is_shut_down:
-                return None
-            raise
-        return DynamoDirectory(client)
+            if not self._is_shut_down:
+                raise
+        return not self._is_shut_down
 
     async def stage(self, endpoint_id: str) -> DynamoDirectory:
         """The instances at an endpoint, as discovery lists them at each use."""

@@ -145,13 +145,9 @@ def _shown(source: Any, weights: Any) -> str:
 class PeerDirectory(Protocol):
     """The part of `dynamo_runtime.worker_endpoint.Runtime` that the checks use."""
 
-    async def second_stage(self, endpoint_id: str) -> Describes | None: ...
+    async def wait_for_second_stage(self, endpoint_id: str) -> bool: ...
 
     async def peer_descriptions(self, endpoint_id: str) -> list[dict[str, Any]]: ...
-
-
-class Describes(Protocol):
-    async def describe(self) -> dict[str, Any]: ...
 
 
 class StartupChecks:
@@ -201,12 +197,15 @@ class StartupChecks:
         return strategy
 
     async def _second_stage_fits(self, endpoint_id: str, own: dict[str, Any]) -> bool:
-        if self._config.on_missing_stage == "fail":
-            second = await self._peers.second_stage(endpoint_id)
-            if second is not None:
-                self._require_pairs(own, [await second.describe()])
-            return second is not None
         peers = await self._peers.peer_descriptions(endpoint_id)
+        if not peers and self._config.on_missing_stage == "fail":
+            log.info("waiting for the second stage at %s", endpoint_id)
+            # Discovery lists a dead instance for some seconds: only one that answers is there.
+            while not peers:
+                if not await self._peers.wait_for_second_stage(endpoint_id):
+                    return False
+                await asyncio.sleep(_POLL_SECONDS)
+                peers = await self._peers.peer_descriptions(endpoint_id)
         if not peers:
             log.info("no second stage at %s: this worker answers alone until one comes", endpoint_id)
         self._require_pairs(own, peers)

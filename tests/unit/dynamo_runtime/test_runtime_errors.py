@@ -278,9 +278,8 @@ async def served(generate: Generate, role: Role = Role.DECODE) -> AsyncIterator[
     runtime = Runtime(config)
     serving = asyncio.create_task(runtime.serve(generate, lambda: {"role": "decode"}, refuse_control))
     try:
-        client = await runtime.second_stage(config.endpoint_id)
-        assert client is not None
-        yield client
+        assert await runtime.wait_for_second_stage(config.endpoint_id)
+        yield await runtime.stage(config.endpoint_id)
     finally:
         runtime.shutdown()
         await serving
@@ -304,7 +303,7 @@ async def test_every_error_crosses_the_request_plane_as_itself(chunks_before: in
             assert type(caught.value) is arrives_as
             assert str(caught.value) == "n=2: no"
             assert got == [{"token_ids": [5]}] * chunks_before
-        assert await client.describe() == {"role": "decode"}
+        assert await client.instance(client.instance_ids()[0]).describe() == {"role": "decode"}
 
 
 def selected(directory: DynamoDirectory) -> SelectedStage:

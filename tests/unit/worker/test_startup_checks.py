@@ -12,7 +12,7 @@ from trtllm_disagg.commands import DescribedInstance
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.worker.pairing import ModelIdentity
-from trtllm_disagg.worker.startup_checks import Describes, ModelNameGuard, StartupChecks
+from trtllm_disagg.worker.startup_checks import ModelNameGuard, StartupChecks
 
 PLACE = "dyn://dynamo.backend.generate"
 CONFIG = WorkerConfig(model="org/model", engine="embedded", role=Role.DECODE)
@@ -22,7 +22,7 @@ IDENTITY = ModelIdentity("org/model", "org/model", "ab", role="decode")
 class LateDirectory:
     """The watch at the other role's endpoint that has not heard of the newest worker yet."""
 
-    async def second_stage(self, endpoint_id: str) -> Describes | None:
+    async def wait_for_second_stage(self, endpoint_id: str) -> bool:
         raise AssertionError(f"a second stage at {endpoint_id}")
 
     async def peer_descriptions(self, endpoint_id: str) -> list[dict[str, Any]]:
@@ -37,6 +37,20 @@ class Directory(LateDirectory):
 
     async def peer_descriptions(self, endpoint_id: str) -> list[dict[str, Any]]:
         return self._peers
+
+
+class DeadFirst(LateDirectory):
+    """Discovery lists a dead instance, whose description never comes, and later a live one."""
+
+    def __init__(self, live: dict[str, Any], *, is_stopped: bool = False) -> None:
+        self._answers = [[], [], [live]]
+        self._is_stopped = is_stopped
+
+    async def wait_for_second_stage(self, endpoint_id: str) -> bool:
+        return not self._is_stopped
+
+    async def peer_descriptions(self, endpoint_id: str) -> list[dict[str, Any]]:
+        return self._answers.pop(0)
 
 
 def checks(*others: dict[str, Any]) -> StartupChecks:
@@ -116,3 +130,24 @@ async def test_block_size_mismatch_is_refused_after_a_switch_too() -> None:
     starts, own = starting(SWITCHED | {"block_size": 64})
     with pytest.raises(ConfigError, match="tokens_per_block"):
         await starts.before_listing(own)
+
+
+def waiting_for(directory: DeadFirst) -> StartupChecks:
+    """A first stage that serves with a second one only."""
+
+    async def look() -> list[DescribedInstance]:
+        return []
+
+    config = replace(CONFIG, strategy="decode_first", on_missing_stage="fail")
+    return StartupChecks(config, ModelNameGuard(IDENTITY, 5, {PLACE}, look), directory)
+
+
+async def test_first_stage_waits_for_a_second_one_that_answers() -> None:
+    assert await waiting_for(DeadFirst(described("prefill"))).before_listing(described("decode"))
+    with pytest.raises(ConfigError, match="tokens_per_block"):
+        await waiting_for(DeadFirst(described("prefill", block_size=64))).before_listing(described("decode"))
+
+
+async def test_first_stage_that_is_stopped_while_it_waits_is_not_listed() -> None:
+    stopped = DeadFirst(described("prefill"), is_stopped=True)
+    assert not await waiting_for(stopped).before_listing(described("decode"))
