@@ -68,8 +68,8 @@ class Appended:
 class Replayed:
     """Runs the request once more and drops the tokens that the client has.
 
-    Correct also for answers that depend on more than the text: penalties count generated tokens only, a grammar
-    starts with the answer. With a seed, or with greedy sampling, the engine generates the same tokens again.
+    Correct also for answers that depend on more than the text: a grammar starts with the answer. With a seed, or with
+    greedy sampling, the engine generates the same tokens again.
     """
 
     def __init__(self, request: GenerateRequest, delivered: list[int]) -> None:
@@ -114,12 +114,11 @@ def remainder_of(
 
 
 def depends_on_text_only(request: GenerateRequest) -> bool:
-    """Whether the sampler treats prompt tokens and generated tokens alike. It does so with `max_thinking_tokens`:
-    TensorRT-LLM counts from the last start tag, wherever that is (`llmapi/thinking_budget.py`).
+    """Whether the engine treats prompt tokens and generated tokens alike. TensorRT-LLM does so with penalties, which
+    count both (its docs, features/sampling.md), and with `max_thinking_tokens`, counted from the last start tag,
+    wherever that is (`llmapi/thinking_budget.py`).
     """
-    sampling = request.sampling
-    penalties = (sampling.presence_penalty, sampling.frequency_penalty)
-    return not any(penalties) and sampling.repetition_penalty in (None, 1.0) and not sampling.guided_decoding
+    return not request.sampling.guided_decoding
 
 
 def with_seed(request: GenerateRequest) -> GenerateRequest:

@@ -84,7 +84,7 @@ def of_peer(error: DisaggError, peer: int) -> DisaggError:
 
 @given(
     st.lists(st.integers(0, 6), max_size=4),
-    st.sampled_from([{}, {"presence_penalty": 0.5}]),
+    st.sampled_from([{}, {"guided_decoding": {"regex": "a*"}}]),
     st.sampled_from([always_replay, replay_if_needed]),
 )
 def test_each_token_is_sent_once_wherever_fallback_steps_fail(
@@ -297,7 +297,7 @@ async def test_no_fallback_step_runs_for_a_client_that_left() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sampling", "replays"), [({"presence_penalty": 0.2}, replay_if_needed), ({}, always_replay)]
+    ("sampling", "replays"), [({"guided_decoding": {"regex": "a*"}}, replay_if_needed), ({}, always_replay)]
 )
 async def test_sampled_answer_keeps_its_seed_on_replay(sampling: dict[str, Any], replays: Replays) -> None:
     seen: Seen = []

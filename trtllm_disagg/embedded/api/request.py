@@ -208,6 +208,7 @@ def sampling_spec(
         repetition_penalty=params.repetition_penalty or 1.0,
         presence_penalty=params.presence_penalty or 0.0,
         frequency_penalty=params.frequency_penalty or 0.0,
+        prompt_ignore_length=max(0, params.prompt_ignore_length or 0),
         seed=None if params.seed is None else params.seed & (2**63 - 1),
         logprobs=params.logprobs,
         # A generation_only request computes nothing of its prompt.
@@ -222,9 +223,9 @@ def sampling_spec(
 
 
 def _is_greedy(params: SamplingParams) -> bool:
-    if params.temperature is None and params.top_p is None and params.top_k is None:
+    if params.temperature is None and params.top_p is None and params.top_k is None and not params.min_p:
         return True
-    return params.temperature == 0 or params.top_p == 0 or params.top_k == 1
+    return params.temperature == 0 or params.top_p == 0 or params.top_k == 1 or params.min_p == 1
 
 
 def _end_ids(params: SamplingParams, ready: Ready) -> tuple[int, ...]:
@@ -241,11 +242,10 @@ def _stop_words(params: SamplingParams, tokenize: Tokenize) -> list[tuple[list[i
 
 
 def _bad_words(params: SamplingParams, tokenize: Tokenize) -> tuple[int, ...]:
-    if not params.bad:
-        return ()
-    bad = [params.bad] if isinstance(params.bad, str) else params.bad
-    tokens = [tokenize(text) for text in bad if text]
-    if long := [text for text, ids in zip(bad, tokens, strict=False) if len(ids) != 1]:
+    given = [params.bad] if isinstance(params.bad, str) else params.bad or ()
+    bad = [text for text in given if text]
+    tokens = [tokenize(text) for text in bad]
+    if long := [text for text, ids in zip(bad, tokens, strict=True) if len(ids) != 1]:
         raise NotImplementedError(f"SamplingParams.bad: {long[0]!r} is more than one token; not served")
     return tuple(ids[0] for ids in tokens)
 

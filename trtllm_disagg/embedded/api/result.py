@@ -58,7 +58,7 @@ class GrowingText:
         """A list that was cut short (a stop word) is decoded as a whole."""
         if len(token_ids) < self._settled:
             self._restart()
-        window = self._decode(token_ids[self._context :])
+        window = self._decode(self._context + token_ids[self._settled :])
         text = self._text + window[self._known :]
         # In steps, so that one end is tried with several lengths: both have to be between two characters.
         end = (len(token_ids) // _OPEN - 1) * _OPEN
@@ -71,21 +71,24 @@ class GrowingText:
         return self._decode(token_ids)
 
     def _restart(self) -> None:
-        #: The text of the settled tokens; of it, `_known` characters come from those since `_context`.
+        #: The text of the settled tokens; of it, `_known` characters come from `_context`: the last ones with a text.
         self._text = ""
         self._known = 0
-        self._context = 0
+        self._context: list[int] = []
         self._settled = 0
 
     def _settle(self, token_ids: list[int], window: str, *, is_late: bool) -> None:
         """Settle these tokens, unless they end within a character and it is not late. Some decoders show a run of bytes
         as broken until it ends.
         """
-        text = self._decode(token_ids[self._context :])
+        tokens = token_ids[self._settled :]
+        text = self._decode(self._context + tokens)
         if is_late or (window.startswith(text) and not text.endswith(_BROKEN)):
             self._text += text[self._known :]
-            self._context, self._settled = self._settled, len(token_ids)
-            self._known = len(self._decode(token_ids[self._context :]))
+            self._settled = len(token_ids)
+            # Behind hidden tokens alone, a decoder would take the next one for the first, which loses its space.
+            if known := len(self._decode(tokens)):
+                self._context, self._known = tokens, known
 
 
 class RequestError(RuntimeError):
@@ -293,7 +296,10 @@ class GenerationResult:
                 output.text = text.whole(output.token_ids)
             elif self._streaming:
                 # A character that may be whole with the next token waits for it, or it would be missing in `text_diff`.
-                output.text = text.update(output.token_ids).rstrip(_BROKEN)
+                shown = text.update(output.token_ids).rstrip(_BROKEN)
+                # Nor is text taken back, which `text_diff` would repeat: some decoders show a run of bytes as broken
+                # until it ends.
+                output.text = max(output.text, shown, key=len)
 
     def _hand_off(self, output: CompletionOutput, handoff: MadeHandoff) -> None:
         output.disaggregated_params = self.disaggregated_params = DisaggregatedParams(

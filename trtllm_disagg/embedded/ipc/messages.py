@@ -38,6 +38,7 @@ class SamplingSpec(msgspec.Struct, frozen=True):
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    prompt_ignore_length: int = 0
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 NAME = "trtllm_disagg_paged"
 
 #: What transformers passes along besides what we use; anything else might change the answer, so it raises.
-_HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "is_causal", "cache_position"}
-_HARMLESS |= {"output_router_logits"}
+_HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "output_router_logits"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,6 @@ class Panels:
 
     address: int
     num_panels: int
-    inputs: int
     #: How many inputs are summed before the sum is added to the total; or `gemm_amx.as_block`.
     block: int
 
@@ -76,11 +75,11 @@ def panels_of(
     x = torch.from_numpy(numbers).to(dtype)
     expected = library(x)
     if by_tiles:
-        tiled = Panels(address, num_panels, inputs, as_block(outputs))
+        tiled = Panels(address, num_panels, as_block(outputs))
         fits = inputs % TILE_INPUTS == 0 and _share_of_equal(tiled, x, expected) >= _EQUAL_BY_TILES
         return tiled if fits else None
     for block in (*_BLOCKS, inputs):
-        panels = Panels(address, num_panels, inputs, block)
+        panels = Panels(address, num_panels, block)
         if all(
             torch.equal(panels.product(x[:rows])[:, :outputs].to(dtype), expected[:rows]) for rows in _PROBED
         ):

@@ -57,4 +57,7 @@ def _load_with_transformers(directory: Path, shape: ModelShape) -> Any:
         )
     # A name without a mask function: transformers then builds no mask at all, which is what we want.
     model.config._attn_implementation = attention.NAME
+    # What training left in config.json: a router that is packed (pack.py) has no logits to give.
+    model.config.output_router_logits = False
+    model.config.return_dict = True
     return model.eval().requires_grad_(False)

@@ -36,9 +36,6 @@ class SampledSequence(Protocol):
     @property
     def num_output(self) -> int: ...
 
-    @property
-    def output(self) -> list[int]: ...
-
 
 _KEY = struct.Struct("<QIQ")
 #: Colder than this is the same as greedy.
@@ -58,7 +55,7 @@ def uniform(seed: int, index: int, position: int) -> float:
 
 
 def draw(scores: torch.Tensor, sequences: Seq[SampledSequence]) -> list[int]:
-    """One token out of each row of `scores` (rows, vocabulary), float32: temperature, top-k, top-p, min-p, then the
+    """One token out of each row of `scores` (rows, vocabulary), float32: temperature, min-p, top-k, top-p, then the
     inverse of the running sum at u.
 
     Sorting a large vocabulary costs more than a step of a small model, so nothing is sorted that need not be: top-k
@@ -80,10 +77,13 @@ def _draw(scores: torch.Tensor, sequences: Seq[SampledSequence]) -> list[int]:
     coldness = _column([max(s.temperature, _COLDEST) for s in specs], scores)
     cooled = (scores - scores.amax(-1, keepdim=True)) / coldness
     probs = torch.softmax(cooled, -1)
+    # First, as in TensorRT-LLM: top-p is a share of what min-p left. Only its own rows: the others keep their bits.
+    if floored := [i for i, s in enumerate(specs) if s.min_p]:
+        rows = probs[floored]
+        rows *= rows >= _column([specs[i].min_p for i in floored], scores) * rows.amax(-1, keepdim=True)
+        probs[floored] = rows / rows.sum(-1, keepdim=True)
     limited = [i for i, s in enumerate(specs) if 0 < s.top_k < scores.shape[1] or s.top_p < 1.0]
     kept = _within_limits(scores, cooled, probs, specs, limited) if limited else probs
-    if any(s.min_p for s in specs):
-        kept = kept * (probs >= _column([s.min_p for s in specs], scores) * probs.amax(-1, keepdim=True))
     total = kept.cumsum(-1)
     whole = total[:, -1:].contiguous()
     u = _column([uniform(s.seed, s.index, len(s.tokens)) for s in sequences], scores)
@@ -233,7 +233,9 @@ def _forbidden(sequence: SampledSequence) -> list[int]:
 
 
 def _penalise(scores: torch.Tensor, sequence: SampledSequence) -> None:
-    """Repetition counts prompt and output, presence and frequency the output only (as vLLM does)."""
+    """All count prompt and output, as in TensorRT-LLM; presence and frequency not the first `prompt_ignore_length`
+    tokens of the prompt.
+    """
     spec = sequence.sampling
     if spec.repetition_penalty != 1.0:
         seen = torch.tensor(sorted(set(sequence.tokens)), device=scores.device)
@@ -241,11 +243,13 @@ def _penalise(scores: torch.Tensor, sequence: SampledSequence) -> None:
         scores[seen] = torch.where(
             values > 0, values / spec.repetition_penalty, values * spec.repetition_penalty
         )
-    if sequence.num_output and (spec.presence_penalty or spec.frequency_penalty):
-        counts = Counter(sequence.output)
-        output = torch.tensor(list(counts), device=scores.device)
+    if not (spec.presence_penalty or spec.frequency_penalty):
+        return
+    ignored = min(spec.prompt_ignore_length, len(sequence.tokens) - sequence.num_output)
+    if counts := Counter(sequence.tokens[ignored:]):
+        counted = torch.tensor(list(counts), device=scores.device)
         times = torch.tensor(list(counts.values()), device=scores.device)
-        scores[output] -= spec.presence_penalty + spec.frequency_penalty * times
+        scores[counted] -= spec.presence_penalty + spec.frequency_penalty * times
 
 
 def _logprobs(

@@ -241,6 +241,8 @@ def read_plain_config(raw: dict[str, Any]) -> ModelConfig | None:
         or raw.get("rope_scaling") is not None
         or raw.get("use_sliding_window")
         or any(kind != "full_attention" for kind in layer_types)
+        # transformers reads a Mistral with layer types as a Ministral, of which only some layers have the window.
+        or (family == "mistral" and raw.get("layer_types") is not None)
         or any(key not in raw for key in _MUST_SAY.get(family, ()))
     ):
         return None

@@ -111,7 +111,6 @@ _UNSERVED = (
     "top_p_reset_ids",
     "top_p_decay",
     "beam_search_diversity_rate",
-    "prompt_ignore_length",
     "early_stopping",
     "no_repeat_ngram_size",
     "beam_width_array",

@@ -165,3 +165,33 @@ def test_streamed_character_of_several_tokens_is_whole_in_one_difference(tokeniz
         result.deliver(TokenOutput(1, token_ids=[token]))
     result.deliver(TokenOutput(1, token_ids=ids[-1:], finish_reason="length"))
     assert [update.outputs[0].text_diff for update in result] == ["a", "", "é", "b"]
+
+
+@pytest.mark.parametrize("text", ["a", "日本", "é🎉", "日本語のテキスト"])
+def test_differences_add_up_to_the_text_where_a_run_of_bytes_is_broken_until_it_ends(text: str) -> None:
+    """As in the decoders of Llama 2, Mistral and Gemma 2."""
+    the = 259
+    token_ids = [the, *(2 + byte for byte in text.encode()), the]
+    result = RequestOutput(
+        request_id=1,
+        prompt=None,
+        prompt_token_ids=[5],
+        num_choices=1,
+        streaming=True,
+        abort=lambda _: None,
+        detokenize=decoder(sentencepiece_like(), skip_special_tokens=True),
+    )
+    for token in token_ids[:-1]:
+        result.deliver(TokenOutput(1, token_ids=[token]))
+    result.deliver(TokenOutput(1, token_ids=token_ids[-1:], finish_reason="length"))
+    assert "".join(update.outputs[0].text_diff for update in result) == result.outputs[0].text
+
+
+def test_text_behind_hidden_tokens_keeps_its_space() -> None:
+    """With ignore_eos: a decoder would take what follows them for the first piece, which has no space."""
+    whole = decoder(sentencepiece_like(), skip_special_tokens=True)
+    end, the, answer = 1, 259, 260
+    token_ids = [the] * 4 + [end] * 8 + [answer] * 3 + [the] * 6
+    text = GrowingText(whole)
+    for count in range(1, len(token_ids) + 1):
+        assert text.update(token_ids[:count]) == whole(token_ids[:count]), count

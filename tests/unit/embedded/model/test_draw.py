@@ -33,13 +33,14 @@ def drawn_by_sorting(scores: torch.Tensor, wanted: SamplingSpec, u: float) -> in
     """Sort, keep what may be kept, then walk through the vocabulary until the share u of the mass is passed."""
     temperature = max(wanted.temperature, 1e-6)
     probs = torch.softmax((scores.double() - scores.max()) / temperature, -1)
+    probs[probs < wanted.min_p * probs.max()] = 0
+    probs /= probs.sum()
     order = scores.argsort(descending=True, stable=True)[: wanted.top_k or None]
     before = probs[order].cumsum(0) - probs[order]
     mass = probs[order].sum() if wanted.top_k else 1.0
     order = order[before < max(wanted.top_p, 1e-12) * mass] if wanted.top_p < 1 else order
     kept = torch.zeros_like(probs)
     kept[order] = probs[order]
-    kept[probs < wanted.min_p * probs.max()] = 0
     total = kept.cumsum(0)
     return int((total <= u * total[-1]).sum())
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 
 from tests.conftest import Checkpoints
 from tests.support.cores import Core
-from tests.support.models import greedy_answer
+from tests.support.models import greedy_answer, write_checkpoint
 from trtllm_disagg.embedded.core import build as core_module
 from trtllm_disagg.embedded.cpu_kernels.cpu import CpuFeatures, this_cpu
 from trtllm_disagg.embedded.model.forward import ForwardPlan
@@ -104,3 +106,39 @@ def test_transformers_modules_forward_gives_the_expected_tokens(
     assert {length: core.answers[i, 0].tokens for length, i in ids.items()} == expected
     core.assert_idle()
     core.close()
+
+
+def served_as_transformers_does(directory: Path) -> bool:
+    with closing(Core(directory)) as core:
+        return {length: core.generate(prompt(length), NEW_TOKENS) for length in LENGTHS} == (
+            generated_by_transformers(directory)
+        )
+
+
+@pytest.mark.parametrize(
+    ("family", "setting"),
+    [
+        ("mixtral", {"output_router_logits": True}),
+        ("qwen3_moe", {"output_router_logits": True}),
+        ("gemma2", {"return_dict": False}),
+    ],
+)
+def test_settings_of_training_in_the_config_do_not_matter(
+    family: str, setting: dict[str, Any], tmp_path: Path, checkpoints: Checkpoints
+) -> None:
+    model = write_checkpoint(tmp_path, family)
+    config = model / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | setting))
+    with closing(Core(model)) as core, closing(Core(checkpoints(family))) as untouched:
+        assert core.generate(prompt(33), NEW_TOKENS) == untouched.generate(prompt(33), NEW_TOKENS)
+
+
+@pytest.mark.parametrize("kinds", [["full_attention"] * 4, ["full_attention", "sliding_attention"] * 2, None])
+def test_a_mistral_with_layer_types_has_its_window_where_they_say_so(
+    kinds: list[str] | None, tmp_path: Path
+) -> None:
+    """transformers reads it as a Ministral."""
+    model = write_checkpoint(tmp_path, "mistral", sliding_window=8)
+    config = model / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"layer_types": kinds}))
+    assert served_as_transformers_does(model)

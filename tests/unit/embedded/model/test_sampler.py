@@ -103,15 +103,15 @@ def test_choices_and_positions_draw_independently() -> None:
 
 
 def reference(logits: torch.Tensor, s: SamplingSpec) -> list[float]:
-    """Temperature, top-k, top-p, min-p, one after the other, in plain Python."""
+    """Temperature, min-p, top-k, top-p, one after the other, in plain Python."""
     exps = [math.exp(x / s.temperature) for x in logits[0].tolist()]
     probs = [e / sum(exps) for e in exps]
+    probs = [p if p >= s.min_p * max(probs) else 0.0 for p in probs]
     kept = sorted(range(VOCAB), key=lambda t: -probs[t])[: s.top_k or VOCAB]
     mass = sum(probs[t] for t in kept)
     nucleus: list[int] = []
     while kept and sum(probs[t] for t in nucleus) < s.top_p * mass:
         nucleus.append(kept.pop(0))
-    nucleus = [t for t in nucleus if probs[t] >= s.min_p * max(probs)]
     mass = sum(probs[t] for t in nucleus)
     return [probs[t] / mass if t in nucleus else 0.0 for t in range(VOCAB)]
 
@@ -162,7 +162,7 @@ def penalised(logits: torch.Tensor, s: Sequence) -> torch.Tensor:
     scores = logits[0].tolist()
     for token in set(s.tokens):
         scores[token] *= s.sampling.repetition_penalty ** (-1 if scores[token] > 0 else 1)
-    for token, times in Counter(s.output).items():
+    for token, times in Counter(s.tokens[s.sampling.prompt_ignore_length :]).items():
         scores[token] -= s.sampling.presence_penalty + s.sampling.frequency_penalty * times
     return torch.tensor(scores)
 
@@ -175,6 +175,7 @@ def penalised(logits: torch.Tensor, s: Sequence) -> torch.Tensor:
         {"presence_penalty": 2.0},
         {"frequency_penalty": 0.7},
         {"frequency_penalty": -0.7, "presence_penalty": -1.0, "repetition_penalty": 1.2},
+        {"frequency_penalty": 0.7, "presence_penalty": 1.0, "prompt_ignore_length": 2},
     ],
     ids=repr,
 )
