@@ -86,6 +86,22 @@ def test_kv_moved_between_processes_on_the_gpu(strategy: str, deployments: dict[
     assert deployed.total("trtllm_disagg_kv_transfer_bytes_sum") > before
 
 
+def test_generation_first_has_the_tokens_of_agg_on_a_gpu(
+    deployments: dict[str, Served], configs_on_gpu: Path, tmp_path: Path
+) -> None:
+    """Prefill writes KV while it computes the next chunk of the prompt."""
+    configs: Any = engine_configs_in(configs_on_gpu, "decode_first")
+    chunks = ("--schedule-style", "generation_first", "--max-num-tokens", "32")
+    config = demo_config("decode_first", tmp_path / "run", engine_configs=configs, worker_args=chunks)
+    right = tokens_of([ask(deployments["agg"].openai, question) for question in questions("right")])
+    with served(config) as deployed:
+        assert tokens_of([ask(deployed.openai, question) for question in questions("alone")]) == right
+        with ThreadPoolExecutor(len(right)) as pool:
+            at_once = list(pool.map(lambda question: ask(deployed.openai, question), questions("at once")))
+        assert tokens_of(at_once) == right
+        deployed.wait_until_idle()
+
+
 def test_killed_prefill_workers_cost_no_answer_on_a_gpu(configs_on_gpu: Path, tmp_path: Path) -> None:
     """The decode worker has their memory mapped. One of two is killed, then the other one too."""
     configs: Any = engine_configs_in(configs_on_gpu, "decode_first")

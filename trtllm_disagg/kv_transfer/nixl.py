@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -107,8 +108,8 @@ class NixlTransport:
         self._lock = threading.Lock()
         #: Buffers outside the pool that no read uses now.
         self._free: list[_Buffer] = []
-        #: Buffers of reads that timed out and may still fill them.
-        self._lost: list[_Buffer] = []
+        #: Buffers of reads that timed out, and whether nothing fills them any more.
+        self._lost: list[tuple[_Buffer, Callable[[], bool]]] = []
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if device.type == "cuda":
@@ -161,8 +162,8 @@ class NixlTransport:
                     self._transfer("READ", peer, blocks, into, np.arange(count), block_bytes, timeout)
                 finally:
                     self._agent.release_dlist_handle(into)
-        except ReadTimeoutError:
-            self._lost.append(buffer)
+        except ReadTimeoutError as late:
+            self._lost.append((buffer, late.has_ended))
             raise
         except KvTransferError:
             self._give_back(buffer)
@@ -257,8 +258,11 @@ class NixlTransport:
             yield remote
         finally:
             if remote is not None:
-                with self._lock:
-                    remote.users -= 1
+                self._leave(remote)
+
+    def _leave(self, remote: _Remote) -> None:
+        with self._lock:
+            remote.users -= 1
 
     def _add(self, peer: PeerMetadata, address: NixlAddress) -> _Remote:
         # A restarted worker has another name; NIXL would keep all that it knows about the old one. Other peers' threads
@@ -342,19 +346,25 @@ class NixlTransport:
             )
             table = remote.tables[block_bytes]
             handle = self._agent.make_prepped_xfer(operation, local, local_ids, table, remote_ids)
-            self._run(handle, operation, peer, timeout)
+            self._run(handle, operation, peer, remote, timeout)
 
-    def _run(self, handle: Any, operation: Operation, peer: PeerMetadata, timeout: float) -> None:
+    def _run(
+        self, handle: Any, operation: Operation, peer: PeerMetadata, remote: _Remote, timeout: float
+    ) -> None:
         deadline = time.monotonic() + timeout
         is_late = False
         try:
             state = self._agent.transfer(handle)
             while state == "PROC":
                 if is_late := time.monotonic() > deadline:
+                    with self._lock:
+                        remote.users += (
+                            1  # until it has ended: NIXL says of a forgotten peer's transfer only errors
+                        )
                     raise ReadTimeoutError(
                         f"{_DOING[operation]} {peer.sender} took longer than {timeout:.1f} s",
                         may_land_later=True,
-                        has_ended=_LateTransfer(self._agent, handle).has_ended,
+                        has_ended=_LateTransfer(self._agent, handle, partial(self._leave, remote)).has_ended,
                     )
                 time.sleep(_POLL_SECONDS)
                 state = self._agent.check_xfer_state(handle)
@@ -366,6 +376,11 @@ class NixlTransport:
 
     def _take_buffer(self, nbytes: int) -> _Buffer:
         with self._lock:
+            lost, self._lost = self._lost, []
+        late = [(buffer, has_ended, has_ended()) for buffer, has_ended in lost]
+        with self._lock:
+            self._lost += [(buffer, has_ended) for buffer, has_ended, is_over in late if not is_over]
+            self._free += [buffer for buffer, _, is_over in late if is_over]
             for i, buffer in enumerate(self._free):
                 if buffer.memory.nbytes >= nbytes:
                     return self._free.pop(i)
@@ -383,16 +398,21 @@ class _LateTransfer:
     were released earlier, the bytes would still land, at an unknown time.
     """
 
-    def __init__(self, agent: Any, handle: Any) -> None:
+    def __init__(self, agent: Any, handle: Any, on_end: Callable[[], None]) -> None:
         self._agent = agent
         self._handle = handle
+        self._on_end = on_end
         self._has_ended = False
+        self._lock = threading.Lock()
 
     def has_ended(self) -> bool:
         """True once every byte is there. A transfer that failed has not ended: some bytes may still be on their way."""
         # NIXL raises for a peer that is gone.
-        with contextlib.suppress(Exception):
+        with self._lock, contextlib.suppress(Exception):
             if not self._has_ended and self._agent.check_xfer_state(self._handle) == "DONE":
                 self._has_ended = True
-                self._agent.release_xfer_handle(self._handle)
+                try:
+                    self._agent.release_xfer_handle(self._handle)
+                finally:
+                    self._on_end()
         return self._has_ended

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -29,6 +30,7 @@ from trtllm_disagg.kv_transfer.messages import (
 )
 from trtllm_disagg.kv_transfer.peers import LateTransfer, Peers, as_disagg_error
 
+_REMEMBERED = 4096
 _tickets = msgspec.msgpack.Decoder(list[bytes])
 _REFUSALS = {
     Reply.UNFIT.value: "their layout, count or endpoint does not fit its engine",
@@ -78,6 +80,8 @@ class PushReceiver:
         self._on_news = on_news
         self._lock = threading.Lock()
         self._waiting: dict[bytes, Expected] = {}
+        #: Tickets of accepted notices: prefill sends one again when the answer was lost.
+        self._accepted: deque[bytes] = deque(maxlen=_REMEMBERED)
         self._closed = threading.Event()
         self._watching: set[str] = set()
         self._watcher = threading.Thread(target=self._watch_all, name="kv-watch", daemon=True)
@@ -136,7 +140,9 @@ class PushReceiver:
         with self._lock:
             expected = self._waiting.pop(ticket, None)
             if expected is None:
-                return Reply.GONE
+                return Reply.TAKEN if notice is not None and ticket in self._accepted else Reply.GONE
+            if notice is not None:
+                self._accepted.append(ticket)
             expected.notice, expected.error, expected.stopped = notice, error, stopped
         self._on_news()
         return Reply.TAKEN

@@ -23,10 +23,11 @@ from nixl_cu13._api import nixl_agent
 
 from tests.support.meeting import wait_until
 from tests.support.nixl_agents import ScriptedAgents
-from tests.support.pools import DIM, HEADS, LAYERS, NETWORK, ONE_HOST, SLOTS, Pool, pool_in_a_child
+from tests.support.pools import DIM, HEADS, LAYERS, LAYOUT, NETWORK, ONE_HOST, SLOTS, Pool, pool_in_a_child
 from trtllm_disagg.errors import ConfigError, KvTransferError
-from trtllm_disagg.kv_transfer.base import PeerMetadata, ReadTimeoutError
+from trtllm_disagg.kv_transfer.base import KvTimeouts, PeerMetadata, ReadTimeoutError
 from trtllm_disagg.kv_transfer.nixl import NixlAddress, NixlTransport
+from trtllm_disagg.kv_transfer.peers import Peers
 from trtllm_disagg.kv_transfer.transports import create_transport
 from trtllm_disagg.processes import proc_stat
 from trtllm_disagg.processes.proc_stat import ProcessMark
@@ -64,6 +65,8 @@ def test_read_beyond_its_timeout_raises_with_may_land_later(
     with pytest.raises(ReadTimeoutError, match=r"sender took longer than 0\.0 s") as timeout:
         receiver.read(sender.card, [0], [0], timeout=0.01)
     assert timeout.value.may_land_later
+    agents["receiver"].state = None
+    wait_until(timeout.value.has_ended)
 
 
 def test_a_read_that_ends_badly_is_an_error_and_drops_the_peer(
@@ -279,6 +282,70 @@ def test_a_late_read_has_ended_when_its_bytes_are_there(monkeypatch: pytest.Monk
         wait_until(timeout.value.has_ended)
         assert torch.equal(receiver.kv[5:7], filled(8)[3:5])
         assert timeout.value.has_ended(), "asked again"
+        receiver.close()
+
+
+def test_a_late_read_ends_although_the_next_pull_from_that_peer_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A peer with a late transfer is not forgotten: NIXL would say nothing more of that transfer."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    endpoint = "tcp://127.0.0.1:1"
+    with pool_in_a_child("NIXL", "network") as (card, process):
+        receiver = Pool("NIXL", 8, "late-receiver-3", NETWORK)
+        peers = Peers(
+            receiver.transport,
+            LAYOUT,
+            authentication=NETWORK.authentication(),
+            timeouts=KvTimeouts(control=0.2),
+            on_change=lambda: None,
+        )
+        peers.metadata.known[endpoint] = card
+        receiver.read(card, [0], [0])
+        stop(process)
+
+        def read() -> None:
+            receiver.read(card, [3, 4], [5, 6], timeout=0.2)
+
+        slow = peers.attempt(endpoint, card.sender, read)
+        assert slow.late is not None
+
+        def refused() -> None:
+            peers.metadata.known[endpoint] = card
+            raise KvTransferError("the lease ended before the KV was read")
+
+        assert peers.attempt(endpoint, card.sender, refused).error is not None
+        process.send_signal(signal.SIGCONT)
+        wait_until(slow.late.has_ended)
+        assert torch.equal(receiver.kv[5:7], filled(8)[3:5])
+        receiver.transport.forget(card)
+        assert receiver.read(card, [1], [1])
+        peers.close()
+        receiver.close()
+
+
+def test_the_buffers_of_late_fetches_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has 16 MiB, and a slow link makes one after the other."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    with pool_in_a_child("NIXL", "network") as (card, process):
+        receiver = Pool("NIXL", 8, "late-fetcher", NETWORK)
+        size, addresses = receiver.kv[0].nbytes, set[int]()
+
+        def fetch(block: int, timeout: float) -> None:
+            blocks = np.array([block], np.int32)
+            with receiver.transport.fetched(card, blocks, size, timeout) as got:
+                assert got.any()
+                addresses.add(got.ctypes.data)
+
+        fetch(1, 5.0)
+        for _ in range(4):
+            stop(process)
+            with pytest.raises(ReadTimeoutError) as timeout:
+                fetch(2, 0.2)
+            process.send_signal(signal.SIGCONT)
+            wait_until(timeout.value.has_ended)
+            fetch(3, 5.0)
+        assert len(addresses) <= 2
         receiver.close()
 
 

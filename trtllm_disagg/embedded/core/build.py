@@ -62,7 +62,12 @@ class SamplingModel:
         sampling = [row.sequence for row in rows if row.samples]
         if any(row.num_scored for row in rows):
             return _with_prompts(logits, [row for row in rows if row.num_logits], sampling)
-        return sample(logits, sampling) if sampling else []
+        if sampling:
+            return sample(logits, sampling)
+        if logits.is_cuda:
+            # Nothing has waited for the device, and the KV of this step may be moved at once.
+            torch.cuda.current_stream(logits.device).synchronize()
+        return []
 
     def close(self) -> None:
         self.runner.close()

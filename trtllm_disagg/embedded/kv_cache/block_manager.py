@@ -105,6 +105,7 @@ class BlockManager:
         self._partial = PartialIndex()
         self._quarantined: set[int] = set()
         self.reused_blocks = 0
+        #: Blocks of admitted prompts that were not known; counted by who admits them.
         self.missed_blocks = 0
         self.allocated_blocks = 0
         events.created(num_blocks)
@@ -221,7 +222,6 @@ class BlockManager:
         for block in blocks:
             self._refs[block] = 1
         self.allocated_blocks += count
-        self.missed_blocks += count
         return blocks
 
     def release(self, blocks: Seq[int]) -> None:

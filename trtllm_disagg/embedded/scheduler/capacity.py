@@ -155,8 +155,9 @@ class Reservations:
         sequence.num_computed = len(plan.known) * size + num_copied
         if sequence.status is Status.WAITING:
             sequence.num_cached = sequence.num_computed
-            num_prompt_blocks = -(-sequence.num_prompt // size)
-            sequence.admission = Admission(plan.wanted, len(plan.known), num_prompt_blocks - len(plan.known))
+            missed = -(-sequence.num_prompt // size) - len(plan.known)
+            self._blocks.missed_blocks += missed
+            sequence.admission = Admission(plan.wanted, len(plan.known), missed)
         self._restore(sequence, len(plan.known))
 
     def give_up(self, sequence: Sequence) -> None:

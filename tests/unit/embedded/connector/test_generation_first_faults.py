@@ -326,6 +326,33 @@ def test_a_notice_that_is_lost_once_is_sent_again(make_duo: MakeDuo, monkeypatch
     duo.assert_idle()
 
 
+def test_a_notice_whose_answer_is_lost_is_accepted_once_and_answered_twice(
+    make_duo: MakeDuo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode generates already when prefill asks again."""
+    duo = make_duo()
+    answers: list[bytes] = []
+    send = ControlClient.send
+
+    def lose_first_answer(client: ControlClient, endpoint: str, message: Any, timeout: float) -> bytes:
+        answer = send(client, endpoint, message, timeout)
+        if isinstance(message, Notice):
+            answers.append(answer)
+            if len(answers) == 1:
+                client.drop(endpoint)
+                raise KvTransferError("no answer within 5.0 s")
+        return answer
+
+    monkeypatch.setattr(ControlClient, "send", lose_first_answer)
+    met = duo.both(prompt(40))
+    duo.run()
+    assert met.prefill is not None
+    assert answers == [b"taken", b"taken"]
+    assert duo.answer(met).error is None
+    assert duo.prefill.answers[met.prefill, 0].error is None
+    duo.assert_idle()
+
+
 def test_forged_notice_is_rejected(make_duo: MakeDuo) -> None:
     duo = make_duo()
     met = duo.request(prompt(40))

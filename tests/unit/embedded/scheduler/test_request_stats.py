@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -86,3 +87,20 @@ def test_each_step_can_be_logged(
         assert lines[0].startswith("iter = 1, num_scheduled_requests: 1, states = {num_ctx_requests: 1, ")
         assert "num_ctx_tokens: 40, num_generation_tokens: 0}, active: 1, queued: 0" in lines[0]
     core.close()
+
+
+def test_the_engines_hit_rate_is_that_of_its_requests(checkpoints: Checkpoints) -> None:
+    """Room for answers is no miss."""
+    with closing(Core(checkpoints(), enable_iter_req_stats=True)) as core:
+        prompt = [2 + i % 250 for i in range(129)]  # five blocks of 32, four of them full
+        for _ in range(2):
+            core.generate(prompt, 300)
+    of_requests = {
+        each["id"]: each for stat in core.stats for each in stat["requestStats"] if each["scheduled"]
+    }
+    per_request = [
+        sum(each[f"{kind}BlocksPerRequest"] for each in of_requests.values()) for kind in ("reused", "missed")
+    ]
+    engine = core.stats[-1]["kvCacheStats"]
+    assert per_request == [engine["reusedBlocks"], engine["missedBlocks"]] == [4, 6]
+    assert engine["cacheHitRate"] == 0.4
