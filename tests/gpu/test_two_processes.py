@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from trtllm_disagg.bench.kv_ends import GpuPools, connected
+from trtllm_disagg.bench.kv_ends import CopyPools, connected
 from trtllm_disagg.bench.kv_shapes import KvShape
 
 SHAPE = KvShape("two-layers", layers=2, kv_heads=2, head_dim=64, dtype="float32", prompt_tokens=2048)
@@ -20,7 +20,7 @@ def test_pulls_put_every_byte_in_its_place_on_the_gpu() -> None:
 
 
 def test_the_yardstick_copies_exactly_the_given_blocks() -> None:
-    pools = GpuPools(SHAPE)
+    pools = CopyPools(SHAPE, "cuda")
     pools.source.random_()
     remote, local = SHAPE.blocks("scattered", seed=1), SHAPE.blocks("scattered", seed=2)
     pools.copying(SHAPE.ranges(remote, local))()

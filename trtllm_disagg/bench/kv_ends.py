@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -160,36 +161,19 @@ def connected(backend: str, shape: KvShape, device: str = "cpu") -> Iterator[tup
             receiver.close()
 
 
-class MemcpyPools:
-    """Two pools in this process. Numpy copies with memcpy, which no transport can beat."""
+class CopyPools:
+    """Two pools in this process, or on one GPU, and copies between them that no transport can beat: numpy's, which are
+    memcpy, or those of the GPU's driver.
+    """
 
-    def __init__(self, shape: KvShape) -> None:
-        self._block_bytes = shape.block_bytes
-        self.source, self.target = (
-            huge_page_tensor((shape.pool_bytes,), torch.uint8).numpy().reshape(shape.pool_blocks, -1)
-            for _ in range(2)
-        )
+    def __init__(self, shape: KvShape, device: str = "cpu") -> None:
+        self._block_bytes, self._is_on_gpu = shape.block_bytes, device == "cuda"
+        self.source, self.target = (self._pool(shape) for _ in range(2))
 
-    def copying(self, ranges: np.ndarray) -> Callable[[], None]:
-        """Copies the blocks that a pull of these `ranges` (see KvShape.ranges) moves."""
-        runs = [tuple(run) for run in (ranges // self._block_bytes).tolist()]
-
-        def copy() -> None:
-            for remote, local, count in runs:
-                self.target[local : local + count] = self.source[remote : remote + count]
-
-        return copy
-
-
-class GpuPools:
-    """Two pools on one GPU, and the copies that its driver makes between them."""
-
-    def __init__(self, shape: KvShape) -> None:
-        self._block_bytes = shape.block_bytes
-        self.source, self.target = (
-            torch.zeros((shape.pool_blocks, shape.block_bytes), dtype=torch.uint8, device="cuda")
-            for _ in range(2)
-        )
+    def _pool(self, shape: KvShape) -> Any:
+        if self._is_on_gpu:
+            return torch.zeros((shape.pool_blocks, shape.block_bytes), dtype=torch.uint8, device="cuda")
+        return huge_page_tensor((shape.pool_bytes,), torch.uint8).numpy().reshape(shape.pool_blocks, -1)
 
     def copying(self, ranges: np.ndarray) -> Callable[[], None]:
         """Copies the blocks that a pull of these `ranges` (see KvShape.ranges) moves, and waits for the copies."""
@@ -197,8 +181,9 @@ class GpuPools:
 
         def copy() -> None:
             for remote, local, count in runs:
-                self.target[local : local + count].copy_(self.source[remote : remote + count])
-            torch.cuda.synchronize()
+                self.target[local : local + count] = self.source[remote : remote + count]
+            if self._is_on_gpu:
+                torch.cuda.synchronize()
 
         return copy
 

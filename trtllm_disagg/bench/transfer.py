@@ -121,10 +121,9 @@ def time_pulls(backend: str, shape: KvShape, rounds: int, say: Say, device: str 
     # Imported here because `--help` needs no torch.
     import numpy as np
 
-    from trtllm_disagg.bench.kv_ends import GpuPools, MemcpyPools, ProcessVmReadv, connected
+    from trtllm_disagg.bench.kv_ends import CopyPools, ProcessVmReadv, connected
 
     order = random.Random(0)
-    is_cpu = device == "cpu"
     with connected(backend, shape, device) as (sender, receiver):
         pid, pool_address = sender.call("address")
         remote = {pattern: shape.blocks(pattern, seed=1) for pattern in PATTERNS}
@@ -132,12 +131,12 @@ def time_pulls(backend: str, shape: KvShape, rounds: int, say: Say, device: str 
         ranges = {pattern: shape.ranges(remote[pattern], local[pattern]) for pattern in PATTERNS}
         say(f"{shape.name}, {backend}: first pull")
         first = receiver.pull(remote["contiguous"], local["contiguous"])
-        pools = MemcpyPools(shape) if is_cpu else GpuPools(shape)
+        pools = CopyPools(shape, device)
         whole = np.array([[0, 0, shape.prompt_bytes]])
         timed: dict[str, Callable[[], float]] = {MEMCPY: partial(seconds_of, pools.copying(whole))}
         for pattern in PATTERNS:
             timed[memcpy_of(pattern)] = partial(seconds_of, pools.copying(ranges[pattern]))
-            if is_cpu:
+            if device == "cpu":
                 raw = ProcessVmReadv(pid, pool_address, receiver.pool.data_ptr(), ranges[pattern])
                 timed[readv_of(pattern)] = partial(seconds_of, raw)
             timed[pattern] = partial(receiver.pull, remote[pattern], local[pattern])

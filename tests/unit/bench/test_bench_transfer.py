@@ -14,7 +14,7 @@ import torch
 from trtllm_disagg import cli
 from trtllm_disagg.bench.figures import Figure, draw
 from trtllm_disagg.bench.kv_ends import (
-    MemcpyPools,
+    CopyPools,
     ProcessVmReadv,
     Receiver,
     connected,
@@ -110,7 +110,7 @@ def test_process_vm_readv_of_no_process_is_an_error() -> None:
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_memcpy_copies_exactly_the_given_blocks(pattern: str) -> None:
     remote, local = TINY.blocks(pattern, seed=1), TINY.blocks(pattern, seed=2)
-    pools = MemcpyPools(TINY)
+    pools = CopyPools(TINY)
     fill(torch.from_numpy(pools.source))
     pools.copying(TINY.ranges(remote, local))()
     assert np.array_equal(pools.target[local], pools.source[remote])
