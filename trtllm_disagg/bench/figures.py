@@ -31,10 +31,6 @@ class Figure:
     target: str | None = None
     ok: bool | None = None
 
-    @property
-    def missed(self) -> bool:
-        return self.ok is False
-
 
 def to_json(figures: Iterable[Figure]) -> str:
     """The figures as JSON, with four significant digits: more would be noise."""
