@@ -174,13 +174,13 @@ def make_plan(
         for side in sensitivities(args.band)
     }
 
-    def plan_of(side: Sensitivity, gpus: int, name: str) -> PointPlan:
-        simulations = ArmSimulations(
+    def simulations_of(side: Sensitivity, gpus: int, name: str) -> ArmSimulations:
+        return ArmSimulations(
             equals[gpus], chosen[name], workers[side], args.fewest_requests, args.fills_gpus
         )
-        return PointPlan.of(_rates_by_arm(args, simulations, side), simulations)
 
-    plans = {key: plan_of(*key) for key in product(workers, equals, chosen)}
+    simulated = {key: simulations_of(*key) for key in product(workers, equals, chosen)}
+    rates = {key: _rates_by_arm(args, simulations, key[0]) for key, simulations in simulated.items()}
 
     def scale(side: Sensitivity, gpus: int, name: str) -> float:
         if args.time_scale:
@@ -190,17 +190,22 @@ def make_plan(
             (workers, nominal, slo_of(args)) if args.quick else ((side,), workers[side], None)
         )
         most = max(capacity(arm, chosen[name].shape, speeds) for arm in equals[gpus])
-        requests = max(plans[each, gpus, name].most_requests for each in sides)
+        requests = max(
+            simulated[each, gpus, name].requests(rate)
+            for each in sides
+            for of_arm in rates[each, gpus, name].values()
+            for rate in of_arm
+        )
         own = software.get(name, ASSUMED)
         return _of_side(scale_for(chosen[name], speeds, most, requests, own, quick_slo=slo), side)
 
-    scales = {key: scale(*key) for key in plans}
+    scales = {key: scale(*key) for key in simulated}
 
     def points_of(side: Sensitivity, arm: Arm, name: str) -> Iterator[Point]:
-        plan, time_scale = plans[side, arm.gpus, name], scales[side, arm.gpus, name]
+        key = side, arm.gpus, name
         for repetition in range(args.repetitions if side == NOMINAL else 1):
-            for rate in plan.rates[arm.name]:
-                yield plan.point(Point(arm.name, name, rate, repetition, side, time_scale))
+            for rate in rates[key][arm.name]:
+                yield simulated[key].planned(Point(arm.name, name, rate, repetition, side, scales[key]))
 
     points = tuple(point for key in product(workers, arms, chosen) for point in points_of(*key))
     return _plan_of(args, engines, chosen, arms, points, software=dict(software))
@@ -283,36 +288,6 @@ def _rounded(rates: Iterable[float]) -> tuple[float, ...]:
 def up_to_the_first_above(knee: float, common: tuple[float, ...]) -> tuple[float, ...]:
     """The sorted `common` rates up to and including the first that is surely above the arm's knee."""
     return common[: sum(rate <= _MOST_ERROR * knee for rate in common) + 1]
-
-
-@dataclass(frozen=True, slots=True)
-class PointPlan:
-    """The rates of some arms under one workload, and for each rate the number of requests and the time to drain."""
-
-    #: By arm.
-    rates: Mapping[str, tuple[float, ...]]
-    #: By rate.
-    requests: Mapping[float, int]
-    #: Seconds from the last arrival to the last answer, by arm and rate.
-    drains: Mapping[tuple[str, float], float]
-
-    @classmethod
-    def of(cls, own: Mapping[str, tuple[float, ...]], simulations: ArmSimulations) -> PointPlan:
-        """`own`: rates, by arm."""
-        requests = {rate: simulations.requests(rate) for of_arm in own.values() for rate in of_arm}
-        drains = {
-            (arm.name, rate): simulations.at(arm, rate).drain_s
-            for arm in simulations.arms
-            for rate in own[arm.name]
-        }
-        return cls(own, requests, drains)
-
-    @property
-    def most_requests(self) -> int:
-        return max(self.requests.values())
-
-    def point(self, point: Point) -> Point:
-        return replace(point, requests=self.requests[point.rate], drain_s=self.drains[point.arm, point.rate])
 
 
 def slo_of(args: argparse.Namespace) -> Slo:

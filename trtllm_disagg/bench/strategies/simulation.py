@@ -11,12 +11,12 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import mean
 from typing import Any
 
 from trtllm_disagg.bench.strategies.measures import Quantity, Slo, done_share
-from trtllm_disagg.bench.strategies.records import NOMINAL, Arm, Sensitivity
+from trtllm_disagg.bench.strategies.records import NOMINAL, Arm, Point, Sensitivity
 from trtllm_disagg.bench.strategies.sweep import ENOUGH_IN_TIME
 from trtllm_disagg.bench.strategies.workloads import Ask, Shape, Traffic
 from trtllm_disagg.modelled.build import Gpus, num_kv_blocks, open_gpus
@@ -357,6 +357,11 @@ class ArmSimulations:
             asks = self.traffic.lengths(rate, self.requests(rate))
             self._known[layout] = simulate(arm, self.workers, asks)
         return self._known[layout]
+
+    def planned(self, point: Point) -> Point:
+        """The point with its number of requests, and the time from its last arrival to its last answer."""
+        (arm,) = (arm for arm in self.arms if arm.name == point.arm)
+        return replace(point, requests=self.requests(point.rate), drain_s=self.at(arm, point.rate).drain_s)
 
     def knee(self, arm: Arm, slo: Slo) -> float:
         """The simulated knee of `arm` in requests a second (see the function `knee`)."""

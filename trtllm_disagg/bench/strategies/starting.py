@@ -21,7 +21,6 @@ from trtllm_disagg.bench.strategies.arms import arms_at, arms_for, workers_of
 from trtllm_disagg.bench.strategies.measuring import Target
 from trtllm_disagg.bench.strategies.planning import (
     Engines,
-    PointPlan,
     make_plan,
     plan_of_real,
     slo_of,
@@ -279,8 +278,7 @@ def further_points(
         for side, rate in _wanted(plan, sweep, measure):
             workers = {role: replace(worker, side=side) for role, worker in nominal.items()}
             simulations = ArmSimulations(sweep.arms, traffic, workers, args.fewest_requests, args.fills_gpus)
-            point_plan = PointPlan.of({arm.name: (rate,) for arm in sweep.arms}, simulations)
-            found += map(point_plan.point, _points(plan, sweep, measure, side, rate))
+            found += map(simulations.planned, _points(plan, sweep, measure, side, rate))
     return tuple(found)
 
 
