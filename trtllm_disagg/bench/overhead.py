@@ -317,10 +317,12 @@ def section_of(measured: Rounds, not_judged_because: str = "") -> Section:
         for quantity, median in measured.medians(strategy).items()
         if quantity.endswith(_CPU)
     ]
-    others = [strategy for strategy in measured.subjects if strategy in _WORKER_SIDE]
-    beside = [figure for other in others for figure in _against_baseline(measured, other)]
-    beside += [figure for subject in measured.subjects for figure in _against_untraced(measured, subject)]
-    beside += [figure for subject in measured.subjects for figure in _against_upstream(measured, subject)]
+    beside = [
+        figure
+        for against in (_against_baseline, _against_untraced, _against_upstream)
+        for subject in measured.subjects
+        for figure in against(measured, subject)
+    ]
     title = f"Workers, and orders beside {BASELINE}"
     return Section(title, [grid], figures=cpu + beside, not_judged_because=not_judged_because)
 
@@ -331,35 +333,24 @@ def _cells(medians: dict[str, float]) -> dict[str, float | str]:
     return medians | {"CPU": "\n".join(roles)}
 
 
-def _against_baseline(measured: Rounds, strategy: str) -> list[Figure]:
-    if BASELINE not in measured.subjects:
-        return []
-    pairs = zip(measured.values[strategy]["ttft"], measured.values[BASELINE]["ttft"], strict=True)
-    added, ratio = (
-        Sample.of(own - other for own, other in pairs),
-        measured.ratio("throughput", strategy, BASELINE),
-    )
-    return [
-        Figure(f"{strategy} TTFT - {BASELINE}", added.median, "ms"),
-        Figure(f"{strategy} tok/s / {BASELINE}", ratio.median, "x"),
-    ]
+def _against_baseline(measured: Rounds, subject: str) -> Iterator[Figure]:
+    if subject not in _WORKER_SIDE or BASELINE not in measured.subjects:
+        return
+    pairs = zip(measured.values[subject]["ttft"], measured.values[BASELINE]["ttft"], strict=True)
+    added = Sample.of(own - other for own, other in pairs)
+    yield Figure(f"{subject} TTFT - {BASELINE}", added.median, "ms")
+    yield _ratio(f"{subject} tok/s / {BASELINE}", measured, "throughput", subject, BASELINE)
 
 
-def _against_untraced(measured: Rounds, subject: str) -> list[Figure]:
+def _against_untraced(measured: Rounds, subject: str) -> Iterator[Figure]:
     """The cost of traces, in tokens a second and in the workers' CPU, which varies less from minute to minute."""
     untraced = f"{_strategy_of(subject)}, {_NONE} traced"
     if untraced == subject or untraced not in measured.subjects:
-        return []
-    of_cpu = (name for name in measured.values[subject] if name.endswith((_CPU, _BESIDE_FRONTEND)))
-    quantities = ["throughput", *of_cpu]
-    return [
-        Figure(
-            f"{subject}: {'tok/s' if quantity == 'throughput' else quantity.strip()} / {_NONE}",
-            measured.ratio(quantity, subject, untraced).median,
-            "x",
-        )
-        for quantity in quantities
-    ]
+        return
+    yield _ratio(f"{subject}: tok/s / {_NONE}", measured, "throughput", subject, untraced)
+    for quantity in measured.values[subject]:
+        if quantity.endswith((_CPU, _BESIDE_FRONTEND)):
+            yield _ratio(f"{subject}: {quantity} / {_NONE}", measured, quantity, subject, untraced)
 
 
 def _against_upstream(measured: Rounds, subject: str) -> Iterator[Figure]:
@@ -371,4 +362,8 @@ def _against_upstream(measured: Rounds, subject: str) -> Iterator[Figure]:
         return
     quantities = {"throughput": "tok/s", "ttft": "TTFT", "ttft_together": "TTFT, many", _ALL_CPU: _ALL_CPU}
     for quantity, said in quantities.items():
-        yield Figure(f"{subject}: {said} / {other}", measured.ratio(quantity, subject, other).median, "x")
+        yield _ratio(f"{subject}: {said} / {other}", measured, quantity, subject, other)
+
+
+def _ratio(name: str, measured: Rounds, quantity: str, subject: str, other: str) -> Figure:
+    return Figure(name, measured.ratio(quantity, subject, other).median, "x")
