@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,8 +47,7 @@ class Roofs:
         self._weight = torch.randn(_FEATURES, _FEATURES).to(dtype)
         self._packed = torch.ops.mkldnn._reorder_linear_weight(self._weight, _HINT_ROWS)
         # A matrix-vector product is also limited by reading memory.
-        self._matrix = self._tensor.view(-1, _FEATURES)
-        self._vector = torch.ones(_FEATURES)
+        self._gemv = partial(torch.mv, self._tensor.view(-1, _FEATURES), torch.ones(_FEATURES))
 
     def read(self) -> float:
         """GB/s."""
@@ -55,23 +55,16 @@ class Roofs:
 
     def multiply(self) -> float:
         """GFLOP/s of a 512 x 2048 x 2048 product in the dtype of computation."""
+        plain = partial(linear, self._x, self._weight)
+        packed = partial(torch.ops.mkldnn._linear_pointwise, self._x, self._packed, None, "none", [], "")
         with torch.inference_mode():
-            return 2e-9 * _ROWS * _FEATURES**2 / _best(self._multiply, self._multiply_packed)
+            return 2e-9 * _ROWS * _FEATURES**2 / _best(plain, packed)
 
     def close(self) -> None:
         self._pool.shutdown()
 
     def _sum_in_threads(self) -> object:
         return list(self._pool.map(_sum, np.array_split(self._numbers, self._threads)))
-
-    def _gemv(self) -> object:
-        return torch.mv(self._matrix, self._vector)
-
-    def _multiply(self) -> object:
-        return linear(self._x, self._weight)
-
-    def _multiply_packed(self) -> object:
-        return torch.ops.mkldnn._linear_pointwise(self._x, self._packed, None, "none", [], "")
 
 
 def _best(*ways: Callable[[], object]) -> float:
