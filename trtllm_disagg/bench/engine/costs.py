@@ -114,7 +114,7 @@ def added_ttft_section(seconds: float) -> Section:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Seconds by the size of what grows."""
+    """Milliseconds of a step, or microseconds of a KV block, by the size of what grows."""
 
     points: dict[int, float]
 
@@ -132,18 +132,20 @@ class Growth:
 
 
 def measure_scaling(case: Case, say: Say) -> dict[str, Growth]:
-    """Keys: batch, context and pool (seconds a step); lookup and allocation (seconds a block)."""
+    """Keys: batch, context and pool of blocks (steps); lookup and allocation (blocks)."""
     plan = case.plan
 
     def step(core: ChildProcess, batch: int, context: int) -> float:
         say(f"{case.model}: batch {batch}, context {context}")
         prompts = case.prompts(batch, context - plan.steps // 2, f"scaling {context}")
-        return float(np.median(core.call("decode", prompts, plan.steps)))
+        return 1e3 * float(np.median(core.call("decode", prompts, plan.steps)))
 
     def step_in_pool(core: ChildProcess, blocks: int) -> float:
         say(f"{case.model}: pool of {blocks} blocks")
         core.call("rebuild", blocks)
-        return step(core, _pool_batch(plan), plan.context)
+        # As many rows as fit into the smallest pool.
+        fitting = min(plan.scaling_pools) * TOKENS_PER_BLOCK // (2 * plan.context)
+        return step(core, min(_BATCH, fitting), plan.context)
 
     rows = max(_BATCH, *plan.scaling_batches)
     tokens = max(plan.scaling_contexts) + plan.steps + TOKENS_PER_BLOCK
@@ -153,25 +155,15 @@ def measure_scaling(case: Case, say: Say) -> dict[str, Growth]:
         pool = _best(plan.scaling_pools, lambda blocks: step_in_pool(core, blocks))
     say("lookup and allocation of KV blocks")
     costs = {blocks: costs_per_block(blocks) for blocks in plan.block_pools}
-    lookup, allocation = (Growth({blocks: cost[n] for blocks, cost in costs.items()}) for n in range(2))
-    return {
-        "batch": batch,
-        "context": context,
-        "pool of blocks": pool,
-        "lookup": lookup,
-        "allocation": allocation,
-    }
+    lookup, allocation = (Growth({blocks: 1e6 * cost[n] for blocks, cost in costs.items()}) for n in range(2))
+    steps = {"batch": batch, "context": context, "pool of blocks": pool}
+    return steps | {"lookup": lookup, "allocation": allocation}
 
 
 def _best(xs: Sequence[int], measure: Callable[[int], float]) -> Growth:
     """The best of several passes over all points, so that a short disturbance does not count."""
     passes = [[measure(x) for x in xs] for _ in range(_PASSES)]
     return Growth(dict(zip(xs, map(min, zip(*passes, strict=True)), strict=True)))
-
-
-def _pool_batch(plan: MeasurementPlan) -> int:
-    """As many rows as fit into the smallest pool."""
-    return min(_BATCH, min(plan.scaling_pools) * TOKENS_PER_BLOCK // (2 * plan.context))
 
 
 def costs_per_block(pool: int) -> tuple[float, float]:
@@ -218,25 +210,21 @@ def scaling_section(name: str, curves: dict[str, Growth]) -> Section:
     blocks = {what: curves[what] for what in _BLOCK_COSTS}
     figures = [
         *(
-            Figure(f"{name} step, {what} {x}", 1e3 * seconds, "ms")
+            Figure(f"{name} step, {what} {x}", milliseconds, "ms")
             for what, curve in steps.items()
-            for x, seconds in curve.points.items()
+            for x, milliseconds in curve.points.items()
         ),
         Figure(f"{name} step, twice the batch", curves["batch"].per_doubling, "x"),
         Figure(f"{name} step, twice the context", curves["context"].per_doubling, "x"),
         Figure(f"{name} step, largest pool / smallest", curves["pool of blocks"].ends, "x"),
         *(
-            Figure(f"{what} in a pool of {x} blocks", 1e6 * seconds, "us/block")
+            Figure(f"{what} in a pool of {x} blocks", microseconds, "us/block")
             for what, curve in blocks.items()
-            for x, seconds in curve.points.items()
+            for x, microseconds in curve.points.items()
         ),
         *(Figure(f"{what}, largest pool / smallest", curve.ends, "x") for what, curve in blocks.items()),
     ]
-    panels = [Lines(f"{name}: step, ms", what, {"": _scaled(curve, 1e3)}) for what, curve in steps.items()]
-    costs = {what: _scaled(curve, 1e6) for what, curve in blocks.items()}
+    panels = [Lines(f"{name}: step, ms", what, {"": curve.points}) for what, curve in steps.items()]
+    costs = {what: curve.points for what, curve in blocks.items()}
     panels.append(Lines("a KV block's cost, us", "blocks of the pool", costs))
     return Section(f"Growth, {name}, one thread", figures=figures, panels=panels)
-
-
-def _scaled(curve: Growth, factor: float) -> dict[int, float]:
-    return {x: factor * seconds for x, seconds in curve.points.items()}
