@@ -162,10 +162,7 @@ def _band(verdict: Verdict) -> str:
     smallest = min(verdict.leads, key=lambda lead: lead.lowest)
     if len(verdict.scores[verdict.best]) < 2:
         return "no band: the times were measured, not modelled"
-    error = max(
-        max(abs(each.prefill_factor - 1), abs(each.decode_factor - 1))
-        for each in verdict.scores[verdict.best]
-    )
+    error = max(variant.change for variant in verdict.scores[verdict.best])
     steps = f"not step times of prefill or decode that are {error:.0%} shorter or longer"
     if math.isinf(smallest.lowest):
         return f"{steps}: there too no other arm keeps the SLO"

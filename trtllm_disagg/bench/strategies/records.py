@@ -82,6 +82,11 @@ class Sensitivity:
         """As modelled engines read them."""
         return Factors(self.prefill_factor, self.decode_factor)
 
+    @property
+    def change(self) -> float:
+        """The largest share by which step times were changed."""
+        return max(abs(factor - 1) for factor in self.factors)
+
 
 NOMINAL = Sensitivity()
 

@@ -70,12 +70,7 @@ class Report:
     @property
     def band(self) -> float:
         """The largest share by which step times were changed; 0 where none were."""
-        factors = [
-            factor
-            for result in self.results
-            for factor in (result.point.sensitivity.prefill_factor, result.point.sensitivity.decode_factor)
-        ]
-        return max(abs(factor - 1) for factor in factors)
+        return max(result.point.sensitivity.change for result in self.results)
 
     @property
     def machines(self) -> list[str]:
@@ -96,11 +91,8 @@ class Report:
     @property
     def most_software(self) -> dict[str, float]:
         """The highest share of our own software by time: "ttft", "tpot", "latency"."""
-        most: dict[str, float] = {}
-        for result in self.results:
-            for name, share in result.software.items():
-                most[name] = max(share, most.get(name, 0.0))
-        return most
+        names = dict.fromkeys(name for result in self.results for name in result.software)
+        return {name: max(result.software.get(name, 0.0) for result in self.results) for name in names}
 
     def advice(self) -> str:
         """The advice as text: one paragraph for each workload."""
