@@ -77,12 +77,8 @@ class Scale:
     output_factor: float
 
     @property
-    def _prompt_factor(self) -> float:
-        return self.longest_prompt / _LONGEST_PROMPT
-
-    @property
     def scenarios(self) -> tuple[Scenario, ...]:
-        factor = self._prompt_factor
+        factor = self.longest_prompt / _LONGEST_PROMPT
         return tuple(
             replace(
                 scenario,

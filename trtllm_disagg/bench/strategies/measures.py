@@ -203,7 +203,9 @@ class MeasuredPoint:
     def mean_parts(self) -> dict[str, float]:
         """Mean milliseconds of each part of an answer; empty where the workers reported none."""
         known = [request.parts for request in self.result.answered if request.parts is not None]
-        return {name: _mean(known, name) for name in PARTS} if known else {}
+        if not known:
+            return {}
+        return {name: float(np.mean([getattr(parts, name) for parts in known])) for name in PARTS}
 
 
 def _keeps(
@@ -212,10 +214,6 @@ def _keeps(
     """An answer of one token has no TPOT, so it keeps every limit of TPOT."""
     kept = times[name] <= limit
     return kept | np.isnan(times["tpot"]) & is_answered if name == "tpot" else kept
-
-
-def _mean(parts: Iterable[Parts], name: str) -> float:
-    return float(np.mean([getattr(part, name) for part in parts]))
 
 
 def pareto_front(places: Iterable[ParetoPoint]) -> list[ParetoPoint]:
