@@ -13,7 +13,7 @@ import pytest
 
 from trtllm_disagg import cli
 from trtllm_disagg.bench.engine import costs, peer_checkpoints, speed
-from trtllm_disagg.bench.engine.contestants import CONTESTANTS, PEERS
+from trtllm_disagg.bench.engine.contestants import CONTESTANTS, EMBEDDED, PEERS
 from trtllm_disagg.bench.engine.costs import Growth, Overheads
 from trtllm_disagg.bench.engine.measurement_plan import QUICK, Case, MeasurementPlan
 from trtllm_disagg.bench.engine.speed import LLAMA_CPP, PREFILL, Speeds, decode_of
@@ -137,7 +137,7 @@ def speeds_of(**rates: Sequence[float]) -> Speeds:
 def test_ratios_are_taken_in_pairs_with_the_best_peer() -> None:
     speeds = speeds_of(embedded=[10, 5, 10], **{LLAMA_CPP: [8, 4, 8]}, ctranslate2=[10, 4, 10])
     assert speeds.best_peer(decode_of(1)) == "ctranslate2"
-    assert speeds.against(decode_of(1), "ctranslate2").values == (1.0, 1.25, 1.0)
+    assert speeds.rates.ratio(decode_of(1), EMBEDDED, "ctranslate2").values == (1.0, 1.25, 1.0)
     figures = {figure.figure: figure for figure in figures_of([speed.section_of(speeds)])}
     name = "450M float32 1t"
     assert figures[f"{name} prefill embedded / llama.cpp"].value == 1.25

@@ -75,16 +75,9 @@ class Speeds:
         self.agreeing.pop(peer, None)
         self.rates.values.pop(peer, None)
 
-    def rate(self, test: str, contestant: str) -> Sample:
-        return self.rates.sample(contestant, test)
-
     def best_peer(self, test: str) -> str | None:
         peers = [name for name in self.rates.subjects if name not in OWN]
-        return max(peers, key=lambda name: self.rate(test, name).median, default=None)
-
-    def against(self, test: str, peer: str, own: str = EMBEDDED) -> Sample:
-        """How many times as fast as `peer` the engine `own` is, in pairs."""
-        return self.rates.ratio(test, own, peer)
+        return max(peers, key=lambda name: self.rates.sample(name, test).median, default=None)
 
     def prefill_share(self) -> Sample:
         """Prefill as percent of the matrix product's rate; attention and the head do not count as work."""
@@ -251,13 +244,14 @@ def section_of(speeds: Speeds) -> Section:
 
 
 def _cells(speeds: Speeds, test: str) -> dict[str, float | str]:
-    cells: dict[str, float | str] = {name: speeds.rate(test, name).median for name in speeds.rates.subjects}
-    cells["spread"] = speeds.rate(test, EMBEDDED).spread / 2
+    rates = speeds.rates
+    cells: dict[str, float | str] = {name: rates.sample(name, test).median for name in rates.subjects}
+    cells["spread"] = rates.sample(EMBEDDED, test).spread / 2
     if peer := speeds.best_peer(test):
         cells["best peer"] = peer
-        cells |= {f"{own} / best peer": speeds.against(test, peer, own).median for own in OWN if own in cells}
+        cells |= {f"{own} / best peer": rates.ratio(test, own, peer).median for own in OWN if own in cells}
     if test == PREFILL and LLAMA_CPP in cells:
-        cells[f"{EMBEDDED} / {LLAMA_CPP}"] = speeds.against(test, LLAMA_CPP).median
+        cells[f"{EMBEDDED} / {LLAMA_CPP}"] = rates.ratio(test, EMBEDDED, LLAMA_CPP).median
     return cells
 
 
