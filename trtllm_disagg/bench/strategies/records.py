@@ -243,9 +243,6 @@ class Plan:
     def arm(self, name: str) -> Arm:
         return next(arm for arm in self.arms if arm.name == name)
 
-    def workload(self, name: str) -> Workload:
-        return next(workload for workload in self.workloads if workload.name == name)
-
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:

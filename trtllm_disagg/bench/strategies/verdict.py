@@ -42,7 +42,6 @@ FEWEST_REQUESTS = 10
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    name: str
     label: str
     unit: str
     #: The score of one repetition of an arm.
@@ -61,10 +60,6 @@ class Measure:
         if math.isnan(better) or math.isnan(worse):
             return math.nan
         return better / worse if worse else math.inf if better else 1.0
-
-
-def peak_goodput(curve: Curve, slo: Slo) -> float:
-    return max(measured.goodput(slo).requests_s for measured in curve.values())
 
 
 def _software_in(measured: MeasuredPoint, time: str) -> dict[str, float]:
@@ -86,10 +81,9 @@ def goodput(slo: Slo) -> Measure:
         return measured.goodput(slo).share < ENOUGH_IN_TIME
 
     return Measure(
-        "goodput",
         f"highest goodput, {slo}",
         "requests/s",
-        partial(peak_goodput, slo=slo),
+        lambda curve: max(measured.goodput(slo).requests_s for measured in curve.values()),
         partial(_software_in_goodput, slo=slo),
         is_exhausted=lambda measured: measured.result.is_saturated or is_late(measured),
         may_be_past=is_late,
@@ -98,7 +92,6 @@ def goodput(slo: Slo) -> Measure:
 
 def pareto_area() -> Measure:
     return Measure(
-        "area",
         "fast for each user and much from each GPU (area under the Pareto front)",
         "tok/s/user x tok/s/GPU",
         lambda curve: front_area(measured.pareto_point for measured in curve.values()),
@@ -116,7 +109,6 @@ def latency_at(rates: Mapping[Sensitivity, float], name: Literal["ttft", "tpot"]
         return curve[rate].percentile(name, percent) if rate in curve else math.nan
 
     return Measure(
-        f"{name}_p{percent}",
         f"{name.upper()} p{percent} at {rates[NOMINAL]:g} requests/s",
         "ms",
         score,
