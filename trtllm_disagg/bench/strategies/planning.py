@@ -146,16 +146,10 @@ def traffics(args: argparse.Namespace, longest: int) -> dict[str, Traffic]:
             raise ConfigError.bad_value(
                 "--workloads", name, f"one of {', '.join(known)}, or trace with --trace FILE"
             )
-        _refuse_too_long(name, known[name], longest)
+        if (own := known[name].longest) > longest:
+            allowed = f"requests of at most {longest} tokens, the engine's max_seq_len; this one has {own}"
+            raise ConfigError.bad_value("--workloads", name, allowed)
     return {name: known[name] for name in names}
-
-
-def _refuse_too_long(name: str, traffic: Traffic, longest: int) -> None:
-    if traffic.longest > longest:
-        allowed = (
-            f"requests of at most {longest} tokens, the engine's max_seq_len; this one has {traffic.longest}"
-        )
-        raise ConfigError.bad_value("--workloads", name, allowed)
 
 
 def make_plan(
