@@ -159,13 +159,18 @@ class MeasuredPoint:
         known = self.times[name][~np.isnan(self.times[name])]
         return float(np.percentile(known, percent)) if known.size else math.nan
 
-    def keeps(self, name: Quantity, limit: float) -> NDArray[np.bool_]:
-        return _keeps(self.times, name, limit, self.is_answered)
+    def keeps(
+        self, name: Quantity, limit: float, times: Mapping[Quantity, Numbers] | None = None
+    ) -> NDArray[np.bool_]:
+        """`times`: by default the measured ones. An answer of one token has no TPOT, so it keeps every limit of it."""
+        times = times or self.times
+        kept = times[name] <= limit
+        return kept | np.isnan(times["tpot"]) & self.is_answered if name == "tpot" else kept
 
     def _in_time(self, slo: Slo, times: Mapping[Quantity, Numbers]) -> NDArray[np.bool_]:
         good = self.is_answered.copy()
         for name, limit in slo.limits.items():
-            good &= _keeps(times, name, limit, self.is_answered)
+            good &= self.keeps(name, limit, times)
         return good
 
     def lost_to_software(self, slo: Slo, name: Quantity) -> float:
@@ -206,14 +211,6 @@ class MeasuredPoint:
         if not known:
             return {}
         return {name: float(np.mean([getattr(parts, name) for parts in known])) for name in PARTS}
-
-
-def _keeps(
-    times: Mapping[Quantity, Numbers], name: Quantity, limit: float, is_answered: NDArray[np.bool_]
-) -> NDArray[np.bool_]:
-    """An answer of one token has no TPOT, so it keeps every limit of TPOT."""
-    kept = times[name] <= limit
-    return kept | np.isnan(times["tpot"]) & is_answered if name == "tpot" else kept
 
 
 def pareto_front(places: Iterable[ParetoPoint]) -> list[ParetoPoint]:
