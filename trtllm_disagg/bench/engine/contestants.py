@@ -88,9 +88,8 @@ class Contestant:
 
     def absence(self, dtype: str, cache: Path) -> str | None:
         """Why it cannot take part."""
-        if self.environment is not None and not self.environment.is_made(cache):
-            return f"not installed; {self.install}"
-        if not all(find_spec(module) is not None for module in self.modules):
+        is_made = self.environment is None or self.environment.is_made(cache)
+        if not is_made or any(find_spec(module) is None for module in self.modules):
             return f"not installed; {self.install}"
         return None if dtype in self.dtypes else f"has no {dtype} on the CPU"
 
