@@ -40,33 +40,22 @@ class Trace:
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
 
-    @property
-    def ttft(self) -> float:
-        return self.times[0] - self.arrived
-
-    @property
-    def latency(self) -> float:
-        return self.times[-1] - self.arrived
-
-    @property
-    def gaps(self) -> list[float]:
-        return [after - before for before, after in itertools.pairwise(self.times)]
-
 
 def measures_of(traces: Sequence[Trace]) -> dict[str, float]:
     """The quantities of _COLUMNS, in their units, for one repetition of a mode."""
     import numpy as np
 
     wall = max(trace.times[-1] for trace in traces)
-    ttft = [1000 * trace.ttft for trace in traces]
-    gaps = [1000 * gap for trace in traces for gap in trace.gaps]
+    ttft = [1000 * (trace.times[0] - trace.arrived) for trace in traces]
+    latency = [1000 * (trace.times[-1] - trace.arrived) for trace in traces]
+    gaps = [1000 * (b - a) for trace in traces for a, b in itertools.pairwise(trace.times)]
     return {
         "wall": wall,
         "throughput": sum(len(trace.tokens) for trace in traces) / wall,
         "ttft": float(np.mean(ttft)),
         "ttft_p99": float(np.percentile(ttft, 99)),
         "itl_p99": float(np.percentile(gaps, 99)) if gaps else 0.0,
-        "latency": float(np.mean([1000 * trace.latency for trace in traces])),
+        "latency": float(np.mean(latency)),
     }
 
 
