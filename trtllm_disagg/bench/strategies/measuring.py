@@ -97,10 +97,6 @@ class Schedule:
         """Until the last request is sent."""
         return self.stretches[-1].end
 
-    def sensitivities(self) -> list[tuple[float, Sensitivity]]:
-        """The factors of each stretch and when it begins."""
-        return [(stretch.begin, stretch.point.sensitivity) for stretch in self.stretches]
-
     def sends(self) -> list[Send]:
         prompt, every = self.stretches[0].asks[0].prompt[:64], _WARM_UP_SECONDS / _WARM_UP_REQUESTS / 2
         warm = [Send(f"warm-{i}", i * every, prompt[i:], 4) for i in range(_WARM_UP_REQUESTS)]
@@ -238,7 +234,8 @@ class LoadRun:
 async def measure(schedule: Schedule, target: Target, aiperf: AIPerf, directory: Path) -> LoadRun:
     """Raises LoadFailedError."""
     late: list[tuple[int, Mapping[str, Lateness]]] = []
-    switching = FactorSwitch(schedule.sensitivities(), target.set_factors)
+    moments = [(stretch.begin, stretch.point.sensitivity) for stretch in schedule.stretches]
+    switching = FactorSwitch(moments, target.set_factors)
 
     async def look() -> None:
         if (now := await _lateness(target)) is not None:

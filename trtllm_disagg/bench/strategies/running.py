@@ -212,8 +212,10 @@ class Runner:
         groups = self.groups()
         count = len(self.plan.every_point)
         progress = Progress(count, done=count - sum(len(points) for _, points in groups))
+        # Only the lengths of requests: real prompts would take gigabytes.
         progress.sending = [
-            Schedule.of([(p, self._lengths(p)) for p in points]).seconds for _, points in groups
+            Schedule.of([(p, self.traffics[p.workload].lengths(p.rate, p.requests)) for p in points]).seconds
+            for _, points in groups
         ]
         return progress
 
@@ -279,10 +281,6 @@ class Runner:
         measured = await measure(schedule, target, self.aiperf, place.absolute())
         arms = {arm.name: arm for arm in self.plan.arms}
         return measured.results(target, arms, versions, describe_machine())
-
-    def _lengths(self, point: Point) -> tuple[Ask, ...]:
-        """Requests with the right lengths only, to estimate durations: real prompts would take gigabytes."""
-        return self.traffics[point.workload].lengths(point.rate, point.requests)
 
     def asks(self, point: Point) -> tuple[Ask, ...]:
         """The requests of a point, the same for all arms. Each rate and side has other prompts: none is cached."""
