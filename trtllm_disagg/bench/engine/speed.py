@@ -131,8 +131,8 @@ class _Contest:
                 continue
             self._say(f"{self._case.name}: starting {name}")
             with self._forgiven(name):
-                self._remotes[name] = self._start(contestant)
-        self._roofs = self._start(ROOFS)
+                self._remotes[name] = self._stack.enter_context(contestant.start(self._case))
+        self._roofs = self._stack.enter_context(ROOFS.start(self._case))
         for name, remote in list(self._remotes.items()):
             with self._forgiven(name):
                 remote.await_ready()
@@ -183,9 +183,6 @@ class _Contest:
         answer = remote.call(method, *arguments)
         remote.await_sleep()
         return answer
-
-    def _start(self, contestant: Contestant) -> ChildProcess:
-        return self._stack.enter_context(contestant.start(self._case))
 
     @contextmanager
     def _forgiven(self, name: str) -> Iterator[None]:
