@@ -51,23 +51,23 @@ def model_directory(model: str, key: str = FLAG, revision: str | None = None) ->
     return _download(model, key, cached, revision)
 
 
-def servable_model(model: str, key: str = FLAG, revision: str | None = None) -> Path:
+def servable_model(model: str, revision: str | None = None) -> Path:
     """The directory of a model that a frontend can serve. Raises ConfigError as `model_directory` does, and for a
     directory that is missing, is no model, or has no tokenizer.
     """
-    directory = Path(os.path.expanduser(model_directory(model, key, revision)))
+    directory = Path(os.path.expanduser(model_directory(model, FLAG, revision)))
     # os.path returns False where Path raises, for example for names that are too long.
     if not os.path.isdir(directory):
         raise ConfigError.bad_value(
-            key,
+            FLAG,
             model,
             "a directory that exists, or the name of a model on the Hugging Face hub, ORGANISATION/NAME",
         )
     if not (directory / "config.json").is_file():
-        raise ConfigError.bad_value(key, str(directory), "a directory with config.json in it")
+        raise ConfigError.bad_value(FLAG, str(directory), "a directory with config.json in it")
     if not any(any(directory.glob(pattern)) for pattern in _TOKENIZERS):
         raise ConfigError.bad_value(
-            key,
+            FLAG,
             str(directory),
             "a directory with tokenizer.json, from which Dynamo's frontend makes tokens; add the one that belongs to "
             "this model",

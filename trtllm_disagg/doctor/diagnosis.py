@@ -118,27 +118,26 @@ def to_json(pair: Pair, rows: Sequence[Row]) -> str:
     )
 
 
-def show(pair: Pair, rows: Sequence[Row], console: Console | None = None) -> None:
+def show(pair: Pair, rows: Sequence[Row]) -> None:
     cells = [(row, (_shown(row.prefill), _shown(row.decode))) for row in rows]
     _show(
         cells,
         (f"prefill {pair.prefill.source}", f"decode {pair.decode.source}"),
         f"TensorRT-LLM {pair.deployment.trtllm_version}, {pair.deployment.strategy}",
-        console or Console(paper=_WIDTH),
     )
 
 
-def show_live(seen: Observed, found: Sequence[Finding], console: Console | None = None) -> None:
+def show_live(seen: Observed, found: Sequence[Finding]) -> None:
     cells = [(finding, (finding.value,)) for finding in found]
-    _show(cells, (seen.url,), f"{seen.model} at {seen.url}", console or Console(paper=_WIDTH))
+    _show(cells, (seen.url,), f"{seen.model} at {seen.url}")
 
 
 def _show(
     rows: Sequence[tuple[Row | Finding, tuple[str, ...]]],
     columns: tuple[str, ...],
     about: str,
-    console: Console,
 ) -> None:
+    console = Console(paper=_WIDTH)
     table = Table(box=SIMPLE_HEAD, show_edge=False)
     for column in ("", "", *columns):
         table.add_column(Text(column), overflow="fold")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 
 _WARNING_SECONDS = 60.0
 
@@ -13,9 +12,8 @@ _WARNING_SECONDS = 60.0
 class RateLimitedLog:
     """One warning a minute for each message, with the number of suppressed ones. Thread-safe."""
 
-    def __init__(self, log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, log: logging.Logger) -> None:
         self._log = log
-        self._clock = clock
         self._lock = threading.Lock()
         #: By message: when it may be logged again, and how often it was suppressed.
         self._kinds: dict[str, tuple[float, int]] = {}
@@ -23,7 +21,7 @@ class RateLimitedLog:
     def __call__(self, message: str, *details: object) -> None:
         with self._lock:
             due, left_out = self._kinds.get(message, (0.0, 0))
-            now = self._clock()
+            now = time.monotonic()
             is_due = now >= due
             self._kinds[message] = (now + _WARNING_SECONDS, 0) if is_due else (due, left_out + 1)
         if is_due:

@@ -16,7 +16,7 @@ import psutil
 from trtllm_disagg.embedded.kv_cache.block_manager import BlockManager
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.embedded.scheduler.scheduler import Counts, Row, Scheduler
-from trtllm_disagg.embedded.scheduler.sequence import Clock, Sequence, Status
+from trtllm_disagg.embedded.scheduler.sequence import Sequence, Status
 
 log = logging.getLogger(__name__)
 
@@ -96,13 +96,12 @@ class Batch(NamedTuple):
 class ResidentMemory:
     """Bytes of this process, not older than a moment: to ask the system is the dearest part of a record."""
 
-    def __init__(self, clock: Clock = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._process = psutil.Process()
         self._bytes, self._asked = 0, float("-inf")
 
     def __call__(self) -> int:
-        now = self._clock()
+        now = time.monotonic()
         if now - self._asked >= _MEMORY_SECONDS:
             self._bytes, self._asked = self._process.memory_info().rss, now
         return self._bytes

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sysconfig
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -204,9 +204,8 @@ class RankWatch:
     worker calls this from time to time.
     """
 
-    def __init__(self, pids: Sequence[int], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, pids: Sequence[int]) -> None:
         """`pids` of all ranks, rank 0 first. A single rank is not watched: only its own requests wait for it."""
-        self._clock = clock
         self._ranks: dict[int, psutil.Process] = {}
         self._open = contextlib.ExitStack()
         self._ends = self._open.enter_context(select.epoll())
@@ -217,11 +216,11 @@ class RankWatch:
                 self._ranks[rank] = psutil.Process(pid)
                 self._await_end(rank, os.pidfd_open(pid))
         self._stopped_since: dict[int, float] = {}
-        self._next_look = clock()
+        self._next_look = time.monotonic()
 
     def stopped_rank(self) -> str | None:
         """Names a rank that has been stopped for too long; None without one."""
-        now = self._clock()
+        now = time.monotonic()
         if now < self._next_look:
             return None
         self._next_look = now + _LOOK_SECONDS
