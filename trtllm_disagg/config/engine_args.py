@@ -108,6 +108,8 @@ def _dynamo_defaults(config: WorkerConfig) -> Args:
         args["cache_transceiver_config"] = {"backend": "DEFAULT"}
     for name, key in ENGINE_KEYS.items():
         value = getattr(config, name)
+        if name == "kv_block_size" and not config.is_explicit(name):
+            continue  # TensorRT-LLM takes 64 or 128 for some models, unless it is given a size
         if value is not None and (key not in args or config.is_explicit(name)):
             _set(args, key, value)
     return args

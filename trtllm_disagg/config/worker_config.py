@@ -292,7 +292,9 @@ class WorkerConfig:
     gpus_per_node: int | None = option(
         None, "GPUs of one node (default: as found)", POSITIVE, dynamo=DYNAMO_WORKER
     )
-    kv_block_size: int = option(32, "tokens in one KV block", POWER_OF_TWO, dynamo=DYNAMO_WORKER)
+    kv_block_size: int = option(
+        32, "tokens in one KV block; without it TensorRT-LLM chooses", POWER_OF_TWO, dynamo=DYNAMO_WORKER
+    )
     max_batch_size: int = option(
         2048, "requests in one step; on the embedded engine 64 unless given", POSITIVE, dynamo=DYNAMO_WORKER
     )

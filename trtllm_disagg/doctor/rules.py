@@ -347,8 +347,12 @@ def _ranks_of(side: Side) -> str:
 
 def _ranks(pair: Pair) -> Problem | None:
     prefill, decode = (side.args for side in pair.sides)
-    if decode.context_parallel_size != 1:
-        return _error("decode: context_parallel_size: 1; only context servers take more")
+    if prefill.context_parallel_size != 1:
+        return _error("prefill: context_parallel_size: 1; only decode workers take more (cp_type: HELIX)")
+    runtime = pair.decode.fingerprint.transceiver_runtime
+    if decode.context_parallel_size != 1 and runtime != "CPP":
+        instead = "transceiver_runtime: CPP on both sides: the Python one takes no context parallelism"
+        return _error(instead) if runtime == "PYTHON" else _note(instead)
     if prefill.pipeline_parallel_size != decode.pipeline_parallel_size and decode.pipeline_parallel_size > 1:
         return _note(
             "layers are regrouped on the way to a decode worker with pipeline stages: try this pair with a long prompt"
@@ -512,7 +516,10 @@ RULES = (
         "speculative decoding",
         "draft layers have KV of their own, and a handoff carries the first draft tokens",
         lambda side: side.fingerprint.speculative or "off",
-        _equal("speculative", "the same speculative_config on both sides"),
+        _equal(
+            "speculative",
+            "the same speculative_config on both sides, or on the Python transceiver at decode only",
+        ),
     ),
     Rule(
         "max_num_tokens",

@@ -131,6 +131,12 @@ def event_buffer_of(llm: Any) -> int:
     return _configured(llm, "kv_cache_config", "event_buffer_max_size") or 0
 
 
+def block_size_of(llm: Any) -> int | None:
+    """Tokens of a KV block, as the engine was told or as it chose for its model. None when it does not say."""
+    size: int | None = _configured(llm, "kv_cache_config", "tokens_per_block")
+    return size
+
+
 def _configured(llm: Any, group: str, name: str) -> Any:
     given = getattr(getattr(llm, "args", None), group, None)
     return given.get(name) if isinstance(given, dict) else getattr(given, name, None)

@@ -83,6 +83,9 @@ def _guided(api: LlmApi, guided: dict[str, Any]) -> Any:
     known = ("json", "regex", "grammar", "json_object", "structural_tag")
     # An empty schema is valid, too: it allows any JSON.
     chosen = {name: guided[name] for name in known if guided.get(name) not in (None, False, "")}
+    if chosen.get("json") is True:
+        # The same schema as a dict: TensorRT-LLM's binding takes no truth value.
+        chosen["json"] = {}
     if guided.get("choice"):
         # TensorRT-LLM has no choice of its own.
         chosen.setdefault("regex", "(" + "|".join(map(re.escape, guided["choice"])) + ")")

@@ -25,6 +25,7 @@ from trtllm_disagg.dynamo_runtime.shutdown import Leaving, watch_for_freezes, wa
 from trtllm_disagg.dynamo_runtime.system_port import require_system_port
 from trtllm_disagg.dynamo_runtime.worker_endpoint import DynamoRegistration, Runtime, ServedModel
 from trtllm_disagg.embedded.params.checkpoint import fingerprint
+from trtllm_disagg.engine.capabilities import block_size_of
 from trtllm_disagg.engine.daemon_thread import in_daemon_thread
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.health import EngineHealth, HealthTimes, close, until_stalled
@@ -252,7 +253,7 @@ def served_model(config: WorkerConfig, engine: Engine) -> ServedModel:
     with contextlib.suppress(AttributeError):
         capacity = engine.llm.get_kv_cache_capacity()
     return ServedModel(
-        capacity.get("tokensPerBlock", config.kv_block_size),
+        capacity.get("tokensPerBlock") or block_size_of(engine.llm) or config.kv_block_size,
         capacity.get("maxNumBlocks", 0),
         config.max_batch_size,
         config.max_num_tokens,

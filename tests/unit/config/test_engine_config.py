@@ -47,7 +47,7 @@ def test_without_a_file_the_engine_gets_what_dynamo_passes(tmp_path: Path) -> No
         "max_batch_size": 2048,
         "max_num_tokens": 8192,
         "max_beam_width": 1,
-        "kv_cache_config": {"free_gpu_memory_fraction": 0.9, "tokens_per_block": 32},
+        "kv_cache_config": {"free_gpu_memory_fraction": 0.9},
         "scheduler_config": {
             "capacity_scheduler_policy": "GUARANTEED_NO_EVICT",
             "dynamic_batch_config": {
@@ -78,7 +78,6 @@ def test_the_file_wins_over_defaults_and_is_merged_key_by_key(tmp_path: Path) ->
     assert args["max_batch_size"] == 7
     assert args["kv_cache_config"] == {
         "free_gpu_memory_fraction": 0.9,
-        "tokens_per_block": 32,
         "max_tokens": 64,
     }
 
@@ -116,8 +115,7 @@ def test_the_json_wins_over_everything(tmp_path: Path) -> None:
     override = {"max_batch_size": 1, "kv_cache_config": {"max_tokens": 96}}
     args = build(tmp_path, {"kv_cache_config": {"max_tokens": 64}}, override, max_batch_size=8)
     assert args["max_batch_size"] == 1
-    assert args["kv_cache_config"]["max_tokens"] == 96
-    assert args["kv_cache_config"]["tokens_per_block"] == 32
+    assert args["kv_cache_config"] == {"free_gpu_memory_fraction": 0.9, "max_tokens": 96}
 
 
 def test_an_explicit_null_reaches_the_engine(tmp_path: Path) -> None:
@@ -291,3 +289,21 @@ def test_the_model_card_gets_the_sizes_that_the_engine_gets(tmp_path: Path) -> N
     args = build(tmp_path, {"max_seq_len": 99, "max_num_tokens": 5, "max_batch_size": 3})
     config = with_engine_args(WorkerConfig(model="m"), args)
     assert (config.max_seq_len, config.max_num_tokens, config.max_batch_size) == (99, 5, 3)
+
+
+@pytest.mark.parametrize("content", [None, {"kv_cache_config": {"dtype": "fp8"}}])
+def test_block_size_without_a_flag_is_left_to_the_engine(
+    tmp_path: Path, content: dict[str, Any] | None
+) -> None:
+    """TensorRT-LLM takes another one for some models (`get_model_defaults`), unless it is given one."""
+    args = build(tmp_path, content, engine="tensorrt_llm")
+    assert "tokens_per_block" not in args["kv_cache_config"]
+    assert with_engine_args(WorkerConfig(model="m"), args).kv_block_size == 32
+
+
+@pytest.mark.parametrize("size", [32, 64])
+def test_block_size_of_the_flag_reaches_the_engine_also_where_it_is_the_default(
+    tmp_path: Path, size: int
+) -> None:
+    args = build(tmp_path, engine="tensorrt_llm", kv_block_size=size, explicit=frozenset({"kv_block_size"}))
+    assert args["kv_cache_config"]["tokens_per_block"] == size

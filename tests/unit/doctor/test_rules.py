@@ -251,7 +251,7 @@ BROKEN: list[tuple[str, str, str, dict[str, Any]]] = [
         "speculative decoding",
         "error",
         "the same speculative_config",
-        {"decode": {"speculative_config": {"decoding_type": "MTP", "num_nextn_predict_layers": 1}}},
+        {"prefill": {"speculative_config": {"decoding_type": "MTP", "num_nextn_predict_layers": 1}}},
     ),
     (
         "max_num_tokens",
@@ -270,7 +270,7 @@ BROKEN: list[tuple[str, str, str, dict[str, Any]]] = [
     ),
     ("tokenizer", "error", "the same tokenizer", {"prefill": {"tokenizer": "org/other"}}),
     ("parallelism", "note", "pipeline stages", {"decode": {"pipeline_parallel_size": 2}}),
-    ("parallelism", "error", "context_parallel_size: 1", {"decode": {"context_parallel_size": 2}}),
+    ("parallelism", "error", "prefill: context_parallel_size: 1", {"prefill": {"context_parallel_size": 2}}),
     ("GPUs", "error", "both have 0", {"gpus": ("0", "0")}),
     (
         "GPUs",
@@ -281,8 +281,8 @@ BROKEN: list[tuple[str, str, str, dict[str, Any]]] = [
     (
         "GPUs",
         "error",
-        "prefill: 2 GPUs for TP1 PP1 CP2",
-        {"gpus": ("0", "1"), "prefill": {"context_parallel_size": 2}},
+        "decode: 2 GPUs for TP1 PP1 CP2",
+        {"gpus": ("0", "1"), "prefill": ON_CPP, "decode": {"context_parallel_size": 2} | ON_CPP},
     ),
     (
         "GPUs",
@@ -379,6 +379,33 @@ def test_setting_that_only_the_worker_refuses_is_the_row_worker(tmp_path: Path) 
     rows = diagnose(Pair(prefill, decode, asked))
     assert findings(rows) == {"worker": "error"}
     assert "expected pytorch" in rows[-1].instead or "'pytorch'" in rows[-1].instead
+
+
+#: As in TensorRT-LLM's features/helix.md.
+HELIX: dict[str, Any] = {
+    "context_parallel_size": 2,
+    "cp_config": {"cp_type": "HELIX", "tokens_per_block": 32},
+}
+
+
+def test_context_parallelism_at_decode_has_no_finding() -> None:
+    assert findings(diagnosed(prefill=ON_CPP, decode=HELIX | ON_CPP)) == {}
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "instead"),
+    [
+        pytest.param(HELIX | ON_CPP, ON_CPP, "prefill: context_parallel_size: 1", id="at prefill"),
+        pytest.param({}, HELIX, "transceiver_runtime: CPP", id="on the Python transceiver"),
+    ],
+)
+def test_context_parallelism_that_cannot_work_is_an_error(
+    prefill: dict[str, Any], decode: dict[str, Any], instead: str
+) -> None:
+    rows = diagnosed(prefill=prefill, decode=decode)
+    assert findings(rows) == {"parallelism": "error"}
+    (row,) = (row for row in rows if row.rule == "parallelism")
+    assert instead in row.instead
 
 
 def test_gpus_beyond_those_that_a_worker_takes_are_not_shared() -> None:

@@ -280,3 +280,42 @@ def test_two_models_behind_one_name_do_not_fit(checkpoints: Checkpoints) -> None
     assert one == fingerprint(checkpoints(seed=0))
     with pytest.raises(ConfigError, match=rf"--model \(hash .*\): decode '{one}', prefill '{other}'"):
         require_fit(described("decode", weights=one), [described("prefill", weights=other)])
+
+
+def on(runtime: str, **args: Any) -> dict[str, Any]:
+    return {"cache_transceiver_config": {"backend": "NIXL", "transceiver_runtime": runtime}} | args
+
+
+#: As TensorRT-LLM's own tests of pairs have them (accuracy/test_disaggregated_serving.py).
+NGRAM = {"decoding_type": "NGram", "max_draft_len": 4, "max_matching_ngram_size": 4}
+MTP = {"decoding_type": "MTP", "max_draft_len": 2}
+EAGLE = {"decoding_type": "Eagle", "max_draft_len": 4, "speculative_model": "draft"}
+
+
+@pytest.mark.parametrize(
+    ("runtime", "drafts"),
+    [("CPP", NGRAM), ("PYTHON", NGRAM), ("PYTHON", MTP), ("PYTHON", EAGLE), ("auto", MTP)],
+)
+def test_decode_alone_may_draft(runtime: str, drafts: dict[str, Any]) -> None:
+    prefill = described("prefill", on(runtime), **TRT)
+    decode = described("decode", on(runtime, speculative_config=drafts), **TRT)
+    require_pair(prefill, decode)
+    require_pair(decode, prefill)
+    assert kind_of(prefill) == kind_of(decode)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        pytest.param(on("CPP"), on("CPP", speculative_config=MTP), id="draft layers on the C++ transceiver"),
+        pytest.param(
+            on("PYTHON", speculative_config=MTP), on("PYTHON", speculative_config=NGRAM), id="two methods"
+        ),
+        pytest.param(
+            on("PYTHON", speculative_config=NGRAM), on("PYTHON"), id="a decode that takes no drafts"
+        ),
+    ],
+)
+def test_drafts_that_decode_cannot_take_are_refused(prefill: dict[str, Any], decode: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="speculative_config"):
+        require_pair(described("prefill", prefill, **TRT), described("decode", decode, **TRT))

@@ -143,6 +143,7 @@ def sampling_of(guided: dict[str, Any]) -> Any:
     [
         ({"json": SCHEMA, "regex": None, "backend": "xgrammar"}, GuidedDecodingParams(json=SCHEMA)),
         ({"json": {}}, GuidedDecodingParams(json={})),
+        ({"json": True}, GuidedDecodingParams(json={})),
         ({"json": json.dumps(SCHEMA)}, GuidedDecodingParams(json=json.dumps(SCHEMA))),
         ({"regex": "a+", "choice": None}, GuidedDecodingParams(regex="a+")),
         ({"regex": "a+", "choice": []}, GuidedDecodingParams(regex="a+")),
