@@ -347,3 +347,4 @@ def _receive(connection: socket.socket, blocks: np.ndarray, deadline: float) -> 
             if not count:
                 raise EOFError("connection closed by the peer")
             piece = piece[count:]
+            seconds_left(deadline)

@@ -6,6 +6,8 @@ import contextlib
 import glob
 import signal
 import socket
+import threading
+import time
 from collections.abc import Iterator
 
 import msgspec
@@ -18,10 +20,10 @@ from hypothesis import strategies as st
 
 from tests.support.clock import Clock
 from tests.support.meeting import wait_until
-from tests.support.pools import NETWORK, ONE_HOST, Pool, pool_in_a_child
+from tests.support.pools import LAYOUT, NETWORK, ONE_HOST, Pool, pool_in_a_child
 from trtllm_disagg.errors import ConfigError, KvTransferError
 from trtllm_disagg.kv_transfer.access import Network
-from trtllm_disagg.kv_transfer.base import ReadTimeoutError, runs_of
+from trtllm_disagg.kv_transfer.base import PeerMetadata, ReadTimeoutError, runs_of
 from trtllm_disagg.kv_transfer.handle import split_endpoint
 from trtllm_disagg.kv_transfer.tls import Fetch, Stop, Store, TlsTransport
 from trtllm_disagg.kv_transfer.transports import create_transport
@@ -204,3 +206,43 @@ def test_default_is_tls_between_hosts_and_tls_is_refused_on_one_host() -> None:
         create_transport("TLS", ONE_HOST)
     with pytest.raises(ConfigError, match="NIXL on a CUDA device"):
         create_transport("TLS", NETWORK).allocate((1, 2, 1, 1, 1, 1), torch.float32, torch.device("cuda"))
+
+
+_RECORD_BYTES = 1 << 14
+
+
+@contextlib.contextmanager
+def peer_on_a_slow_link(seconds: float) -> Iterator[PeerMetadata]:
+    """A peer that answers one read, and then takes so many seconds for each record of its blocks."""
+    authentication = NETWORK.authentication()
+    listener, endpoint = authentication.listen()
+    closed = threading.Event()
+
+    def serve() -> None:
+        accepted, _ = listener.accept()
+        connection, _ = authentication.screen(accepted)
+        with connection, contextlib.suppress(OSError):
+            authentication.greet(connection)
+            receive_frame(connection, seconds=5.0, max_bytes=1 << 20)
+            connection.sendall(framed(b"ok"))
+            while not closed.wait(seconds):
+                connection.sendall(bytes(_RECORD_BYTES))
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    with listener:
+        yield PeerMetadata("slow", "TLS", LAYOUT, 2, endpoint.encode())
+        closed.set()
+        thread.join(timeout=5)
+
+
+def test_a_read_over_a_slow_link_ends_at_its_timeout() -> None:
+    reader = TlsTransport(NETWORK)
+    reader.allocate((2, 1, 2, 1, 1, 16 * _RECORD_BYTES // 8), torch.float32, torch.device("cpu"))
+    block = np.zeros(1, np.int32)
+    with peer_on_a_slow_link(0.2) as peer:
+        begun = time.monotonic()
+        with pytest.raises(ReadTimeoutError, match=r"took longer than 0\.5 s"):
+            reader.read(peer, block, block, 0.5)
+        assert time.monotonic() - begun < 2.0
+    reader.close()

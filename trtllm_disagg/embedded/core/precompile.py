@@ -52,7 +52,8 @@ _CONFIG = {
 
 def precompile(dtype: str, cpu: CpuFeatures) -> None:
     """All that an engine for models of this dtype needs; done at once when it is there already."""
-    torch.set_num_threads(1)
+    # With a second thread, what the threads beside the first one run is compiled too.
+    torch.set_num_threads(2)
     with tempfile.TemporaryDirectory(prefix="trtllm-disagg-") as name:
         directory = Path(name)
         _write_model(directory, dtype)
@@ -85,7 +86,8 @@ def main(dtypes: Seq[str]) -> int:
     command = (sys.executable, "-P", "-m", "trtllm_disagg.embedded.core.precompile")
     with steadily("compiling kernels (once)"):
         processes = [subprocess.Popen((*command, dtype)) for dtype in dtypes or DTYPES]
-        return max(process.wait() for process in processes)
+        # That of a process which a signal has ended is negative.
+        return max(abs(process.wait()) for process in processes)
 
 
 if __name__ == "__main__":

@@ -8,17 +8,14 @@ the operating system drops the lock of a process that dies.
 
 from __future__ import annotations
 
-import atexit
 import fcntl
 import hashlib
 import logging
 import os
 import pickle
 import platform
-import shutil
 import stat
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -194,12 +191,11 @@ def _digest(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
 
 
-def kernel_folder(name: str, environ: Mapping[str, str] = os.environ, beside: Path = _HERE) -> Path:
+def kernel_folder(name: str, environ: Mapping[str, str] = os.environ, beside: Path = _HERE) -> Path | None:
     """The folder `name`, made when it is missing, in the first place that will do; `beside` is the package.
 
     Only this user can write to it, since what is in it is run. Beside the source where that can be written to, else in
-    the user's cache directory, else in a temporary folder, for this process only. `NUMBA_CACHE_DIR` names another
-    place.
+    the user's cache directory, else None: kernels are kept in memory only. `NUMBA_CACHE_DIR` names another place.
     """
     tried = [place / name for place in _places(environ, beside)]
     for folder in tried:
@@ -210,9 +206,7 @@ def kernel_folder(name: str, environ: Mapping[str, str] = os.environ, beside: Pa
         "belongs to this user and that others cannot write to (tried %s; NUMBA_CACHE_DIR can name one)",
         ", ".join(map(str, tried)),
     )
-    folder = Path(tempfile.mkdtemp(prefix="trtllm-disagg-kernels-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+    return None
 
 
 def _places(environ: Mapping[str, str], beside: Path) -> Iterator[Path]:
@@ -244,13 +238,14 @@ def _version() -> str:
 
 
 class Kernel(CPUDispatcher):  # type: ignore[misc]
-    """A compiled function; its code outlives the process."""
+    """A compiled function; its code outlives the process where there is a folder for it."""
 
-    folder: ClassVar[Path] = kernel_folder(_version())
+    folder: ClassVar[Path | None] = kernel_folder(_version())
     locks: ClassVar[CompileLocks] = CompileLocks()
 
     def enable_caching(self) -> None:
-        self._cache = KernelCache(self.py_func, self.folder, self.locks)
+        if self.folder is not None:
+            self._cache = KernelCache(self.py_func, self.folder, self.locks)
 
     def compile(self, sig: Any) -> Any:
         with global_compiler_lock, self.locks.released_after():
@@ -258,7 +253,7 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
 
     def compile_unless_taken(self, *arguments: Any) -> bool:
         sig = tuple(self.typeof_pyval(argument) for argument in arguments)
-        if not self._cache.is_kept(sig, self.targetctx):
+        if self.folder is not None and not self._cache.is_kept(sig, self.targetctx):
             if self._cache.is_taken(sig, self.targetctx):
                 return False
             self.compile(sig)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from trtllm_disagg.embedded.cpu_kernels.compiled import kernel_folder
+from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
+from trtllm_disagg.processes.interpreter import python
 
 
 def mode(path: Path) -> int:
@@ -58,12 +62,29 @@ def test_a_link_to_a_folder_elsewhere_is_not_used(tmp_path: Path) -> None:
     assert kernel_folder("v1", {"HOME": str(tmp_path)}, tmp_path) != places / "v1"
 
 
-def test_without_any_folder_there_is_a_temporary_one_and_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_without_any_folder_there_is_none_and_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "__pycache__").touch()
-    folder = kernel_folder("v1", {}, tmp_path)
-    assert folder.parent == tmp_path
-    assert mode(folder) == 0o700
+    assert kernel_folder("v1", {}, tmp_path) is None
     assert "NUMBA_CACHE_DIR can name one" in caplog.text
+
+
+#: Ends as an engine's process does.
+WITHOUT_EXIT_HANDLERS = """
+import os
+from trtllm_disagg.embedded.cpu_kernels.compiled import compiled, compile_unless_taken
+double = compiled()(lambda x: x + x)
+assert compile_unless_taken(double, 4)
+assert double(4) == 8
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(not this_cpu().compiles, reason="this CPU level compiles nothing")
+def test_process_without_a_kernel_folder_leaves_no_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "temporary").mkdir()
+    places = {"NUMBA_CACHE_DIR": str(tmp_path / "file"), "TMPDIR": str(tmp_path / "temporary")}
+    subprocess.run(python("-c", WITHOUT_EXIT_HANDLERS), env=os.environ | places, check=True)
+    assert list((tmp_path / "temporary").iterdir()) == []

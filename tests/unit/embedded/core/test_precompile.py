@@ -1,0 +1,44 @@
+"""Kernels that are compiled before the first engine starts."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from trtllm_disagg.embedded.core.precompile import main
+from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
+from trtllm_disagg.processes.interpreter import python
+
+if not this_cpu().compiles:
+    pytest.skip("this CPU level compiles nothing", allow_module_level=True)
+
+#: Stands in for Python: the process for bfloat16 is killed, as by a kernel without memory left.
+KILLED = """#!/bin/sh
+case "$*" in *bfloat16*) kill -9 $$ ;; esac
+"""
+#: Prints for how many types of arguments there is a kernel of the threads beside the first one.
+OF_OTHER_THREADS = """
+from trtllm_disagg.embedded.core.precompile import precompile
+from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
+from trtllm_disagg.embedded.cpu_kernels.decode_step import serve
+precompile("float32", this_cpu())
+print(len(serve.signatures))
+"""
+
+
+def test_precompile_whose_process_was_killed_does_not_succeed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = tmp_path / "python"
+    killed.write_text(KILLED)
+    killed.chmod(0o700)
+    monkeypatch.setattr("sys.executable", str(killed))
+    assert main(["float32"] * 2) == 0
+    assert main(["float32", "bfloat16"]) == 9
+
+
+def test_precompile_compiles_what_an_engine_with_several_threads_needs() -> None:
+    ran = subprocess.run(python("-c", OF_OTHER_THREADS), capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["1"]
