@@ -16,12 +16,12 @@ from typing import Any, Protocol
 from trtllm_disagg.config.deciders import ALWAYS, BY_OCCUPANCY, DECIDERS, Decision, Facts, Occupancy
 from trtllm_disagg.config.thresholds import Live, Thresholds
 from trtllm_disagg.config.worker_config import Role
-from trtllm_disagg.errors import DisaggError
+from trtllm_disagg.errors import DisaggError, NoInstanceError
 from trtllm_disagg.handlers.admission import RequestCount, most_tokens
 from trtllm_disagg.handlers.cancellation import in_background
 from trtllm_disagg.handlers.remote import StageInstance
 from trtllm_disagg.handlers.select import Directory
-from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
+from trtllm_disagg.types import Fallback, Generate, GenerateRequest, RequestContext, TokenChunk
 
 log = logging.getLogger(__name__)
 
@@ -313,6 +313,10 @@ class Auto:
         with request.span.child("decide"):
             name, reason, generate = self._chosen(request)
         request.trace.chose(name, f"auto_{reason}")
+        if generate is self._alone:  # counted as in the other orders: an alert is about it
+            request.trace.fell_back(
+                Fallback.LOCAL, NoInstanceError("no instance of the other stage is healthy")
+            )
         return generate(request, context)
 
     def _chosen(self, request: GenerateRequest) -> tuple[str, str, Generate]:

@@ -42,13 +42,10 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Requests by role",
             "reqps",
             {
-                "{{dynamo_component}}": rate(
-                    "dynamo_component_requests_total",
-                    "dynamo_component",
-                    'dynamo_component=~"prefill|backend"',
-                )
+                # Dynamo's own dynamo_component_requests_total also counts what workers tell and ask each other.
+                "{{dynamo_component}}": rate(f"{OURS}_request_seconds_count", "dynamo_component")
             },
-            "Requests that prefill workers (prefill), and decode and agg workers (backend), received.",
+            "Requests and phases that ended on prefill workers (prefill), and on decode and agg workers (backend).",
         ),
         Panel(
             "What ran, and why",
@@ -60,7 +57,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Fallbacks",
             "reqps",
             {"{{to}} after {{cause}}": rate(f"{OURS}_fallbacks_total", "to, cause")},
-            "Requests that took a fallback step because the first try failed. 0 on a healthy deployment.",
+            "Fallback steps after a failure, several for some requests. 0 on a healthy deployment.",
         ),
         Panel(
             "Clients that left, requests refused",

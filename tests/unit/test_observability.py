@@ -31,6 +31,12 @@ def test_grafana_dashboard_is_up_to_date() -> None:
     )
 
 
+def test_requests_by_role_are_those_of_clients_and_no_messages_between_workers() -> None:
+    """Dynamo counts every call of an endpoint: descriptions and notices too, one for each prefill of decode_first."""
+    (asked,) = selectors(expressions()["Requests by role A"])
+    assert asked.name == "trtllm_disagg_request_seconds_count"
+
+
 @cache
 def shown() -> set[str]:
     names = re.findall(r"^\| `(\w+)`", metrics_page.page(), re.MULTILINE)

@@ -79,6 +79,9 @@ class DynamoMetrics:
             for name, text in _OF_DASHBOARD.items()
         ]
         self._where = {labels.MODEL: config.model_name, labels.COMPONENT: component}
+        #: Rank -> the blocks of its pool.
+        self._most: dict[str, int] = {}
+        self._tells_all = False
         for rank in range(num_ranks):
             self._show_used(str(rank), 0, num_blocks)
 
@@ -113,6 +116,7 @@ class DynamoMetrics:
 
     def update(self, stat: Mapping[str, Any]) -> None:
         """One record of `get_stats_async`."""
+        self._tells_all = _tells_all(stat)
         blocks = stat.get("kvCacheStats") or {}
         rank = str(stat.get("attentionDpRank") or 0)
         used, most = blocks.get("usedNumBlocks"), blocks.get("maxNumBlocks")
@@ -120,6 +124,12 @@ class DynamoMetrics:
             self._show_used(rank, used, most)
         if (hit_rate := blocks.get("cacheHitRate")) is not None:
             self._gauges.set_kv_cache_hit_rate(rank, hit_rate)
+
+    def rest(self) -> None:
+        """The engine takes no steps (`StatsForwarder`); TensorRT-LLM's last record is of blocks that are free now."""
+        if not self._tells_all:
+            for rank, most in self._most.items():
+                self._show_used(rank, 0, most)
 
     def loaded(self, seconds: float) -> None:
         self._gauges.set_model_load_time(seconds)
@@ -146,6 +156,7 @@ class DynamoMetrics:
 
     def _show_used(self, rank: str, used: int, most: int) -> None:
         share = used / most if most else 0.0
+        self._most[rank] = most
         self._gauges.set_total_blocks(rank, most)
         self._gauges.set_gpu_cache_usage(rank, share)
         for gauge, value in zip(self._shown, (used, most, share), strict=True):
@@ -198,8 +209,13 @@ class EngineMetrics(Collector):
         self._hold(
             "requests_active", rank, stat.get("numActiveRequests", 0) + stat.get("numQueuedRequests", 0)
         )
-        if "numHandoffsHeld" in stat:
+        if _tells_all(stat):
             self._made[rank] = stat["numHandoffsHeld"], stat.get("oldestHandoffAt")
+
+    def rest(self) -> None:
+        """As `DynamoMetrics.rest`."""
+        if not self._made:
+            self._held = {name: dict.fromkeys(by_rank, 0) for name, by_rank in self._held.items()}
 
     def collect(self) -> Iterator[Metric]:
         # Dynamo calls this from another thread, so dicts that may grow meanwhile are copied first.
@@ -246,6 +262,11 @@ class LoadMetrics(Collector):
         yield _gauge("breakers_open", skipped, self._breaker.num_open())
         opened = "How often such a worker began to be skipped, or was skipped for longer"
         yield CounterMetricFamily(PREFIX + "breakers_opened", opened, value=self._breaker.times_opened)
+
+
+def _tells_all(stat: Mapping[str, Any]) -> bool:
+    """The embedded engine counts its handoffs, and has a record of what changes between steps: its last one holds."""
+    return "numHandoffsHeld" in stat
 
 
 def _num_generated(stat: Mapping[str, Any]) -> float:

@@ -27,6 +27,7 @@ from trtllm_disagg.dynamo_runtime.request_metrics import (
     EngineRequestMetrics,
     FrontendRequests,
     RequestMetrics,
+    phase_of_frontends,
 )
 from trtllm_disagg.dynamo_runtime.worker_endpoint import Runtime, ServedModel
 from trtllm_disagg.engine.capabilities import event_buffer_of
@@ -179,8 +180,10 @@ async def create_publishers(
     if not config.reads_statistics:
         return [*events]
     sinks: list[StatsSink] = [engine.handoffs, live.occupancy]
+    exposed: list[EngineMetrics | DynamoMetrics] = []
     if config.publish_metrics:
-        sinks += _exposed(config, runtime.endpoint_for_frontends, engine, live, metrics)
+        exposed = _exposed(config, runtime.endpoint_for_frontends, engine, live, metrics)
+    sinks += exposed
     # The Planner listens at the endpoint of the role, whichever stage this worker is.
     steps = FpmDirectPublisher(
         runtime.endpoint_for_workers, str(runtime.endpoint_for_workers.connection_id()), engine.num_ranks
@@ -195,9 +198,15 @@ async def create_publishers(
         forward_pass,
         num_ranks=engine.num_ranks,
         has_requests=engine.has_requests,
-        on_rest=live.occupancy.clear,
+        on_rest=partial(_rest, live, exposed),
     )
     return [*events, stats, forward_pass]
+
+
+def _rest(live: LiveState, exposed: Sequence[EngineMetrics | DynamoMetrics]) -> None:
+    live.occupancy.clear()
+    for metrics in exposed:
+        metrics.rest()
 
 
 def _kv_events(
@@ -250,10 +259,11 @@ def _kv_events(
 
 def _exposed(
     config: WorkerConfig, endpoint: Any, engine: Engine, live: LiveState, metrics: DynamoMetrics
-) -> list[StatsSink]:
+) -> list[EngineMetrics | DynamoMetrics]:
     """Put all metrics on this worker's page. Returns the sinks that need the engine's statistics."""
     of_engine, load = EngineMetrics(engine.handoffs), LoadMetrics(live.queued, live.breaker)
-    requests, engine_requests = RequestMetrics(), EngineRequestMetrics(config.model_name)
+    requests = RequestMetrics(phase_of_frontends(config))
+    engine_requests = EngineRequestMetrics(config.model_name)
     for registry in (
         registry_of(of_engine, load),
         requests.registry,

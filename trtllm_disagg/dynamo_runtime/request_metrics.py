@@ -13,11 +13,11 @@ from dynamo.prometheus_names import labels, name_prefix, work_handler
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from trtllm_disagg.config.settings import COMPONENTS, parse_endpoint_id
-from trtllm_disagg.config.worker_config import WorkerConfig
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.metrics import PREFIX, LabelValues
 from trtllm_disagg.errors import PeerUnavailableError
 from trtllm_disagg.handlers.trace import RequestEnd
-from trtllm_disagg.strategies import STRATEGIES
+from trtllm_disagg.strategies import STRATEGIES, spec_of
 from trtllm_disagg.types import Fallback
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -49,16 +49,22 @@ _ENGINE_HISTOGRAMS: Mapping[str, tuple[str, str, tuple[float, ...]]] = {
 }
 _FINISHED_REASON = "finished_reason"
 
+#: Values of the label `phase` beside the two phases: a request of a frontend, and one that a first stage has passed on,
+#: which is counted as whole there.
+WHOLE, RELAYED = "whole", "relayed"
+
 #: The buckets in which Dynamo counts a worker's requests.
 _DYNAMO_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
 class RequestMetrics:
-    """Counts requests that end on this worker, whole ones and single phases. Series from which rates are computed exist
-    from the start.
+    """Counts requests that end on this worker: whole ones of frontends, each on one worker only, those that another
+    first stage has passed on (`relayed`), and single phases. Series from which rates are computed exist from the start.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, from_frontends: str = WHOLE) -> None:
+        """`from_frontends`: the phase of a request that a frontend sends (`phase_of_frontends`)."""
+        self._from_frontends = from_frontends
         self.registry = CollectorRegistry()
         self._ways = LabelValues(*STRATEGIES, "local")
         self._reasons, self._steps, self._causes = LabelValues(), LabelValues(), LabelValues()
@@ -71,7 +77,7 @@ class RequestMetrics:
 
         self._requests = counter(
             "requests",
-            "Whole requests that ended on this worker: what ran, why, and the last fallback step",
+            "Whole requests of frontends that ended on this worker: what ran, why, and the last fallback step",
             *("strategy", "reason", "fallback"),
         )
         self._fallbacks = counter(
@@ -110,7 +116,7 @@ class RequestMetrics:
             "kv_transfer_seconds", "How long the KV of one request was on its way to this worker", _SECONDS
         )
         self._transfer_bytes = histogram("kv_transfer_bytes", "How much KV came for one request", _BYTES)
-        phases = ("whole", "prefill", "decode")
+        phases = (WHOLE, RELAYED, "prefill", "decode")
         self._times = {phase: [each.labels(phase) for each in (seconds, first, second)] for phase in phases}
         for phase in phases:
             for point in CANCEL_POINTS:
@@ -121,7 +127,8 @@ class RequestMetrics:
 
     def ended(self, end: RequestEnd) -> None:
         trace = end.trace
-        if trace.strategy:
+        phase = self._phase(end)
+        if trace.strategy and phase == WHOLE:
             self._requests.labels(
                 self._ways.bound(trace.strategy),
                 self._reasons.bound(trace.reason or "none"),
@@ -131,12 +138,12 @@ class RequestMetrics:
             self._fallbacks.labels(self._steps.bound(to), self._causes.bound(cause)).inc()
         if end.is_aborted:
             num_chunks = sum(each is not None for each in (end.first_chunk, end.second_chunk))
-            self._cancelled.labels(end.phase, CANCEL_POINTS[num_chunks]).inc()
-        seconds, first, second = self._times[end.phase]
+            self._cancelled.labels(phase, CANCEL_POINTS[num_chunks]).inc()
+        seconds, first, second = self._times[phase]
         seconds.observe(end.seconds)
         if end.first_chunk is not None:
             first.observe(end.first_chunk)
-            if end.phase == "whole":
+            if phase == WHOLE:
                 source = _source(trace.facts)
                 self._first_tokens[source].inc()
                 if trace.facts.keys() & {"decode_instance", "first_stage"}:
@@ -148,6 +155,17 @@ class RequestMetrics:
             taken, num_bytes = end.transfer
             self._transfer_seconds.observe(taken)
             self._transfer_bytes.observe(num_bytes)
+
+    def _phase(self, end: RequestEnd) -> str:
+        if end.request.phase_request is None:
+            return self._from_frontends
+        return RELAYED if end.phase == WHOLE else end.phase
+
+
+def phase_of_frontends(config: WorkerConfig) -> str:
+    """Under `router` a frontend asks a prefill worker for its phase alone, without saying so."""
+    is_half = config.role is Role.PREFILL and not spec_of(config.strategy).is_worker_side
+    return "prefill" if is_half else WHOLE
 
 
 #: Indexed by the number of chunks that had been sent, 2 standing for more, too.

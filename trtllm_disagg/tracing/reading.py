@@ -138,11 +138,21 @@ class Trace:
 
     @property
     def first_token_ms(self) -> float | None:
-        """From the start of the trace until a worker sent the first token."""
+        """From the start of the trace until a worker sent the first token to the frontend. Under `router` the frontend
+        keeps the one of the prefill worker, and the client gets it with those of the decode worker.
+        """
+        asked = [node for node in self.nodes if node.span.name == "request"] or self.nodes
+        least = min(node.depth for node in asked)
         firsts = [
-            event.at for node in self.nodes for event in node.span.events if event.name == "first_token"
+            event.at
+            for node in asked
+            if node.depth == least
+            for event in node.span.events
+            if event.name == "first_token"
         ]
-        return (min(firsts) - self.start) / 1e6 if firsts else None
+        if not firsts:
+            return None
+        return ((max if self.order == "router" else min)(firsts) - self.start) / 1e6
 
     @property
     def request_ids(self) -> list[str]:

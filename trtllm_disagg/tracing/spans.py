@@ -5,6 +5,7 @@ A request that is not traced has only `NO_SPAN`, with methods that do nothing. N
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import re
 import secrets
@@ -193,7 +194,8 @@ class RecordedSpan(Span):
     def end(self, error: BaseException | None = None, at: int | None = None) -> None:
         if self.data.end:
             return
-        if error is not None and not isinstance(error, GeneratorExit):
+        # The reader no longer wants the result, as `concurrent` does not want a prefill behind the whole answer.
+        if error is not None and not isinstance(error, GeneratorExit | asyncio.CancelledError):
             self.data.error = f"{type(error).__name__}: {error}"
         self.data.end = at or self._now()
         self._recording.ended(self)

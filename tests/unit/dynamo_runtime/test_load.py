@@ -9,7 +9,10 @@ import pytest
 from tests.support.clock import Clock
 from tests.support.handling import until
 from tests.support.sinks import RecordingLoadSink, RecordingStatsSink
+from trtllm_disagg.config.worker_config import WorkerConfig
+from trtllm_disagg.dynamo_runtime.metrics import DynamoMetrics, EngineMetrics, registry_of
 from trtllm_disagg.dynamo_runtime.publishers import SILENT_SECONDS, StatsForwarder
+from trtllm_disagg.engine.handoffs_held import HandoffsHeld
 from trtllm_disagg.testing.recording import LLM
 
 
@@ -107,6 +110,26 @@ async def test_an_engine_that_hangs_with_requests_keeps_its_load_until_they_have
     await publisher.poll()
     assert load.loads == [(0, 90), (None, 0)]
     assert rests == [clock.now]
+
+
+@pytest.mark.parametrize(
+    ("says_of_handoffs", "shown"),
+    [({}, [0, 0, 0]), ({"numHandoffsHeld": 1, "oldestHandoffAt": 0.0}, [99, 1, 0.99])],
+    ids=["tensorrt_llm", "embedded"],
+)
+def test_engine_at_rest_holds_nothing_unless_its_records_tell_what_changes_between_steps(
+    says_of_handoffs: dict[str, Any], shown: list[float]
+) -> None:
+    """TensorRT-LLM's last record may be of a full pool, and the alert TrtllmDisaggKvPoolFull is about that."""
+    of_engine, of_dynamo = EngineMetrics(HandoffsHeld()), DynamoMetrics(WorkerConfig(model="m"), 100)
+    full = {"kvCacheStats": {"usedNumBlocks": 99, "maxNumBlocks": 100}, "numActiveRequests": 1}
+    for metrics in (of_engine, of_dynamo):
+        metrics.update(full | says_of_handoffs)
+        metrics.rest()
+    pages = (registry_of(of_engine), of_dynamo.registry)
+    values = {each.name: each.value for page in pages for metric in page.collect() for each in metric.samples}
+    names = ("trtllm_disagg_kv_blocks_used", "trtllm_disagg_requests_active")
+    assert [values[name] for name in (*names, "dynamo_component_gpu_cache_usage_percent")] == shown
 
 
 async def test_a_failure_is_logged_and_does_not_reach_stop(caplog: pytest.LogCaptureFixture) -> None:

@@ -18,6 +18,7 @@ from trtllm_disagg.dynamo_runtime.request_metrics import (
     EngineRequestMetrics,
     FrontendRequests,
     RequestMetrics,
+    phase_of_frontends,
 )
 from trtllm_disagg.embedded.api.perf_metrics import FINISHED_REASON, MetricNames
 from trtllm_disagg.errors import KvTransferError
@@ -112,6 +113,39 @@ def test_phase_is_counted_apart_from_whole_requests() -> None:
     assert value(shown, f"{OURS}kv_transfer_seconds_sum") == 0.5
     assert value(shown, f"{OURS}kv_transfer_bytes_sum") == 4096
     assert not any(sample.name == f"{OURS}requests_total" for sample in _samples(shown))
+
+
+def test_a_request_that_was_passed_on_is_counted_once_as_a_whole_one() -> None:
+    sent_on, served = RequestMetrics(), RequestMetrics()
+    sent_on.ended(end(whole("prefill_first", "auto_busy", first_stage="7"), 0.1, 0.4, aborted=True))
+    passed_on = msgspec.structs.replace(
+        whole("prefill_first", "asked_by_worker", decode_instance="7"),
+        phase_request=PhaseRequest("whole", "prefill_first"),
+    )
+    served.ended(end(passed_on, 0.1, 0.4, aborted=True))
+
+    def total(name: str) -> float:
+        samples = [*_samples(sent_on.registry), *_samples(served.registry)]
+        return sum(float(each.value) for each in samples if each.name == OURS + name)
+
+    assert (total("requests_total"), total("first_tokens_total"), total("relayed_tokens_total")) == (1, 1, 10)
+    for metrics, phase in ((sent_on, "whole"), (served, "relayed")):
+        assert value(metrics.registry, f"{OURS}request_seconds_count", phase=phase) == 1
+        assert value(metrics.registry, f"{OURS}cancelled_total", phase=phase, point="streaming") == 1
+    assert value(served.registry, f"{OURS}request_seconds_count", phase="whole") == 0
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_under_router_the_decode_worker_alone_counts_a_whole_request(role: Role) -> None:
+    config = WorkerConfig(model="org/model", role=role, strategy="router")
+    metrics = RequestMetrics(phase_of_frontends(config))
+    metrics.ended(end(whole("router"), 0.1))
+    wholes = float(role is Role.DECODE)
+    assert value(metrics.registry, f"{OURS}request_seconds_count", phase="whole") == wholes
+    assert value(metrics.registry, f"{OURS}request_seconds_count", phase="prefill") == 1 - wholes
+    assert value(metrics.registry, f"{OURS}first_tokens_total", source="own_engine") == wholes
+    counted = [each.value for each in _samples(metrics.registry) if each.name == f"{OURS}requests_total"]
+    assert counted == [1.0] * int(wholes)
 
 
 def _samples(registry: CollectorRegistry) -> list[Any]:

@@ -148,6 +148,16 @@ async def test_without_peers_long_prompts_have_the_budget_of_a_fallback() -> Non
     await chunks.aclose()
 
 
+async def test_without_peers_answering_alone_is_a_fallback_step() -> None:
+    """TrtllmDisaggServesAlone asks for it, whatever the order is."""
+    asked = request(token_ids=PROMPT)
+    await collect(worker_without_peers(), asked)
+    assert asked.trace.steps == [("local", "NoInstanceError")]
+    short = request(token_ids=PROMPT[:8])
+    await collect(worker_without_peers(), short)
+    assert short.trace.steps == []
+
+
 async def test_decodes_that_prefill_workers_ask_for_take_room_here() -> None:
     prefill, decode, to_decode = workers_of_auto()
     theirs = [await begun(prefill, annotations=["disagg:prefill_first"]) for _ in range(ROOM)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
@@ -37,16 +38,19 @@ def test_spans_are_emitted_at_the_roots_end_and_later_ones_alone() -> None:
     assert request.start <= prefill.start <= prefill.end <= request.end <= late.end
 
 
-def test_exception_in_a_span_is_its_error_and_generator_exit_is_not() -> None:
+def test_exception_in_a_span_is_its_error_and_the_end_of_its_reader_is_not() -> None:
     got = Batches()
     root = Recording(TRACE_ID, got.take).root("request", None)
     with pytest.raises(ValueError, match="too long"), root.child("dispatch"):
         raise ValueError("too long")
     with pytest.raises(GeneratorExit), root.child("relay"):
         raise GeneratorExit
+    with pytest.raises(asyncio.CancelledError), root.child("remote_prefill"):
+        raise asyncio.CancelledError
     root.end()
     assert got.named("dispatch").error == "ValueError: too long"
     assert got.named("relay").error is None
+    assert got.named("remote_prefill").error is None
     assert got.named("request").parent_id is None
 
 

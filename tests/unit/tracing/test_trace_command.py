@@ -113,6 +113,22 @@ def test_longest_gap_is_shown_with_the_worker_that_caused_it(
     assert ("no token for" in picture.read_text()) is (line is not None)
 
 
+@pytest.mark.parametrize(("order", "shown_ms"), [("router", 60.0), ("decode_first", 20.0)])
+def test_the_first_token_is_the_one_that_the_client_gets(order: str, shown_ms: float, tmp_path: Path) -> None:
+    """Under router the frontend gets one token of the prefill worker, and keeps it until decode has begun."""
+    (tmp_path / "traces").mkdir()
+    for number, (worker, start, first, end) in enumerate(
+        (("prefill-0", 0, 20, 21), ("decode-0", 30, 60, 90))
+    ):
+        at, told, until = (each * 1_000_000 for each in (start, first, end))
+        span = SpanData("request", f"{1:032x}", f"{number + 1:016x}", None, at, until)
+        span.attributes = {"gen_ai.request.id": "id-0", "trtllm_disagg.strategy": order}
+        span.events = [SpanEvent("first_token", told, {})]
+        write(tmp_path / "traces" / f"{worker}.jsonl", [span])
+    (trace,) = read_traces(tmp_path)
+    assert trace.first_token_ms == shown_ms
+
+
 def test_the_last_and_the_slowest_requests_are_found(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
