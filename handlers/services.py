@@ -266,8 +266,10 @@ def _strategy_router(
     order has the decider before it, which may keep a request on this worker.
     """
     fallback_local = within_fallback_budget(LocalAgg(parts.engine), live.thresholds)
-    ways = _orders_with_fallback_steps(config, parts, stage, fallback_local, replays)
-    kept = sources.kept.counting(LocalAgg(parts.engine))
+    relay = _relay_of_lost_engine(config, parts, stage)
+    ways = _orders_with_fallback_steps(config, parts, stage, fallback_local, relay, replays)
+    alone = FallbackStep(Fallback.LOCAL, sources.kept.counting(LocalAgg(parts.engine)), "local")
+    kept = with_fallback([alone, *relay], replays)
     decider = create_decider(config.prefill_decider, sources, live.thresholds)
     deployed = {name: conditional(decider, kept, way) for name, way in ways.items()}
     ways["local"] = kept
@@ -306,13 +308,25 @@ def _relayed_orders(role: Role) -> list[str]:
     return [order.name for order in orders() if order.entry_role != role]
 
 
+def _relay_of_lost_engine(
+    config: WorkerConfig, parts: StrategyParts, stage: StageClient
+) -> list[FallbackStep]:
+    """For a request that has lost this worker's engine: a worker of the other role answers it, in the other order."""
+    order = _relayed_orders(parts.role)[0]
+    step = FallbackStep(Fallback.OTHER_STAGE, relayed(stage, order), order, without_engine=True)
+    return [step] * config.max_tries
+
+
 def _orders_with_fallback_steps(
-    config: WorkerConfig, parts: StrategyParts, stage: StageClient, local: Generate, replays: Replays
+    config: WorkerConfig,
+    parts: StrategyParts,
+    stage: StageClient,
+    local: Generate,
+    relay: list[FallbackStep],
+    replays: Replays,
 ) -> dict[str, Generate]:
     own_ways = {name: build_strategy(name, parts) for name in _own_orders(parts.role)}
     relays = {name: relayed(stage, name) for name in _relayed_orders(parts.role)}
-    relayed_order = _relayed_orders(parts.role)[0]
-    relay = FallbackStep(Fallback.OTHER_STAGE, relays[relayed_order], relayed_order, without_engine=True)
     return {
         name: with_fallback(_fallback_steps(config, first, local, relay), replays)
         for name, first in (own_ways | relays).items()
@@ -325,7 +339,7 @@ def _may_answer_alone(config: WorkerConfig) -> bool:
 
 
 def _fallback_steps(
-    config: WorkerConfig, first: Generate, local: Generate, relay: FallbackStep
+    config: WorkerConfig, first: Generate, local: Generate, relay: list[FallbackStep]
 ) -> list[FallbackStep]:
     """`first`, again on other instances; then this worker alone, if it may. `relay` is for a request that has lost this
     worker's engine.
@@ -333,7 +347,7 @@ def _fallback_steps(
     steps = [FallbackStep(Fallback.OTHER_INSTANCE, first)] * config.max_tries
     if _may_answer_alone(config):
         steps.append(FallbackStep(Fallback.LOCAL, local, "local"))
-    return steps + [relay] * config.max_tries
+    return steps + relay
 
 
 def build_strategy(name: str, parts: StrategyParts) -> Generate:

@@ -85,6 +85,7 @@ class Runtime:
         self._listed: dict[Any, str] = {}
         self._clients: dict[str, Any] = {}
         self._has_left = self._is_shut_down = False
+        self._has_card_for_peers = False
 
     async def wait_for_second_stage(self, endpoint_id: str) -> bool:
         """Wait until an instance is listed at an endpoint. False when this worker was shut down before."""
@@ -159,10 +160,17 @@ class Runtime:
         """
         if self._has_left:
             return
+        self._has_card_for_peers = True
         await self._put_card(model, self.endpoint_for_workers, _UNROUTED, True)
+        await self._remove_card_if_gone()
+
+    async def _remove_card_if_gone(self) -> None:
+        if self._has_left:
+            await self.unregister_for_peers()
 
     async def unregister_for_peers(self) -> None:
         await unregister_model(self.endpoint_for_workers)
+        self._has_card_for_peers = False
 
     async def _put_card(
         self,
@@ -208,6 +216,12 @@ class Runtime:
         sent, are still answered.
         """
         self._has_left = True
+        if self._has_card_for_peers:
+            # First: a frontend serves no model while one of its cards has no instance.
+            try:
+                await self.unregister_for_peers()
+            except Exception as error:
+                log.warning("this worker's card cannot be removed from discovery: %s", error)
         removals = [endpoint.unregister_endpoint_instance() for endpoint in self._listed]
         self._listed.clear()
         for outcome in await asyncio.gather(*removals, return_exceptions=True):

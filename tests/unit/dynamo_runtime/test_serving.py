@@ -211,3 +211,33 @@ async def test_a_worker_that_has_left_while_it_started_enters_no_discovery() -> 
         await runtime.serve(unused, dict, refuse_control)
     assert not own.is_served
     runtime.shutdown()
+
+
+async def test_a_second_stage_removes_its_card_before_its_instance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frontend serves no model while one of its cards has no instance."""
+    async with at_its_own(monkeypatch) as (runtime, _, _):
+        own = runtime.endpoint_for_workers
+        assert isinstance(own, Endpoint)
+
+        async def remove(endpoint: Endpoint) -> None:
+            endpoint.calls.append("remove card")
+
+        monkeypatch.setattr(worker_endpoint, "unregister_model", remove)
+        await runtime.register_for_peers(MODEL)
+        await runtime.leave()
+        assert own.calls == ["remove card", "unregister"]
+
+
+async def test_a_card_that_is_put_while_its_worker_leaves_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with at_its_own(monkeypatch) as (runtime, _, _):
+        removed: list[object] = []
+
+        async def remove(endpoint: Endpoint) -> None:
+            removed.append(endpoint)
+
+        monkeypatch.setattr(worker_endpoint, "unregister_model", remove)
+        putting = asyncio.create_task(runtime.register_for_peers(MODEL))
+        await asyncio.sleep(0)
+        await runtime.leave()
+        await putting
+        assert removed[-1] is runtime.endpoint_for_workers

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.support.handling import ORDERS, collect, expected_tokens, request, tokens_of
 from tests.support.recording_pair import make_pair
 from trtllm_disagg.errors import InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.strategies import worker_side
+from trtllm_disagg.testing.recording import LLM, RequestError, Script
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -52,3 +55,23 @@ async def test_unknown_strategy_asked_by_a_worker_raises_peer_unavailable(order:
     asked = request(4, errand={"stage": "whole", "strategy": "decode_twice"})
     with pytest.raises(PeerUnavailableError, match="does not know the strategy 'decode_twice'"):
         await collect(make_pair(order).generate, asked)
+
+
+@pytest.mark.parametrize(
+    ("settings", "wishes"),
+    [({}, {"annotations": ["disagg:local"]}), ({"prefill_decider": "length"}, {})],
+    ids=["annotation", "decider"],
+)
+@pytest.mark.parametrize("strategy", ORDERS)
+async def test_a_dead_engine_costs_no_answer_that_its_worker_kept(
+    strategy: str, settings: dict[str, Any], wishes: dict[str, Any]
+) -> None:
+    pair = make_pair(strategy, **settings)
+    first = pair.prefill if strategy == "prefill_first" else pair.decode
+    first.scripts.append(Script(error=RequestError("it died")))
+    first.is_healthy = False
+    asked = request(5, **wishes)
+    assert tokens_of(await collect(pair.generate, asked)) == expected_tokens(5)
+    assert asked.trace.fallbacks == ["other_stage: it died"]
+    await pair.idle()
+    LLM.kv_store.clear()
