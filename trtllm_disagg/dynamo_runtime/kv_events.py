@@ -8,6 +8,7 @@ import threading
 from array import array
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import takewhile
 from typing import Any, NamedTuple, Protocol
@@ -86,7 +87,8 @@ class RenewableSource:
 
     def renew(self) -> None:
         with self._lock:
-            self._source.shutdown()
+            with suppress(Exception):  # it may be shut down already, by a renewal that failed then
+                self._source.shutdown()
             self._source = self._open()
             for block_hash in self._parents_first():
                 tokens, parent, salt = self._blocks[block_hash]

@@ -361,6 +361,8 @@ class DynamoRegistration:
         self._files = DiscoveryFiles(runtime.instance_id)
         self.is_at_frontends = False
         self._is_at_peers = False
+        #: A renewal has failed on its way: some entries are still missing.
+        self._is_half_renewed = False
 
     async def enter(self) -> None:
         if not self.is_at_frontends:
@@ -377,10 +379,13 @@ class DynamoRegistration:
         await self.stand_by()
 
     async def is_lost(self) -> bool:
-        return await asyncio.to_thread(self._files.has_lost, self._runtime.listed_at())
+        return self._is_half_renewed or await asyncio.to_thread(
+            self._files.has_lost, self._runtime.listed_at()
+        )
 
     async def renew(self) -> None:
         """Make every current entry in discovery again."""
+        self._is_half_renewed = True
         await self._runtime.list_again()
         self._event_sources.renew()
         if self.is_at_frontends:
@@ -391,6 +396,7 @@ class DynamoRegistration:
             with suppress(Exception):
                 await self._runtime.unregister_for_peers()
             await self._runtime.register_for_peers(self._model)
+        self._is_half_renewed = False
 
     async def stand_by(self) -> None:
         """Be a second stage, which frontends do not call."""

@@ -12,6 +12,7 @@ import pytest
 from dynamo.runtime import Context
 
 from tests.support.handling import raw_request, until
+from tests.support.sinks import RecordingEventSink
 from tests.unit.worker.test_stage_state import stage_state
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.discovery_files import DiscoveryFiles
@@ -158,6 +159,34 @@ async def test_a_worker_returns_to_discovery_after_another_process_has_removed_i
         watcher.cancel()
         await runtime.leave()
         await until(lambda: seen.instance_ids() == [])
+        assert not await registration.is_lost()
+    finally:
+        runtime.shutdown()
+        await serving
+
+
+async def test_a_renewal_that_fails_on_its_way_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The instance is back by then, but nothing that comes after it."""
+    monkeypatch.setenv("DYN_FILE_KV", str(tmp_path))
+    runtime = Runtime(WorkerConfig(model="m", role=Role.DECODE, strategy="prefill_first"))
+    failures = iter([None, OSError("read-only file system"), None])
+
+    def open_source() -> RecordingEventSink:
+        if failure := next(failures):
+            raise failure
+        return RecordingEventSink()
+
+    sources = no_events()
+    sources.open(open_source)
+    registration = DynamoRegistration(runtime, ServedModel(16, 8, 1, 64, 64), sources, tells_peers=False)
+    serving = asyncio.create_task(runtime.serve(_unused, dict, refuse_control))
+    try:
+        with pytest.raises(OSError, match="read-only"):
+            await registration.renew()
+        assert await registration.is_lost()
+        await registration.renew()
         assert not await registration.is_lost()
     finally:
         runtime.shutdown()
