@@ -17,6 +17,10 @@ class ScriptedAgent(nixl_agent):  # type: ignore[misc]
         super().__init__(name, config)
         #: What is said of every transfer; None: what is so.
         self.state: str | None = None
+        #: Transfers of which is said that they go on.
+        self.unending: list[Any] = []
+        #: Of the newest transfer.
+        self.handle: Any = None
         #: Raised where the agent is given time.
         self.failure: Exception | None = None
         self.num_added = 0
@@ -30,6 +34,7 @@ class ScriptedAgent(nixl_agent):  # type: ignore[misc]
         self.own_tables: list[int] = []
 
     def transfer(self, handle: Any, *args: Any) -> Any:
+        self.handle = handle
         held, self.held = self.held, None
         if held is not None:
             self._is_copying = True
@@ -39,6 +44,8 @@ class ScriptedAgent(nixl_agent):  # type: ignore[misc]
         return self.state or state
 
     def check_xfer_state(self, handle: Any) -> Any:
+        if any(handle is each for each in self.unending):
+            return "PROC"
         return self.state or super().check_xfer_state(handle)
 
     def release_xfer_handle(self, handle: Any) -> None:

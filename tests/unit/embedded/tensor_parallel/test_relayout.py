@@ -149,7 +149,7 @@ def test_a_number_of_ranks_that_does_not_divide_the_heads_is_refused() -> None:
 
 
 def test_a_read_that_never_ends_may_not_land_in_the_pool() -> None:
-    """Its buffer is not used again; the blocks are free to be."""
+    """Its buffer is not used again before it has ended; the blocks are free to be."""
     agents = ScriptedAgents()
     with engines("NIXL", 1, 2, agents) as (prefill, decode):
         agent = agents["decode/0"]
@@ -159,6 +159,7 @@ def test_a_read_that_never_ends_may_not_land_in_the_pool() -> None:
             decode.reader(0).read(prefill.card, ids([1]), ids([1]), 0.01)
         assert isinstance(caught.value.__cause__, ReadTimeoutError)
         agent.state = None
+        agent.unending.append(agent.handle)
         decode.reader(0).read(prefill.card, ids([1]), ids([1]), 10.0)
         pool, first, lost, last = agent.own_tables
         assert first == lost, "a buffer is used again"
