@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -123,6 +124,10 @@ def _worker_pod(config: DeploymentConfig, cluster: Cluster, role: ProcessRole) -
     # Imported here because `--help` does not need its libraries.
     from trtllm_disagg.config.engine_args import build_engine_args
 
+    if config.startup_timeout == math.inf:
+        raise ConfigError.bad_value(
+            "--startup-timeout", config.startup_timeout, "a number of seconds; a probe has an end"
+        )
     file = config.engine_configs.get(role)
     in_pod = {role: MOUNTED / ENGINE_CONFIGS / f"{role}.yaml"} if file else {}
     args = worker_flags(replace(config, engine_configs=in_pod), role, _only_in_pods(config, cluster))

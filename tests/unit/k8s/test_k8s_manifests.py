@@ -320,6 +320,7 @@ def test_output_is_a_file_for_each_object_and_the_same_as_stdout(tmp_path: Path,
         ({"admin-key-file": "nowhere"}, "--admin-key-file: 'nowhere'"),
         ({"engine": "embedded", "engine-configs": str(DEMO_CONFIGS)}, "--transfer-key-file is missing"),
         ({"startup-timeout": "0"}, "--startup-timeout"),
+        ({"startup-timeout": "inf"}, "--startup-timeout: inf"),
     ],
 )
 def test_bad_input_is_refused_by_name_before_anything_is_written(
