@@ -59,7 +59,12 @@ def registries() -> Iterator[tuple[str, str, CollectorRegistry]]:
     dynamo = DynamoMetrics(config, 2)
     dynamo.update({"kvCacheStats": {"usedNumBlocks": 1, "maxNumBlocks": 2, "cacheHitRate": 0.5}})
     dynamo.loaded(1.0)
-    yield "Requests", "Counted when a request ends on this worker.", requests.registry
+    counted = (
+        "Counted when a request ends on this worker. `phase` is `whole` for a request of a frontend, `relayed` for one "
+        "that another first\nstage has passed on, else `prefill` or `decode`; under `router` a prefill worker's are "
+        "`prefill`."
+    )
+    yield "Requests", counted, requests.registry
     yield (
         "Engine and worker",
         "From the engine's statistics; totals of KV only on the embedded engine.",

@@ -150,8 +150,8 @@ def test_streamed_text_of_two_choices_with_a_stop_word_is_correct(tokenizer: Any
     assert result.outputs[1].text_diff == "!"
 
 
-def test_streamed_character_of_several_tokens_is_whole_in_one_difference(tokenizer: Any) -> None:
-    ids = tokenizer.encode("aéb")
+def streamed(token_ids: list[int], tokenizer: Any) -> RequestOutput:
+    """An answer that has come token by token, with an update for each."""
     result = RequestOutput(
         request_id=1,
         prompt=None,
@@ -161,9 +161,15 @@ def test_streamed_character_of_several_tokens_is_whole_in_one_difference(tokeniz
         abort=lambda _: None,
         detokenize=decoder(tokenizer, skip_special_tokens=True),
     )
-    for token in ids[:-1]:
+    for token in token_ids[:-1]:
         result.deliver(TokenOutput(1, token_ids=[token]))
-    result.deliver(TokenOutput(1, token_ids=ids[-1:], finish_reason="length"))
+    result.deliver(TokenOutput(1, token_ids=token_ids[-1:], finish_reason="length"))
+    return result
+
+
+def test_streamed_character_of_several_tokens_is_whole_in_one_difference(tokenizer: Any) -> None:
+    ids = tokenizer.encode("aéb")
+    result = streamed(ids, tokenizer)
     assert [update.outputs[0].text_diff for update in result] == ["a", "", "é", "b"]
 
 
@@ -172,18 +178,7 @@ def test_differences_add_up_to_the_text_where_a_run_of_bytes_is_broken_until_it_
     """As in the decoders of Llama 2, Mistral and Gemma 2."""
     the = 259
     token_ids = [the, *(2 + byte for byte in text.encode()), the]
-    result = RequestOutput(
-        request_id=1,
-        prompt=None,
-        prompt_token_ids=[5],
-        num_choices=1,
-        streaming=True,
-        abort=lambda _: None,
-        detokenize=decoder(sentencepiece_like(), skip_special_tokens=True),
-    )
-    for token in token_ids[:-1]:
-        result.deliver(TokenOutput(1, token_ids=[token]))
-    result.deliver(TokenOutput(1, token_ids=token_ids[-1:], finish_reason="length"))
+    result = streamed(token_ids, sentencepiece_like())
     assert "".join(update.outputs[0].text_diff for update in result) == result.outputs[0].text
 
 
