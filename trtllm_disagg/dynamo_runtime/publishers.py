@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from dynamo.llm import FpmDirectPublisher, KvEventPublisher, WorkerMetricsPublisher
 
-from trtllm_disagg.config.worker_config import WorkerConfig
+from trtllm_disagg.config.worker_config import ScheduleStyle, WorkerConfig
 from trtllm_disagg.dynamo_runtime.kv_events import EventsOfRank, EventSources, KvEventForwarder, OnLoop
 from trtllm_disagg.dynamo_runtime.metrics import (
     DynamoMetrics,
@@ -262,7 +262,10 @@ def _exposed(
 ) -> list[EngineMetrics | DynamoMetrics]:
     """Put all metrics on this worker's page. Returns the sinks that need the engine's statistics."""
     of_engine, load = EngineMetrics(engine.handoffs), LoadMetrics(live.queued, live.breaker)
-    requests = RequestMetrics(phase_of_frontends(config))
+    requests = RequestMetrics(
+        phase_of_frontends(config),
+        decode_sends_all=config.schedule_style is ScheduleStyle.GENERATION_FIRST,
+    )
     engine_requests = EngineRequestMetrics(config.model_name)
     for registry in (
         registry_of(of_engine, load),

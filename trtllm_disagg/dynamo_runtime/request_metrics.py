@@ -62,9 +62,12 @@ class RequestMetrics:
     first stage has passed on (`relayed`), and single phases. Series from which rates are computed exist from the start.
     """
 
-    def __init__(self, from_frontends: str = WHOLE) -> None:
-        """`from_frontends`: the phase of a request that a frontend sends (`phase_of_frontends`)."""
+    def __init__(self, from_frontends: str = WHOLE, *, decode_sends_all: bool = False) -> None:
+        """`from_frontends`: the phase of a request that a frontend sends (`phase_of_frontends`). `decode_sends_all`:
+        the first token, too, comes from the decode worker (generation_first), not from prefill.
+        """
         self._from_frontends = from_frontends
+        self._decode_sends_all = decode_sends_all
         self.registry = CollectorRegistry()
         self._ways = LabelValues(*STRATEGIES, "local")
         self._reasons, self._steps, self._causes = LabelValues(), LabelValues(), LabelValues()
@@ -88,8 +91,8 @@ class RequestMetrics:
         )
         first_tokens = counter(
             "first_tokens",
-            "First tokens of whole requests, by source: own_engine, prefill_worker, or other_first_stage "
-            "where the request was relayed",
+            "First tokens of whole requests, by source: own_engine, prefill_worker, decode_worker "
+            "(generation_first), or other_first_stage where the request was relayed",
             "source",
         )
         self._relayed = counter(
@@ -144,7 +147,7 @@ class RequestMetrics:
         if end.first_chunk is not None:
             first.observe(end.first_chunk)
             if phase == WHOLE:
-                source = _source(trace.facts)
+                source = self._source(trace.facts)
                 self._first_tokens[source].inc()
                 if trace.facts.keys() & {"decode_instance", "first_stage"}:
                     # An answer may end without any token, and its only chunk is then the end.
@@ -155,6 +158,13 @@ class RequestMetrics:
             taken, num_bytes = end.transfer
             self._transfer_seconds.observe(taken)
             self._transfer_bytes.observe(num_bytes)
+
+    def _source(self, facts: Mapping[str, Any]) -> str:
+        if "first_stage" in facts:
+            return "other_first_stage"
+        if self._decode_sends_all:
+            return "decode_worker" if "decode_instance" in facts else OWN_ENGINE
+        return "prefill_worker" if "prefill_instance" in facts else OWN_ENGINE
 
     def _phase(self, end: RequestEnd) -> str:
         if end.request.phase_request is None:
@@ -171,13 +181,7 @@ def phase_of_frontends(config: WorkerConfig) -> str:
 #: Indexed by the number of chunks that had been sent, 2 standing for more, too.
 CANCEL_POINTS = ("before_first_token", "before_second_chunk", "streaming")
 OWN_ENGINE = "own_engine"
-FIRST_TOKEN_SOURCES = (OWN_ENGINE, "prefill_worker", "other_first_stage")
-
-
-def _source(facts: Mapping[str, Any]) -> str:
-    if "first_stage" in facts:
-        return "other_first_stage"
-    return "prefill_worker" if "prefill_instance" in facts else OWN_ENGINE
+FIRST_TOKEN_SOURCES = (OWN_ENGINE, "prefill_worker", "decode_worker", "other_first_stage")
 
 
 class EngineRequestMetrics:

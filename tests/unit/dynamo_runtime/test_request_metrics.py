@@ -77,6 +77,26 @@ def test_tokens_are_counted_by_where_they_came_from(facts: dict[str, str], sourc
     assert value(metrics.registry, f"{OURS}relayed_tokens_total") == relayed
 
 
+@pytest.mark.parametrize(
+    ("facts", "source", "relayed"),
+    [
+        ({"decode_instance": "7"}, "decode_worker", 10),
+        ({"prefill_instance": "7"}, "own_engine", 0),
+        ({}, "own_engine", 0),
+        ({"decode_instance": "7", "first_stage": "8"}, "other_first_stage", 10),
+    ],
+)
+def test_under_generation_first_every_token_is_counted_as_decodes(
+    facts: dict[str, str], source: str, relayed: int
+) -> None:
+    metrics = RequestMetrics(decode_sends_all=True)
+
+    metrics.ended(end(whole(**facts), 0.1))
+
+    assert value(metrics.registry, f"{OURS}first_tokens_total", source=source) == 1
+    assert value(metrics.registry, f"{OURS}relayed_tokens_total") == relayed
+
+
 def test_an_answer_without_tokens_is_counted_as_no_relayed_token() -> None:
     metrics = RequestMetrics()
 
