@@ -112,6 +112,7 @@ class RemotePush:
         # Refused here, before either phase is dispatched.
         self._engine.require_room(request)
         instance = await select_instance(self._client, request)
+        request.trace.facts["prefill_instance"] = f"{instance.instance_id:x}"
         endpoint, rank = self._places.get(instance.instance_id) or await self._place_of(instance)
         rendezvous = self._protocol.adapt(self._engine.rendezvous(endpoint, rank))
         return Opened(rendezvous, partial(self._call, instance), instance.instance_id)

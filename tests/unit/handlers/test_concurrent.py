@@ -62,6 +62,23 @@ async def test_the_answer_is_that_of_one_worker(
     await both_idle(engines)
 
 
+@pytest.mark.parametrize(
+    ("order", "fact"), [("prefill_first", "decode_instance"), ("decode_first", "prefill_instance")]
+)
+async def test_the_trace_names_the_worker_of_the_other_stage(
+    engines: dict[Role, Engine], order: str, fact: str
+) -> None:
+    generate, client = pair(engines, order)
+    answered = asked()
+
+    await collect(generate, answered)
+
+    (other,) = client.instance_ids()
+    assert answered.trace.facts[fact] == f"{other:x}"
+    await client.idle()
+    await both_idle(engines)
+
+
 @pytest.mark.parametrize("order", ORDERS)
 async def test_many_requests_at_once_get_one_answer_and_leave_both_sides_idle(
     engines: dict[Role, Engine], order: str
