@@ -265,6 +265,8 @@ class _Progress:
             *(context.id(), self._failed_name, len(self.delivered), where, error, step.to),
         )
         request.trace.fell_back(step.to, error)
+        if error.peer is not None:
+            request.trace.forget(error.peer)
         request.trace.strategy = step.strategy or request.trace.strategy
         return request.span.child("fallback", {"to": step.to, "because": str(error)})
 

@@ -223,6 +223,12 @@ class RequestTrace:
         self.fallbacks.append(f"{to}: {because}")
         self.steps.append((to, "wish" if isinstance(because, str) else type(because).__name__))
 
+    def forget(self, instance_id: int) -> None:
+        """Drop the facts that name this instance: it has failed the request, as a fallback step says."""
+        name = f"{instance_id:x}"
+        for fact in [fact for fact, value in self.facts.items() if value == name]:
+            del self.facts[fact]
+
     def to_json(self) -> dict[str, Any]:
         """The trace without its empty fields, JSON-safe."""
         own: dict[str, Any] = {"strategy": self.strategy, "reason": self.reason, "fallbacks": self.fallbacks}

@@ -343,6 +343,22 @@ async def test_failing_second_stage_is_replaced_by_the_own_engine(order: str, fa
 
 
 @pytest.mark.parametrize("order", ORDERS)
+async def test_an_answer_of_this_worker_alone_names_no_instance_that_has_failed(order: str) -> None:
+    pair = make_pair(order)
+
+    async def dead(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        raise PeerUnavailableError("killed")
+        yield
+
+    pair.client.serve_by(dead)
+    asked = request(4)
+    await collect(pair.generate, asked)
+    await pair.idle()
+    assert asked.trace.fallbacks[-1].startswith("local: ")
+    assert not asked.trace.facts.keys() & {"prefill_instance", "decode_instance"}
+
+
+@pytest.mark.parametrize("order", ORDERS)
 async def test_kv_lost_after_the_first_token_is_recomputed_locally(order: str) -> None:
     """Between the first token, which the client has, and the second one."""
     pair = make_pair(order, max_tries=1)
