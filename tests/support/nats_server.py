@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,11 +23,19 @@ _POLL_SECONDS = 0.01
 class NatsServer:
     """On one port and one store, however often it is started."""
 
-    def __init__(self, store: Path, *, jetstream: bool = True, flags: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        store: Path,
+        *,
+        jetstream: bool = True,
+        flags: tuple[str, ...] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         self.port, self._health_port = free_system_ports(2)
         self._store = store
         self._jetstream = jetstream
         self._flags = flags
+        self._env = os.environ | (env or {})
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -42,6 +51,7 @@ class NatsServer:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
+            env=self._env,
         )
         deadline = time.monotonic() + _START_SECONDS
         while not self._is_healthy():

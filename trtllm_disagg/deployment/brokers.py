@@ -1,14 +1,17 @@
 """The brokers of a deployment: one for Dynamo's events, and a NATS server for the prefill queue, if there is one.
 
 Dynamo's events (which tokens a cache holds, among others) go through sockets in the run directory. Without a broker
-every process would publish on a port of its own, on all interfaces, to every program that connects.
+every process would publish on a port of its own, on all interfaces, to every program that connects. NATS has only a
+port, which every user of the host can open, and gets a password.
 """
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import sysconfig
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,6 +85,25 @@ def _pass_on(into: zmq.Socket[bytes], out_of: zmq.Socket[bytes]) -> None:
 
 COMMAND = "nats-server"
 STORE_DIR = "nats"
+#: User and password of a NATS server, which reads the password from its environment.
+_CONFIG = Path(__file__).with_name("nats.conf")
+_USER, _PASSWORD = "worker", "TRTLLM_DISAGG_NATS_PASSWORD"
+
+
+def new_nats_password() -> dict[str, str]:
+    """The environment of a NATS server for `nats_config_argv`."""
+    # Begins with a letter: NATS reads the value as one of its configuration, which may be a number.
+    return {_PASSWORD: f"p{secrets.token_hex(16)}"}
+
+
+def nats_config_argv() -> tuple[str, ...]:
+    """With these a NATS server refuses every client without its password."""
+    return ("--config", str(_CONFIG))
+
+
+def nats_url(host: str, port: int, env: Mapping[str, str]) -> str:
+    """The address, with user and password, of a NATS server with the environment `env`."""
+    return f"nats://{_USER}:{env[_PASSWORD]}@{host}:{port}"
 
 
 def nats_server_argv(host: str, port: int, health_port: int, store: Path) -> tuple[str, ...]:

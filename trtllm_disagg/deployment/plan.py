@@ -10,7 +10,14 @@ from typing import Literal
 from trtllm_disagg.config.args import NAMESPACE_SUFFIX
 from trtllm_disagg.config.worker_config import FLAGS, SETTINGS, check_value, flag_of
 from trtllm_disagg.deployment.backoff import Backoff
-from trtllm_disagg.deployment.brokers import STORE_DIR, broker_env, nats_server_argv
+from trtllm_disagg.deployment.brokers import (
+    STORE_DIR,
+    broker_env,
+    nats_config_argv,
+    nats_server_argv,
+    nats_url,
+    new_nats_password,
+)
 from trtllm_disagg.deployment.gpus import NO_GPUS, VARIABLE, Gpus
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.keys import KEY_FILE
@@ -219,7 +226,7 @@ def plan(
     for role in spec_of(config.strategy).roles:
         for index in range(config.workers[role]):
             devices = config.gpus.environment(role, devices_of(specs))
-            specs.append(worker_spec(config, role, index, env | devices, next(ports), queue_flags(services)))
+            specs.append(worker_spec(config, role, index, env | queue_env(services) | devices, next(ports)))
     return tuple(specs)
 
 
@@ -291,16 +298,19 @@ def frontend_flags(config: DeploymentConfig) -> tuple[str, ...]:
 
 
 def _nats(config: DeploymentConfig, port: int, health_port: int) -> ProcessSpec:
-    argv = nats_server_argv(LOOPBACK, port, health_port, config.run_dir / STORE_DIR)
-    return ProcessSpec("nats", "nats", argv, system_port=health_port, nats_port=port)
+    argv = (
+        *nats_server_argv(LOOPBACK, port, health_port, config.run_dir / STORE_DIR),
+        *nats_config_argv(),
+    )
+    return ProcessSpec("nats", "nats", argv, new_nats_password(), system_port=health_port, nats_port=port)
 
 
-def queue_flags(services: Iterable[ProcessSpec]) -> Iterator[str]:
-    """The flags for a worker of the prefill queue; none without a queue."""
-    for service in services:
-        if service.nats_port is not None:
-            yield from ("--prefill-dispatch", "queue")
-            yield from ("--nats-server", f"nats://{LOOPBACK}:{service.nats_port}")
+def queue_env(services: Iterable[ProcessSpec]) -> dict[str, str]:
+    """Where a worker finds the prefill queue; empty without a queue. No flag: every user of the host can read command
+    lines, and the address has the password.
+    """
+    urls = [nats_url(LOOPBACK, each.nats_port, each.env) for each in services if each.nats_port is not None]
+    return {variable: url for url in urls for variable in FLAGS["nats_server"].variables}
 
 
 def worker_spec(
@@ -309,13 +319,12 @@ def worker_spec(
     index: int,
     env: Mapping[str, str],
     system_port: int,
-    queue_flags: Iterable[str] = (),
 ) -> ProcessSpec:
-    """One worker; `env` is `shared_env`, and the worker's GPUs."""
+    """One worker; `env` is `shared_env`, and the worker's queue and GPUs."""
     argv = (
         *config.worker_command,
         *("--namespace", config.namespace),
-        *worker_flags(config, role, queue_flags),
+        *worker_flags(config, role),
     )
     return ProcessSpec(
         name=f"{role}-{index}",
@@ -363,7 +372,7 @@ def same_again(
     if VARIABLE in spec.env:
         env[VARIABLE] = spec.env[VARIABLE]
     index = int(spec.name.rpartition("-")[2])
-    return worker_spec(config, spec.role, index, env, spec.system_port, queue_flags(others))
+    return worker_spec(config, spec.role, index, env | queue_env(others), spec.system_port)
 
 
 def _stage_flags(strategy: str, role: ProcessRole) -> Iterator[str]:

@@ -15,7 +15,7 @@ from trtllm_disagg.deployment.plan import (
     ProcessRole,
     ProcessSpec,
     devices_of,
-    queue_flags,
+    queue_env,
     shared_env,
     worker_spec,
 )
@@ -58,12 +58,12 @@ class Scaler:
             for i in range(count - len(self._running(role)))
         ]
         env, ports = shared_env(config, os.environ), free_system_ports(len(names))
-        services = list(queue_flags(process.spec for process in self.supervisor.processes))
+        env |= queue_env(process.spec for process in self.supervisor.processes)
         specs: list[ProcessSpec] = []
         for (role, index), port in zip(names, ports, strict=True):
             holding = (process.spec for process in self.supervisor.processes if process.holds_gpus)
             devices = config.gpus.environment(role, devices_of([*holding, *specs]))
-            specs.append(worker_spec(config, role, index, env | devices, port, services))
+            specs.append(worker_spec(config, role, index, env | devices, port))
         return specs
 
     async def _add_all(self, specs: Iterable[ProcessSpec], say: Say) -> None:

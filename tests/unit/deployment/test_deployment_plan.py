@@ -5,9 +5,11 @@ import itertools
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
+from trtllm_disagg.config.worker_config import FLAGS
 from trtllm_disagg.deployment.lifecycle import prepare
 from trtllm_disagg.deployment.plan import (
     BEYOND_DRAIN_SECONDS,
@@ -257,8 +259,12 @@ def test_a_queue_brings_a_nats_server_that_starts_first_and_that_all_workers_kno
     assert flag(specs["nats"], "--addr") == "127.0.0.1"
     assert flag(specs["nats"], "--store_dir") == str(config.run_dir / "nats")
     workers = [spec for name, spec in specs.items() if name not in ("nats", "frontend")]
-    assert {flag(spec, "--prefill-dispatch") for spec in workers} == {"queue"}
-    assert {flag(spec, "--nats-server") for spec in workers} == {"nats://127.0.0.1:20001"}
+    assert {spec.env["TRTLLM_DISAGG_PREFILL_DISPATCH"] for spec in workers} == {"queue"}
+    (url,) = {spec.env[name] for spec in workers for name in FLAGS["nats_server"].variables}
+    assert urlsplit(url).scheme == "nats"
+    assert (urlsplit(url).hostname, urlsplit(url).port) == ("127.0.0.1", 20001)
+    again = same_again(specs["prefill-1"], config, {}, specs.values())
+    assert again.env["TRTLLM_DISAGG_NATS_SERVER"] == url
     ports = [port for spec in specs.values() for port in spec.ports.values()]
     assert len(set(ports)) == len(ports)
 
@@ -266,7 +272,20 @@ def test_a_queue_brings_a_nats_server_that_starts_first_and_that_all_workers_kno
 def test_without_a_queue_there_is_no_nats_server(config: DeploymentConfig) -> None:
     specs = specs_of(config)
     assert "nats" not in specs
-    assert {flag(spec, "--prefill-dispatch") for spec in specs.values()} == {None}
+    assert {spec.env["TRTLLM_DISAGG_PREFILL_DISPATCH"] for spec in specs.values()} == {"direct"}
+    assert not any("TRTLLM_DISAGG_NATS_SERVER" in spec.env for spec in specs.values())
+
+
+def test_password_of_nats_is_in_no_command_line_and_new_in_each_deployment(config: DeploymentConfig) -> None:
+    config = replace(config, prefill_dispatch="queue")
+    passwords = set()
+    for _ in range(2):
+        specs = specs_of(config)
+        password = urlsplit(specs["decode-0"].env["TRTLLM_DISAGG_NATS_SERVER"]).password
+        assert password
+        assert not any(password in argument for spec in specs.values() for argument in spec.argv)
+        passwords.add(password)
+    assert len(passwords) == 2
 
 
 def test_a_queue_needs_the_program(config: DeploymentConfig, monkeypatch: pytest.MonkeyPatch) -> None:

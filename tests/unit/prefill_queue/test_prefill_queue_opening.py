@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import subprocess
 from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -13,6 +14,8 @@ import pytest
 
 from tests.support.nats_server import NatsServer
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
+from trtllm_disagg.deployment.brokers import nats_config_argv, nats_url, new_nats_password
+from trtllm_disagg.deployment.plan import LOOPBACK
 from trtllm_disagg.errors import ConfigError, QueueUnusableError
 from trtllm_disagg.prefill_queue import NoPrefillQueue, nats_queue, open_prefill_queue
 from trtllm_disagg.prefill_queue.broker import Broker, NatsClient, QueueLimits
@@ -136,6 +139,23 @@ def certificate(tmp_path: Path) -> tuple[Path, Path]:
     files = ("-keyout", str(key), "-out", str(certificate))
     subprocess.run([*command.split(), *names, *files], check=True, capture_output=True)
     return certificate, key
+
+
+async def test_the_nats_server_of_a_deployment_takes_only_clients_with_its_password(tmp_path: Path) -> None:
+    """Its port is open to every user of the host, who could read all prompts there, and answer them."""
+    password = new_nats_password()
+    server = NatsServer(tmp_path, flags=nats_config_argv(), env=password)
+    server.start()
+    limits = QueueLimits(connect=5.0)
+    url = nats_url(LOOPBACK, server.port, password)
+    config = WorkerConfig(model="m", role=Role.PREFILL, prefill_dispatch="queue", nats_server=url)
+    try:
+        for wrong in (server.url, nats_url(LOOPBACK, server.port, new_nats_password())):
+            with pytest.raises(ConfigError, match="Authorization Violation"):
+                await open_prefill_queue(replace(config, nats_server=wrong), "kind", limits)
+        await (await open_prefill_queue(config, "kind", limits)).aclose()
+    finally:
+        server.kill()
 
 
 async def test_tls_url_connects_only_to_a_server_with_tls(
