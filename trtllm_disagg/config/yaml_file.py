@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 DEEPEST = 50
 #: A hundred times the longest known file; the YAML library needs a minute for ten times that.
 MOST_BYTES = 1_000_000
+#: Each alias counts as all values that it stands for: `<<`, and what reads the content, may copy them as often. A file
+#: without aliases has fewer.
+MOST_VALUES = MOST_BYTES
 
 
 def read_mapping(path: Path, key: str) -> dict[str, Any]:
@@ -55,7 +58,7 @@ def _read_yaml(path: Path) -> Any:
             root = loader.get_single_node()
             if root is None:
                 return None
-            _require_plain(root, (), set())
+            _require_plain(root, (), {})
             return loader.construct_document(root)
         finally:
             loader.dispose()
@@ -68,28 +71,32 @@ def _read_yaml(path: Path) -> Any:
         raise ValueError(str(error)) from error
 
 
-def _require_plain(node: yaml.Node, above: tuple[int, ...], checked: set[tuple[int, int]]) -> None:
-    """Raises ValueError for duplicate keys, of which YAML would use the last; for a node that contains itself; and for
-    too many levels. `above`: the ids of the nodes around this one, where an alias is the same object as its anchor.
-    `checked`: (id, level).
+def _require_plain(node: yaml.Node, above: tuple[int, ...], checked: dict[tuple[int, int], int]) -> int:
+    """The number of values in the node. Raises ValueError for duplicate keys, of which YAML would use the last; for a
+    node that contains itself; and for too many levels or values. `above`: the ids of the nodes around this one, where
+    an alias is the same object as its anchor. `checked`: by id and level.
     """
     import yaml
 
     here = (id(node), len(above))
-    if isinstance(node, yaml.ScalarNode) or here in checked:
-        return
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    if here in checked:
+        return checked[here]
     what = f"what begins in line {node.start_mark.line + 1}"
     if id(node) in above:
         raise ValueError(f"{what} contains itself, by an alias")
     if len(above) == DEEPEST:
         raise ValueError(f"{what} is nested more than {DEEPEST} levels deep")
-    checked.add(here)
     parts = node.value
     if isinstance(node, yaml.MappingNode):
         _require_each_key_once(node)
         parts = [part for pair in node.value for part in pair]
-    for part in parts:
-        _require_plain(part, (*above, id(node)), checked)
+    count = sum(_require_plain(part, (*above, id(node)), checked) for part in parts)
+    if count > MOST_VALUES:
+        raise ValueError(f"{what} has more than {MOST_VALUES} values, by aliases")
+    checked[here] = 1 + count
+    return checked[here]
 
 
 def _require_each_key_once(mapping: yaml.MappingNode) -> None:

@@ -136,7 +136,7 @@ def test_yaml_alias_bomb_is_refused_in_a_short_message(tmp_path: Path) -> None:
     lines += [f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]" for i in range(1, 7)]
     file = tmp_path / "settings.yaml"
     file.write_text("\n".join([*lines, "max_batch_size: *l6"]))
-    with pytest.raises(ConfigError, match=r"max_batch_size|l0") as raised:
+    with pytest.raises(ConfigError, match=r"settings.yaml .* has more than 1000000 values") as raised:
         built("--extra-engine-args", str(file))
     assert len(str(raised.value)) < 5000
 

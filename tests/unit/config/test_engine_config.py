@@ -175,10 +175,19 @@ def test_a_bad_file_is_refused_with_file_key_value_and_what_is_allowed(
 
 
 def test_yaml_aliases_nested_too_deep_are_refused_and_fewer_are_read(tmp_path: Path) -> None:
-    lines = ["a0: &a0 {x: 1}"] + [f"a{n}: &a{n} {{b: *a{n - 1}, c: *a{n - 1}}}" for n in range(1, 60)]
+    lines = ["a0: &a0 {x: 1}"] + [f"a{n}: &a{n} {{b: *a{n - 1}}}" for n in range(1, 60)]
     message = refusal(tmp_path, "\n".join(lines))
     assert "nested more than 50 levels deep" in message
     build(tmp_path, "\n".join(lines[:45]))
+
+
+@pytest.mark.parametrize("line", ["{b: *A, c: *A}", "[*A, *A, *A, *A]", "{<<: [*A, *A, *A, *A]}"])
+def test_yaml_aliases_that_stand_for_too_many_values_are_refused_at_once(tmp_path: Path, line: str) -> None:
+    """A few hundred bytes, which a reader that copies them could not hold in memory."""
+    first = "[x]" if line.startswith("[") else "{x: 1}"
+    lines = [f"a0: &a0 {first}"]
+    lines += [f"a{n}: &a{n} {line.replace('*A', f'*a{n - 1}')}" for n in range(1, 22)]
+    assert "has more than 1000000 values, by aliases" in refusal(tmp_path, "\n".join(lines))
 
 
 def test_a_bad_override_names_its_flag(tmp_path: Path) -> None:
