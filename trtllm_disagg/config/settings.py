@@ -99,6 +99,8 @@ class Allowed(NamedTuple):
     in_words: str
     accepts: Callable[[Any], bool]
     choices: tuple[str, ...] = ()
+    #: A wrong value as an error shows it.
+    shown: Callable[[Any], object] = lambda value: value
 
 
 def one_of(*choices: str) -> Allowed:
@@ -113,6 +115,11 @@ def _up_to(largest: int) -> Allowed:
     return Allowed(
         f"a whole number from 1 to {largest}", lambda value: _is_whole(value) and 1 <= value <= largest
     )
+
+
+def without_password(servers: str) -> str:
+    """NATS servers without all before the last @: a password may have any character, also one that is wrong there."""
+    return re.sub(r"^(\w+://)?.*@", r"\1***@", servers, flags=re.DOTALL)
 
 
 def _is_nats_url(url: str) -> bool:
@@ -164,7 +171,9 @@ NUMBER = Allowed("a whole number, 0 or more", lambda value: _is_whole(value) and
 SHARE = Allowed("a number from 0 to 1", _is_share)
 SECONDS = Allowed("a number of seconds above 0", lambda value: 0 < value < float("inf"))
 SECONDS_OR_NONE = Allowed("a number of seconds, 0 or more", lambda value: 0 <= value < float("inf"))
-NATS_URL = Allowed("nats://host:port", lambda value: all(map(_is_nats_url, value.split(","))))
+NATS_URL = Allowed(
+    "nats://host:port", lambda value: all(map(_is_nats_url, value.split(","))), shown=without_password
+)
 
 REQUIRED: Any = object()
 

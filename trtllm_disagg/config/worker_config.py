@@ -615,4 +615,4 @@ def check_value(name: str, value: object, key: str | None = None) -> None:
     if allowed is None or (value is None and SETTINGS[name].default is None):
         return
     if not allowed.accepts(value):
-        raise ConfigError.bad_value(key or flag_of(name), value, allowed.in_words)
+        raise ConfigError.bad_value(key or flag_of(name), allowed.shown(value), allowed.in_words)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -18,6 +17,7 @@ from nats.aio.msg import Msg
 from nats.js import JetStreamContext, api
 from nats.js.errors import APIError, BadRequestError, NotFoundError, ServiceUnavailableError
 
+from trtllm_disagg.config.settings import without_password
 from trtllm_disagg.config.worker_config import flag_of
 from trtllm_disagg.errors import ConfigError, OverloadedError, QueueUnusableError
 from trtllm_disagg.prefill_queue.messages import CONSUMER, MAX_BYTES, NO, YES, Names
@@ -144,7 +144,7 @@ class Broker:
             await broker.close()
             raise ConfigError.bad_value(
                 flag_of("nats_server"),
-                _without_password(servers),
+                without_password(servers),
                 f"nats://host:port of a NATS server that is there and has JetStream (nats-server -js): {reason}",
             ) from None
         broker._usable.set()
@@ -382,7 +382,3 @@ def _why_not(error: BaseException, earlier: BaseException | None) -> str:
     if isinstance(error, (ServiceUnavailableError, nats.errors.NoRespondersError)):
         return "this server has no JetStream"
     return str(error) or str(earlier or "") or "no answer"
-
-
-def _without_password(servers: str) -> str:
-    return re.sub(r"//[^/@,]*@", "//***@", servers)

@@ -73,6 +73,16 @@ def test_invalid_nats_address_is_refused(url: str) -> None:
         built("--disaggregation-mode", "decode", "--prefill-dispatch", "queue", "--nats-server", url)
 
 
+@pytest.mark.parametrize(
+    "url",
+    ["me:secret@h:1", "nats://me:secret@h:x", "nats://a:1,me:secret@h", "nats://me:secret@,secret@:4222"],
+)
+def test_password_of_an_invalid_nats_address_is_not_shown(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"--nats-server: '(nats://)?\*\*\*@") as raised:
+        built("--disaggregation-mode", "decode", "--prefill-dispatch", "queue", "--nats-server", url)
+    assert "secret" not in str(raised.value)
+
+
 @pytest.mark.parametrize("url", ["nats://h", "nats://[::1]:4222", "tls://u:p@h:1,nats://b"])
 def test_every_form_of_a_nats_address_is_taken(url: str) -> None:
     assert built("--nats-server", url).nats_server == url

@@ -75,10 +75,10 @@ async def test_a_worker_that_may_push_after_a_switch_opens_it(role: Role, strate
         await open_prefill_queue(config, "kind", QueueLimits(connect=0.1))
 
 
-async def test_missing_nats_server_is_refused_without_its_password() -> None:
-    config = WorkerConfig(
-        model="m", role=Role.PREFILL, prefill_dispatch="queue", nats_server="nats://me:secret@127.0.0.1:1"
-    )
+@pytest.mark.parametrize("password", ["secret", "p@secret"])
+async def test_missing_nats_server_is_refused_without_its_password(password: str) -> None:
+    url = f"nats://me:{password}@127.0.0.1:1"
+    config = WorkerConfig(model="m", role=Role.PREFILL, prefill_dispatch="queue", nats_server=url)
     with pytest.raises(ConfigError) as raised:
         await open_prefill_queue(config, "kind", QueueLimits(connect=0.3))
     said = str(raised.value)
