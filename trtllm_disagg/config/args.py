@@ -138,12 +138,17 @@ def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_worker_flags(
-    words: Sequence[str], environ: Mapping[str, str], *, ignores_unknown: bool = False
+    words: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    ignores_unknown: bool = False,
+    is_elsewhere: bool = False,
 ) -> WorkerConfig:
     """The configuration of a worker that is started with `words`. Raises ConfigError; `ignores_unknown`: see
-    `read_worker_flags`.
+    `read_worker_flags`; `is_elsewhere`: see `config_from_namespace`.
     """
-    return config_from_namespace(read_worker_flags(words, ignores_unknown=ignores_unknown), environ)
+    namespace = read_worker_flags(words, ignores_unknown=ignores_unknown)
+    return config_from_namespace(namespace, environ, is_elsewhere=is_elsewhere)
 
 
 def read_worker_flags(words: Sequence[str], *, ignores_unknown: bool = False) -> argparse.Namespace:
@@ -161,8 +166,12 @@ def read_worker_flags(words: Sequence[str], *, ignores_unknown: bool = False) ->
     return namespace
 
 
-def config_from_namespace(namespace: argparse.Namespace, environ: Mapping[str, str]) -> WorkerConfig:
-    """Add the environment's values to those of the command line; other attributes are ignored."""
+def config_from_namespace(
+    namespace: argparse.Namespace, environ: Mapping[str, str], *, is_elsewhere: bool = False
+) -> WorkerConfig:
+    """Add the environment's values to those of the command line; other attributes are ignored. `is_elsewhere`: the
+    worker starts on another machine or in a container, so its chat template need not be here.
+    """
     refuse_ignored_variables(environ)
     check_runtime_variables(environ)
     given = {name: getattr(namespace, name) for name in FLAGS if hasattr(namespace, name)}
@@ -176,7 +185,8 @@ def config_from_namespace(namespace: argparse.Namespace, environ: Mapping[str, s
     _resolve_discovery(values, environ)
     if wants_forward_pass_metrics(namespace, environ):
         values.setdefault("publish_forward_pass_metrics", True)
-    _resolve_template(values)
+    if not is_elsewhere:
+        _resolve_template(values)
     explicit = frozenset(values)
     thresholds = {name: values.pop(name) for name in DECIDER_THRESHOLDS if name in values}
     router_flags = getattr(namespace, ROUTER_FLAGS, ())

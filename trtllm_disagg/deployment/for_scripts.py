@@ -24,10 +24,11 @@ import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, groupby
 
 from trtllm_disagg.config.engine_args import build_engine_args
+from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.deployment.gpus import (
     ROLE_VARIABLES,
     VARIABLE,
@@ -42,13 +43,22 @@ from trtllm_disagg.engine.engines import ENGINES
 from trtllm_disagg.errors import ERROR_PREFIX, ConfigError
 
 _NONE = "-"
+#: In place of a model that may be in a container of the nodes: nothing is read of its files.
+_ANY_MODEL = "model"
 #: The variables of launch/slurm/ for the GPUs of a node, for error messages.
 _PER_NODE, _OF_ROLE = "GPUS_PER_NODE", f"ROLE_{VARIABLE}"
 
 
+def _read(arguments: Sequence[str], environ: Mapping[str, str]) -> WorkerConfig:
+    """The configuration of a worker, which may start in a container or on another machine, so that its model is there.
+    Raises ConfigError.
+    """
+    return replace(read_worker(arguments, environ), model=_ANY_MODEL)
+
+
 def describe_ranks(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
     """The output of `ranks`. Raises ConfigError for arguments that the worker would refuse."""
-    config = read_worker(arguments, environ)
+    config = _read(arguments, environ)
     engine = ENGINES[config.engine]
     on_gpus = "yes" if engine.is_tensorrt_llm else "no"
     return (
@@ -85,7 +95,7 @@ def require_room(workers: Mapping[str, Sequence[str]], environ: Mapping[str, str
 
 def stop_seconds(workers: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> int:
     """Whole seconds in which each of these workers drains and ends its engine."""
-    configs = [read_worker(arguments, environ) for arguments in workers.values()]
+    configs = [_read(arguments, environ) for arguments in workers.values()]
     slowest = max(
         (
             config.drain_seconds + (shutdown_seconds(config) if config.engine_spec.is_tensorrt_llm else 0.0)
@@ -102,7 +112,7 @@ def _workers_of(arguments: Sequence[str]) -> dict[str, list[str]]:
     for is_end, words in groupby(arguments, lambda word: word == "--"):
         with suppress(ConfigError):
             if not is_end:
-                config = read_worker(command := list(words), os.environ)
+                config = _read(command := list(words), os.environ)
                 build_engine_args(config)
                 found[config.role.value] = command
     return found

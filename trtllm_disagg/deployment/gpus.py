@@ -146,8 +146,10 @@ def worker_configs(
 
 
 def read_worker(arguments: Sequence[str], environ: Mapping[str, str]) -> WorkerConfig:
-    """A worker's configuration, with `auto` resolved to an engine. Raises ConfigError."""
-    config = parse_worker_flags(arguments, environ, ignores_unknown=True)
+    """A worker's configuration, with `auto` resolved to an engine. Raises ConfigError, but not for what the worker has
+    to check itself: flags that are not known, and a chat template, which a container may have.
+    """
+    config = parse_worker_flags(arguments, environ, ignores_unknown=True, is_elsewhere=True)
     return replace(config, engine=resolve_engine(config.engine))
 
 

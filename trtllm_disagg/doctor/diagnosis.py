@@ -73,9 +73,11 @@ def _accepted(pair: Pair) -> Row:
     refusals = []
     for side in pair.sides:
         file = side.config.extra_engine_args
+        # The model of a worker's flags is where the worker starts; that of --model, or of its file, has to be here.
+        here = side.model if side.config.model == ANY_MODEL else None
         config = replace(
             side.config,
-            model=side.model or ANY_MODEL,
+            model=here or ANY_MODEL,
             extra_engine_args=file if os.path.exists(file) else "",
         )
         try:

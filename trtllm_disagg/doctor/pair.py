@@ -45,7 +45,7 @@ def settings_of(
     usual += ["--schedule-style", schedule_style]
     flags = list(dropwhile(lambda word: not word.startswith("--"), words))
     try:
-        config = parse_worker_flags([*usual, *flags], {})
+        config = parse_worker_flags([*usual, *flags], {}, is_elsewhere=True)
         if config.role is not role:
             raise ConfigError.bad_value("--disaggregation-mode", config.role.value, role.value)
         if config.engine not in ("auto", ENGINE):

@@ -132,7 +132,9 @@ def _worker_pod(config: DeploymentConfig, cluster: Cluster, role: ProcessRole) -
     in_pod = {role: MOUNTED / ENGINE_CONFIGS / f"{role}.yaml"} if file else {}
     args = worker_flags(replace(config, engine_configs=in_pod), role, _only_in_pods(config, cluster))
     env = dict(_worker_env(cluster))
-    worker = replace(parse_worker_flags(args, env), extra_engine_args=str(file or ""), model=_ANY_MODEL)
+    worker = replace(
+        parse_worker_flags(args, env, is_elsewhere=True), extra_engine_args=str(file or ""), model=_ANY_MODEL
+    )
     build_engine_args(worker)
     num_gpus = gpu_needs_of(worker).num_gpus if worker.engine_spec.is_tensorrt_llm else 0
     nodes, gpus = _spread(num_gpus, cluster.resources.gpus_per_node, role)

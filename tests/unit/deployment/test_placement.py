@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from trtllm_disagg.deployment.for_scripts import WorkerGroup, describe_ranks, place
+from trtllm_disagg.deployment.for_scripts import WorkerGroup, describe_ranks, main, place
+from trtllm_disagg.deployment.plan import BEYOND_DRAIN_SECONDS
 from trtllm_disagg.errors import ConfigError
 
 FOUR = ("0", "1", "2", "3")
@@ -84,6 +85,19 @@ def test_a_size_of_the_command_line_counts_in_both_spellings() -> None:
     agg = ("--model", "m", "--engine", "tensorrt_llm")
     assert describe_ranks((*agg, "--tensor-parallel-size", "2"), {}).split()[0] == "2"
     assert describe_ranks((*agg, "--trtllm.tensor_parallel_size", "4"), {}).split()[0] == "4"
+
+
+@pytest.mark.parametrize("there", ["--model", "--custom-jinja-template"])
+def test_files_that_only_the_nodes_container_has_are_left_to_the_worker(there: str) -> None:
+    agg = ("--model", "m", "--engine", "tensorrt_llm", "--tensor-parallel-size", "2", there, "/in/container")
+    assert describe_ranks(agg, {}) == "2 yes pmix trtllm-llmapi-launch"
+
+
+def test_a_worker_with_a_model_of_its_container_has_its_time_to_stop(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    main(["stop", "--model", "/in/container", "--engine", "tensorrt_llm"])
+    assert int(capsys.readouterr().out) == 30 + BEYOND_DRAIN_SECONDS + 60
 
 
 def test_worker_flags_that_the_worker_would_refuse_are_refused() -> None:

@@ -250,6 +250,12 @@ def test_two_whole_command_lines_need_no_files(
     assert "error KV dtype" in capsys.readouterr().out
 
 
+def test_model_and_template_of_flags_may_be_where_the_workers_start(pair: tuple[Path, Path]) -> None:
+    there = "--model-path /in/container --custom-jinja-template /in/container/chat.jinja"
+    assert status_of(*pair, "--prefill-flags", there, "--decode-flags", there) == 0
+    assert status_of(*pair, "--model", "/in/container") == 1
+
+
 def test_strategies_that_differ_are_an_error(
     pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -334,6 +334,11 @@ def test_bad_input_is_refused_by_name_before_anything_is_written(
     assert capsys.readouterr().out == ""
 
 
+def test_a_chat_template_that_only_the_pods_have_is_passed_on() -> None:
+    found = components(rendered(*flags(), "--worker-args=--custom-jinja-template /models/chat.jinja"))
+    assert container(found["decode"])["args"][-2:] == ["--custom-jinja-template", "/models/chat.jinja"]
+
+
 def test_wrong_engine_config_is_refused_with_its_key(tmp_path: Path) -> None:
     for role in ("prefill", "decode"):
         (tmp_path / f"{role}.yaml").write_text(
