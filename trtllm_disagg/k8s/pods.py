@@ -132,9 +132,12 @@ def _worker_pod(config: DeploymentConfig, cluster: Cluster, role: ProcessRole) -
     in_pod = {role: MOUNTED / ENGINE_CONFIGS / f"{role}.yaml"} if file else {}
     args = worker_flags(replace(config, engine_configs=in_pod), role, _only_in_pods(config, cluster))
     env = dict(_worker_env(cluster))
-    worker = replace(
-        parse_worker_flags(args, env, is_elsewhere=True), extra_engine_args=str(file or ""), model=_ANY_MODEL
-    )
+    given = parse_worker_flags(args, env, is_elsewhere=True)
+    if given.extra_engine_args != str(in_pod.get(role, "")):
+        # A file of the image may say another number of GPUs.
+        none = "no value: --engine-configs has the files of the pods"
+        raise ConfigError.bad_value("--worker-args: --extra-engine-args", given.extra_engine_args, none)
+    worker = replace(given, extra_engine_args=str(file or ""), model=_ANY_MODEL)
     build_engine_args(worker)
     num_gpus = gpu_needs_of(worker).num_gpus if worker.engine_spec.is_tensorrt_llm else 0
     nodes, gpus = _spread(num_gpus, cluster.resources.gpus_per_node, role)
