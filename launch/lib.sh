@@ -43,11 +43,13 @@ fi
 # that role (CUDA_VISIBLE_DEVICES when unset); DYN_SYSTEM_PORT, a worker's port for health and metrics, at most 32767 and one for each worker of a machine;
 # and, for several machines, the same on all of them: ETCD_ENDPOINTS=http://HOST:2379, and a copy
 # of one TRTLLM_DISAGG_ADMIN_KEY_FILE, with which `trtllm-disagg switch` and `set` prove that they may.
-# As in a worker: discovery is etcd if ETCD_ENDPOINTS is set.
+# As in a worker: its own variables beat Dynamo's, which are the frontend's too, and discovery is etcd if ETCD_ENDPOINTS is set.
 : "${DYN_DISCOVERY_BACKEND:=${ETCD_ENDPOINTS:+etcd}}"
-export DYN_DISCOVERY_BACKEND="${DYN_DISCOVERY_BACKEND:-file}"
-export DYN_REQUEST_PLANE="${DYN_REQUEST_PLANE:-tcp}"
-export DYN_EVENT_PLANE="${DYN_EVENT_PLANE:-zmq}"
+export DYN_DISCOVERY_BACKEND="${TRTLLM_DISAGG_DISCOVERY_BACKEND:-${DYN_DISCOVERY_BACKEND:-file}}"
+export DYN_REQUEST_PLANE="${TRTLLM_DISAGG_REQUEST_PLANE:-${DYN_REQUEST_PLANE:-tcp}}"
+export DYN_EVENT_PLANE="${TRTLLM_DISAGG_EVENT_PLANE:-${DYN_EVENT_PLANE:-zmq}}"
+# Workers would append it to NAMESPACE, and the frontend would not see them.
+unset DYN_NAMESPACE_WORKER_SUFFIX
 export DYN_SYSTEM_HOST="${DYN_SYSTEM_HOST:-127.0.0.1}"
 export DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS="${DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS:-1}"
 # A stream that fails before its first token gets an HTTP status, in every strategy, instead of a 200.

@@ -32,6 +32,7 @@ signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 note("started", " ".join([role, *sys.argv[1:3], os.environ.get("TRTLLM_DISAGG_ADMIN_KEY_FILE", "")]))
 note("arguments", " ".join([role, *sys.argv[4:]]))
 note("discovery-backend", role + ":" + os.environ["DYN_DISCOVERY_BACKEND"])
+note("suffix", role + ":" + os.environ.get("DYN_NAMESPACE_WORKER_SUFFIX", ""))
 note("devices", role + ":" + os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
 signal.sigwait([signal.SIGTERM])
 note("stopped", role)
@@ -207,15 +208,23 @@ def test_where_no_key_can_be_made_the_worker_starts_without(scripts: Scripts) ->
         ({}, "file"),
         ({"ETCD_ENDPOINTS": "http://a:2379"}, "etcd"),
         ({"ETCD_ENDPOINTS": "http://a:2379", "DYN_DISCOVERY_BACKEND": "kubernetes"}, "kubernetes"),
+        ({"TRTLLM_DISAGG_DISCOVERY_BACKEND": "etcd", "DYN_DISCOVERY_BACKEND": "kubernetes"}, "etcd"),
     ],
-    ids=["nothing", "etcd is named", "both"],
+    ids=["nothing", "etcd is named", "both", "a worker's variable"],
 )
-def test_scripts_use_etcd_discovery_when_etcd_endpoints_is_set(
+def test_frontend_and_workers_use_one_discovery(
     scripts: Scripts, variables: dict[str, str], backend: str
 ) -> None:
     scripts.start("agg.sh", **variables)
     scripts.start("frontend.sh", **variables)
     assert set(scripts.lines("discovery-backend", 2)) == {f"agg:{backend}", f"frontend:{backend}"}
+
+
+def test_workers_are_in_the_namespace_of_the_frontend_whatever_suffix_the_environment_has(
+    scripts: Scripts,
+) -> None:
+    scripts.start("agg.sh", DYN_NAMESPACE_WORKER_SUFFIX="blue")
+    assert scripts.lines("suffix", 1) == ["agg:"]
 
 
 @pytest.mark.parametrize(
