@@ -3,7 +3,7 @@
 # `trtllm-disagg up` does the same with a live status, more workers and logs in files.
 # Machine:  two GPUs (more, as the engine configs say, by PREFILL_ and DECODE_CUDA_VISIBLE_DEVICES=0,1,...), or two CPU cores and 4 GB of memory with ENGINE=embedded
 #           and a small model.
-# Launch:   MODEL=path/to/model launch/disagg.sh prefill_first|decode_first|auto|router
+# Launch:   MODEL=path/to/model launch/disagg.sh prefill_first|decode_first|auto|router [more arguments for both workers]
 #           Prints `ready http://HOST:PORT model=NAME strategy=S`: after seconds for a small model, minutes for a large
 #           one. Ctrl-C drains the workers, then the frontend; a second Ctrl-C kills. Exit status: 0 when stopped while
 #           serving, 130 (SIGINT) or 143 (SIGTERM) when stopped before, 1 after a failure.
@@ -29,16 +29,16 @@ stop_everything() {
 # Whether the frontend lists the model and both workers call themselves healthy.
 is_ready() {
     "$PYTHON" -I -c '
-import sys, urllib.request
+import json, sys, urllib.request
 frontend, name, *workers = sys.argv[1:]
 opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 try:
     for port in workers:
         opener.open(f"http://127.0.0.1:{port}/health", timeout=2)
-    models = opener.open(f"http://{frontend}/v1/models", timeout=2).read().decode()
+    models = json.load(opener.open(f"http://{frontend}/v1/models", timeout=2))["data"]
 except OSError:
     sys.exit(1)
-sys.exit(f"\"id\":\"{name}\"" not in models)
+sys.exit(all(model["id"] != name for model in models))
 ' "$HTTP_HOST:$HTTP_PORT" "$SERVED_MODEL_NAME" "$PREFILL_SYSTEM_PORT" "$DECODE_SYSTEM_PORT"
 }
 
@@ -46,6 +46,7 @@ trap stop_everything EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 export STRATEGY="${1:-$STRATEGY}"
+worker_args=("${@:2}")
 read_strategy
 require_model
 engine=$("$PYTHON" -P -m trtllm_disagg.engine.engines "${ENGINE:-${TRTLLM_DISAGG_ENGINE:-auto}}") || exit 1
@@ -56,14 +57,14 @@ if [[ $engine == tensorrt_llm ]]; then
         export PREFILL_CUDA_VISIBLE_DEVICES="${PREFILL_CUDA_VISIBLE_DEVICES:-0}"
         export DECODE_CUDA_VISIBLE_DEVICES="${DECODE_CUDA_VISIBLE_DEVICES:-1}"
     fi
-    require_gpus ''
+    require_gpus prefill,decode "${worker_args[@]}"
 fi
 : "${STARTUP_TIMEOUT:=300}"
-read_stop_timeout prefill,decode
+read_stop_timeout prefill,decode "${worker_args[@]}"
 start frontend "$launch/frontend.sh"
 export gpus_fit=yes
-DYN_SYSTEM_PORT=$PREFILL_SYSTEM_PORT start prefill "$launch/prefill.sh"
-DYN_SYSTEM_PORT=$DECODE_SYSTEM_PORT start decode "$launch/decode.sh"
+DYN_SYSTEM_PORT=$PREFILL_SYSTEM_PORT start prefill "$launch/prefill.sh" "${worker_args[@]}"
+DYN_SYSTEM_PORT=$DECODE_SYSTEM_PORT start decode "$launch/decode.sh" "${worker_args[@]}"
 until is_ready; do
     for pid in "${started[@]}"; do
         kill -0 "$pid" 2>/dev/null || fail "a process ended while loading"

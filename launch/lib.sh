@@ -110,12 +110,12 @@ worker_arguments() {
     argv+=("${@:2}")
 }
 
-# require_gpus ROLE [ARG...]: fails if a prefill and a decode worker on this machine need more memory of a GPU than it has.
-# ARG...: further arguments of the worker of that role.
+# require_gpus ROLE[,ROLE] [ARG...]: fails if a prefill and a decode worker on this machine need more memory of a GPU than it has.
+# ARG...: further arguments of the workers of these roles.
 require_gpus() {
     local both=() role argv
     for role in prefill decode; do
-        if [[ $role == "$1" ]]; then worker_arguments "$role" "${@:2}"; else worker_arguments "$role"; fi
+        if [[ ,$1, == *,$role,* ]]; then worker_arguments "$role" "${@:2}"; else worker_arguments "$role"; fi
         both+=("${argv[@]}" --)
     done
     "$PYTHON" -P -m trtllm_disagg.deployment.for_scripts gpus "${both[@]}" || exit 1

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -19,8 +22,9 @@ from trtllm_disagg.strategies import disaggregated, spec_of
 #: As a worker or a frontend: writes down how it was started, and its role when it is told to stop.
 STAND_IN = f"""#!{sys.executable} -P
 import os, signal, sys
-if "-I" in sys.argv:
-    sys.exit(1)  # it asks whether all are ready
+if "-I" in sys.argv:  # it asks whether all are ready
+    ready = os.environ.get("ASK") == "yes"
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]]) if ready else sys.exit(1)
 if {{"trtllm_disagg.strategies", "trtllm_disagg.engine.engines", "trtllm_disagg.keys",
     "trtllm_disagg.deployment.for_scripts"}} & set(sys.argv):
     os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
@@ -101,6 +105,47 @@ def test_disagg_script_stops_processes_in_the_strategys_order(scripts: Scripts, 
     stopped = scripts.lines("stopped")
     assert stopped == [*spec_of(strategy).stop_order, "frontend"]
     assert spec_of(strategy).entry_role in (stopped[0], None)
+
+
+def test_disagg_script_gives_both_workers_the_arguments_behind_the_strategy(scripts: Scripts) -> None:
+    scripts.start("disagg.sh", "auto", "--max-seq-len", "99")
+    ends = {line.split()[0]: line.split()[-2:] for line in scripts.lines("arguments", 3)}
+    assert ends["prefill"] == ends["decode"] == ["--max-seq-len", "99"]
+
+
+class Healthy(BaseHTTPRequestHandler):
+    """Frontend and workers of a model with a name that JSON writes in another way."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"data": [{"id": 'my "odd" model'}]}).encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_disagg_script_is_ready_when_a_model_is_listed_whose_name_json_escapes(
+    scripts: Scripts, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Healthy) as server:
+        Thread(target=server.serve_forever).start()
+        port = str(server.server_port)
+        ports = dict.fromkeys(("HTTP_PORT", "PREFILL_SYSTEM_PORT", "DECODE_SYSTEM_PORT"), port)
+        running = scripts.start("disagg.sh", "auto", SERVED_MODEL_NAME='my "odd" model', ASK="yes", **ports)
+        said = ""
+
+        def is_ready() -> bool:
+            nonlocal said
+            said += capfd.readouterr().out
+            return f'ready http://127.0.0.1:{port} model=my "odd" model' in said
+
+        try:
+            wait_until(is_ready, "the script is ready", SECONDS)
+            running.terminate()
+            assert running.wait(SECONDS) == 0
+        finally:
+            server.shutdown()
 
 
 @pytest.mark.parametrize("script", ["prefill.sh", "decode.sh", "agg.sh"])
