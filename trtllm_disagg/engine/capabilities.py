@@ -78,6 +78,9 @@ HAS_CONTEXT_ENDPOINT = Capability(
 TAKES_RANKS = Capability(
     "take a rank of attention DP", _takes("scheduling_params"), "enable_attention_dp is refused at the start"
 )
+TAKES_PRIORITIES = Capability(
+    "take a priority", _takes("priority"), "requests are served in the order in which they come"
+)
 
 CAPABILITIES = (
     RELEASES_HANDOFFS,
@@ -87,6 +90,7 @@ CAPABILITIES = (
     NAMES_ERRORS,
     HAS_CONTEXT_ENDPOINT,
     TAKES_RANKS,
+    TAKES_PRIORITIES,
 )
 
 

@@ -15,6 +15,7 @@ from trtllm_disagg.engine.capabilities import (
     COUNTS_REQUESTS,
     HAS_CONTEXT_ENDPOINT,
     IS_EXACT,
+    TAKES_PRIORITIES,
     TAKES_RANKS,
     Capabilities,
     kv_transport_of,
@@ -78,6 +79,7 @@ class Engine:
         self.handoffs = HandoffsHeld(lease_seconds)
         self._make_id = api.id_maker(machine_id)
         self._measures = measures
+        self._takes_priorities = TAKES_PRIORITIES in self.capabilities
         self._abort_seconds = abort_seconds
         self._args = args = getattr(llm, "args", None)
         self.longest_step = longest_step(args)
@@ -345,7 +347,7 @@ class Engine:
         optional = {
             "disaggregated_params": params,
             "cache_salt": request.cache_salt,
-            "priority": request.priority,
+            "priority": request.priority if self._takes_priorities else None,
             "trace_headers": request.span.headers(request.trace_headers),
         }
         keywords |= {name: value for name, value in optional.items() if value is not None}

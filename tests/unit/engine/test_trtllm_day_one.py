@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import math
 import threading
@@ -28,7 +29,7 @@ from tests.support.sinks import (
 )
 from tests.support.stage_client import FakeContext
 from trtllm_disagg.config.worker_config import Role
-from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler, health_check_payload
+from trtllm_disagg.dynamo_runtime.handler import SMALLEST_REQUEST, as_dynamo_handler, health_check_payload
 from trtllm_disagg.dynamo_runtime.kv_events import EventsOfRank, KvEventForwarder
 from trtllm_disagg.dynamo_runtime.polling import PollingPublisher
 from trtllm_disagg.dynamo_runtime.publishers import StatsForwarder
@@ -60,7 +61,7 @@ from trtllm_disagg.testing.hard_edges import (
     RequestError,
 )
 from trtllm_disagg.testing.mounted import mounted_recording_llm
-from trtllm_disagg.testing.recording import Script
+from trtllm_disagg.testing.recording import LLM, Script
 from trtllm_disagg.testing.recording_result import EOS_TOKEN
 from trtllm_disagg.types import GenerateRequest
 from trtllm_disagg.wire.bodies import decode_request
@@ -826,6 +827,28 @@ async def test_global_request_ids_are_made_with_every_versions_signature(version
         await day.quiet()
 
 
+async def test_an_engine_that_takes_no_priority_serves_requests_and_probes_with_one(
+    tensorrt_llm: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Releases before PR 12362, the last of them between 1.3.0rc8 and 1.3.0rc13."""
+    newest = LLM.generate_async
+
+    signature = inspect.signature(newest)
+    parameters = [each for name, each in signature.parameters.items() if name != "priority"]
+    before = signature.replace(parameters=parameters)
+
+    def without_priority(*args: Any, **given: Any) -> Any:
+        before.bind(*args, **given)
+        return newest(*args, **given)
+
+    without_priority.__dict__["__signature__"] = before
+    monkeypatch.setattr(LLM, "generate_async", without_priority)
+    engine = opened()
+    await collect(LocalAgg(engine), request(priority=0.75))
+    await engine.probe(decode_request(SMALLEST_REQUEST))
+    assert [call.get("priority") for call in engine.llm.calls_of("generate_async")] == [None, None]
+
+
 # -- attention DP
 
 
@@ -895,7 +918,8 @@ def test_capabilities_table_of_the_page_matches_the_code() -> None:
 
 async def test_stand_in_has_the_capabilities_of_tensorrt_llm(tensorrt_llm: ModuleType) -> None:
     assert [each.name for each in CAPABILITIES if each in opened().capabilities] == [
-        "take a rank of attention DP"
+        "take a rank of attention DP",
+        "take a priority",
     ]
 
 
