@@ -135,9 +135,20 @@ def with_seed(request: GenerateRequest) -> GenerateRequest:
     )
 
 
-def has_ended(request: GenerateRequest, delivered: list[int]) -> bool:
+#: The number of tokens that ends an answer; None where only the engine knows it.
+MostTokens = Callable[[GenerateRequest], int | None]
+
+
+def max_tokens_of(request: GenerateRequest) -> int | None:
+    """The caller's own limit."""
+    return request.stop.max_tokens
+
+
+def has_ended(
+    request: GenerateRequest, delivered: list[int], most_tokens: MostTokens = max_tokens_of
+) -> bool:
     """Whether the client has the last token already, and only the finish reason was lost."""
-    limit = request.stop.max_tokens
+    limit = most_tokens(request)
     return limit is not None and len(delivered) >= limit
 
 
@@ -169,7 +180,11 @@ class FallbackStep(NamedTuple):
     without_engine: bool = False
 
 
-def with_fallback(steps: Sequence[FallbackStep], replays: Replays = replay_if_needed) -> Generate:
+def with_fallback(
+    steps: Sequence[FallbackStep],
+    replays: Replays = replay_if_needed,
+    most_tokens: MostTokens = max_tokens_of,
+) -> Generate:
     """A way to answer that tries the steps in order until one finishes the answer.
 
     The caller's faults are final, and so is an EngineError of this worker's own engine. Each step makes
@@ -184,7 +199,7 @@ def with_fallback(steps: Sequence[FallbackStep], replays: Replays = replay_if_ne
             span = NO_SPAN
             if progress.error is not None:
                 span = progress.fall_back(step, context)
-                if has_ended(progress.request, progress.delivered):
+                if has_ended(progress.request, progress.delivered, most_tokens):
                     yield end_chunk(progress.request, progress.delivered)
                     return
             rest = remainder_of(progress.request, progress.delivered, replays)

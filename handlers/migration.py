@@ -9,7 +9,16 @@ from typing import NamedTuple
 
 import msgspec
 
-from trtllm_disagg.handlers.fallback import Remainder, Replays, end_chunk, has_ended, remainder_of, with_seed
+from trtllm_disagg.handlers.fallback import (
+    MostTokens,
+    Remainder,
+    Replays,
+    end_chunk,
+    has_ended,
+    max_tokens_of,
+    remainder_of,
+    with_seed,
+)
 from trtllm_disagg.streams import PerRequestStream
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
@@ -67,22 +76,26 @@ class MigrationLink(NamedTuple):
         return cls(int(span_id, 16), int(seed, 16))
 
 
-def resume_migrated(generate: Generate, replays: Replays) -> Generate:
-    """`generate` for requests from frontends: a migrated request that `replays` accepts is run from its beginning, and
-    the tokens that the client has are dropped. All others continue as Dynamo sends them.
+def resume_migrated(
+    generate: Generate, replays: Replays, most_tokens: MostTokens = max_tokens_of
+) -> Generate:
+    """`generate` for requests from frontends. A migrated one goes on as after any failure (`remainder_of`): one that
+    `replays` accepts is run from its beginning, and the tokens that the client has are dropped; another one goes on
+    behind them, and its usage is that of the whole answer. Without our link it goes on as Dynamo sends it.
     """
 
     def answer(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         link = MigrationLink.read(request.raw.get(_LINK))
         asked, delivered = _before_migration(request, link) if link is not None else (request, [])
         # With several choices it is unknown which choice's tokens the client has.
-        if request.phase_request is not None or request.num_choices > 1 or not replays(asked):
+        if request.phase_request is not None or request.num_choices > 1:
             return generate(request, context)
-        if delivered and has_ended(asked, delivered):
+        if delivered and has_ended(asked, delivered, most_tokens):
             asked.trace.chose("local", "nothing_left")
             return _end(asked, delivered)
         had_a_seed = asked.sampling.seed is not None and (link is None or not link.seed)
-        asked = with_seed(asked)
+        if replays(asked):
+            asked = with_seed(asked)
         seed = 0 if had_a_seed else asked.sampling.seed or 0
         rest = remainder_of(asked, delivered, replays)
         chunks = generate(rest.request, context)
@@ -104,7 +117,7 @@ async def _new_chunks(
 
 
 class _Linked(PerRequestStream[TokenChunk]):
-    """Adds the link to the first chunk only: in every chunk it would cost 0.1 kB a token."""
+    """Adds the link to the first chunk only, if more follow: in every chunk it would cost 0.1 kB a token."""
 
     def __init__(self, link: dict[str, str], chunks: AsyncGenerator[TokenChunk, None]) -> None:
         self._link = link
@@ -112,7 +125,10 @@ class _Linked(PerRequestStream[TokenChunk]):
 
     async def _first(self) -> TokenChunk:
         assert self._rest is not None
-        return msgspec.structs.replace(await anext(self._rest), worker_trace_link=self._link)
+        chunk = await anext(self._rest)
+        if chunk.finish_reason is not None:
+            return chunk
+        return msgspec.structs.replace(chunk, worker_trace_link=self._link)
 
 
 def _before_migration(request: GenerateRequest, link: MigrationLink) -> tuple[GenerateRequest, list[int]]:

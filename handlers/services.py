@@ -173,7 +173,8 @@ def build_generate(
 ) -> Generate:
     """A worker's answer to a request. `stage`: the client of the other role's workers; `instance_id`: this worker."""
     if config.role is Role.AGG:
-        return resume_migrated(_in_one_way("agg", config, engine, stage), _replays_of(engine))
+        agg = _in_one_way("agg", config, engine, stage)
+        return resume_migrated(agg, _replays_of(engine), engine.most_tokens)
     if spec_of(config.strategy).is_worker_side:
         live = live or LiveState.of(config, config.kv_block_size)
         generate = _worker_side(config, engine, stage, live, queue, instance_id)
@@ -244,7 +245,7 @@ def _worker_side(
     sources = FactSources(config.role, live.cached, waiting, live.occupancy, live.other_occupancy)
     replays = _replays_of(engine)
     whole = _strategy_router(config, parts, guarded, sources, live, replays)
-    return resume_migrated(finish_if_budget_exhausted(served(parts, whole)), replays)
+    return resume_migrated(finish_if_budget_exhausted(served(parts, whole)), replays, engine.most_tokens)
 
 
 def _may_wait_for_workers(config: WorkerConfig) -> bool:
@@ -269,7 +270,7 @@ def _strategy_router(
     relay = _relay_of_lost_engine(config, parts, stage)
     ways = _orders_with_fallback_steps(config, parts, stage, fallback_local, relay, replays)
     alone = FallbackStep(Fallback.LOCAL, sources.kept.counting(LocalAgg(parts.engine)), "local")
-    kept = with_fallback([alone, *relay], replays)
+    kept = with_fallback([alone, *relay], replays, parts.engine.most_tokens)
     decider = create_decider(config.prefill_decider, sources, live.thresholds)
     deployed = {name: conditional(decider, kept, way) for name, way in ways.items()}
     ways["local"] = kept
@@ -328,7 +329,7 @@ def _orders_with_fallback_steps(
     own_ways = {name: build_strategy(name, parts) for name in _own_orders(parts.role)}
     relays = {name: relayed(stage, name) for name in _relayed_orders(parts.role)}
     return {
-        name: with_fallback(_fallback_steps(config, first, local, relay), replays)
+        name: with_fallback(_fallback_steps(config, first, local, relay), replays, parts.engine.most_tokens)
         for name, first in (own_ways | relays).items()
     }
 

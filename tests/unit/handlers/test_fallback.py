@@ -38,7 +38,7 @@ from trtllm_disagg.handlers.fallback import (
 )
 from trtllm_disagg.handlers.select import BestCached, InFlight, SelectedStage
 from trtllm_disagg.handlers.services import build_generate
-from trtllm_disagg.testing.hard_edges import PESSIMISTIC
+from trtllm_disagg.testing.hard_edges import GENERATION_TRANSFER_ERROR, PESSIMISTIC
 from trtllm_disagg.testing.mounted import mounted_recording_llm
 from trtllm_disagg.testing.recording import LLM, RequestError, Script
 from trtllm_disagg.testing.recording_result import scripted_token
@@ -394,6 +394,18 @@ class Prefills:
 
     def instance(self, instance_id: int) -> RecordingStageClient:
         return self.clients[instance_id]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_answer_that_fills_the_engine_gets_its_end_when_decode_fails(order: str) -> None:
+    """TensorRT-LLM: the prompt and its first token leave no room for another one."""
+    with mounted_recording_llm(PESSIMISTIC):
+        pair = Both(order, max_seq_len=len(PROMPT) + 1).day_one(order)
+        pair.decode.scripts.append(Script(error=RequestError(GENERATION_TRANSFER_ERROR)))
+        chunks = await collect(pair.generate, request(None))
+        assert tokens_of(chunks) == expected_tokens(1)
+        assert chunks[-1].finish_reason == "length"
+        await pair.quiet()
 
 
 async def test_a_prefill_worker_with_kv_that_does_not_arrive_is_not_called_again() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.handling import PROMPT, collect, raw_request, request, tokens_of
 from trtllm_disagg.errors import EngineError
-from trtllm_disagg.handlers.fallback import always_replay, replay_if_needed
+from trtllm_disagg.handlers.fallback import Replays, always_replay, replay_if_needed
 from trtllm_disagg.handlers.migration import MigrationLink, resume_migrated
 from trtllm_disagg.types import GenerateRequest, PhaseRequest, RequestContext, TokenChunk, Usage
 from trtllm_disagg.wire.bodies import decode_request
@@ -100,13 +100,28 @@ async def test_migrated_answer_that_begins_differently_is_an_error() -> None:
         await collect(resume_migrated(Worker(), always_replay), migrated(raw, [other]))
 
 
-async def test_inexact_engine_takes_a_migrated_request_unchanged() -> None:
-    raw = raw_request(6, sampling_options={"seed": 7})
+async def test_inexact_engine_goes_on_behind_the_tokens_that_a_client_has() -> None:
+    """Its usage, and its least number of tokens, are those of the whole answer."""
+    raw = raw_request(6, sampling_options={}, stop_conditions={"max_tokens": 6, "min_tokens": 5})
+    first, second = Worker(), Worker()
+    whole = await collect(resume_migrated(first, replay_if_needed), decode_request(raw))
+    rest = await collect(resume_migrated(second, replay_if_needed), migrated(raw, whole[:2]))
+    (asked,) = second.asked
+    assert asked.token_ids == asked.raw["token_ids"] == PROMPT + tokens_of(whole[:2])
+    assert (asked.stop.max_tokens, asked.stop.min_tokens, asked.sampling.seed) == (4, 3, None)
+    assert rest[-1].completion_usage == whole[-1].completion_usage == Usage.of(len(PROMPT), 6, 0)
+
+
+@pytest.mark.parametrize("replays", [always_replay, replay_if_needed])
+async def test_migrated_request_that_fills_the_engine_gets_only_its_end(replays: Replays) -> None:
+    """Without max_tokens the engine's longest sequence ends an answer."""
+    link = MigrationLink(len(PROMPT), 0).encode()
+    asked = decode_request(raw_request(None, token_ids=[*PROMPT, 1, 2], migration_link=link))
     worker = Worker()
-    delivered = [TokenChunk([1, 2], worker_trace_link=MigrationLink(len(PROMPT), 0).encode())]
-    asked = migrated(raw, delivered)
-    await collect(resume_migrated(worker, replay_if_needed), asked)
-    assert worker.asked == [asked]
+    assert await collect(resume_migrated(worker, replays, lambda request: 2), asked) == [
+        TokenChunk([], finish_reason="length", completion_usage=Usage.of(len(PROMPT), 2, 0))
+    ]
+    assert worker.asked == []
 
 
 @pytest.mark.parametrize(
