@@ -183,7 +183,12 @@ class CircuitBreakerClient:
             request.span.event("breaker_open", {"instances": [f"{each:x}" for each in sorted(skipped)]})
         picked = await self._stage.pick(request.skipping(skipped))
         return CircuitBreakerInstance(
-            picked, self._breaker, self._timeouts, self._unanswered, request.trace.root
+            picked,
+            self._breaker,
+            self._timeouts,
+            self._unanswered,
+            request.trace.root,
+            counts_failures=not request.kv_may_be_fetched,
         )
 
 
@@ -195,9 +200,12 @@ class CircuitBreakerInstance:
         timeouts: Mapping[str, StreamTimeouts],
         unanswered: InProgress,
         span: Span = NO_SPAN,
+        *,
+        counts_failures: bool = True,
     ) -> None:
         """`span` gets an event for each failure that counts."""
         self._span = span
+        self._counts_failures = counts_failures
         self._instance = instance
         self._breaker = breaker
         self._timeouts = timeouts
@@ -249,7 +257,7 @@ class CircuitBreakerInstance:
             yield
         except DisaggError as error:
             blamed = self.instance_id if error.peer is None else error.peer
-            if isinstance(error, _FAULTS) and blamed != QUEUE_ID:
+            if self._counts_failures and isinstance(error, _FAULTS) and blamed != QUEUE_ID:
                 self._breaker.failed(blamed)
                 self._span.event("breaker_failure", {"instance": f"{blamed:x}", "because": str(error)})
             raise

@@ -250,6 +250,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     priority: float | None
     annotations: tuple[str, ...]
     prefill_result: PrefillResult | None = None
+    #: A decode was called with this handoff: that its drain finds no KV says nothing about the worker that is asked.
+    kv_may_be_fetched: bool = False
     rendezvous: Rendezvous | None = None
     phase_request: PhaseRequest | None = None
     #: The instance of each role that the caller asks for.
@@ -298,7 +300,9 @@ class GenerateRequest(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, rendezvous=rendezvous)
 
     def with_handoff(self, handoff: Handoff) -> GenerateRequest:
-        return msgspec.structs.replace(self, prefill_result=handoff.result)
+        return msgspec.structs.replace(
+            self, prefill_result=handoff.result, kv_may_be_fetched=handoff.was_sent_to_decode
+        )
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from tests.support.clock import Clock
+from tests.support.day_one import Both, kinds
 from tests.support.handling import ORDERS, collect, expected_tokens, request, tokens_of
 from tests.support.recording_pair import Pair, make_pair
 from tests.support.stage_client import FakeContext
@@ -31,7 +33,8 @@ from trtllm_disagg.handlers.circuit_breaker import (
 )
 from trtllm_disagg.handlers.remote import RemoteDecode, RemotePrefill
 from trtllm_disagg.handlers.route import relayed
-from trtllm_disagg.testing.recording import Script
+from trtllm_disagg.handlers.services import LiveState, build_generate
+from trtllm_disagg.testing.recording import RequestError, Script
 from trtllm_disagg.types import GenerateRequest, Handoff, RequestContext
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -123,6 +126,20 @@ async def fail(stage: CircuitBreakerClient, times: int = 1) -> None:
 
 async def test_healthy_instance_answers_unchanged_through_the_breaker() -> None:
     assert await call(with_breaker(Stage(i1=well))) == (1, [{"token_ids": [1]}, {"token_ids": [2]}])
+
+
+async def test_a_decode_that_fails_after_its_fetch_counts_once_although_its_drain_fails_too(
+    tensorrt_llm: ModuleType,
+) -> None:
+    both = Both("prefill_first")
+    both.engines[Role.DECODE].llm.scripts.append(Script(error=RequestError("broken"), error_at=1))
+    config = WorkerConfig(model="org/model", role=Role.PREFILL, strategy="prefill_first", breaker_failures=2)
+    live = LiveState.of(config, 4)
+    generate = build_generate(config, both.engines[Role.PREFILL], both.clients[Role.DECODE], live)
+    assert tokens_of(await collect(generate, request(5))) == expected_tokens(5)
+    await both.day_one("prefill_first").quiet()
+    assert kinds(both.engines[Role.DECODE].llm) == ["generation_only"] * 2
+    assert live.breaker.num_open() == 0
 
 
 @pytest.mark.parametrize("after", [0, 2])
