@@ -196,6 +196,7 @@ class LocalDecode:
             skip=self._skip,
             cached_tokens=details.cached_tokens if details is not None else None,
             was_fetched=True,
+            most_tokens=self._engine.most_tokens(request),
         )
 
         def record(result: RequestOutput) -> None:

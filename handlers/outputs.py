@@ -30,21 +30,25 @@ class OutputCursor:
         cached_tokens: int | None = None,
         was_fetched: bool = False,
         choice: int = 0,
+        most_tokens: int | None = None,
     ) -> None:
         """`skip`: number of tokens that the client has already. `cached_tokens`: replaces this engine's count, which
         after a KV transfer (`was_fetched`) may be the whole prompt. `choice`: index in the result's `outputs`.
+        `most_tokens`: what the answer's length is limited to. A decode of TensorRT-LLM makes two tokens where one is
+        allowed.
         """
         self._num_prompt = num_prompt
         self._position = skip
         self._cached_tokens = cached_tokens
         self._was_fetched = was_fetched
         self._choice = choice
+        self._most_tokens = most_tokens
         self._has_ended = False
 
     def advance(self, result: RequestOutput) -> Sequence[TokenChunk]:
         """The tokens since the last call, in one chunk or none. Raises StageTimeoutError."""
         output = result.outputs[self._choice]
-        tokens = output.token_ids[self._position :]
+        tokens = output.token_ids[self._position : self._most_tokens]
         reason = self._reason(output, result)
         if self._has_ended or not (tokens or reason):
             return ()
@@ -69,7 +73,7 @@ class OutputCursor:
         if (of_prompt := _prompt_logprobs(output)) is not None:
             engine_data[PROMPT_LOGPROBS] = of_prompt
         # Of all choices so far; the chunk of the last choice to end has the total.
-        num_made = sum(len(each.token_ids) for each in result.outputs)
+        num_made = sum(len(each.token_ids[: self._most_tokens]) for each in result.outputs)
         return msgspec.structs.replace(
             chunk,
             finish_reason=reason,
@@ -99,8 +103,7 @@ class _ChoiceCursor(OutputCursor):
     """One of several choices. TensorRT-LLM gives a finish reason to the choice that ends last, and to no other."""
 
     def __init__(self, num_prompt: int, choice: int, most_tokens: int | None) -> None:
-        super().__init__(num_prompt, choice=choice)
-        self._most_tokens = most_tokens
+        super().__init__(num_prompt, choice=choice, most_tokens=most_tokens)
 
     def _reason(self, output: CompletionOutput, result: RequestOutput) -> str | None:
         if output.finish_reason is not None or not result.finished:

@@ -312,7 +312,9 @@ class RequestOutput:
             # The LLM API does this, whatever the caller asked for.
             return 1
         room = (self._settings.max_seq_len or _MAX_POSITIONS) - len(self.prompt_token_ids)
-        return room if self._sampling.max_tokens is None else self._sampling.max_tokens
+        most = room if self._sampling.max_tokens is None else self._sampling.max_tokens
+        overruns = self.request_type == "generation_only" and self._settings.edges.decodes_past_a_limit_of_one
+        return max(2, most) if overruns else most
 
     def _run(self) -> Iterator[None]:
         """One token of one choice a step."""

@@ -49,6 +49,7 @@ from trtllm_disagg.errors import (
     WorkerLeavingError,
 )
 from trtllm_disagg.handlers.cancellation import POLL_SECONDS, num_in_background
+from trtllm_disagg.handlers.chain import decode_service
 from trtllm_disagg.handlers.decide import CachedPrefixes
 from trtllm_disagg.handlers.local import LocalAgg, LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.remote import DECODE, PREFILL
@@ -63,7 +64,7 @@ from trtllm_disagg.testing.hard_edges import (
 from trtllm_disagg.testing.mounted import mounted_recording_llm
 from trtllm_disagg.testing.recording import LLM, Script
 from trtllm_disagg.testing.recording_result import EOS_TOKEN
-from trtllm_disagg.types import GenerateRequest
+from trtllm_disagg.types import GenerateRequest, Usage
 from trtllm_disagg.wire.bodies import decode_request
 from trtllm_disagg.wire.handoff_protocols import DYNAMO
 
@@ -336,6 +337,30 @@ async def test_a_choice_whose_end_the_engine_does_not_tell_has_a_finish_reason(
     )
     ends = {chunk.index: chunk.finish_reason for chunk in chunks if chunk.finish_reason is not None}
     assert ends == {0: reason, 1: reason}
+
+
+async def test_a_decode_that_may_make_one_token_answers_with_one(tensorrt_llm: ModuleType) -> None:
+    """As under `router`, where a frontend calls decode whatever max_tokens is."""
+    asked = request(1)
+    handoff = await LocalPrefill(opened(), sees_callers_max_tokens=False)(asked, FakeContext())
+    engine = opened()
+    decode = decode_service(LocalDecode(engine, repeats_first_token=True))
+    chunks = await collect(decode, asked.with_handoff(handoff))
+    assert len(engine.llm.results[0].outputs[0].token_ids) == 2
+    assert tokens_of(chunks) == expected_tokens(1)
+    assert chunks[-1].finish_reason == "length"
+    assert chunks[-1].completion_usage == Usage.of(len(PROMPT), 1, 0)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_answer_is_not_longer_than_the_engine_has_room_for(
+    order: str, tensorrt_llm: ModuleType
+) -> None:
+    day = Both(order, max_seq_len=len(PROMPT) + 1).day_one(order)
+    chunks = await collect(day.generate, request(None))
+    assert tokens_of(chunks) == expected_tokens(1)
+    assert chunks[-1].completion_usage == Usage.of(len(PROMPT), 1, 0)
+    await day.quiet()
 
 
 async def test_more_choices_than_a_batch_has_room_for_reach_no_engine(tensorrt_llm: ModuleType) -> None:

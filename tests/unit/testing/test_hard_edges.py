@@ -381,3 +381,12 @@ def test_ids_are_made_as_the_version_makes_them(version: str, arguments: tuple[i
 def test_invalid_version_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"version: 'newest' .* such as 1.3.0rc29"):
         global_id_function("newest")
+
+
+@BOTH
+async def test_a_decode_that_may_make_one_token_makes_two(edges: HardEdges) -> None:
+    handoff = handoff_of(await prefill(make(edges)))
+    handoff.request_type = "generation_only"
+    decode = make(edges).generate_async(PROMPT, SamplingParams(max_tokens=1), disaggregated_params=handoff)
+    await decode.aresult()
+    assert len(decode.outputs[0].token_ids) == (2 if edges.decodes_past_a_limit_of_one else 1)
