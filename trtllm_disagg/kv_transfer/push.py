@@ -173,9 +173,11 @@ class OfferBook:
 
     def take_news(self) -> bool:
         """Something was offered or withdrawn since the last call."""
-        has_news = self._has_news.is_set()
+        if not self._has_news.is_set():
+            return False
+        # Cleared only when it was seen: an offer may come between the two, and would wake the engine for nothing.
         self._has_news.clear()
-        return has_news
+        return True
 
     def take(self, request: int) -> Push | None:
         """Turn the request's offer into a push, kept until `forget`; None without an offer."""

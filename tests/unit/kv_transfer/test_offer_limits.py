@@ -1,4 +1,4 @@
-"""What one peer can do to a prefill engine's book of offers, and for how long."""
+"""What one peer can do to a prefill engine's book of offers, and for how long; and that none of them is overlooked."""
 
 from __future__ import annotations
 
@@ -65,3 +65,19 @@ def test_offer_without_a_valid_duration_is_not_decoded(seconds: float) -> None:
     message = msgspec.msgpack.encode(offer(1, seconds=seconds))
     with pytest.raises(msgspec.ValidationError, match="seconds"):
         msgspec.msgpack.decode(message, type=Offer)
+
+
+def test_offer_that_comes_while_the_engine_looks_for_news_is_news_at_its_next_look(
+    book: OfferBook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    news = book._has_news
+    seen = news.is_set
+
+    def look() -> bool:
+        monkeypatch.undo()
+        was_set = seen()
+        book.offered(offer(1), "pid 1")
+        return was_set
+
+    monkeypatch.setattr(news, "is_set", look)
+    assert [book.take_news() for _ in range(3)] == [False, True, False]
