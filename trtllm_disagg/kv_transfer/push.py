@@ -6,8 +6,8 @@ import contextlib
 import queue
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -73,6 +73,24 @@ class Push:
             self.stopped.set()
 
 
+class _Remembered:
+    """The last ids that were added. The engine looks for every waiting request at each offer, so a look takes the same
+    time however many there are.
+    """
+
+    def __init__(self) -> None:
+        self._ids: OrderedDict[Hashable, None] = OrderedDict()
+
+    def add(self, each: Hashable) -> None:
+        self._ids[each] = None
+        self._ids.move_to_end(each)
+        if len(self._ids) > _REMEMBERED:
+            self._ids.popitem(last=False)
+
+    def __contains__(self, each: Hashable) -> bool:
+        return each in self._ids
+
+
 class _Open(NamedTuple):
     offer: Offer
     end: float
@@ -100,10 +118,10 @@ class OfferBook:
         #: The offers that no request has taken yet, by request.
         self._open: dict[int, _Open] = {}
         self._pushes: dict[bytes, Push] = {}
-        self._withdrawn: deque[bytes] = deque(maxlen=_REMEMBERED)
+        self._withdrawn = _Remembered()
         #: Requests that decode, or prefill, has abandoned before the offer and the request were both here.
-        self._abandoned_by_decode: deque[int] = deque(maxlen=_REMEMBERED)
-        self._abandoned_by_prefill: deque[int] = deque(maxlen=_REMEMBERED)
+        self._abandoned_by_decode = _Remembered()
+        self._abandoned_by_prefill = _Remembered()
         self._has_news = threading.Event()
 
     # -- the control channel's threads
@@ -140,13 +158,13 @@ class OfferBook:
         if withdraw.prefill != self._name:
             return Reply.STRANGER
         with self._lock:
-            self._withdrawn.append(withdraw.ticket)
+            self._withdrawn.add(withdraw.ticket)
             known = self._open.get(withdraw.request)
             if known is not None and known.offer.ticket == withdraw.ticket:
                 del self._open[withdraw.request]
             push = self._pushes.get(withdraw.ticket)
             if push is None:
-                self._abandoned_by_decode.append(withdraw.request)
+                self._abandoned_by_decode.add(withdraw.request)
         if push is None:
             self._wake_engine()
             return Reply.STOPPED
@@ -196,7 +214,7 @@ class OfferBook:
     def abandon(self, request: int) -> None:
         """Prefill gives up on the request: its offer is dropped, and a later one is refused."""
         with self._lock:
-            self._abandoned_by_prefill.append(request)
+            self._abandoned_by_prefill.add(request)
             self._open.pop(request, None)
 
     def forget(self, push: Push) -> None:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tests.support.clock import Clock
-from trtllm_disagg.kv_transfer.messages import MAX_OFFER_SECONDS, Offer, new_ticket
+from trtllm_disagg.kv_transfer.messages import MAX_OFFER_SECONDS, Offer, Withdraw, new_ticket
 from trtllm_disagg.kv_transfer.push import OfferBook
 
 LAYOUT = b"y" * 16
@@ -81,3 +81,25 @@ def test_offer_that_comes_while_the_engine_looks_for_news_is_news_at_its_next_lo
 
     monkeypatch.setattr(news, "is_set", look)
     assert [book.take_news() for _ in range(3)] == [False, True, False]
+
+
+class Compared(int):
+    """A request id that counts how often it is compared with another one."""
+
+    count = 0
+
+    def __eq__(self, other: object) -> bool:
+        self.count += 1
+        return int(self) == other
+
+    __hash__ = int.__hash__
+
+
+def test_a_request_is_looked_for_among_thousands_of_withdrawn_ones_by_few_comparisons(
+    book: OfferBook,
+) -> None:
+    for number in range(1, 5001):
+        book.withdrawn(Withdraw("prefill-1", number, new_ticket()))
+    last, forgotten, strange = Compared(5000), Compared(1), Compared(9000)
+    assert [book.was_abandoned_by_decode(each) for each in (last, forgotten, strange)] == [True, False, False]
+    assert max(each.count for each in (last, forgotten, strange)) < 10
