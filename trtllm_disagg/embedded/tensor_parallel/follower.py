@@ -73,6 +73,7 @@ def follow(group: RankGroup, leader: OtherRank) -> int:
         leader.commands.send(Broken(type(error).__name__, str(error)))
         _wait_for_end(leader)
         return 1
+    transfers.executed()
     leader.commands.send(Built())
     while True:
         try:
@@ -87,6 +88,7 @@ def follow(group: RankGroup, leader: OtherRank) -> int:
             log.exception("a step failed on rank %d", group.rank)
             leader.lifeline.send(Broken(type(error).__name__, str(error)))
             return 1
+        transfers.executed()
 
 
 def _exit_with_parent() -> None:

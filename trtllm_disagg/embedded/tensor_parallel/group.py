@@ -68,6 +68,9 @@ class OtherRank:
     def __init__(self, rank: int, pid: int, commands: Channel, transfers: Channel, lifeline: Channel) -> None:
         self.rank, self.pid = rank, pid
         self.commands, self.transfers, self.lifeline = commands, transfers, lifeline
+        #: Rank 0: how many commands this rank was told, and how many of them a read that begins now comes after: all
+        #: but a step that still runs.
+        self.told = self.settled = 0
 
 
 def accept(listener: socket.socket, size: int) -> list[OtherRank]:

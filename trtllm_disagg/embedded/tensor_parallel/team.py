@@ -121,6 +121,12 @@ class Team:
                 other.commands.send(command)
             except OSError:
                 raise RankLostError(death_of(other.rank, other.pid)) from None
+            other.told += 1
+
+    def settle(self) -> None:
+        """Reads that begin from now on come after all that was told: they fill blocks that it may still use."""
+        for other in self.others:
+            other.settled = other.told
 
     def _gone(self, other: OtherRank, last: Broken | None) -> None:
         self.lost(death_of(other.rank, other.pid) if last is None else str(_error_of(other, last)))
@@ -143,7 +149,9 @@ class BroadcastingRunner:
     def run(self, rows: Seq[ForwardRow]) -> torch.Tensor:
         try:
             self._team.tell(step_of(rows, self._runner.tokens_per_block))
-            return self._runner.run(rows)
+            logits = self._runner.run(rows)
+            self._team.settle()
+            return logits
         except Exception as error:
             self._team.lost(f"a step failed on rank 0: {type(error).__name__}: {error}")
             raise
@@ -161,6 +169,7 @@ class BroadcastingKvMemory:
 
     def apply(self, command: KvCommand) -> None:
         self._team.tell(command)
+        self._team.settle()
         self._memory.apply(command)
 
 

@@ -1,7 +1,8 @@
 """KV transfer with several ranks: every rank serves its own pool and reads into it, all when rank 0 says so.
 
 Rank 0 has the leases, the control channel and the requests. To those, its pool and those of the other ranks look
-like one transport. The commands have a socket and a thread of their own, since a read may take longer than a step.
+like one transport. The commands have a socket and a thread of their own, since a read may take longer than a step. So
+they may overtake steps and copies of blocks: a read says how many of those it comes after.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
@@ -50,6 +52,8 @@ class Read(msgspec.Struct, tag="read"):
     remote: bytes
     local: bytes
     timeout: float
+    #: How many of the other commands (group.py) must have been executed: they may use the blocks that it fills.
+    after: int = 0
 
 
 class HasEnded(msgspec.Struct, tag="has-ended"):
@@ -211,6 +215,7 @@ class _Helper:
 
     def __init__(self, other: OtherRank) -> None:
         self.rank = other.rank
+        self._other = other
         self._channel = other.transfers
         self._ids = itertools.count()
         self._lock = threading.Lock()
@@ -221,7 +226,8 @@ class _Helper:
         return self.ask(Serve(next(self._ids), sender))
 
     def read(self, peer: PeerMetadata, remote: np.ndarray, local: np.ndarray, timeout: float) -> _RankRead:
-        command = Read(next(self._ids), peer, remote.tobytes(), local.tobytes(), timeout)
+        ids = remote.tobytes(), local.tobytes()
+        command = Read(next(self._ids), peer, *ids, timeout, self._other.settled)
         return _RankRead(self, command)
 
     def has_ended(self, read: int) -> bool:
@@ -257,11 +263,19 @@ class TransferService:
         self._built: Future[tuple[StagingTransport, ShardReader]] = Future()
         #: `ReadTimeoutError.has_ended` of reads that may land later, by the id of their command.
         self._late: dict[int, Callable[[], bool]] = {}
+        self._num_executed = 0
+        self._progress = threading.Condition()
         self._readers = ThreadPoolExecutor(MAX_PEER_THREADS, "kv-pull")
         threading.Thread(target=self._serve, name="kv-commands", daemon=True).start()
 
     def start(self, transport: StagingTransport, pool: torch.Tensor, rank: int, num_ranks: int) -> None:
         self._built.set_result((transport, ShardReader(transport, pool, rank, num_ranks)))
+
+    def executed(self) -> None:
+        """This rank has executed one more of the other commands."""
+        with self._progress:
+            self._num_executed += 1
+            self._progress.notify_all()
 
     def fail(self, error: Exception) -> None:
         """This rank cannot be built; rank 0 may be waiting for it here."""
@@ -300,9 +314,14 @@ class TransferService:
         return Done(command.id, address=transport.serve(command.sender), transport=transport.name)
 
     def _read(self, command: Read) -> Done:
+        end = time.monotonic() + command.timeout
+        with self._progress:
+            if not self._progress.wait_for(lambda: self._num_executed >= command.after, command.timeout):
+                raise KvTransferError(f"a rank was busy for {command.timeout:g} s: its KV was not read")
         remote, local = (np.frombuffer(ids, np.int32) for ids in (command.remote, command.local))
         _, reader = self._built.result()
-        return Done(command.id, moved=reader.read(command.metadata, remote, local, command.timeout))
+        left = max(0.0, end - time.monotonic())
+        return Done(command.id, moved=reader.read(command.metadata, remote, local, left))
 
     def _has_ended_now(self, command: HasEnded) -> Done:
         if command.read in self._late and self._late[command.read]():

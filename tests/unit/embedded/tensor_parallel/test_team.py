@@ -21,6 +21,8 @@ from tests.support.meeting import wait_until
 from tests.unit.embedded.tensor_parallel.test_sharding import ThreadCommunicator
 from trtllm_disagg.embedded.ipc.messages import AddRequest, SamplingSpec
 from trtllm_disagg.embedded.ipc.sockets import listen
+from trtllm_disagg.embedded.kv_cache.memory import CopyStart
+from trtllm_disagg.embedded.kv_cache.pool import LocalKvMemory
 from trtllm_disagg.embedded.model.forward import ModelRunner
 from trtllm_disagg.embedded.model.rows import ForwardRow
 from trtllm_disagg.embedded.scheduler.scheduler import Row
@@ -241,3 +243,31 @@ def test_a_late_read_of_another_rank_has_ended_when_its_transport_says_so() -> N
     transport.close()
     for each in (other, *peers):
         close(each)
+
+
+def test_a_read_of_another_rank_begins_when_that_rank_has_done_what_it_was_told_before(pair: Pair) -> None:
+    """A copy of a block that is filled anew, say. A step that runs meanwhile is none of these: reads run beside it."""
+    fakes, shape = (FakeTransport(), FakeTransport()), (4, 1, 2, 4, 2, 8)
+    transport, service = TeamTransport(fakes[0], pair.team.others), TransferService(pair.leader.transfers)
+    kv = transport.allocate(shape, torch.float32, torch.device("cpu"))
+    service.start(fakes[1], fakes[1].allocate(shape, torch.float32, torch.device("cpu")), 1, 2)
+    card = PeerMetadata("sender", "FAKE", KvLayout("m", 1, 4, 4, 8, "float32"), 4, transport.serve("sender"))
+
+    def read() -> int:
+        return transport.read(card, np.zeros(1, np.int32), np.ones(1, np.int32), 10.0)
+
+    def read_in_a_step() -> torch.Tensor:
+        assert read() > 0
+        return torch.ones(1)
+
+    pair.leader.commands.send(Built())
+    pair.team.broadcasting(Runner(read_in_a_step)).run([row()])
+    pair.team.memory(LocalKvMemory(kv)).apply(CopyStart(1, 2, 4))
+    with ThreadPoolExecutor(1) as thread:
+        reading = thread.submit(read)
+        for _ in ("step", "copy"):
+            assert wait({reading}, 0.1).not_done
+            assert fakes[1].count("read") == 1
+            service.executed()
+        assert reading.result(_SECONDS) > 0
+    transport.close()
