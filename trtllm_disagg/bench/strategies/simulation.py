@@ -286,18 +286,23 @@ def simulate(arm: Arm, workers: Mapping[str, ModelledWorker], asks: Sequence[Ask
 def _serve_in_two_stages(
     arm: Arm, workers: Mapping[str, ModelledWorker], asks: Sequence[Ask], jobs: Sequence[_Job]
 ) -> None:
-    """Sets the times of both stages in `jobs`. A link does one transfer after the other."""
+    """Sets the times of both stages in `jobs`. A transfer takes the sender's link out and the receiver's link in, and
+    each link does one transfer after the other.
+    """
     prefills = [
         _Job(job.ready, len(ask.prompt), job.prefill, job.before, 0)
         for ask, job in zip(asks, jobs, strict=True)
     ]
     _serve(workers["prefill"], arm.prefill_workers, prefills)
-    link_free_at = [0.0] * arm.prefill_workers
+    out_free_at, in_free_at = [0.0] * arm.prefill_workers, [0.0] * arm.decode_workers
+    latency = workers["prefill"].gpus.facts.link_latency
     for number in sorted(range(len(jobs)), key=lambda number: prefills[number].first):
-        job, link = jobs[number], number % arm.prefill_workers
+        job, sender, receiver = jobs[number], number % arm.prefill_workers, number % arm.decode_workers
         moving = workers["prefill"].sending_seconds(Shape(len(asks[number].prompt), 0))
         job.first = prefills[number].first
-        job.ready = link_free_at[link] = max(link_free_at[link], job.first) + moving
+        moved = max(job.first, out_free_at[sender], in_free_at[receiver]) + moving
+        out_free_at[sender] = in_free_at[receiver] = moved
+        job.ready = moved + latency
         job.prefill = 0
     _serve(workers["decode"], arm.decode_workers, jobs)
 

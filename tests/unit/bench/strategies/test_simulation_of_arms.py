@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import mean
 
 import pytest
@@ -50,6 +51,20 @@ def test_the_goodput_and_the_drain_of_the_quick_simulation_are_those_of_the_othe
     assert simulated.goodput_share(SLO) == pytest.approx(min(in_time, done), abs=0.05)
     drain = max(job.tokens[-1] for job in jobs) - jobs[-1].arrival
     assert simulated.drain_s == pytest.approx(drain, rel=0.05)
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(3, 1), (1, 3)])
+def test_the_one_link_in_or_out_of_a_worker_takes_one_transfer_after_the_other(
+    prefill: int, decode: int, worker: ModelledWorker
+) -> None:
+    arm = Arm(f"{prefill}P{decode}D", "decode_first", prefill_workers=prefill, decode_workers=decode, gpus=4)
+    slow = replace(
+        worker, gpus=replace(worker.gpus, facts=replace(worker.gpus.facts, link_bytes_per_second=1e9))
+    )
+    asks = BUILT_IN["rag"].lengths(1000.0, 20)
+    simulated = simulate(arm, dict.fromkeys(("prefill", "decode"), slow), asks)
+    seconds = sum(len(ask.prompt) for ask in asks) * 131072 / 1e9
+    assert asks[-1].arrival + simulated.drain_s > seconds
 
 
 @pytest.mark.parametrize("first_guess", [0.7, 1.0, 9.0, 11.0, 100.0])
