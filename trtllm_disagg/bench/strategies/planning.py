@@ -212,9 +212,16 @@ def plan_of_real(
     URLs.
     """
     points = tuple(
-        Point(arm.name, name, rate, repetition, requests=args.requests, drain_s=_REAL_DRAIN_SECONDS)
+        Point(
+            arm.name,
+            name,
+            rate,
+            repetition,
+            requests=traffic.at_least(args.requests),
+            drain_s=_REAL_DRAIN_SECONDS,
+        )
         for arm in arms
-        for name in chosen
+        for name, traffic in chosen.items()
         for repetition in range(args.repetitions)
         for rate in _given_rates(args)
     )

@@ -344,7 +344,7 @@ class ArmSimulations:
     ) -> None:
         """`workers` by role. Each rate has `fewest_requests`, or with `fills_gpus` as many more as fill the GPUs."""
         self.arms, self.traffic, self.workers = arms, traffic, workers
-        self._fewest, self._fills_gpus = fewest_requests, fills_gpus
+        self._fewest, self._fills_gpus = traffic.at_least(fewest_requests), fills_gpus
         #: By layout and rate: arms that differ only in their order or decider are simulated once.
         self._known: dict[tuple[int, int, int, float], SimulatedPoint] = {}
 

@@ -46,6 +46,10 @@ Tokens = Callable[[int], tuple[int, ...]]
 Source = Callable[[float, Tokens, random.Random], Iterator[Ask]]
 
 
+#: As few as the requests with which a point is compared at all (verdict.py).
+_FEWEST_BURSTS = 10
+
+
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """A workload and the source of its requests."""
@@ -57,6 +61,12 @@ class Traffic:
     longest: int
     #: Seconds of a conversation. Conversations under way when a point begins are in no cache yet.
     session_s: float = 0.0
+    #: Requests that arrive at once.
+    burst: int = 1
+
+    def at_least(self, count: int) -> int:
+        """`count` requests, or more where that would be a few bursts: one burst alone arrives at once at any rate."""
+        return max(count, _FEWEST_BURSTS * self.burst) if self.burst > 1 else count
 
     def asks(self, rate: float, count: int, seed: str, vocabulary: int) -> tuple[Ask, ...]:
         """The first `count` requests by arrival, at `rate` requests a modelled second. Arrival times are scaled to
@@ -145,7 +155,7 @@ _AGENT_INPUT = _SYSTEM + _ADDED * (_TURNS + 1) / 2
 def _singles(name: str, description: str, prompt: int, answer: int, burst: int = 1) -> Traffic:
     """A workload of independent requests. `prompt` and `answer`: mean tokens."""
     record, source = Workload(name, description, prompt, answer), _single(prompt, answer, burst)
-    return Traffic(record, Shape(prompt, answer), source, _longest(prompt, answer))
+    return Traffic(record, Shape(prompt, answer), source, _longest(prompt, answer), burst=burst)
 
 
 _AGENTS = f"agents of {_TURNS} turns with growing prompts, over one system prompt of {_SYSTEM} tokens"

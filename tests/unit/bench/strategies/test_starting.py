@@ -155,6 +155,13 @@ def test_a_quick_run_has_one_speed_however_many_requests_its_sides_need(
     assert len(runner.groups()) == 3
 
 
+def test_a_quick_point_of_bursts_has_enough_of_them_to_arrive_at_its_rate(model: Path, configs: Path) -> None:
+    runner = prepared(model, configs, "--quick", "--workloads", "bursts", "--band", "0")
+    for point in runner.plan.points:
+        asks = runner.asks(point)
+        assert asks[-1].arrival == pytest.approx(len(asks) / point.rate, rel=0.3)
+
+
 def test_arms_that_differ_in_their_order_only_are_simulated_once(
     model: Path, configs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
