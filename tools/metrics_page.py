@@ -33,10 +33,54 @@ On `http://WORKER:PORT/metrics` of a worker with `--publish-metrics` and `DYN_SY
 metrics of Dynamo's runtime (`dynamo_component_*` of endpoints, `dynamo_work_handler_*`). A histogram has `_bucket`,
 `_sum` and `_count`.
 
-Each metric also has the labels `dynamo_namespace`, `dynamo_component` (`prefill`, or `backend` for decode and agg),
-`dynamo_endpoint`, `worker_id`, `model` and `model_name`. The number of values of a label is bounded; values beyond the
-bound are shown as `other`. Made by `tools/metrics_page.py`. [Dashboards and alerts](../how-to/alerts.md).
+Each metric also has the labels `dynamo_namespace`, `dynamo_component`, `dynamo_endpoint`, `worker_id`, `model` and
+`model_name`. The number of values of a label is bounded; values beyond the bound are shown as `other`. Made by
+`tools/metrics_page.py`. [Dashboards and alerts](../how-to/alerts.md).
+
+Three words for a worker:
+
+| word | |
+|---|---|
+| role | what its engine does: `prefill`, `decode`, or `agg`, which does both |
+| component | the role's name in Dynamo, the label `dynamo_component`: `prefill`; `backend` for decode and agg |
+| stage | its place in a request. The frontend sends it to a first stage, which calls a second one, of the other role |
+|  | `decode_first`: the decode worker is the first; `prefill_first`: the prefill worker; `agg`: there is no second |
 """
+
+#: What the values of the labels under "Requests" mean.
+LABELS = {
+    "`strategy`": (
+        "what ran: `prefill_first`, `decode_first`, `agg`, `router`, or `local`: this worker alone did both "
+        "phases"
+    ),
+    "`reason`": (
+        "why. Under `agg` and `router`: `default`. Where the request asked for it: `annotation`. Else the "
+        "reason of the [decider](deciders.md): `always`, `short`, `long`, `queue_full`, ...; under `auto` "
+        "with `auto_` before it, and also `auto_no_peer` (no healthy worker of the other role) or "
+        "`auto_busy` (this worker's batch is full, so the other order ran). `nothing_left`: the worker that "
+        "died had sent all of the answer but its end"
+    ),
+    "`fallback`, `to`": (
+        "how a request went on after a failure: `other_instance` (another worker in place of the called "
+        "one), `direct` (a prefill worker, without the prefill queue), `local` (this worker alone), "
+        "`other_stage` (a worker of the other role answers all of it). `fallback` is the last of these "
+        "steps, or `none`"
+    ),
+    "`cause`": ("the failure, by the name of its [error](errors.md)"),
+    "`source`": (
+        "where the first token was made: `own_engine`, `prefill_worker`, or `other_first_stage`, to which "
+        "this worker had passed the request on"
+    ),
+    "`phase`": (
+        "`whole`: a request of a frontend; `relayed`: one that another first stage has passed on; "
+        "`prefill`, `decode`: one half, done for another worker. Under `router` a prefill worker's are "
+        "`prefill`"
+    ),
+    "`point`": (
+        "what the client had when it left: nothing (`before_first_token`), the first tokens only "
+        "(`before_second_chunk`), or more (`streaming`)"
+    ),
+}
 
 
 def registries() -> Iterator[tuple[str, str, CollectorRegistry]]:
@@ -59,11 +103,8 @@ def registries() -> Iterator[tuple[str, str, CollectorRegistry]]:
     dynamo = DynamoMetrics(config, 2)
     dynamo.update({"kvCacheStats": {"usedNumBlocks": 1, "maxNumBlocks": 2, "cacheHitRate": 0.5}})
     dynamo.loaded(1.0)
-    counted = (
-        "Counted when a request ends on this worker. `phase` is `whole` for a request of a frontend, `relayed` for one "
-        "that another first\nstage has passed on, else `prefill` or `decode`; under `router` a prefill worker's are "
-        "`prefill`."
-    )
+    meanings = "\n".join(f"| {label} | {text} |" for label, text in LABELS.items())
+    counted = f"Counted when a request ends on this worker.\n\n| label | its values |\n|---|---|\n{meanings}"
     yield "Requests", counted, requests.registry
     yield (
         "Engine and worker",
