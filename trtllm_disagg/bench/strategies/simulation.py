@@ -294,17 +294,20 @@ def _serve_in_two_stages(
         for ask, job in zip(asks, jobs, strict=True)
     ]
     _serve(workers["prefill"], arm.prefill_workers, prefills)
+    for job, prefill in zip(jobs, prefills, strict=True):
+        job.first = job.end = prefill.first
+        job.prefill = 0
+    # An answer of one token ends with its prefill: no KV moves.
+    moved = [(number % arm.prefill_workers, job) for number, job in enumerate(jobs) if job.steps]
     out_free_at, in_free_at = [0.0] * arm.prefill_workers, [0.0] * arm.decode_workers
     latency = workers["prefill"].gpus.facts.link_latency
-    for number in sorted(range(len(jobs)), key=lambda number: prefills[number].first):
-        job, sender, receiver = jobs[number], number % arm.prefill_workers, number % arm.decode_workers
-        moving = workers["prefill"].sending_seconds(Shape(len(asks[number].prompt), 0))
-        job.first = prefills[number].first
-        moved = max(job.first, out_free_at[sender], in_free_at[receiver]) + moving
-        out_free_at[sender] = in_free_at[receiver] = moved
-        job.ready = moved + latency
-        job.prefill = 0
-    _serve(workers["decode"], arm.decode_workers, jobs)
+    for place, (sender, job) in sorted(enumerate(moved), key=lambda each: each[1][1].first):
+        receiver = place % arm.decode_workers
+        moving = workers["prefill"].sending_seconds(Shape(job.tokens - job.steps - 1, 0))
+        end = max(job.first, out_free_at[sender], in_free_at[receiver]) + moving
+        out_free_at[sender] = in_free_at[receiver] = end
+        job.ready = end + latency
+    _serve(workers["decode"], arm.decode_workers, [job for _, job in moved])
 
 
 def knee(first_guess: float, share_at: Callable[[float], float]) -> float:

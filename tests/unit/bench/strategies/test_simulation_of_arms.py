@@ -11,7 +11,7 @@ from tests.support.queueing_model import Gpu, Job, simulate_agg, simulate_pair
 from trtllm_disagg.bench.strategies.measures import Slo, done_share
 from trtllm_disagg.bench.strategies.records import Arm
 from trtllm_disagg.bench.strategies.simulation import ModelledWorker, knee, simulate
-from trtllm_disagg.bench.strategies.workloads import BUILT_IN
+from trtllm_disagg.bench.strategies.workloads import BUILT_IN, Ask
 
 GPU = Gpu(
     step=8e-3, prompt_token=60e-6, answer_token=250e-6, bytes_per_token=131072, link_bytes=5e9, latency=1e-4
@@ -65,6 +65,13 @@ def test_the_one_link_in_or_out_of_a_worker_takes_one_transfer_after_the_other(
     simulated = simulate(arm, dict.fromkeys(("prefill", "decode"), slow), asks)
     seconds = sum(len(ask.prompt) for ask in asks) * 131072 / 1e9
     assert asks[-1].arrival + simulated.drain_s > seconds
+
+
+def test_an_answer_of_one_token_ends_with_its_prefill(worker: ModelledWorker) -> None:
+    asks = [Ask(float(second), (0,) * 4096, 1, str(second)) for second in range(10)]
+    simulated = simulate(PAIR, dict.fromkeys(("prefill", "decode"), worker), asks)
+    assert simulated.times["latency"] == simulated.times["ttft"]
+    assert simulated.goodput_share(SLO) == 1
 
 
 @pytest.mark.parametrize("first_guess", [0.7, 1.0, 9.0, 11.0, 100.0])
