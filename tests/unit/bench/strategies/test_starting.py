@@ -145,7 +145,7 @@ def test_by_itself_a_point_has_as_many_requests_as_come_while_two_answers_are_ma
     assert max(sent[rates_of[-1], NOMINAL]) > max(sent[rates_of[0], NOMINAL])
 
 
-@pytest.mark.parametrize("workload", ["chat", "bursts"])
+@pytest.mark.parametrize("workload", ["chat", "reasoning"])
 def test_a_quick_run_has_one_speed_however_many_requests_its_sides_need(
     workload: str, model: Path, configs: Path
 ) -> None:
