@@ -112,14 +112,16 @@ class Interrupts:
     @contextmanager
     def listening(self) -> Iterator[Interrupts]:
         loop = asyncio.get_running_loop()
-        numbers = [number for number in EXIT_CODES if is_wanted(number)]
-        for number in numbers:
+        before = {number: signal.getsignal(number) for number in EXIT_CODES if is_wanted(number)}
+        for number in before:
             loop.add_signal_handler(number, self._interrupted, number)
         try:
             yield self
         finally:
-            for number in numbers:
+            for number, handler in before.items():
                 loop.remove_signal_handler(number)
+                # After a signal this process ends, and a late one must not end it before it has removed its files.
+                signal.signal(number, signal.SIG_IGN if self.stop.is_set() else handler)
 
     async def allow(self, work: Coroutine[None, None, None]) -> bool:
         """Run `work` until its end or the first interrupt. Returns False when it was interrupted."""

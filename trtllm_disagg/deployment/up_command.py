@@ -27,6 +27,7 @@ from trtllm_disagg.deployment.plan import (
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.model_directory import servable_model
+from trtllm_disagg.processes.interrupts import ending_as_on_ctrl_c
 from trtllm_disagg.strategies import STRATEGIES, spec_of
 
 
@@ -156,7 +157,8 @@ def run(args: argparse.Namespace) -> ExitCode:
 
     if args.run_dir is not None:
         return _serve(config_from(args, args.run_dir))
-    with scratch_directory("trtllm-disagg-") as scratch:
+    # Until `serve` listens to these signals itself.
+    with ending_as_on_ctrl_c(), scratch_directory("trtllm-disagg-") as scratch:
         code = _serve(config_from(args, scratch.path))
         scratch.is_kept = code is ExitCode.FAILED
         return code

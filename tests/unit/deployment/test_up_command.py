@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -95,3 +99,39 @@ def test_up_and_its_workers_agree_on_the_prefill_queue(
     environ |= shared_env(config, environ)
     for arguments in worker_arguments(config).values():
         assert parse_worker_flags(arguments, environ).prefill_dispatch == dispatch
+
+
+SIGNALLED_UP = """
+import asyncio, signal, sys
+from trtllm_disagg import cli
+from trtllm_disagg.deployment import lifecycle, up_command
+number = signal.Signals(int(sys.argv[1]))
+async def early(config, status):
+    signal.raise_signal(number)
+    await asyncio.sleep(60)
+async def late(config, status):
+    with lifecycle.Interrupts().listening() as interrupts:
+        signal.raise_signal(number)
+        await interrupts.stop.wait()
+    signal.raise_signal(number)
+    return interrupts.exit_code
+lifecycle.serve = {when}
+up_command.servable_model = str
+cli.main(["up", "--strategy", "decode_first", "--model", "m"])
+"""
+
+
+@pytest.mark.parametrize("when", ["early", "late"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_up_that_a_signal_ends_before_or_after_it_listens_leaves_no_directory(
+    number: signal.Signals, when: str, tmp_path: Path
+) -> None:
+    up = subprocess.run(
+        [sys.executable, "-c", SIGNALLED_UP.format(when=when), str(int(number))],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (up.returncode, up.stderr) == (128 + number, "")
+    assert list(tmp_path.iterdir()) == []
