@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
+import shutil
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -48,8 +50,9 @@ class VirtualClock:
 
 @functools.cache
 def model_directory() -> Path:
-    """All that an engine reads of it."""
+    """All that an engine reads of it; gone when this process ends."""
     directory = Path(tempfile.mkdtemp(prefix="trtllm-disagg-modelled-"))
+    atexit.register(shutil.rmtree, directory)
     (directory / "config.json").write_text(json.dumps(_CONFIG))
     return directory
 
