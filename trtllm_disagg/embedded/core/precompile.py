@@ -25,6 +25,7 @@ from trtllm_disagg.embedded.params.checkpoint import expected_weights
 from trtllm_disagg.embedded.params.llm_args import EmbeddedConfig
 from trtllm_disagg.embedded.params.model_config import read_config
 from trtllm_disagg.embedded.params.model_shape import read_shape
+from trtllm_disagg.processes.interrupts import ending_as_on_ctrl_c
 from trtllm_disagg.processes.steadily import steadily
 
 DTYPES = ("float32", "bfloat16")
@@ -54,7 +55,7 @@ def precompile(dtype: str, cpu: CpuFeatures) -> None:
     """All that an engine for models of this dtype needs; done at once when it is there already."""
     # With a second thread, what the threads beside the first one run is compiled too.
     torch.set_num_threads(2)
-    with tempfile.TemporaryDirectory(prefix="trtllm-disagg-") as name:
+    with ending_as_on_ctrl_c(), tempfile.TemporaryDirectory(prefix="trtllm-disagg-") as name:
         directory = Path(name)
         _write_model(directory, dtype)
         shape = read_shape(directory, dtype)

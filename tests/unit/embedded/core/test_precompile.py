@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from trtllm_disagg.embedded.core.precompile import main
 from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
+from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.processes.interpreter import python
 
 if not this_cpu().compiles:
@@ -26,6 +28,13 @@ from trtllm_disagg.embedded.cpu_kernels.decode_step import serve
 precompile("float32", this_cpu())
 print(len(serve.signatures))
 """
+TERMINATED = """
+import signal
+from trtllm_disagg.embedded.core import precompile
+from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
+precompile.warm_up = lambda *_: signal.raise_signal(signal.SIGTERM)
+precompile.precompile("float32", this_cpu())
+"""
 
 
 def test_precompile_whose_process_was_killed_does_not_succeed(
@@ -42,3 +51,9 @@ def test_precompile_whose_process_was_killed_does_not_succeed(
 def test_precompile_compiles_what_an_engine_with_several_threads_needs() -> None:
     ran = subprocess.run(python("-c", OF_OTHER_THREADS), capture_output=True, text=True, check=True)
     assert ran.stdout.split() == ["1"]
+
+
+def test_precompile_that_is_terminated_leaves_no_directory(tmp_path: Path) -> None:
+    ran = subprocess.run(python("-c", TERMINATED), env={**os.environ, "TMPDIR": str(tmp_path)}, check=False)
+    assert ran.returncode == ExitCode.TERMINATED
+    assert list(tmp_path.glob("trtllm-disagg-*")) == []
