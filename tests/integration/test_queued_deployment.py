@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -94,9 +95,10 @@ async def nats_goes_and_comes_back(
     # The worker that was killed may still be known, and tried.
     without_queue = "direct: the prefill queue cannot be reached: NATS is gone (--nats-server)"
     assert all(without_queue in told(answer)["fallbacks"] for answer in answers)
-    # `up` does not restart it; its operator does.
+    # These deployments restart nothing by themselves.
     quiet = asyncio.subprocess.DEVNULL
-    again = await asyncio.create_subprocess_exec(*nats.spec.argv, stdout=quiet, stderr=quiet)
+    env = os.environ | nats.spec.env
+    again = await asyncio.create_subprocess_exec(*nats.spec.argv, stdout=quiet, stderr=quiet, env=env)
     try:
         async with asyncio.timeout(30):
             while any("fallbacks" in told(answer) for answer in answers):

@@ -87,6 +87,7 @@ async def test_age_is_not_that_of_an_item_that_has_left(queue: Queueing) -> None
     assert watching.watch.depth() == 1
     second.cancel()
     await asyncio.gather(first, second, return_exceptions=True)
+    await depth_is(queue, 0)
 
 
 async def test_a_client_that_leaves_while_it_waits_costs_no_prefill(queue: Queueing) -> None:
