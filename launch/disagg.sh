@@ -47,6 +47,8 @@ trap 'exit 130' INT
 trap 'exit 143' TERM
 export STRATEGY="${1:-$STRATEGY}"
 worker_args=("${@:2}")
+[[ " ${worker_args[*]}" != *" --served-model-name"* ]] ||
+    fail "--served-model-name: this script waits for a model of the name SERVED_MODEL_NAME; set that instead"
 read_strategy
 require_model
 engine=$("$PYTHON" -P -m trtllm_disagg.engine.engines "${ENGINE:-${TRTLLM_DISAGG_ENGINE:-auto}}") || exit 1

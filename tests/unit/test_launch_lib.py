@@ -113,6 +113,11 @@ def test_disagg_script_gives_both_workers_the_arguments_behind_the_strategy(scri
     assert ends["prefill"] == ends["decode"] == ["--max-seq-len", "99"]
 
 
+def test_disagg_script_refuses_a_name_that_it_would_not_wait_for(scripts: Scripts) -> None:
+    assert scripts.start("disagg.sh", "auto", "--served-model-name", "x").wait(SECONDS) == 1
+    assert not scripts.lines("started", 0)
+
+
 class Healthy(BaseHTTPRequestHandler):
     """Frontend and workers of a model with a name that JSON writes in another way."""
 

@@ -19,6 +19,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from trtllm_disagg import __version__
+from trtllm_disagg.config.settings import without_password
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig, flag_of
 from trtllm_disagg.config.yaml_file import read_json, read_mapping
 from trtllm_disagg.embedded.params.llm_args import LlmArgs
@@ -383,8 +384,9 @@ def dump_config(config: WorkerConfig, engine_args: Mapping[str, Any]) -> None:
     """Write --dump-config-to, if it is given. Raises ConfigError when the file cannot be written."""
     if config.dump_config_to is None:
         return
+    worker = asdict(config) | {"nats_server": config.nats_server and without_password(config.nats_server)}
     # The same keys as in Dynamo's dump.
-    content = {"version": __version__, "dynamo_args": asdict(config), "engine_args": engine_args}
+    content = {"version": __version__, "dynamo_args": worker, "engine_args": engine_args}
     try:
         Path(os.path.expanduser(config.dump_config_to)).write_text(
             json.dumps(content, indent=2, default=_plain) + "\n"

@@ -85,7 +85,7 @@ class HardEdges:
     #: all of them (executor/result.py `_handle_sequence`; `createResult` of the batch manager's llmRequest.cpp).
     tells_the_last_end_alone: bool = False
     #: A decode that may make one token makes two: the prefill's is not counted before the next step
-    #: (_torch/pyexecutor/py_executor.py `_prepare_disagg_gen_transmission_complete`; #16691 is open about it).
+    #: (_torch/pyexecutor/py_executor.py `_prepare_disagg_gen_transmission_complete`; #16691 is about it).
     decodes_past_a_limit_of_one: bool = False
     #: KV that a decode has fetched, or that its timeout has ended, is let go of in a step, and the engine takes none
     #: without a request, so the last statistic still counts it (tests/unittest/llmapi/test_llm_pytorch.py sends a

@@ -34,3 +34,9 @@ def test_config_is_not_dumped_without_the_flag(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     dump_config(WorkerConfig(model="m"), {})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_password_of_the_nats_address_is_not_dumped(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    dump_config(WorkerConfig(model="m", nats_server="nats://me:secret@h:1", dump_config_to=str(file)), {})
+    assert json.loads(file.read_text())["dynamo_args"]["nats_server"] == "nats://***@h:1"
