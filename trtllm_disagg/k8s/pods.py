@@ -46,8 +46,8 @@ _PROBE_ENV = {"DYN_HEALTH_CHECK_ENABLED": "true", "DYN_HEALTH_CHECK_REQUEST_TIME
 _NVLINK_ENV = {"NCCL_MNNVL_ENABLE": "1", "NCCL_CUMEM_ENABLE": "1"}
 #: Of a worker over several nodes, as in upstream's manifest: its image's user may be root.
 _MPIRUN_ENV = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-#: Characters that a shell interprets unless they are quoted.
-_NO_WORD = re.compile(r"[\s*?[]")
+#: Characters that a shell interprets and the operator does not quote.
+_NO_WORD = re.compile(r"[\s*?[;&|<>()]")
 #: Of the model's files nothing is known here.
 _ANY_MODEL = "model"
 
@@ -200,5 +200,5 @@ def _require_words(args: tuple[str, ...], launcher: str, role: ProcessRole) -> N
         if _NO_WORD.search(word):
             raise ConfigError(
                 f"a {role} worker has several nodes, and {launcher} splits its arguments again, so none may have a "
-                f"space, *, ? or [: {word!r}; write it into the engine config, or without spaces"
+                f"space or one of *?[;&|<>(): {word!r}; write it into the engine config, or without spaces"
             )

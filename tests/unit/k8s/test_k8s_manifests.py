@@ -355,7 +355,7 @@ def test_worker_that_does_not_fill_its_nodes_is_refused() -> None:
         rendered(*flags(**deepseek))
 
 
-@pytest.mark.parametrize("word", ['{"max_batch_size": 4}', "{a*}", "[1]"])
+@pytest.mark.parametrize("word", ['{"max_batch_size": 4}', "{a*}", "[1]", "a;b", "a&b", "a(b)"])
 def test_argument_that_a_launcher_of_ranks_would_split_is_refused_over_several_nodes(word: str) -> None:
     deepseek = {"engine-configs": str(CONFIGS / "deepseek-r1")}
     override = f"--worker-args=--served-model-name '{word}'"
