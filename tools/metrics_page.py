@@ -68,7 +68,8 @@ LABELS = {
     ),
     "`cause`": ("the failure, by the name of its [error](errors.md)"),
     "`source`": (
-        "where the first token was made: `own_engine`, `prefill_worker`, or `other_first_stage`, to which "
+        "where the first token was made: `own_engine`, `prefill_worker`, `decode_worker` (generation_first), "
+        "or `other_first_stage`, to which "
         "this worker had passed the request on"
     ),
     "`phase`": (
