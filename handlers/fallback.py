@@ -77,13 +77,16 @@ class Replayed:
         self._repeats = list(reversed(delivered))
 
     def new(self, chunk: TokenChunk) -> TokenChunk | None:
-        """The part of `chunk` that the client does not have, or None. Raises EngineError when it has other tokens."""
+        """The part of `chunk` that the client does not have, or None. Raises EngineError when it has other tokens, or
+        ends before those that the client has.
+        """
         if not self._repeats:
             return chunk
         count = min(len(self._repeats), len(chunk.token_ids))
-        for token in chunk.token_ids[:count]:
-            if token != self._repeats.pop():
-                raise EngineError("the answer cannot be continued: another worker began it differently")
+        repeats = [self._repeats.pop() for _ in range(count)]
+        ends_early = bool(self._repeats) and chunk.finish_reason not in (None, "cancelled")
+        if chunk.token_ids[:count] != repeats or ends_early:
+            raise EngineError("the answer cannot be continued: another worker began it differently")
         if count == 0:
             return chunk
         if count == len(chunk.token_ids) and chunk.finish_reason is None:

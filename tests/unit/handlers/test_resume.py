@@ -87,6 +87,18 @@ def test_replay_that_begins_differently_is_an_error() -> None:
         Replayed(request(), [1, 2]).new(TokenChunk([1, 3]))
 
 
+@pytest.mark.parametrize("tokens", [[], [1]])
+def test_replay_that_ends_before_the_tokens_that_a_client_has_is_an_error(tokens: list[int]) -> None:
+    """An engine returns no token for the end: another worker has made that in place of the next token."""
+    with pytest.raises(EngineError, match="began it differently"):
+        Replayed(request(), [1, 2]).new(TokenChunk(tokens, finish_reason="stop"))
+
+
+def test_replay_that_is_aborted_ends_as_it_was_told() -> None:
+    aborted = TokenChunk([], finish_reason="cancelled")
+    assert Replayed(request(), [1, 2]).new(aborted) == aborted
+
+
 def test_answer_with_all_its_tokens_has_ended_and_gets_an_end_chunk() -> None:
     assert has_ended(request(3), DELIVERED)
     assert not has_ended(request(4), DELIVERED)
