@@ -222,7 +222,7 @@ class RemoteDecode:
             request = request.within(span)
             instance = await select_instance(self._client, request)
             request.trace.facts["decode_instance"] = f"{instance.instance_id:x}"
-            handoff.was_sent_to_decode = True
+            handoff.receiver = instance.instance_id
             dispatch = dispatch_span(instance, request)
             raw_request = self._protocol.encode(request.within(dispatch), DECODE)
             with blaming(instance):

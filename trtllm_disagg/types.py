@@ -268,7 +268,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     decode_follows: bool = False
     #: Instances that failed this request already.
     avoid: frozenset[int] = frozenset()
-    #: Instances that fail other requests, too: they take this one only if no other does.
+    #: Instances that fail other requests, or the decode before a drain: they take this one only if no other does.
     skipped: frozenset[int] = frozenset()
     trace: RequestTrace = msgspec.field(default_factory=RequestTrace)
     #: The span of the current step; the spans of its parts are children of it.
@@ -294,14 +294,16 @@ class GenerateRequest(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, avoid=self.avoid | {instance_id})
 
     def skipping(self, instance_ids: frozenset[int]) -> GenerateRequest:
-        return msgspec.structs.replace(self, skipped=instance_ids) if instance_ids else self
+        return msgspec.structs.replace(self, skipped=self.skipped | instance_ids) if instance_ids else self
 
     def with_rendezvous(self, rendezvous: Rendezvous) -> GenerateRequest:
         return msgspec.structs.replace(self, rendezvous=rendezvous)
 
     def with_handoff(self, handoff: Handoff) -> GenerateRequest:
+        """Its receiver, if there is one, is skipped: it has failed a decode, and may fail a drain too."""
+        receivers = frozenset() if handoff.receiver is None else frozenset({handoff.receiver})
         return msgspec.structs.replace(
-            self, prefill_result=handoff.result, kv_may_be_fetched=handoff.was_sent_to_decode
+            self.skipping(receivers), prefill_result=handoff.result, kv_may_be_fetched=bool(receivers)
         )
 
 
@@ -366,8 +368,8 @@ class Handoff:
     on_release: Callable[[Handoff], None] | None = None
     #: Called once when the duty ends here: decode has the KV, or it was released.
     on_end: Callable[[], None] | None = None
-    #: A decode worker was called with this handoff: it may have begun to fetch the KV.
-    was_sent_to_decode: bool = False
+    #: The decode instance that was called with this handoff: it may have begun to fetch the KV.
+    receiver: int | None = None
     #: For the `engine_data` of the answer's last chunk.
     of_prompt: dict[str, Any] | None = None
     #: The instance that has the KV; None: this worker, or not known.
@@ -397,7 +399,7 @@ class Handoff:
 
     def is_fetched_for_a_client_that_left(self, context: RequestContext) -> bool:
         """A decode worker that was called fetches before it stops for its client; a second fetch would fail there."""
-        return self.was_sent_to_decode and context.is_stopped()
+        return self.receiver is not None and context.is_stopped()
 
     def decode_has_it(self) -> None:
         """A decode engine fetches the KV, or has fetched it: nothing is left to release."""
