@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from trtllm_disagg.errors import EngineError, InvalidRequestError
 from trtllm_disagg.handlers.fallback import (
+    Appended,
     MostTokens,
     Remainder,
     Replays,
@@ -110,10 +112,16 @@ async def _new_chunks(
     rest: Remainder, chunks: AsyncGenerator[TokenChunk, None]
 ) -> AsyncGenerator[TokenChunk, None]:
     async with aclosing(chunks):
-        async for chunk in chunks:
-            new = rest.new(chunk)
-            if new is not None:
-                yield new
+        try:
+            async for chunk in chunks:
+                new = rest.new(chunk)
+                if new is not None:
+                    yield new
+        except InvalidRequestError as error:
+            if not isinstance(rest, Appended):
+                raise
+            # The request is valid: the engine refuses it with the tokens that were appended to its prompt.
+            raise EngineError(f"the answer cannot be continued: {error}") from None
 
 
 class _Linked(PerRequestStream[TokenChunk]):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from types import ModuleType
 from typing import Any
 
 import msgspec
 import pytest
 
+from tests.support.day_one import PESSIMISM, Both
 from tests.support.handling import PROMPT, collect, raw_request, request, tokens_of
+from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.errors import EngineError
 from trtllm_disagg.handlers.fallback import Replays, always_replay, replay_if_needed
 from trtllm_disagg.handlers.migration import MigrationLink, resume_migrated
@@ -110,6 +113,18 @@ async def test_inexact_engine_goes_on_behind_the_tokens_that_a_client_has() -> N
     assert asked.token_ids == asked.raw["token_ids"] == PROMPT + tokens_of(whole[:2])
     assert (asked.stop.max_tokens, asked.stop.min_tokens, asked.sampling.seed) == (4, 3, None)
     assert rest[-1].completion_usage == whole[-1].completion_usage == Usage.of(len(PROMPT), 6, 0)
+
+
+async def test_migrated_request_is_not_told_invalid_for_the_tokens_that_its_client_has(
+    tensorrt_llm: ModuleType,
+) -> None:
+    """With these its prompt is longer than one step of an engine that does not prefill in chunks."""
+    both = Both("decode_first")
+    long = raw_request(10, token_ids=list(range(1, PESSIMISM["max_num_tokens"] - 2)))
+    whole = await collect(both.handlers[Role.DECODE], decode_request(long))
+    with pytest.raises(EngineError, match="cannot be continued: the prompt has 36 tokens"):
+        await collect(both.handlers[Role.DECODE], migrated(long, whole[:7]))
+    await both.day_one("decode_first").quiet()
 
 
 @pytest.mark.parametrize("replays", [always_replay, replay_if_needed])
