@@ -8,32 +8,49 @@ import math
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping
 from contextlib import aclosing, contextmanager
+from enum import Enum
 from typing import Any, NamedTuple
 
 from trtllm_disagg.config.worker_config import ScheduleStyle, WorkerConfig
 from trtllm_disagg.errors import (
     DisaggError,
     EngineError,
+    KvTransferError,
     PeerUnavailableError,
     StageTimeoutError,
 )
 from trtllm_disagg.handlers.cancellation import Wait
 from trtllm_disagg.handlers.remote import QUEUE_ID, StageClient, StageInstance, name_of
+from trtllm_disagg.streams import PerRequestStream
 from trtllm_disagg.tracing.spans import NO_SPAN, Span
-from trtllm_disagg.types import GenerateRequest, InProgress, RequestContext
+from trtllm_disagg.types import (
+    DecodePhase,
+    GenerateRequest,
+    Handoff,
+    InProgress,
+    RequestContext,
+    TokenChunk,
+)
 from trtllm_disagg.wire.bodies import kind_of
 
 log = logging.getLogger(__name__)
 
 
+class Sign(Enum):
+    """What an instance fails or succeeds in. A prefill worker that answers says nothing about the way of its KV."""
+
+    ANSWERS = "answers"
+    KV_ARRIVES = "kv_arrives"
+
+
 class CircuitBreaker:
-    """Skips an instance for a while after `failures` failures in a row, and again after each further failure."""
+    """Skips an instance for a while after `failures` failures of one sign in a row, and after each further one."""
 
     def __init__(self, failures: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit = failures
         self._seconds = seconds
         self._clock = clock
-        self._failures: dict[int, int] = {}
+        self._failures: dict[tuple[int, Sign], int] = {}
         self._open_until: dict[int, float] = {}
         self.times_opened = 0
 
@@ -47,8 +64,8 @@ class CircuitBreaker:
         now = self._clock()
         return sum(now < until for until in list(self._open_until.values()))
 
-    def failed(self, instance_id: int) -> None:
-        count = self._failures[instance_id] = self._failures.get(instance_id, 0) + 1
+    def failed(self, instance_id: int, sign: Sign = Sign.ANSWERS) -> None:
+        count = self._failures[instance_id, sign] = self._failures.get((instance_id, sign), 0) + 1
         if count >= self._limit:
             log.warning(
                 "instance %x failed %d times in a row: skipped for %g s", instance_id, count, self._seconds
@@ -56,9 +73,10 @@ class CircuitBreaker:
             self._open_until[instance_id] = self._clock() + self._seconds
             self.times_opened += 1
 
-    def succeeded(self, instance_id: int) -> None:
-        self._failures.pop(instance_id, None)
-        self._open_until.pop(instance_id, None)
+    def succeeded(self, instance_id: int, sign: Sign = Sign.ANSWERS) -> None:
+        self._failures.pop((instance_id, sign), None)
+        if all(self._failures.get((instance_id, each), 0) < self._limit for each in Sign):
+            self._open_until.pop(instance_id, None)
 
 
 class StreamTimeouts(NamedTuple):
@@ -259,5 +277,53 @@ class CircuitBreakerInstance:
             blamed = self.instance_id if error.peer is None else error.peer
             if self._counts_failures and isinstance(error, _FAULTS) and blamed != QUEUE_ID:
                 self._breaker.failed(blamed)
-                self._span.event("breaker_failure", {"instance": f"{blamed:x}", "because": str(error)})
+                _note_failure(self._span, blamed, error)
             raise
+
+
+def counting_lost_kv(breaker: CircuitBreaker, decode: DecodePhase) -> DecodePhase:
+    """`decode` on this worker's engine. KV that does not arrive is a failure of the prefill worker that has it: its
+    answers are well, and each request that is sent there would wait for the end of a transfer.
+    """
+
+    def counted(
+        request: GenerateRequest, context: RequestContext, handoff: Handoff
+    ) -> AsyncGenerator[TokenChunk, None]:
+        chunks = decode(request, context, handoff)
+        if handoff.sender in (None, QUEUE_ID):
+            return chunks
+        return _CountingLostKv(breaker, handoff.sender, request.trace.root, context, chunks)
+
+    return counted
+
+
+class _CountingLostKv(PerRequestStream[TokenChunk]):
+    def __init__(
+        self,
+        breaker: CircuitBreaker,
+        sender: int,
+        span: Span,
+        context: RequestContext,
+        chunks: AsyncGenerator[TokenChunk, None],
+    ) -> None:
+        self._breaker = breaker
+        self._sender = sender
+        self._span = span
+        self._context = context
+        self._rest = chunks
+
+    async def _first(self) -> TokenChunk:
+        assert self._rest is not None
+        try:
+            chunk = await anext(self._rest)
+        except KvTransferError as error:
+            if not self._context.is_stopped():  # otherwise its sender may have released it
+                self._breaker.failed(self._sender, Sign.KV_ARRIVES)
+                _note_failure(self._span, self._sender, error)
+            raise
+        self._breaker.succeeded(self._sender, Sign.KV_ARRIVES)
+        return chunk
+
+
+def _note_failure(span: Span, instance_id: int, error: DisaggError) -> None:
+    span.event("breaker_failure", {"instance": f"{instance_id:x}", "because": str(error)})

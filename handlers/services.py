@@ -137,6 +137,8 @@ class StrategyParts:
     role: Role
     engine: Engine
     stage: StageClient
+    #: That of `stage`.
+    breaker: CircuitBreaker
     style: ScheduleStyle = ScheduleStyle.CONTEXT_FIRST
     #: Seconds, for a prefill on this worker's engine.
     prefill_timeout: float = 120.0
@@ -192,7 +194,7 @@ def _in_one_way(name: str, config: WorkerConfig, engine: Engine, stage: StageCli
     """The strategy `name` for every request: no worker calls another, but for drains, so there is nothing to choose."""
     breaker = CircuitBreaker(config.breaker_failures, config.breaker_seconds)
     guarded = CircuitBreakerClient(stage, breaker, stream_timeouts_of(config))
-    whole = build_strategy(name, StrategyParts(config.role, engine, guarded))
+    whole = build_strategy(name, StrategyParts(config.role, engine, guarded, breaker))
 
     def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         request.trace.chose(name, "default")
@@ -235,6 +237,7 @@ def _worker_side(
         config.role,
         engine,
         stage=guarded,
+        breaker=live.breaker,
         style=config.schedule_style,
         prefill_timeout=config.prefill_timeout,
         first_decode_token_timeout=first_decode_token_seconds(config),

@@ -1,6 +1,7 @@
 """decode_first: the frontend routes requests to decode workers, by their caches; these call prefill workers."""
 
 from trtllm_disagg.handlers.chain import chain
+from trtllm_disagg.handlers.circuit_breaker import counting_lost_kv
 from trtllm_disagg.handlers.concurrent import RemotePush, concurrent
 from trtllm_disagg.handlers.local import LocalDecode, first_token_within
 from trtllm_disagg.handlers.recall import Notices
@@ -22,4 +23,4 @@ def build(parts: StrategyParts) -> Generate:
     if parts.prefill_queue is not None:
         through_queue = RemotePrefill(parts.prefill_queue, decode.drain, parts.protocol)
         prefill = queued(through_queue, prefill, bypasses_queue=names_prefill)
-    return chain(prefill, timed)
+    return chain(prefill, counting_lost_kv(parts.breaker, timed))

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.clock import Clock
 from tests.support.day_one import Both, kinds
-from tests.support.handling import ORDERS, collect, expected_tokens, request, tokens_of
+from tests.support.handling import ORDERS, collect, expected_tokens, request, tokens_of, until
 from tests.support.recording_pair import Pair, make_pair
 from tests.support.stage_client import FakeContext
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
@@ -19,6 +19,7 @@ from trtllm_disagg.errors import (
     DisaggError,
     EngineError,
     InvalidRequestError,
+    KvTransferError,
     NoInstanceError,
     OverloadedError,
     PeerUnavailableError,
@@ -34,6 +35,7 @@ from trtllm_disagg.handlers.circuit_breaker import (
 from trtllm_disagg.handlers.remote import RemoteDecode, RemotePrefill
 from trtllm_disagg.handlers.route import relayed
 from trtllm_disagg.handlers.services import LiveState, build_generate
+from trtllm_disagg.testing.hard_edges import GENERATION_TRANSFER_ERROR
 from trtllm_disagg.testing.recording import RequestError, Script
 from trtllm_disagg.types import GenerateRequest, Handoff, RequestContext
 
@@ -140,6 +142,41 @@ async def test_a_decode_that_fails_after_its_fetch_counts_once_although_its_drai
     await both.day_one("prefill_first").quiet()
     assert kinds(both.engines[Role.DECODE].llm) == ["generation_only"] * 2
     assert live.breaker.num_open() == 0
+
+
+async def test_a_prefill_worker_whose_kv_never_arrives_is_skipped_although_it_answers(
+    tensorrt_llm: ModuleType,
+) -> None:
+    both = Both("decode_first")
+    decode = both.engines[Role.DECODE]
+    config = WorkerConfig(model="org/model", role=Role.DECODE, strategy="decode_first", breaker_failures=2)
+    live = LiveState.of(config, 4)
+    generate = build_generate(config, decode, both.clients[Role.PREFILL], live)
+    counts = []
+    for error in (GENERATION_TRANSFER_ERROR, None, *[GENERATION_TRANSFER_ERROR] * 2):
+        if error is not None:
+            decode.llm.scripts.append(Script(error=RequestError(error)))
+        assert tokens_of(await collect(generate, request(5))) == expected_tokens(5)
+        counts.append(live.breaker.num_open())
+    assert counts == [0, 0, 0, 1], "what arrives between two failures makes them no row"
+    await both.day_one("decode_first").quiet()
+
+
+async def test_kv_that_is_lost_with_its_client_counts_for_no_prefill_worker(tensorrt_llm: ModuleType) -> None:
+    both, context = Both("decode_first"), FakeContext()
+    decode, gate = both.engines[Role.DECODE], asyncio.Semaphore(0)
+    decode.llm.scripts.append(Script(gate=gate, error=RequestError(GENERATION_TRANSFER_ERROR)))
+    config = WorkerConfig(model="org/model", role=Role.DECODE, strategy="decode_first", breaker_failures=1)
+    live = LiveState.of(config, 4)
+    generate = build_generate(config, decode, both.clients[Role.PREFILL], live)
+    answering = asyncio.create_task(collect(generate, request(5), context))
+    await until(lambda: decode.llm.results)
+    context.stop()
+    gate.release()
+    with pytest.raises(KvTransferError):
+        await answering
+    assert live.breaker.times_opened == 0
+    await both.day_one("decode_first").quiet()
 
 
 @pytest.mark.parametrize("after", [0, 2])
