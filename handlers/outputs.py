@@ -61,6 +61,8 @@ class OutputCursor:
         return (chunk,) if reason is None else (self._end(chunk, result, output, reason),)
 
     def _reason(self, output: CompletionOutput, result: RequestOutput) -> str | None:
+        if self._most_tokens == 1 and output.finish_reason == "stop":
+            return "length"  # the second token would have been the end: it is none of the answer
         return output.finish_reason
 
     def _end(
@@ -77,7 +79,7 @@ class OutputCursor:
         return msgspec.structs.replace(
             chunk,
             finish_reason=reason,
-            stop_reason=output.stop_reason,
+            stop_reason=output.stop_reason if reason == "stop" else None,
             completion_usage=Usage.of(self._num_prompt, num_made, cached),
             engine_data=engine_data or None,
         )

@@ -352,6 +352,20 @@ async def test_a_decode_that_may_make_one_token_answers_with_one(tensorrt_llm: M
     assert chunks[-1].completion_usage == Usage.of(len(PROMPT), 1, 0)
 
 
+async def test_end_token_behind_the_only_token_that_is_allowed_does_not_end_the_answer(
+    tensorrt_llm: ModuleType,
+) -> None:
+    asked = request(1, stop_conditions={"max_tokens": 1, "stop_token_ids": [7]})
+    handoff = await LocalPrefill(opened(), sees_callers_max_tokens=False)(asked, FakeContext())
+    engine = opened()
+    engine.llm.scripts.append(Script(tokens=[*expected_tokens(1), 7]))
+    decode = decode_service(LocalDecode(engine, repeats_first_token=True))
+    chunks = await collect(decode, asked.with_handoff(handoff))
+    assert engine.llm.results[0].outputs[0].finish_reason == "stop"
+    assert tokens_of(chunks) == expected_tokens(1)
+    assert (chunks[-1].finish_reason, chunks[-1].stop_reason) == ("length", None)
+
+
 @pytest.mark.parametrize("order", ORDERS)
 async def test_answer_is_not_longer_than_the_engine_has_room_for(
     order: str, tensorrt_llm: ModuleType
