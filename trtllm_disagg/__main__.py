@@ -1,7 +1,21 @@
+"""The command `trtllm-disagg`, also as `python -m trtllm_disagg`."""
+
+import sys
+
 from trtllm_disagg.processes.interpreter import leave_current_directory
+
+
+def main() -> None:
+    """Ctrl-C during the imports before `cli.main` ends the command as one during its work does."""
+    try:
+        from trtllm_disagg import cli
+    except KeyboardInterrupt:
+        from trtllm_disagg.exit_codes import ExitCode
+
+        sys.exit(ExitCode.INTERRUPTED)
+    cli.main()
+
 
 if __name__ == "__main__":
     leave_current_directory()
-    from trtllm_disagg.cli import main
-
     main()

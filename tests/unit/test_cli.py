@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -233,6 +234,27 @@ def test_ctrl_c_is_status_130(command: Any) -> None:
 
     command.run = interrupt
     assert status_of("try") == 130
+
+
+INTERRUPTED_IMPORTS = """
+import sys
+class Imports:
+    @staticmethod
+    def find_spec(name, path, target=None):
+        if name == "trtllm_disagg.cli":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Imports)
+from {module} import {function}
+{function}()
+"""
+
+
+def test_ctrl_c_during_the_imports_of_the_installed_command_is_status_130_without_a_traceback() -> None:
+    pyproject = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    module, function = pyproject["project"]["scripts"]["trtllm-disagg"].split(":")
+    program = INTERRUPTED_IMPORTS.format(module=module, function=function)
+    interrupted = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (interrupted.returncode, interrupted.stderr) == (130, "")
 
 
 def test_python_m_with_an_unknown_command_exits_with_2() -> None:
