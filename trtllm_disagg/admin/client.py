@@ -142,7 +142,10 @@ class UpOfRunDir(Up):
         return str(self.described["url"])
 
     def change_new_workers(self, command: UpCommand) -> None:
-        ask_up(self.run_dir, command)
+        try:
+            ask_up(self.run_dir, command)
+        except ConfigError as error:  # no wrong setting: this `up` answered before
+            raise DisaggError(f"workers were changed, but `up` knows nothing of it: {error}") from None
 
     def starting(self) -> set[str]:
         from trtllm_disagg.deployment.run_dir import is_alive, read_processes
