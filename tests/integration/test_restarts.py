@@ -2,8 +2,11 @@
 
 import asyncio
 import os
+import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -194,3 +197,26 @@ async def test_without_restarts_a_dead_frontend_ends_everything(start_up: StartU
     assert await up.ends() == 1
     await exits.all_seen()
     assert "error: frontend died while serving: killed by SIGSEGV" in up.errors
+
+
+def move(run_dir: Path) -> None:
+    run_dir.rename(run_dir.with_name("moved"))
+
+
+def replace_discovery(run_dir: Path) -> None:
+    shutil.rmtree(run_dir / "discovery")
+    (run_dir / "discovery").mkdir()
+
+
+@pytest.mark.parametrize("lose", [shutil.rmtree, move, replace_discovery])
+async def test_a_lost_run_directory_is_reported_once(lose: Callable[[Path], Any], start_up: StartUp) -> None:
+    """The processes hear of no change to another directory, so only a new `up` helps."""
+    up = await start_up()
+    await up.ready_line()
+
+    lose(up.run_dir)
+
+    await up.says(f"error: {up.run_dir / 'discovery'} was removed or moved: ")
+    up.process.terminate()
+    assert await up.ends() == 0
+    assert up.errors.count("was removed or moved") == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from trtllm_disagg.deployment.limits import INOTIFY_KEY
 from trtllm_disagg.deployment.managed_process import ManagedProcess
@@ -87,6 +88,13 @@ def late_report(processes: Iterable[ManagedProcess], timeout: float) -> str:
 def leftovers_report(processes: Iterable[ManagedProcess], waited: float) -> str:
     names = ", ".join(process.name for process in processes)
     return f"still running {waited:.1f} s after the order to stop, killed: {names}"
+
+
+def lost_discovery_report(discovery: Path) -> str:
+    return (
+        f"{discovery} was removed or moved: frontend and workers lose each other, and requests fail; "
+        "stop this `up`, and start it again"
+    )
 
 
 def survivors_report(pids: Iterable[int]) -> str:

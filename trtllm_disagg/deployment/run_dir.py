@@ -178,6 +178,26 @@ def is_alive(record: ProcessRecord) -> bool:
 
 
 @contextmanager
+def kept_in_sight(directory: Path) -> Iterator[Callable[[], bool]]:
+    """A function that tells whether the path of `directory` still leads to the directory of the block's start. False
+    when it was removed or moved, also with another one in its place.
+    """
+    # While it is open no other directory can get its inode number.
+    descriptor = os.open(directory, os.O_PATH | os.O_DIRECTORY)
+
+    def is_in_place() -> bool:
+        try:
+            return os.path.samestat(os.stat(directory), os.fstat(descriptor))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    try:
+        yield is_in_place
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
 def one_change_at_a_time(run_dir: Path, waits: Callable[[], None]) -> Iterator[None]:
     """A lock that lets only one command at a time change the workers of `run_dir`: the steps of two would mix. `waits`
     is called when another command holds the lock. The end of a process releases it.

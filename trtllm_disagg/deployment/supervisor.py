@@ -10,6 +10,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from trtllm_disagg.deployment.backoff import Deaths
@@ -20,6 +21,7 @@ from trtllm_disagg.deployment.failure_reports import (
     given_up_report,
     late_report,
     leftovers_report,
+    lost_discovery_report,
     survivors_report,
 )
 from trtllm_disagg.deployment.first_completed import first_completed
@@ -45,7 +47,7 @@ from trtllm_disagg.deployment.plan import (
 )
 from trtllm_disagg.deployment.ports import free_system_ports, is_free
 from trtllm_disagg.deployment.readiness import answers, is_ready
-from trtllm_disagg.deployment.run_dir import RunDir
+from trtllm_disagg.deployment.run_dir import RunDir, kept_in_sight
 from trtllm_disagg.deployment.status import Status
 from trtllm_disagg.errors import ERROR_PREFIX
 from trtllm_disagg.strategies import spec_of
@@ -53,6 +55,8 @@ from trtllm_disagg.strategies import spec_of
 PROBE_SECONDS = 0.1
 ABANDON_SECONDS = 5.0
 FAIR_SECONDS = 3.0
+#: Between two looks at the discovery store.
+LOOK_SECONDS = 1.0
 
 
 class Restarts:
@@ -189,7 +193,20 @@ class Supervisor:
         """Report processes that die, and start them again while the others serve on. Never returns. Raises
         DeploymentFailedError when a frontend stays dead.
         """
-        await self._restarts.after(self._deaths)
+        looking = asyncio.create_task(self._report_lost_discovery())
+        try:
+            await self._restarts.after(self._deaths)
+        finally:
+            looking.cancel()
+
+    async def _report_lost_discovery(self) -> None:
+        """Each process watches the discovery store that was there when it started, and hears of no other one."""
+        discovery = self._run_dir.discovery
+        with suppress(FileNotFoundError), kept_in_sight(discovery) as is_in_place:
+            # Also where inotify has no instance left.
+            while is_in_place():  # noqa: ASYNC110
+                await asyncio.sleep(LOOK_SECONDS)
+        self.report_error(lost_discovery_report(discovery))
 
     async def add(self, spec: ProcessSpec) -> ManagedProcess:
         """Start one more worker, and wait until it is ready. Raises DeploymentFailedError when it dies or is late; then
