@@ -26,6 +26,7 @@ parser.add_argument("--stubborn-role")
 parser.add_argument("--detach-child", action="store_true")
 parser.add_argument("--disaggregation-strategy")
 parser.add_argument("--crash-file", default="")
+parser.add_argument("--unlisted-file", default="")
 args, _ = parser.parse_known_args()
 role = args.disaggregation_mode or "frontend"
 
@@ -47,7 +48,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(503 if role == args.unready_role else 200)
         self.end_headers()
-        self.wfile.write(json.dumps({"data": [{"id": "toy"}]}).encode())
+        listed = [] if os.path.exists(args.unlisted_file) else [{"id": "toy"}]
+        print("lists", listed, flush=True)
+        self.wfile.write(json.dumps({"data": listed}).encode())
     def log_message(self, *_):
         pass
 

@@ -27,6 +27,12 @@ async def answers(spec: ProcessSpec, config: DeploymentConfig) -> bool:
     return status == 200
 
 
+async def lacks_model(spec: ProcessSpec, config: DeploymentConfig) -> bool:
+    """Whether the frontend answers, and would refuse each request: it knows no worker that takes them."""
+    host, port = config.client_host, spec.http_port or 0
+    return await answers(spec, config) and not await lists_model(host, port, config.served_model_name)
+
+
 async def lists_model(host: str, port: int, model: str) -> bool:
     status, body = await get(host, port, "/v1/models")
     return status == 200 and model in _listed_models(body)

@@ -46,7 +46,7 @@ from trtllm_disagg.deployment.plan import (
     stop_order,
 )
 from trtllm_disagg.deployment.ports import free_system_ports, is_free
-from trtllm_disagg.deployment.readiness import answers, is_ready
+from trtllm_disagg.deployment.readiness import answers, is_ready, lacks_model
 from trtllm_disagg.deployment.run_dir import RunDir, kept_in_sight
 from trtllm_disagg.deployment.status import Status
 from trtllm_disagg.errors import ERROR_PREFIX
@@ -345,9 +345,16 @@ class Supervisor:
 
     async def _is_ready(self, process: ManagedProcess) -> bool:
         if await is_ready(process.spec, self.config):
-            return True
+            return not await self._is_unknown(process)
         # A restarted frontend lists no model while no worker is there that registers one.
         return self._is_back_alone(process) and await answers(process.spec, self.config)
+
+    async def _is_unknown(self, process: ManagedProcess) -> bool:
+        """It is to be the only first stage, and a frontend that serves has not noticed it yet."""
+        if process.role != spec_of(self.config.strategy).entry_role:
+            return False
+        serving = [each for each in self.processes if each.role == "frontend" and each.state == "ready"]
+        return any([await lacks_model(each.spec, self.config) for each in serving])
 
     def _is_back_alone(self, process: ManagedProcess) -> bool:
         first_stage = [
