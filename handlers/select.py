@@ -19,7 +19,7 @@ from trtllm_disagg.types import Fallback, GenerateRequest, RequestContext
 
 log = logging.getLogger(__name__)
 
-#: So many former instances are remembered: a pin to one of them is valid, though it cannot be met.
+#: So many instances are remembered, former ones too: a pin to one of them is valid, though it cannot be met.
 _REMEMBERED = 4096
 
 _KV_ROUTER_SECONDS = 1.0
@@ -63,11 +63,22 @@ class InFlight:
 
 
 class RoundRobin:
+    """Chooses the instance whose last turn is longest ago. To count requests would not do: where every other one has a
+    single candidate, as with a pin, or a prompt that one instance has cached, all between would go to one instance.
+    """
+
     def __init__(self) -> None:
         self._turns = itertools.count()
+        #: By instance, in the order of these turns.
+        self._last_turns: dict[int, int] = {}
 
     async def choose(self, request: GenerateRequest, candidates: Sequence[int]) -> int:
-        return sorted(candidates)[next(self._turns) % len(candidates)]
+        chosen = min(sorted(candidates), key=lambda each: self._last_turns.get(each, -1))
+        self._last_turns.pop(chosen, None)
+        self._last_turns[chosen] = next(self._turns)
+        if len(self._last_turns) > _REMEMBERED:
+            del self._last_turns[next(iter(self._last_turns))]
+        return chosen
 
 
 class Random:

@@ -118,6 +118,40 @@ async def test_instances_with_equal_load_take_turns(selector: Selector) -> None:
     assert chosen == {1: 3, 2: 3, 3: 3}
 
 
+async def test_a_turn_that_a_pin_took_counts_for_the_pinned_instance() -> None:
+    selected = stage(Directory(1, 2))
+    chosen = Counter[int]()
+    for _ in range(6):
+        await selected.pick(pinning("2"))
+        chosen[(await selected.pick(request())).instance_id] += 1
+    assert chosen == {1: 6}
+
+
+async def test_fresh_prompts_between_repeated_ones_reach_every_instance() -> None:
+    """Each prompt comes twice, and the second time to its holder."""
+    holder: dict[int, int] = {}
+
+    async def overlaps(request: GenerateRequest) -> Mapping[int, int]:
+        return holder
+
+    selector = BestCached(overlaps, InFlight())
+    chosen = Counter[int]()
+    for _ in range(6):
+        holder = {}
+        first = await selector.choose(request(), [1, 2])
+        holder = {first: 64}
+        assert await selector.choose(request(), [1, 2]) == first
+        chosen[first] += 1
+    assert chosen == {1: 3, 2: 3}
+
+
+async def test_an_instance_that_comes_back_gets_one_turn_and_not_all_that_it_missed() -> None:
+    selector = RoundRobin()
+    for _ in range(10):
+        await selector.choose(request(), [1, 2])
+    assert [await selector.choose(request(), [1, 2, 3]) for _ in range(6)] == [3, 1, 2, 3, 1, 2]
+
+
 async def test_random_selector_picks_every_instance() -> None:
     selector = Random(random.Random(0))
     assert {await selector.choose(request(), [1, 2, 3]) for _ in range(50)} == {1, 2, 3}
