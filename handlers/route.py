@@ -104,9 +104,11 @@ class StrategyRouter:
         return name
 
 
-def relayed(stage: StageClient, strategy: str) -> Generate:
-    """A way to answer that sends the whole request to a worker of the other role, the first stage of this strategy."""
-    whole = PhaseRequest("whole", strategy)
+def relayed(stage: StageClient, strategy: str, full: int | None = None) -> Generate:
+    """A way to answer that sends the whole request to a worker of the other role, the first stage of this strategy.
+    `full`: this worker, where it does so because its batch is full.
+    """
+    whole = PhaseRequest("whole", strategy, full=full)
 
     async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         if request.phase_request is not None:

@@ -279,12 +279,16 @@ def _strategy_router(
     ways["local"] = kept
     # `auto` chooses between two: the first order in the table that starts here, and the first that starts at a peer.
     own_order, relayed_order = _own_orders(parts.role)[0], _relayed_orders(parts.role)[0]
+    # A full prefill worker can still prefill.
+    full = parts.instance_id if parts.role is Role.DECODE else None
+    passed_on = _fallback_steps(config, relayed(stage, relayed_order, full), fallback_local, relay)
+    routes = ways | {relayed_order: with_fallback(passed_on, replays, parts.engine.most_tokens)}
     prefilling = InProgress()
     if not parts.pushes:  # else the engine has the request before there is a first token
-        ways[own_order] = _counted_until_first_token(ways[own_order], prefilling)
+        ways[own_order] = routes[own_order] = _counted_until_first_token(ways[own_order], prefilling)
     auto = Auto(
         create_auto_decider(config.prefill_decider, sources, live.thresholds),
-        ways,
+        routes,
         (own_order, relayed_order),
         fallback_local if _may_answer_alone(config) else None,
         stage.num_healthy,

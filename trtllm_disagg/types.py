@@ -136,6 +136,8 @@ class PhaseRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     sender: int | None = None
     #: For "prefill": earlier attempts, not reported before, with KV that the sender's engine has begun to fetch.
     taken: Attempts = ()
+    #: For "whole": the decode worker that sends it because its batch is full. It decodes it only if no other one can.
+    full: int | None = None
 
     @property
     def is_notice(self) -> bool:
@@ -268,7 +270,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     decode_follows: bool = False
     #: Instances that failed this request already.
     avoid: frozenset[int] = frozenset()
-    #: Instances that fail other requests, or the decode before a drain: they take this one only if no other does.
+    #: Instances that fail other requests, or the decode before a drain, or are full: they take this one only if no
+    #: other does.
     skipped: frozenset[int] = frozenset()
     trace: RequestTrace = msgspec.field(default_factory=RequestTrace)
     #: The span of the current step; the spans of its parts are children of it.

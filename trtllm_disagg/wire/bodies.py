@@ -124,6 +124,7 @@ def decode_request(
         trace_headers=trace_headers,
         traceparent=wire.traceparent,
         decode_follows=given.decode_follows,
+        skipped=_full_instances(wire.phase_request),
     )
     _require_servable(request)
     return request
@@ -209,6 +210,10 @@ def _salt_of_extension(raw: dict[str, Any]) -> str | None:
     extension = extra.get("nvext") if isinstance(extra, dict) else None
     salt = extension.get("cache_salt") if isinstance(extension, dict) else None
     return salt if isinstance(salt, str) and salt else None
+
+
+def _full_instances(asked: PhaseRequest | None) -> frozenset[int]:
+    return frozenset() if asked is None or asked.full is None else frozenset({asked.full})
 
 
 def _session_of(raw: dict[str, Any]) -> str | None:

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 PROMPT = list(range(1, 40))
 ROOM = 2
+FULL = 2
 
 
 def workers_of_auto() -> tuple[Generate, Generate, RecordingStageClient]:
@@ -62,6 +63,54 @@ async def test_auto_uses_the_other_order_when_the_batch_is_full() -> None:
     assert [way_of(asked) for asked, _ in own] == [("decode_first", "auto_long")] * ROOM
     assert way_of(sent_on[0]) == ("prefill_first", "auto_busy")
     for _, chunks in [*own, sent_on]:
+        await chunks.aclose()
+
+
+class TwoDecodeWorkers(RecordingStageClient):
+    """The second one is idle. Both are served by the same engine, for only the choice counts here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids = [FULL, FULL + 1]
+        self.chosen: list[int] = []
+
+    def instance_ids(self) -> list[int]:
+        return self.ids
+
+    async def pick(self, request: GenerateRequest) -> RecordingStageClient:
+        possible = [each for each in self.ids if each not in request.avoid]
+        self.chosen.append(next((each for each in possible if each not in request.skipped), possible[0]))
+        return self
+
+
+async def test_a_full_decode_worker_gets_back_what_it_sent_on_only_without_another_one() -> None:
+    to_decode, to_prefill = TwoDecodeWorkers(), RecordingStageClient()
+    prefill, decode = (
+        build_generate(
+            WorkerConfig(
+                model="org/model",
+                role=role,
+                strategy="auto",
+                max_batch_size=ROOM,
+                thresholds={"max_local_prefill_length": 8},
+            ),
+            recording_engine(),
+            peers,
+            instance_id=instance_id,
+        )
+        for role, peers, instance_id in ((Role.PREFILL, to_decode, 1), (Role.DECODE, to_prefill, FULL))
+    )
+    to_decode.serve, to_prefill.serve = decode, prefill
+    running = [await begun(decode) for _ in range(ROOM + 1)]
+    assert (way_of(running[-1][0]), to_decode.chosen) == (("prefill_first", "auto_busy"), [FULL + 1])
+
+    asked_for = await begun(decode, annotations=["disagg:prefill_first"])
+    assert to_decode.chosen == [FULL + 1, FULL], "a request that asks for that order may be decoded here"
+
+    to_decode.ids = [FULL]
+    alone = await begun(decode)
+    assert (way_of(alone[0]), to_decode.chosen[2:]) == (("prefill_first", "auto_busy"), [FULL])
+    for _, chunks in [*running, asked_for, alone]:
         await chunks.aclose()
 
 
