@@ -265,6 +265,7 @@ def _exposed(
     requests = RequestMetrics(
         phase_of_frontends(config),
         decode_sends_all=config.schedule_style is ScheduleStyle.GENERATION_FIRST,
+        instance_id=endpoint.connection_id(),
     )
     engine_requests = EngineRequestMetrics(config.model_name)
     for registry in (

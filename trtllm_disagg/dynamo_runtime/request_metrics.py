@@ -62,12 +62,16 @@ class RequestMetrics:
     first stage has passed on (`relayed`), and single phases. Series from which rates are computed exist from the start.
     """
 
-    def __init__(self, from_frontends: str = WHOLE, *, decode_sends_all: bool = False) -> None:
+    def __init__(
+        self, from_frontends: str = WHOLE, *, decode_sends_all: bool = False, instance_id: int | None = None
+    ) -> None:
         """`from_frontends`: the phase of a request that a frontend sends (`phase_of_frontends`). `decode_sends_all`:
-        the first token, too, comes from the decode worker (generation_first), not from prefill.
+        the first token, too, comes from the decode worker (generation_first), not from prefill. `instance_id`: this
+        worker, which may pull its own prefills from the prefill queue.
         """
         self._from_frontends = from_frontends
         self._decode_sends_all = decode_sends_all
+        self._own_name = None if instance_id is None else f"{instance_id:x}"
         self.registry = CollectorRegistry()
         self._ways = LabelValues(*STRATEGIES, "local")
         self._reasons, self._steps, self._causes = LabelValues(), LabelValues(), LabelValues()
@@ -164,7 +168,8 @@ class RequestMetrics:
             return "other_first_stage"
         if self._decode_sends_all:
             return "decode_worker" if "decode_instance" in facts else OWN_ENGINE
-        return "prefill_worker" if "prefill_instance" in facts else OWN_ENGINE
+        is_own = facts.get("prefill_instance") in (None, self._own_name)
+        return OWN_ENGINE if is_own else "prefill_worker"
 
     def _phase(self, end: RequestEnd) -> str:
         if end.request.phase_request is None:

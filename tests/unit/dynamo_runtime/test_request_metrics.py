@@ -97,6 +97,19 @@ def test_under_generation_first_every_token_is_counted_as_decodes(
     assert value(metrics.registry, f"{OURS}relayed_tokens_total") == relayed
 
 
+@pytest.mark.parametrize(("puller", "source", "relayed"), [(7, "own_engine", 9), (8, "prefill_worker", 10)])
+def test_a_queued_prefill_is_counted_by_the_worker_that_pulled_it(
+    puller: int, source: str, relayed: int
+) -> None:
+    """Under prefill_first with the prefill queue, the worker that pushes a prefill may pull it itself."""
+    metrics = RequestMetrics(instance_id=7)
+
+    metrics.ended(end(whole(prefill_instance=f"{puller:x}", decode_instance="9"), 0.1))
+
+    assert value(metrics.registry, f"{OURS}first_tokens_total", source=source) == 1
+    assert value(metrics.registry, f"{OURS}relayed_tokens_total") == relayed
+
+
 def test_an_answer_without_tokens_is_counted_as_no_relayed_token() -> None:
     metrics = RequestMetrics()
 
