@@ -5,6 +5,7 @@ look that long at most, and shows as such.
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import time
 from collections.abc import Iterable, Mapping
@@ -26,13 +27,23 @@ from trtllm_disagg.doctor.this_machine import listener
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.processes.activity import read_activity
 from trtllm_disagg.processes.direct_http import get
-from trtllm_disagg.top.snapshot import DEAD, SILENT, FrontendLoad, Histogram, Process, Snapshot, WorkerLoad
+from trtllm_disagg.top.snapshot import (
+    DEAD,
+    EMPTY,
+    SILENT,
+    FrontendLoad,
+    Histogram,
+    Process,
+    Snapshot,
+    WorkerLoad,
+)
 
 ANSWER_SECONDS = 2.0
 _HTTP_OK = 200
 #: A worker's own log lines of these levels.
 _WARNING = re.compile(r"^\d\d:\d\d:\d\d\.\d{3} (?:WARNING|ERROR) \S+: (.+)$")
 _MOST_LOG_BYTES = 64 * 1024
+_MOST_COUNTED = 2.0**63
 
 #: Field of WorkerLoad -> the metric; the labels tell ranks, endpoints and reasons apart; the value is their sum.
 _OF_WORKER = {
@@ -90,7 +101,9 @@ def frontend_of(page: str) -> FrontendLoad:
 
 
 def _whole(samples: Iterable[Sample] | None) -> int | None:
-    return None if samples is None else int(_sum(samples))
+    """None for what is no count: a metric may be NaN, infinite, or any other float."""
+    total = math.nan if samples is None else _sum(samples)
+    return int(total) if abs(total) <= _MOST_COUNTED else None
 
 
 def _sum(samples: Iterable[Sample]) -> float:
@@ -98,12 +111,18 @@ def _sum(samples: Iterable[Sample]) -> float:
 
 
 def _histogram(samples: Samples, metric: str) -> Histogram:
-    """Added up over all models."""
+    """Added up over all models; empty where a bucket has no bound, or a number is none."""
     counts: dict[float, float] = {}
-    for sample in samples.get(f"{metric}_bucket", ()):
-        bound = float(sample.labels["le"])
-        counts[bound] = counts.get(bound, 0.0) + sample.value
-    return Histogram(tuple(sorted(counts.items())), _sum(samples.get(f"{metric}_sum", ())))
+    try:
+        for sample in samples.get(f"{metric}_bucket", ()):
+            bound = float(sample.labels["le"])
+            counts[bound] = counts.get(bound, 0.0) + sample.value
+    except (KeyError, ValueError):
+        return EMPTY
+    total = _sum(samples.get(f"{metric}_sum", ()))
+    if any(map(math.isnan, counts)) or not all(map(math.isfinite, (*counts.values(), total))):
+        return EMPTY
+    return Histogram(tuple(sorted(counts.items())), total)
 
 
 class Observer(Protocol):

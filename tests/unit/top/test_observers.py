@@ -43,6 +43,21 @@ def test_invalid_metrics_page_gives_an_empty_load() -> None:
     assert load_of("<html>{{{") == WorkerLoad()
 
 
+@pytest.mark.parametrize("number", ["NaN", "+Inf", "-Inf", "1e300"])
+def test_metric_that_is_no_count_is_unknown(number: str) -> None:
+    page = f"dynamo_frontend_inflight_requests {number}\ndynamo_frontend_queued_requests 2\n"
+    seen = frontend_of(page)
+    assert (seen.running, seen.waiting) == (None, 2)
+
+
+@pytest.mark.parametrize(
+    "bucket", ["{} 1", '{le="x"} 1', '{le="NaN"} 1', '{le="+Inf"} NaN', '{le="+Inf"} +Inf']
+)
+def test_histogram_without_bounds_or_counts_is_empty(bucket: str) -> None:
+    page = f"dynamo_frontend_time_to_first_token_seconds_bucket{bucket}\n"
+    assert frontend_of(page).ttft == EMPTY
+
+
 def test_quantiles_of_latencies_are_those_of_prometheus() -> None:
     buckets = ((0.1, 50.0), (0.2, 90.0), (float("inf"), 100.0))
     found = latency(Histogram(buckets, 12.0))
