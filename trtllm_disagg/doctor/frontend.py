@@ -17,13 +17,17 @@ import msgspec
 
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.handlers.trace import ENGINE_DATA
-from trtllm_disagg.processes.direct_http import open_url
+from trtllm_disagg.processes.direct_http import read_url, whole_body
 
 #: Tokens of an answer: one of prefill and some of decode.
 _NUM_TOKENS = 4
 #: Blocks of a prompt, at least.
 _NUM_BLOCKS = 4
 _PAGE_SECONDS = 5.0
+#: Of a prompt, however large the blocks are that a frontend reports.
+_MOST_LETTERS = 1 << 14
+#: Errors of JSON that is none, or not as expected.
+_UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError, KeyError, TypeError)
 
 
 class Instance(msgspec.Struct, frozen=True):
@@ -38,7 +42,7 @@ class Instance(msgspec.Struct, frozen=True):
     @property
     def address(self) -> tuple[str, int] | None:
         """Host and port, where requests come over TCP."""
-        found = re.match(r"(?:\[(.+?)\]|([^/\[\]]+)):(\d+)(?:/|$)", str(self.transport.get("tcp", "")))
+        found = re.match(r"(?:\[(.+?)\]|([^/\[\]]+)):(\d{1,5})(?:/|$)", str(self.transport.get("tcp", "")))
         return (found[1] or found[2], int(found[3])) if found else None
 
 
@@ -86,7 +90,7 @@ def fresh_prompt(sizes: Sizes) -> str:
     """A prompt unlike all earlier ones, of some blocks at least unless the model has no room: letters, which are a
     token each in most tokenizers and at most two.
     """
-    count = (_NUM_BLOCKS + 1) * (sizes.block_size or 32)
+    count = min((_NUM_BLOCKS + 1) * (sizes.block_size or 32), _MOST_LETTERS)
     if sizes.context_length is not None:
         count = max(1, min(count, (sizes.context_length - _NUM_TOKENS) // 2))
     return " ".join(random.choices(string.ascii_lowercase, k=count))
@@ -113,14 +117,13 @@ class FrontendClient:
     def models(self) -> list[str]:
         """Raises ConfigError when there is no frontend."""
         try:
-            listed = json.loads(self._page("/v1/models"))
-            return [str(each["id"]) for each in listed["data"]]
+            return _names(json.loads(self._page("/v1/models")))
         except (OSError, http.client.HTTPException) as error:
             why = getattr(error, "reason", None) or error
             raise ConfigError.bad_value(
                 "--url", self.url, f"the URL of a frontend that answers ({why})"
             ) from error
-        except (ValueError, KeyError, TypeError) as error:
+        except _UNREADABLE as error:
             raise ConfigError.bad_value(
                 "--url", self.url, "the URL of a frontend; what is there has no list of models"
             ) from error
@@ -129,7 +132,7 @@ class FrontendClient:
         """The instances; None where the frontend does not list them."""
         try:
             return msgspec.json.decode(self._page("/health"), type=_Health).instances
-        except (OSError, http.client.HTTPException, msgspec.DecodeError):
+        except (OSError, http.client.HTTPException, *_UNREADABLE):
             return None
 
     def sizes(self, model: str) -> Sizes:
@@ -164,17 +167,15 @@ class FrontendClient:
     def _asked(self, path: str, body: dict[str, Any]) -> Answer:
         request = Request(self.url + path, json.dumps(body).encode(), {"content-type": "application/json"})
         try:
-            with open_url(request, self._seconds) as response:
-                return answer_of(response.read())
+            return answer_of(read_url(request, self._seconds))
         except HTTPError as error:
             refused = _NotServedError if error.code == 404 else ProbeFailedError
-            raise refused(f"{error.code}: {_message(error.read())}") from error
-        except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
+            raise refused(f"{error.code}: {_message(error)}") from error
+        except (OSError, http.client.HTTPException, *_UNREADABLE) as error:
             raise ProbeFailedError(str(getattr(error, "reason", None) or error)) from error
 
     def _page(self, path: str) -> bytes:
-        with open_url(Request(self.url + path), _PAGE_SECONDS) as response:
-            return response.read()
+        return read_url(Request(self.url + path), _PAGE_SECONDS)
 
 
 class _NotServedError(ProbeFailedError):
@@ -215,7 +216,7 @@ class _Completion(msgspec.Struct, frozen=True):
 
 
 def answer_of(body: bytes) -> Answer:
-    """Raises msgspec.DecodeError for an answer that is no completion."""
+    """Raises one of _UNREADABLE for an answer that is no completion."""
     said = msgspec.json.decode(body, type=_Completion)
     usage, nvext = said.usage or _Usage(), said.nvext or _Nvext()
     workers, timing = nvext.worker_id or _WorkerIds(), nvext.timing or _Timing()
@@ -230,13 +231,26 @@ def answer_of(body: bytes) -> Answer:
     )
 
 
+def _names(listed: Any) -> list[str]:
+    """Raises one of _UNREADABLE for what is no list of models, with names that a terminal can show."""
+    names = [str(each["id"]) for each in listed["data"]]
+    if not all(map(str.isprintable, names)):
+        raise ValueError("a name with control characters")
+    return names
+
+
 def _number(page: str, metric: str, model: str) -> int | None:
-    found = re.search(rf'^{metric}{{model="{re.escape(model)}"}} (\d+)', page, re.MULTILINE)
+    found = re.search(rf'^{metric}{{model="{re.escape(model)}"}} (\d{{1,15}})\b', page, re.MULTILINE)
     return int(found[1]) or None if found else None
 
 
-def _message(body: bytes) -> str:
+def _message(answer: HTTPError) -> str:
+    """As Dynamo's frontend writes it, or the beginning of what another server writes."""
+    try:
+        body = whole_body(answer)
+    except (OSError, http.client.HTTPException) as error:
+        return str(error)
     try:
         return str(json.loads(body)["message"])
-    except (ValueError, KeyError, TypeError):
+    except _UNREADABLE:
         return body.decode(errors="replace")[:200]

@@ -17,6 +17,7 @@ from trtllm_disagg.doctor.frontend import (
     Answer,
     AnswerTrace,
     FrontendClient,
+    Instance,
     ProbeFailedError,
     Sizes,
     fresh_prompt,
@@ -72,6 +73,8 @@ class Pages(ThreadingHTTPServer):
         super().__init__((LOOPBACK, 0), _Handler)
         self.pages: dict[str, tuple[int, Any]] = {}
         self.asked: list[tuple[str, Any]] = []
+        #: Bytes that each answer announces and does not have.
+        self.num_missing = 0
 
     @property
     def url(self) -> str:
@@ -85,7 +88,7 @@ class _Handler(BaseHTTPRequestHandler):
         status, body = self.server.pages.get(self.path, (404, {"message": "Not Found"}))
         content = body.encode() if isinstance(body, str) else json.dumps(body).encode()
         self.send_response(status)
-        self.send_header("content-length", str(len(content)))
+        self.send_header("content-length", str(len(content) + self.server.num_missing))
         self.end_headers()
         self.wfile.write(content)
 
@@ -152,6 +155,7 @@ def test_a_prompt_fills_blocks_and_fits_the_model() -> None:
     assert len(fresh_prompt(Sizes(32, 4096)).split()) == 160
     assert len(fresh_prompt(Sizes(64, None)).split()) == 320
     assert len(fresh_prompt(Sizes(32, 100)).split()) == 48
+    assert len(fresh_prompt(Sizes(10**9, None)).split()) == 1 << 14
     assert fresh_prompt(Sizes()) != fresh_prompt(Sizes())
 
 
@@ -177,6 +181,44 @@ def test_server_that_is_no_frontend_exits_with_2_and_the_reason(
     pages.pages["/v1/models"] = (200, "<html>")
     assert status_of("--url", pages.url) == 2
     assert "what is there has no list of models" in capsys.readouterr().err
+
+
+DEEP = '{"x":' + "[" * 100_000
+
+
+@pytest.mark.parametrize("id", ["\x1b[31mred", "\ud800", "two\nlines"])
+def test_model_that_no_terminal_can_show_is_no_list_of_models(pages: Pages, id: str) -> None:
+    pages.pages["/v1/models"] = (200, {"data": [{"id": id}]})
+    with pytest.raises(ConfigError, match="what is there has no list of models"):
+        FrontendClient(pages.url, 5).models()
+
+
+def test_pages_of_a_server_that_is_no_frontend_are_refused_or_unknown(pages: Pages) -> None:
+    frontend = FrontendClient(pages.url, 5)
+    pages.pages |= dict.fromkeys(("/v1/models", "/health", "/v1/completions"), (200, DEEP))
+    pages.pages["/metrics"] = (200, METRICS.replace("4096", "9" * 5000))
+    with pytest.raises(ConfigError, match="what is there has no list of models"):
+        frontend.models()
+    assert (frontend.instances(), frontend.sizes("demo")) == (None, Sizes(32, None))
+    with pytest.raises(ProbeFailedError, match="recursion"):
+        frontend.ask("demo", "a")
+    pages.pages["/v1/completions"] = (500, DEEP)
+    with pytest.raises(ProbeFailedError, match=r'500: {"x":\['):
+        frontend.ask("demo", "a")
+
+
+def test_answers_that_end_too_early_are_failures(pages: Pages) -> None:
+    pages.num_missing = 1
+    pages.pages |= {"/v1/models": (200, {"data": []}), "/v1/completions": (500, {"message": "out of memory"})}
+    frontend = FrontendClient(pages.url, 5)
+    with pytest.raises(ConfigError, match="IncompleteRead"):
+        frontend.models()
+    with pytest.raises(ProbeFailedError, match="500: IncompleteRead"):
+        frontend.ask("demo", "a")
+
+
+def test_address_with_a_port_of_many_digits_is_none() -> None:
+    assert Instance("n", "c", "generate", 1, {"tcp": "127.0.0.1:" + "9" * 5000}).address is None
 
 
 def test_a_frontend_that_cannot_be_looked_into_leaves_the_rest_not_known(

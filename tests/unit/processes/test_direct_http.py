@@ -1,4 +1,4 @@
-"""Which requests of commands go through the proxy of the environment."""
+"""Which requests of commands go through the proxy of the environment, and how much of an answer they wait for."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import asyncio
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from urllib.request import Request
 
 import pytest
 
 from trtllm_disagg.processes import direct_http
-from trtllm_disagg.processes.direct_http import open_url
+from trtllm_disagg.processes.direct_http import open_url, read_url
 
 SECONDS = 30.0
 
@@ -88,3 +88,45 @@ async def test_servers_that_do_not_answer_delay_no_other(server: Server) -> None
         answer = await direct_http.get("127.0.0.1", server.http.server_port, "/metrics")
         assert (answer, sum(each.done() for each in waiting)) == ((200, b"ok"), 0)
     await asyncio.gather(*waiting)
+
+
+@pytest.fixture(params=[b"HTTP/1.1 200 OK\r\nx: ", b"HTTP/1.1 200 OK\r\n\r\n"], ids=["headers", "body"])
+def endless(request: pytest.FixtureRequest) -> Iterator[int]:
+    """The port of a server with an answer that never ends: a byte comes each 10 ms."""
+    closed = threading.Event()
+
+    def answer() -> None:
+        with suppress(OSError):
+            connection, _ = listening.accept()
+            with connection:
+                connection.sendall(request.param)
+                while not closed.wait(0.01):
+                    connection.sendall(b"a")
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        answering = threading.Thread(target=answer)
+        answering.start()
+        yield listening.getsockname()[1]
+        closed.set()
+        answering.join()
+
+
+async def test_an_answer_that_never_ends_is_none(endless: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct_http, "TIMEOUT_SECONDS", 0.2)
+    assert await direct_http.get("127.0.0.1", endless, "/metrics") == (0, b"")
+
+
+def test_a_url_with_an_answer_that_never_ends_is_given_up_at_the_timeout(endless: int) -> None:
+    with pytest.raises(TimeoutError):
+        read_url(Request(f"http://127.0.0.1:{endless}/"), 0.2)
+
+
+async def test_an_answer_that_is_too_long_is_not_kept(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await direct_http.get("127.0.0.1", server.http.server_port, "/") == (200, b"ok")
+    assert read_url(Request(server.url()), SECONDS) == b"ok"
+    monkeypatch.setattr(direct_http, "MOST_BYTES", 1)
+    assert await direct_http.get("127.0.0.1", server.http.server_port, "/") == (0, b"")
+    with pytest.raises(OSError, match="an answer of more than"):
+        read_url(Request(server.url()), SECONDS)
