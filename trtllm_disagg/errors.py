@@ -40,13 +40,14 @@ def _shown(value: object) -> str:
     return text if len(text) <= _MOST_CHARS else text[: _MOST_CHARS - 3] + "..."
 
 
-#: Characters that a terminal executes or takes for the end of a line, except tabs and newlines.
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
+#: Characters that a terminal executes or takes for the end of a line, except tabs and newlines; and halves of a pair,
+#: which JSON can escape and no stream can write.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 #: A newline without an indented line after it: what follows would look like a line of the log.
 _LINE = re.compile(r"\n(?!  )")
 
 
-def _harmless(text: str) -> str:
+def harmless(text: str) -> str:
     """Escape control characters and indent further lines, because a client may have written part of the text."""
     shown = _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
     return _LINE.sub("\n  ", shown)
@@ -59,7 +60,7 @@ class DisaggError(Exception):
     peer: int | None = None
 
     def __str__(self) -> str:
-        return _harmless(super().__str__())
+        return harmless(super().__str__())
 
     def blame(self, instance_id: int | None) -> None:
         """The instance that failed is this one, unless the error names one already."""

@@ -20,7 +20,7 @@ from trtllm_disagg.config.engine_args import build_engine_args, with_engine_args
 from trtllm_disagg.console import Console
 from trtllm_disagg.doctor.pair import ANY_MODEL, Pair
 from trtllm_disagg.doctor.rules import RULES, Problem, Rule, Severity
-from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.errors import ConfigError, harmless
 
 if TYPE_CHECKING:
     from trtllm_disagg.doctor.live import Observed
@@ -145,16 +145,18 @@ def _show(
         table.add_column(Text(column), overflow="fold")
     for row, cells in rows:
         verdict = Text(row.verdict, style=_STYLES[row.verdict])
-        table.add_row(Text(row.rule), verdict, *map(Text, cells))
+        table.add_row(Text(row.rule), verdict, *(Text(harmless(cell)) for cell in cells))
     console.print(table)
     for instead, same in _together([row for row, _ in rows if row.verdict != FINE]):
         names = ", ".join(row.rule for row in same)
-        console.print(Text.assemble((f"{same[0].verdict} ", _STYLES[same[0].verdict]), f"{names}: {instead}"))
+        console.print(
+            Text.assemble((f"{same[0].verdict} ", _STYLES[same[0].verdict]), f"{names}: {harmless(instead)}")
+        )
         console.print(Text(f"      because {'; '.join(row.why for row in same)}", style="dim"))
     counts = _counts([row for row, _ in rows])
     unknown = f", {counts[UNKNOWN]} {UNKNOWN}" if counts[UNKNOWN] else ""
     total = ", ".join(_counted(counts[kind.value], kind.value) for kind in (Severity.ERROR, Severity.NOTE))
-    console.print(f"{total}{unknown}; {about}")
+    console.print(Text(f"{total}{unknown}; {about}"))
 
 
 def _counted(number: int, noun: str) -> str:

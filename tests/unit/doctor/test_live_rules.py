@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from trtllm_disagg.deployment.limits import INOTIFY_KEY, MachineLimits, Needs
+from trtllm_disagg.doctor.diagnosis import show_live
 from trtllm_disagg.doctor.frontend import Answer, AnswerTrace, ProbeFailedError
 from trtllm_disagg.doctor.live import Observed, ObservedWorker, Repeats
 from trtllm_disagg.doctor.live_rules import Finding, findings
@@ -56,6 +57,15 @@ FINE = Observed(
 
 def broken(seen: Observed) -> list[Finding]:
     return [finding for finding in findings(seen) if finding.verdict != "ok"]
+
+
+def test_words_of_a_deployment_reach_no_terminal_as_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    seen = replace(traced(reason="\x1b[2J", fallbacks=["local: \x1b]0;x\x07"]), model="[/b]")
+    show_live(seen, findings(seen))
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert r"\x1b[2J" in shown
+    assert "[/b] at http" in shown
 
 
 def the_one(seen: Observed) -> Finding:
