@@ -36,7 +36,7 @@ _ID_PREFIXES = ("chatcmpl-", "cmpl-", "resp-")
 _TIME = re.compile(rb"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+Z")
 # The first request id of a line is the one that workers know.
 _ASKED_ID = re.compile(rb'request_id"?[=:]"?([^\s",}]+)')
-_ELAPSED = re.compile(rb'elapsed_ms"?[=:]"?(\d+)')
+_ELAPSED = re.compile(rb'elapsed_ms"?[=:]"?(\d{1,15})\b')
 #: Spans that last until the client has the whole answer; a request has one of them in every order.
 _TO_THE_END = ("http-request", "request", "decode_stage")
 _CHOSEN, _COMPLETED = b"Selected worker", b"request completed"
@@ -66,7 +66,11 @@ def _note_line(line: bytes, chosen: dict[str, int], stays: dict[str, Stay]) -> N
     at, asked, elapsed = (each.search(line) for each in (_TIME, _ASKED_ID, _ELAPSED))
     if at is None or asked is None:
         return
-    moment, request_id = _nanoseconds(at[0]), asked[1].decode(errors="replace")
+    try:
+        moment = _nanoseconds(at[0])
+    except ValueError:  # no time, though it looks like one
+        return
+    request_id = asked[1].decode(errors="replace")
     if _CHOSEN in line:
         chosen.setdefault(request_id, moment)
     elif elapsed is not None:

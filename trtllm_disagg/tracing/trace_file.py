@@ -197,7 +197,7 @@ def _decoded(batch: dict[str, Any]) -> Iterator[ReadSpan]:
     for of_resource in batch["resourceSpans"]:
         resource = _read_attributes(of_resource.get("resource") or {})
         for of_scope in of_resource.get("scopeSpans") or ():
-            scope = str((of_scope.get("scope") or {}).get("name", ""))
+            scope = _text((of_scope.get("scope") or {}).get("name", ""))
             for span in of_scope.get("spans") or ():
                 yield ReadSpan(_read(span), resource, scope)
 
@@ -206,14 +206,14 @@ def _read(span: dict[str, Any]) -> SpanData:
     status = span.get("status") or {}
     return SpanData(
         name=_text(span["name"]),
-        trace_id=str(span["traceId"]).lower(),
-        span_id=str(span["spanId"]).lower(),
-        parent_id=str(span.get("parentSpanId") or "").lower() or None,
-        start=int(span["startTimeUnixNano"]),
-        end=int(span["endTimeUnixNano"]),
+        trace_id=_text(span["traceId"]).lower(),
+        span_id=_text(span["spanId"]).lower(),
+        parent_id=_text(span.get("parentSpanId") or "").lower() or None,
+        start=_time(span["startTimeUnixNano"]),
+        end=_time(span["endTimeUnixNano"]),
         attributes=_read_attributes(span),
         events=[
-            SpanEvent(_text(event["name"]), int(event["timeUnixNano"]), _read_attributes(event))
+            SpanEvent(_text(event["name"]), _time(event["timeUnixNano"]), _read_attributes(event))
             for event in span.get("events") or ()
         ],
         # The collector writes the number, other programs write the name.
@@ -229,8 +229,18 @@ def _text(value: object) -> str:
     return str(value).translate(_CONTROL)
 
 
+def _time(value: Any) -> int:
+    """Raises ValueError for what is no 64-bit number of nanoseconds."""
+    at = int(value)
+    if at >> 64:
+        raise ValueError("a time beyond 64 bits")
+    return at
+
+
 def _read_attributes(holder: dict[str, Any]) -> dict[str, Value]:
-    return {each["key"]: _read_value(each.get("value") or {}) for each in holder.get("attributes") or ()}
+    return {
+        _text(each["key"]): _read_value(each.get("value") or {}) for each in holder.get("attributes") or ()
+    }
 
 
 def _read_value(value: dict[str, Any]) -> Value:

@@ -199,19 +199,25 @@ def _notes(node: Node, *, is_error_shown: bool) -> Iterator[str]:
     attributes: Mapping[str, object] = node.span.attributes
     if node.span.error is not None and not is_error_shown:
         yield f"failed: {node.span.error}"
-    if "kv_transfer.bytes" in attributes:
-        num_bytes, rate = (
-            float(str(attributes[f"kv_transfer.{name}"])) for name in ("bytes", "gb_per_second")
-        )
-        way = (("by", attributes.get("kv_transfer.transport")), ("from", attributes.get("kv_transfer.link")))
-        said = "".join(f" {word} {value}" for word, value in way if value)
-        yield f"{num_bytes / 1024:,.0f} KiB{said}, {rate:.3g} GB/s"
+    yield from _transfer(attributes)
     if "because" in attributes:
         yield f"to {attributes.get('to')}, because {attributes['because']}"
     for event in node.span.events:
         if event.name != "first_token":
             said = ", ".join(f"{name} {_words(value)}" for name, value in event.attributes.items())
             yield f"{event.name} {said}".rstrip()
+
+
+def _transfer(attributes: Mapping[str, object]) -> Iterator[str]:
+    try:
+        num_bytes, rate = (
+            float(str(attributes[f"kv_transfer.{name}"])) for name in ("bytes", "gb_per_second")
+        )
+    except (KeyError, ValueError):  # none, or not as this version writes them
+        return
+    way = (("by", attributes.get("kv_transfer.transport")), ("from", attributes.get("kv_transfer.link")))
+    said = "".join(f" {word} {value}" for word, value in way if value)
+    yield f"{num_bytes / 1024:,.0f} KiB{said}, {rate:.3g} GB/s"
 
 
 def _words(value: Value) -> str:

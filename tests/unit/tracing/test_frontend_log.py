@@ -38,6 +38,15 @@ def test_arrival_routing_and_end_are_read_from_both_log_formats(lines: str, tmp_
     assert read_stays(log) == {REQUEST: Stay(at(44), at(44), at(1362))}
 
 
+@pytest.mark.parametrize(
+    ("what", "instead"), [("=1318", "=" + "9" * 5000), ("2026-11-22T21:22:10", "2026-99-22T21:22:10")]
+)
+def test_numbers_that_no_frontend_writes_are_skipped(what: str, instead: str, tmp_path: Path) -> None:
+    log = tmp_path / "frontend.log"
+    log.write_text(AS_TEXT.replace(what, instead))
+    assert read_stays(log) == {}
+
+
 def test_a_request_that_began_before_its_log_was_full_is_read_from_both_halves(tmp_path: Path) -> None:
     log = tmp_path / "frontend.log"
     chosen, *ended = AS_TEXT.splitlines(keepends=True)

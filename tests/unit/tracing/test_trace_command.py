@@ -12,7 +12,7 @@ from tests.support.tracing import write
 from trtllm_disagg.cli import run
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.tracing.reading import read_traces
-from trtllm_disagg.tracing.spans import SpanData, SpanEvent
+from trtllm_disagg.tracing.spans import SpanData, SpanEvent, Value
 from trtllm_disagg.tracing.trace_file import LONGEST_GAP, LONGEST_GAP_AFTER
 
 #: (name, place in the tree, first and last millisecond)
@@ -264,6 +264,36 @@ def test_characters_that_a_terminal_obeys_are_not_printed(
     text = "\n".join(shown(capsys, "--otlp-file", file))
     assert "window\ufffd]0;title\ufffd" in text
     assert not {"\x1b", "\x07", "\x9b"} & set(text)
+
+
+def test_names_and_ids_of_a_file_are_as_harmless_as_its_values(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = run_dir / "collected.jsonl"
+    span = SpanData("request", "trace\x1b[2J", "span\x1b[2J", None, 0, 1_000_000)
+    span.events = [SpanEvent("retry", 0, {"why\x1b[2J": "lost"})]
+    write(file, [span])
+    text = "\n".join(shown(capsys, "--otlp-file", file))
+    assert "request trace\ufffd[2j" in text
+    assert "retry why\ufffd[2J lost" in text
+    picture = run_dir / "picture.svg"
+    shown(capsys, "--otlp-file", file, "--html", picture)
+    ET.parse(picture)
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {"kv_transfer.bytes": 5},
+        {"kv_transfer.bytes": "many", "kv_transfer.gb_per_second": 1.0},
+    ],
+)
+def test_transfer_of_another_version_is_left_out(
+    attributes: dict[str, Value], run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = run_dir / "collected.jsonl"
+    write(file, [SpanData("request", "1" * 32, "2" * 16, None, 0, 1_000_000, attributes)])
+    assert "KiB" not in "\n".join(shown(capsys, "--otlp-file", file))
 
 
 @pytest.mark.parametrize(

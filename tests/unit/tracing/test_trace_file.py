@@ -135,6 +135,12 @@ def test_incomplete_line_of_a_trace_file_is_skipped(tmp_path: Path) -> None:
     assert [each.data for each in read_spans(file)] == [ROOT]
 
 
+def test_a_time_beyond_64_bits_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", [replace(ROOT, end=10**400)])
+    with pytest.raises(ConfigError, match=r"line 1 is none.*a time beyond 64 bits"):
+        list(read_spans(tmp_path / "a.jsonl"))
+
+
 @pytest.mark.parametrize(
     "text",
     [
