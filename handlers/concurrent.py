@@ -9,6 +9,8 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
+
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.errors import (
     ConfigError,
@@ -36,6 +38,7 @@ from trtllm_disagg.types import (
     Generate,
     GenerateRequest,
     Handoff,
+    Int32,
     Rendezvous,
     RequestContext,
     TokenChunk,
@@ -119,14 +122,12 @@ class RemotePush:
 
     async def _place_of(self, instance: StageInstance) -> tuple[str, int | None]:
         described = await instance.describe()
-        endpoint = described.get("ctx_info_endpoint")
         with blaming(instance):
-            if not endpoint:
-                raise PeerUnavailableError("the prefill worker's engine has no ctx_info_endpoint")
+            place = _place_in(described)
         there = {*self._client.instance_ids(), instance.instance_id}
         self._places = {each: place for each, place in self._places.items() if each in there}
-        self._places[instance.instance_id] = endpoint, described.get("ctx_dp_rank")
-        return self._places[instance.instance_id]
+        self._places[instance.instance_id] = place
+        return place
 
     async def _call(self, instance: StageInstance, request: GenerateRequest, context: RequestContext) -> None:
         with blaming(instance), dispatch_span(instance, request) as dispatch:
@@ -135,6 +136,23 @@ class RemotePush:
                 num_answers = len([answer async for answer in answers])
             if num_answers != 1 and not context.is_stopped():
                 raise PeerUnavailableError(f"the prefill worker sent {num_answers} answers instead of one")
+
+
+class _Place(msgspec.Struct, frozen=True):
+    """The part of a prefill worker's description that says where its engine is met."""
+
+    ctx_info_endpoint: str | None = None
+    ctx_dp_rank: Int32 | None = None
+
+
+def _place_in(described: dict[str, Any]) -> tuple[str, int | None]:
+    try:
+        place = msgspec.convert(described, _Place)
+    except msgspec.ValidationError as error:
+        raise PeerUnavailableError(f"the prefill worker's description is unreadable: {error}") from None
+    if not place.ctx_info_endpoint:
+        raise PeerUnavailableError("the prefill worker's engine has no ctx_info_endpoint")
+    return place.ctx_info_endpoint, place.ctx_dp_rank
 
 
 def push_service(push: LocalPush) -> Generate:

@@ -71,10 +71,11 @@ class PrefillResult(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_tokens_details: PromptTokensDetails | None = None
 
 
-#: Bounds of values from the network: a host name, a TCP port, a number of 63 bits, a block's index.
+#: Bounds of values from the network: a host name, a TCP port, a number of 63 bits, a token or a rank, a block's index.
 Host = Annotated[str, msgspec.Meta(min_length=1, max_length=253)]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 Number63 = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 BlockId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
@@ -95,11 +96,11 @@ class KvTransferParams(msgspec.Struct, frozen=True):
 class Rendezvous(msgspec.Struct, frozen=True, omit_defaults=True):
     """Where decode finds the prefill engine when both phases of a request are dispatched at once."""
 
-    disagg_request_id: int
+    disagg_request_id: Number63
     #: The prefill engine's endpoint; until 0.2.0 a list with one endpoint.
     ctx_info_endpoint: str | list[str]
     #: The prefill engine's rank of attention DP; None: decode asks all ranks.
-    ctx_dp_rank: int | None = None
+    ctx_dp_rank: Int32 | None = None
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "ctx_info_endpoint", one_endpoint(self.ctx_info_endpoint))

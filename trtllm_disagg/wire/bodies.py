@@ -9,13 +9,14 @@ import dataclasses
 import math
 import struct
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from trtllm_disagg.errors import HandoffRefusedError, InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.types import (
     GenerateRequest,
+    Int32,
     Number63,
     OutputOptions,
     PhaseRequest,
@@ -334,10 +335,6 @@ class _LogProb(msgspec.Struct, frozen=True):
     rank: int | None
 
 
-#: A token, a rank.
-_Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
-
-
 class _EngineParams(msgspec.Struct, frozen=True):
     """The fields of a handoff that an engine reads. A wrong type can end its process: TensorRT-LLM passes them on to
     C++ where nothing catches the error, and an engine calls bytes(opaque_state), which of a number makes so many zeros.
@@ -347,9 +344,9 @@ class _EngineParams(msgspec.Struct, frozen=True):
     ctx_info_endpoint: str | list[str] | None = None
     ctx_request_id: Number63 | None = None
     disagg_request_id: Number63 | None = None
-    ctx_dp_rank: _Int32 | None = None
-    first_gen_tokens: list[_Int32] | None = None
-    draft_tokens: list[_Int32] | None = None
+    ctx_dp_rank: Int32 | None = None
+    first_gen_tokens: list[Int32] | None = None
+    draft_tokens: list[Int32] | None = None
     #: For each token its alternatives; a plain number where the request asks for none.
     first_gen_log_probs: list[list[_LogProb] | float] | None = None
 

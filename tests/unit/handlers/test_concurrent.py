@@ -204,11 +204,12 @@ def test_an_unreachable_engine_is_refused_before_it_serves() -> None:
         LocalPush(recording_engine())
 
 
-async def test_prefill_worker_without_context_endpoint_raises_peer_unavailable(
-    engines: dict[Role, Engine],
-) -> None:
-    push = RemotePush(RecordingStageClient(), engines[Role.DECODE])
-    with pytest.raises(PeerUnavailableError, match="ctx_info_endpoint") as error:
+@pytest.mark.parametrize(
+    "description", [{}, {"ctx_info_endpoint": 5}, {"ctx_info_endpoint": "tcp://a:1", "ctx_dp_rank": 2**31}]
+)
+async def test_prefill_worker_that_cannot_be_met_raises_peer_unavailable(description: dict[str, Any]) -> None:
+    push = RemotePush(RecordingStageClient(description=description), recording_engine())
+    with pytest.raises(PeerUnavailableError, match="ctx_") as error:
         await push.open_rendezvous(request())
     assert error.value.peer == 1
 

@@ -108,6 +108,23 @@ def test_an_unusable_room_is_refused(keys: dict[str, Any], named: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("disagg_request_id", -1),
+        ("disagg_request_id", 2**63),
+        ("disagg_request_id", True),
+        ("ctx_dp_rank", 2**31),
+        ("ctx_dp_rank", True),
+    ],
+)
+def test_rendezvous_with_a_number_that_no_engine_can_read_is_refused(key: str, value: int) -> None:
+    rendezvous: dict[str, Any] = {"disagg_request_id": 5, "ctx_info_endpoint": "tcp://a:1", "ctx_dp_rank": 0}
+    decode_request(raw_request(rendezvous=rendezvous))
+    with pytest.raises(HandoffRefusedError, match=key):
+        decode_request(raw_request(rendezvous=rendezvous | {key: value}))
+
+
+@pytest.mark.parametrize(
     "keys",
     [
         {"prefill_result": {"disaggregated_params": PARAMS}},
