@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from trtllm_disagg.admin.client import quiet_runtime
 from trtllm_disagg.commands import NoKeySigner
 from trtllm_disagg.config.settings import COMPONENTS, SHARED_COMPONENT
@@ -63,7 +65,26 @@ async def _described(namespace: str, variables: Mapping[str, str]) -> dict[int, 
         timeout=_ANSWER_SECONDS,
     ) as workers:
         answered = await workers.workers(without=(PeerUnavailableError, StageTimeoutError))
-        return {each.instance_id: each.description for each in answered}
+        return {each.instance_id: each.description for each in answered if is_readable(each.description)}
+
+
+class _Described(msgspec.Struct, frozen=True):
+    """The part of a worker's description that doctor shows, which an older version may lack."""
+
+    role: str | None = None
+    strategy: str | None = None
+    engine: str | None = None
+    trtllm_version: str | None = None
+    versions: dict[str, str | None] | None = None
+
+
+def is_readable(description: Description) -> bool:
+    """False for the answer of another program at a worker's endpoint."""
+    try:
+        msgspec.convert(description, _Described)
+    except msgspec.ValidationError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)

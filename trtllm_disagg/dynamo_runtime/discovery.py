@@ -53,7 +53,8 @@ class DynamoStageInstance:
     async def describe(self) -> dict[str, Any]:
         async with aclosing(self.call({DESCRIBE: True}, None)) as answers:
             async for answer in answers:
-                return answer
+                if isinstance(answer, dict):
+                    return answer
         raise errors.PeerUnavailableError("an instance of the other stage did not describe itself")
 
     async def notify(self, notice: dict[str, Any]) -> None:

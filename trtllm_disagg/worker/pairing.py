@@ -154,11 +154,10 @@ def may_share_kv(one: Description, other: Description) -> bool:
     """
     if one.get("weights") == other.get("weights"):
         return True
-    roles = {one.get("role"), other.get("role")}
     layouts, precisions = ([side.get(key) for side in (one, other)] for key in ("layout", "precision"))
     is_one_model = bool(layouts[0]) and layouts[0] == layouts[1] and precisions[0] != precisions[1]
     is_queued = "queue" in (one.get("prefill_dispatch"), other.get("prefill_dispatch"))
-    return is_one_model and roles == {Role.PREFILL.value, Role.DECODE.value} and not is_queued
+    return is_one_model and _have_both_roles(one, other) and not is_queued
 
 
 def _runtimes_fit(prefill: Description, decode: Description) -> bool:
@@ -293,18 +292,25 @@ def kind_of(own: Description) -> str:
 
 def require_pair(own: Description, other: Description, ignored: Collection[str] = ()) -> None:
     """Raise ConfigError with one line per difference. Properties with a key in `ignored` may differ."""
-    prefill, decode = (other, own) if own["role"] == Role.DECODE else (own, other)
+    role, other_role = own.get("role"), other.get("role")
+    prefill, decode = (other, own) if role == Role.DECODE else (own, other)
     differences = [
-        f"{each.setting}: {own['role']} {own[each.key]!r}, {other.get('role')} {other.get(each.key)!r}"
+        f"{each.setting}: {role} {own.get(each.key)!r}, {other_role} {other.get(each.key)!r}"
         for each in PROPERTIES
-        if each.key not in ignored and not each.fits(prefill, decode)
+        if each.key not in ignored and not _fits(each, prefill, decode)
     ]
     if not _have_both_roles(own, other):
-        is_same = own["role"] == other.get("role")
-        they = "both workers are" if is_same else f"no stage of {other.get('role')} is called by"
-        differences.insert(0, f"--disaggregation-mode: {they} {own['role']}")
+        they = "both workers are" if role == other_role else f"no stage of {other_role} is called by"
+        differences.insert(0, f"--disaggregation-mode: {they} {role}")
     if differences:
         raise ConfigError("the two stages do not fit together; " + "; ".join(differences))
+
+
+def _fits(each: Property, prefill: Description, decode: Description) -> bool:
+    try:
+        return each.fits(prefill, decode)
+    except TypeError:  # a value of another type: another version of this package, or another program
+        return False
 
 
 def require_fit(own: Description, others: Iterable[Description]) -> None:
@@ -316,7 +322,7 @@ def require_fit(own: Description, others: Iterable[Description]) -> None:
 
 
 def _have_both_roles(own: Description, other: Description) -> bool:
-    return {own["role"], other.get("role")} == {Role.PREFILL, Role.DECODE}
+    return [own.get("role"), other.get("role")] in ([Role.PREFILL, Role.DECODE], [Role.DECODE, Role.PREFILL])
 
 
 def were_switched(others: Iterable[Description]) -> bool:

@@ -18,7 +18,7 @@ from trtllm_disagg.doctor.frontend import (
     ProbeFailedError,
     Sizes,
 )
-from trtllm_disagg.doctor.live import Observed, Sources, look
+from trtllm_disagg.doctor.live import Observed, Sources, is_readable, look
 from trtllm_disagg.doctor.this_machine import LocalProcess
 from trtllm_disagg.errors import ConfigError, PeerUnavailableError
 
@@ -185,3 +185,12 @@ def test_a_model_that_cannot_be_asked_is_refused_by_name(
 
 def test_one_of_several_models_is_asked() -> None:
     assert seen(FakeFrontend(["a", "b"]), model="b").model == "b"
+
+
+@pytest.mark.parametrize(
+    "answer", [{"role": ["prefill"]}, {"versions": ["0.1.0"]}, {"strategy": {}}, {"engine": 5}]
+)
+def test_answer_of_another_program_is_no_description(answer: dict[str, Any]) -> None:
+    assert is_readable({"role": "prefill", "versions": {"trtllm_disagg": "0.1.0", "ai_dynamo": None}})
+    assert is_readable({})
+    assert not is_readable(answer)

@@ -256,6 +256,29 @@ def test_answer_that_is_no_description_is_refused(answer: dict[str, Any]) -> Non
         require_pair(described("prefill"), answer)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("max_seq_len", "4096", "max_seq_len"),
+        ("transceiver_runtime", [], "transceiver_runtime"),
+        ("kv_transport", {}, "how KV moves"),
+        ("trtllm_version", [], "version of TensorRT-LLM"),
+        ("role", ["prefill"], "--disaggregation-mode"),
+    ],
+)
+def test_value_of_another_type_is_a_difference(key: str, value: Any, named: str) -> None:
+    own = described("decode") | {"max_seq_len": 4096}
+    with pytest.raises(ConfigError, match=named):
+        require_pair(own, described("prefill") | {key: value})
+
+
+def test_key_that_this_workers_description_lacks_is_a_difference() -> None:
+    older = described("prefill")
+    del older["handoff_protocol"]
+    with pytest.raises(ConfigError, match="--handoff-protocol: prefill None, decode 'dynamo'"):
+        require_pair(older, described("decode"))
+
+
 def test_every_worker_that_is_there_has_to_fit() -> None:
     decode, prefill = described("decode"), described("prefill", block_size=64)
     with pytest.raises(ConfigError, match="decode 32, prefill 64"):
