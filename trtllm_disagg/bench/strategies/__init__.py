@@ -21,12 +21,16 @@ _REQUESTS, _QUICK_REQUESTS = 200, 14
 #: The value of `--requests` that fills the GPUs at each rate, by the tables.
 _AUTO = "auto"
 _REPETITIONS, _QUICK_REPETITIONS = 2, 1
-#: The flags that each of these two uses; others would have no effect.
+#: The flags that each of these three uses; others would have no effect.
 _OF_FORESEE = (
     *("foresee", "json", "model", "slo", "engine", "engine_configs", "override_engine_args"),
     *("url", "workers", "workloads", "trace", "quick"),
 )
 _OF_ADVISE = ("advise", "out", "slo")
+_OF_URL = (
+    *("url", "out", "model", "slo", "workloads", "trace", "rates"),
+    *("requests", "repetitions", "time_scale", "quick", "aiperf"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -147,6 +151,8 @@ def run(args: argparse.Namespace) -> ExitCode:
         raise ConfigError("--out is missing; give a directory for the run (--foresee alone needs none)")
     if args.advise:
         _refuse_flags_beside("--advise", args, _OF_ADVISE)
+    elif args.url:
+        _refuse_flags_beside("--url", args, _OF_URL)
     slo = slo_of(args)
     # Checked first: a run that has measured for an hour should not fail then.
     require_packages("bench strategies", "matplotlib", "jinja2")

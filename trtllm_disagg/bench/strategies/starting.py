@@ -176,6 +176,8 @@ def _engines(args: argparse.Namespace) -> Engines:
 
 def runner_of_urls(args: argparse.Namespace, aiperf: AIPerf, directory: RunDirectory) -> Runner:
     urls = dict(text.partition("=")[::2] for text in args.url)
+    if len(urls) < len(args.url):
+        raise ConfigError.bad_value("--url", ", ".join(args.url), "each arm once")
     counts = sorted({workers_of(name) for name in urls})
     known = {arm.name: arm for count in counts for arm in arms_at(count)}
     for name, url in urls.items():

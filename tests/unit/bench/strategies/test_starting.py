@@ -759,6 +759,7 @@ def test_vocab_size_is_read_from_the_text_config_or_beside_it(model: Path, confi
         (("--url", "2 agg=http://a"), "--rates: None"),
         (("--url", "agg=http://a", "--rates", "1"), "--url: 'agg'"),
         (("--url", "2 agg=a", "--rates", "1"), "--url: '2 agg=a'"),
+        (("--url", "2 agg=http://a", "--url", "2 agg=http://b", "--rates", "1"), "--url: .*each arm once"),
         (("--engine", "tensorrt_llm", "--rates", "1", "--time-scale", "2"), "--time-scale: 2.0"),
     ],
 )
