@@ -26,6 +26,8 @@ _ENDED_SHARE = 0.9
 _GROWTH, _GROWTH_SEEN_SHORTLY = 1.2, 1.5
 _SHORTLY = 0.8
 _FEWEST = 8
+#: The smallest share of a rate that counts as that rate.
+LEAST_SENT = 0.95
 
 Quantity = Literal["ttft", "tpot", "latency"]
 QUANTITIES: tuple[Quantity, ...] = ("ttft", "tpot", "latency")
@@ -148,11 +150,21 @@ class MeasuredPoint:
         return int(np.count_nonzero(~self.is_answered))
 
     @property
+    def sent_requests_s(self) -> float:
+        """The rate of arrivals: that of the point, unless the load generator could not send so fast."""
+        return self.result.point.rate * (1.0 if self.is_offered else self.result.sent_share)
+
+    @property
+    def is_offered(self) -> bool:
+        """Whether requests came at the point's rate. An arm keeps up with a slow load generator more easily."""
+        return self.result.sent_share >= LEAST_SENT
+
+    @property
     def arrivals_s(self) -> float:
         """Seconds in which requests arrived, by the rate asked for: a few random arrivals have another rate. Goodput
         is divided by this time, so that a long last answer does not lower it.
         """
-        return len(self.result.requests) / self.result.point.rate
+        return len(self.result.requests) / self.sent_requests_s
 
     def percentile(self, name: Quantity, percent: float) -> float:
         """In milliseconds; NaN where no request has such a time."""
@@ -190,7 +202,7 @@ class MeasuredPoint:
         tokens = float(self.output_tokens[good].sum()) * (share / in_time if in_time else 1.0)
         return Goodput(
             share=share,
-            requests_s=share * self.result.point.rate,
+            requests_s=share * self.sent_requests_s,
             tokens_s_gpu=tokens / self.arrivals_s / self.gpus,
         )
 
@@ -247,3 +259,11 @@ def done_share(arrivals: Sequence[float], latencies: Sequence[float]) -> float:
     needed = _GROWTH if last - middle >= _SHORTLY * before else _GROWTH_SEEN_SHORTLY
     share = ended / (count - count // 2)
     return share if share < _ENDED_SHARE and growth > needed else 1.0
+
+
+def sent_share(planned: Sequence[float], sent: Sequence[float]) -> float:
+    """The rate at which requests were sent, as a share of the planned one; at most 1. Both sequences are moments, in
+    seconds. Requests that are planned for one moment have no rate to fall short of.
+    """
+    between = max(planned) - min(planned)
+    return min(1.0, between / max(max(sent) - min(sent), 1e-9)) if between else 1.0

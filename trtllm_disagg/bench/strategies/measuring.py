@@ -12,7 +12,7 @@ from http.client import HTTPException
 from pathlib import Path
 
 from trtllm_disagg.bench.strategies.aiperf import AIPerf, Seen, Send, read_export
-from trtllm_disagg.bench.strategies.measures import done_share
+from trtllm_disagg.bench.strategies.measures import done_share, sent_share
 from trtllm_disagg.bench.strategies.records import Arm, Point, PointResult, RequestRecord, Sensitivity
 from trtllm_disagg.bench.strategies.spent import Lateness, RequestLogs, lateness_of, software_share
 from trtllm_disagg.bench.strategies.workloads import Ask
@@ -187,6 +187,8 @@ class LoadRun:
             self._record(ask, own, begin, scale) for ask, own in zip(stretch.asks, seen, strict=True)
         )
         done = done_share([r.arrival_s for r in requests], [r.latency_ms / 1000 for r in requests])
+        planned = [ask.arrival for ask, own in zip(stretch.asks, seen, strict=True) if own is not None]
+        sent = [(own.begin_ns - begin) / 1e9 / scale for own in seen if own is not None]
         hits = [(r.cached_tokens, r.input_tokens) for r in requests if r.cached_tokens is not None]
         return PointResult(
             point=stretch.point,
@@ -196,6 +198,7 @@ class LoadRun:
             kv_hit_rate=sum(hit for hit, _ in hits) / sum(of for _, of in hits) if hits else None,
             is_saturated=done < 1 or any(request.error for request in requests),
             done_share=done,
+            sent_share=sent_share(planned, sent),
             wall_s=(end - begin) / 1e9,
         )
 

@@ -192,6 +192,9 @@ class PointResult:
     is_saturated: bool = False
     #: The share of requests that ended while others arrived (measures.py). 1 if the arm kept up.
     done_share: float = 1.0
+    #: The rate at which the load generator sent, as a share of the point's (measures.py). 1 if it kept to the schedule,
+    #: and in records written before this field existed.
+    sent_share: float = 1.0
     #: The exact command of each process: "frontend", "prefill-0", ..., "load".
     commands: Mapping[str, str] = field(default_factory=dict)
     #: Versions by package.

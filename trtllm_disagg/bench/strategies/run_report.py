@@ -230,6 +230,7 @@ def _points_of(report: Report) -> Iterator[dict[str, str | float]]:
                 "decode_factor": point.sensitivity.decode_factor,
                 "time_scale": point.time_scale,
                 "requests": len(measured.result.requests),
+                "sent_requests_s": measured.sent_requests_s,
                 "errors": measured.errors,
                 "is_saturated": measured.result.is_saturated,
                 "goodput_requests_s": good.requests_s,

@@ -166,18 +166,19 @@ class Sweep:
         return max(sorted(rates), key=lambda rate: self.goodput(arm, rate, slo))
 
     def knee(self, arm: str, slo: Slo) -> float | None:
-        """The highest rate up to which nearly all requests keep the SLO."""
+        """The highest rate up to which nearly all requests keep the SLO, and were sent at that rate."""
         knee = None
         for rate in self.rates:
-            shares = [measured.goodput(slo).share for measured in self.at_rate(arm, rate)]
-            if shares and median(shares) < ENOUGH_IN_TIME:
+            at_rate = self.at_rate(arm, rate)
+            shares = [measured.goodput(slo).share for measured in at_rate]
+            if shares and (median(shares) < ENOUGH_IN_TIME or not all(each.is_offered for each in at_rate)):
                 break
             knee = rate if shares else knee
         return knee
 
     def without_doubtful_rates(self, software: SoftwareShares) -> Sweep:
-        """This sweep with only the rates, in each variant, below the first at which an answer failed or our own
-        software took more than MOST_SOFTWARE of a time that matters.
+        """This sweep with only the rates, in each variant, below the first at which an answer failed, requests were not
+        sent at that rate, or our own software took more than MOST_SOFTWARE of a time that matters.
         """
         first_bad: dict[Sensitivity, float] = {}
         reasons: list[Doubt] = []
@@ -211,6 +212,12 @@ def _doubt(measured: MeasuredPoint, software: SoftwareShares, is_modelled: bool,
         return Doubt(
             f"{measured.errors} of {len(result.requests)} requests failed",
             "look into logs/ of --out for why they failed; if an arm was full, lower --rates",
+        )
+    if not measured.is_offered:
+        clock = "slow the modelled clock with a longer --time-scale, " if is_modelled else ""
+        return Doubt(
+            f"the load generator sent only {rounded(measured.sent_requests_s, 3):g} requests/s",
+            f"{clock}lower --rates, or leave the load generator's machine to it",
         )
     if is_modelled and not result.software:
         return Doubt(

@@ -1,8 +1,9 @@
 """Judges which arm is best by one measure, and whether that is certain enough to be said.
 
 That is so if the best arm leads by more than its repetitions differ, the rates are high enough to exhaust the others,
-and the sensitivity band does not overturn the result. The verdict uses no rate at which an answer failed or our own
-software took much of what is compared, and compares only arms with the same number of GPUs (sweep.py).
+and the sensitivity band does not overturn the result. The verdict uses no rate at which an answer failed, requests were
+not sent in time or our own software took much of what is compared, and compares only arms with the same number of GPUs
+(sweep.py).
 """
 
 from __future__ import annotations
@@ -208,7 +209,9 @@ def _refusal(sweep: Sweep, clean: Sweep, scores: Mapping[str, float]) -> Doubt:
     if len(sweep.arms) < 2:
         others = ", ".join(f"{arm.name} has {arm.gpus}" for arm in sweep.elsewhere)
         why = "no other arm was measured on as many GPUs" + (f": {others}" if others else "")
-        return Doubt(why, "choose two arms or more with --arms, and one number of --workers")
+        return Doubt(
+            why, "choose two arms or more with --arms, or a --url for each, and one number of workers"
+        )
     fewest = min(len(measured.result.requests) for measured in sweep.measured.values())
     if fewest < FEWEST_REQUESTS:
         return Doubt(f"a point has only {fewest} requests", f"give {FEWEST_REQUESTS} --requests at least")

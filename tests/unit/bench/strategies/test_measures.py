@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.bench.strategies.synthetic import CHAT
-from trtllm_disagg.bench.strategies.measures import MeasuredPoint, ParetoPoint, Slo, front_area, pareto_front
+from trtllm_disagg.bench.strategies.measures import (
+    MeasuredPoint,
+    ParetoPoint,
+    Slo,
+    front_area,
+    pareto_front,
+    sent_share,
+)
 from trtllm_disagg.bench.strategies.records import Arm, Parts, Point, PointResult, RequestRecord
 
 _TIMES = st.floats(0.1, 10_000)
@@ -105,6 +112,31 @@ def test_goodput_counts_answers_that_keep_every_limit() -> None:
     good = measured.goodput(SLO)
     # Four requests, one a second.
     assert (good.share, good.requests_s, good.tokens_s_gpu) == (0.25, 0.25, 0.25 * 10 / 2)
+
+
+def test_goodput_is_at_most_what_the_load_generator_sent() -> None:
+    measured = measured_of(*(request_of(at, 100, 20) for at in range(4)), rate=8.0)
+    late, jitter = (
+        replace(measured, result=replace(measured.result, sent_share=share)) for share in (0.25, 0.96)
+    )
+    good = late.goodput(SLO)
+    assert (good.share, good.requests_s, good.tokens_s_gpu) == (1, 2, 2 * 10 / 2)
+    assert (jitter.is_offered, late.is_offered) == (True, False)
+    assert jitter.goodput(SLO) == measured.goodput(SLO)
+
+
+@pytest.mark.parametrize(
+    ("sent", "share"),
+    [((5, 6, 7), 1), ((5, 7, 9), 0.5), ((5, 5.5, 6), 1), ((5, 5, 5), 1)],
+)
+def test_share_of_the_rate_that_was_sent_follows_from_the_first_and_the_last_request(
+    sent: tuple[float, ...], share: float
+) -> None:
+    assert sent_share((0, 1, 2), sent) == share
+
+
+def test_requests_that_are_planned_for_one_moment_are_sent_at_their_rate() -> None:
+    assert sent_share((0, 0, 0), (0, 1, 2)) == 1
 
 
 def test_an_answer_of_one_token_keeps_every_tpot() -> None:

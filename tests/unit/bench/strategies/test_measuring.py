@@ -76,6 +76,17 @@ def test_times_are_divided_by_the_time_scale() -> None:
     assert (first.commands, first.versions) == ({"url": "http://there", "load": "load"}, {"a": "1"})
 
 
+def test_a_load_generator_that_needs_twice_the_time_sent_half_the_rate() -> None:
+    high = SCHEDULE.stretches[1]
+    answers = all_seen(2.0)
+    for place, ask in enumerate(ASKS):
+        late = 2 * ask.arrival * SCALE
+        answers[f"1-{place}"] = seen(f"1-{place}", 100 + high.begin + late, 2.0)
+    measured = LoadRun(SCHEDULE, answers, None, (), "load", IN_FORCE)
+    kept, slow = measured.results(Target("http://there", "m"), ARMS, {}, "")
+    assert (kept.sent_share, slow.sent_share) == (1, 0.5)
+
+
 def test_a_point_that_began_while_another_ran_is_measured_again() -> None:
     assert set(results_of(all_seen(2.0))) == {LOW, HIGH}
     answers = all_seen(2.0)

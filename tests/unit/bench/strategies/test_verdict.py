@@ -111,6 +111,23 @@ def test_points_measured_once_need_a_larger_lead() -> None:
     assert "each measured once" in once.why_not
 
 
+def test_rates_that_the_load_generator_did_not_send_are_left_out_with_what_it_sent() -> None:
+    def slow(result: PointResult) -> PointResult:
+        share = 0.94 if result.point.arm == AGG and result.point.rate >= 8 else 0.95
+        return replace(result, sent_share=share)
+
+    plan = plan_of(CLEAR)
+    sweep = sweep_of_results(plan, map(slow, results_of(plan, CLEAR)))
+    verdict = verdict_of(sweep)
+    assert verdict.winner is None
+    said = f"from 8 requests/s on: the load generator sent only 7.52 requests/s in {AGG}"
+    assert str(verdict.left_out[0]) == said
+    assert "--time-scale" in verdict.left_out[0].remedy
+    assert (sweep.knee(AGG, SLO), sweep.knee(ORDER, SLO)) == (4, 8)
+    unsent = [replace(result, sent_share=0.5) for result in results_of(plan, CLEAR)]
+    assert sweep_of_results(plan, unsent).knee(ORDER, SLO) is None
+
+
 def test_too_much_software_is_refused() -> None:
     verdict = verdict_with(lambda result: with_software(result, 0.06))
     assert verdict.winner is None
