@@ -24,6 +24,8 @@ from trtllm_disagg.errors import ConfigError, DisaggError
 VERSION = "0.13.0"
 _REMEDY = f"pip install 'trtllm-disagg[bench]' brings it, or aiperf=={VERSION} in any environment"
 _EXPORT = "profile_export.jsonl"
+#: The metric with the tokens of an answer, as the server counts them.
+_TOKENS = "usage_completion_tokens"
 #: The name of the tokenizer that AIPerf insists on, although it makes no prompts here.
 _TOKENIZER = "local/none"
 _LOG_LINES = 12
@@ -229,10 +231,17 @@ def _seen(record: _Record) -> Seen:
         tpot_ms=metrics.number("inter_token_latency"),
         gaps_ms=metrics.numbers("inter_chunk_latency"),
         input_tokens=metrics.count("usage_prompt_tokens"),
-        output_tokens=metrics.count("usage_completion_tokens") or 0,
+        output_tokens=metrics.count(_TOKENS) or 0,
         cached_tokens=metrics.count("usage_prompt_cache_read_tokens"),
-        error=None if record.error is None else f"{record.error.code}: {record.error.message}",
+        error=_error_of(record),
     )
+
+
+def _error_of(record: _Record) -> str | None:
+    """Without the number of its tokens, which comes last, an answer was cut off, or its TPOT is not known."""
+    if record.error is not None:
+        return f"{record.error.code}: {record.error.message}"
+    return None if _TOKENS in record.metrics else "the answer ended without its usage"
 
 
 @dataclass(frozen=True, slots=True)

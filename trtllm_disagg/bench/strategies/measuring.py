@@ -216,7 +216,7 @@ class LoadRun:
             gaps_ms=tuple(round(gap / scale, 3) for gap in seen.gaps_ms),
             cached_tokens=seen.cached_tokens,
             parts=parts,
-            error=seen.error,
+            error=seen.error or _shortfall(ask, seen),
             session=ask.session,
             turn=ask.turn,
         )
@@ -232,6 +232,12 @@ class LoadRun:
         return max(
             (now.since(before[-1].get(name, Lateness())) for name, now in after[0].items()), default=0.0
         )
+
+
+def _shortfall(ask: Ask, seen: Seen) -> str | None:
+    """Requests want a number of tokens, whatever ends a text. A shorter answer is another workload."""
+    is_short = seen.output_tokens < ask.output_tokens
+    return f"an answer of {seen.output_tokens} tokens instead of {ask.output_tokens}" if is_short else None
 
 
 async def measure(schedule: Schedule, target: Target, aiperf: AIPerf, directory: Path) -> LoadRun:

@@ -36,6 +36,14 @@ def test_a_recorded_export_is_read_in_milliseconds_and_tokens() -> None:
     assert (failed.ttft_ms, failed.tpot_ms, failed.output_tokens) == (None, None, 0)
 
 
+def test_an_answer_that_ended_without_its_usage_is_an_error(tmp_path: Path) -> None:
+    line = json.loads((RECORDED / "profile_export.jsonl").read_text().splitlines()[0])
+    del line["metrics"]["usage_completion_tokens"]
+    (tmp_path / "profile_export.jsonl").write_text(json.dumps(line))
+    (seen,) = read_export(tmp_path)
+    assert seen.error == "the answer ended without its usage"
+
+
 def test_an_export_of_another_form_is_refused(tmp_path: Path) -> None:
     (tmp_path / "profile_export.jsonl").write_text('{"metadata": {}}\n')
     with pytest.raises(LoadFailedError, match=r"profile_export.jsonl is not as version 0.13.0 writes it"):

@@ -137,6 +137,16 @@ def test_a_request_that_was_not_sent_is_an_error_of_its_own() -> None:
     assert high.is_saturated
 
 
+def test_an_answer_with_fewer_tokens_than_were_asked_for_is_an_error() -> None:
+    answers = all_seen(2.0)
+    answers["1-1"] = replace(answers["1-1"], output_tokens=9)
+    measured = LoadRun(SCHEDULE, answers, None, (), "load", IN_FORCE)
+    low, high = measured.results(Target("http://there", "m"), ARMS, {}, "")
+    assert not any(request.error for request in low.requests)
+    short = "an answer of 9 tokens instead of 10"
+    assert [request.error for request in high.requests] == [None, short, None]
+
+
 def test_the_latest_worker_counts_and_only_in_the_time_of_the_point() -> None:
     looks = [
         (round(at * 1e9), {"agg-0": Lateness(steps, late), "agg-1": Lateness(steps, 0.0)})
