@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +98,7 @@ class AIPerf:
             *("--no-gpu-telemetry", "--no-server-metrics", "--artifact-dir", str(directory)),
         )
 
-    async def run(self, sends: Iterable[Send], url: str, model: str, directory: Path, seconds: float) -> str:
+    async def run(self, sends: Sequence[Send], url: str, model: str, directory: Path, seconds: float) -> str:
         """Sends all requests, and leaves the results in `directory`. Returns the command. Raises LoadFailedError."""
         home = _prepare(directory, sends, model)
         argv = self.argv(url, model, directory, seconds)
@@ -116,7 +116,9 @@ class AIPerf:
                 code = await process.wait()
             finally:
                 await _end(process)
-        if code != 0 or not (directory / _EXPORT).is_file():
+        # AIPerf also ends with 1 if no request was answered, and its log does not say why. The export does.
+        needed = len(sends) if code != 0 else 0
+        if not (directory / _EXPORT).is_file() or len(_records(directory)) < needed:
             text = (directory / "aiperf.log").read_text(errors="replace").splitlines()
             raise LoadFailedError(
                 "\n  ".join([f"aiperf: exit code {code}; last lines:", *text[-_LOG_LINES:]])
@@ -208,7 +210,7 @@ class _Record(msgspec.Struct, frozen=True):
 
 def read_export(directory: Path) -> Iterator[Seen]:
     """All requests of a run, in the order in which they ended. Raises LoadFailedError for an unknown format."""
-    for line in (directory / _EXPORT).read_bytes().splitlines():
+    for line in _records(directory):
         try:
             record = msgspec.json.decode(line, type=_Record)
         except msgspec.MsgspecError as error:
@@ -216,6 +218,10 @@ def read_export(directory: Path) -> Iterator[Seen]:
                 f"aiperf: {_EXPORT} is not as version {VERSION} writes it: {error}"
             ) from error
         yield _seen(record)
+
+
+def _records(directory: Path) -> list[bytes]:
+    return (directory / _EXPORT).read_bytes().splitlines()
 
 
 def _seen(record: _Record) -> Seen:

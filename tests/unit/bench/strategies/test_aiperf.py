@@ -8,6 +8,7 @@ import os
 import select
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,17 @@ async def test_a_failure_shows_the_last_lines_of_its_log(tmp_path: Path) -> None
     aiperf = script(tmp_path, "print('no such model'); raise SystemExit(3)")
     with pytest.raises(LoadFailedError, match=r"exit code 3(.|\n)*no such model"):
         await aiperf.run([Send("0-0", 0.0, (1,), 1)], "http://127.0.0.1:1", "model", tmp_path / "load", 60)
+
+
+@pytest.mark.parametrize(("sent", "is_whole"), [(4, True), (5, False)])
+async def test_a_failure_with_an_export_of_every_request_is_read_from_it(
+    sent: int, is_whole: bool, tmp_path: Path
+) -> None:
+    copies = f"import shutil, sys; shutil.copy(r'{RECORDED / 'profile_export.jsonl'}', sys.argv[-1])"
+    aiperf = script(tmp_path, f"{copies}\nprint('none was answered'); raise SystemExit(1)")
+    sends = [Send(f"0-{place}", 0.0, (1,), 1) for place in range(sent)]
+    with nullcontext() if is_whole else pytest.raises(LoadFailedError, match="none was answered"):
+        await aiperf.run(sends, "http://127.0.0.1:1", "model", tmp_path / "load", 60)
 
 
 async def test_a_cancelled_run_leaves_no_process_of_its_own(tmp_path: Path) -> None:
