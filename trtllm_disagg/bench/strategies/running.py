@@ -156,7 +156,7 @@ class Progress:
     sending: list[float] = field(default_factory=list)
     #: Further seconds that each finished batch took: start, pauses and the last answers.
     took: list[float] = field(default_factory=list)
-    what: str = ""
+    what: str = "asking AIPerf for its version"
     clock: Callable[[], float] = time.monotonic
     #: When the running batch will have sent all requests; 0.0: no batch is running.
     _sent_at: float = 0.0

@@ -301,6 +301,12 @@ def test_a_batch_that_takes_longer_or_is_repeated_leaves_the_time_of_the_others_
     assert out.getvalue().splitlines()[-1] == "[1/3 points] 2 agg: 1 points, again: longer than planned"
 
 
+def test_before_its_first_point_a_run_says_what_it_waits_for() -> None:
+    out = io.StringIO()
+    Progress(3, out, sending=[90.0], took=[10.0]).say()
+    assert out.getvalue() == "[0/3 points] asking AIPerf for its version: about 1 min 40 s left\n"
+
+
 def test_each_change_of_what_is_measured_is_printed_at_once() -> None:
     out = io.StringIO()
     progress = Progress(3, out, sending=[], took=[10.0], clock=lambda: 1000.0)
