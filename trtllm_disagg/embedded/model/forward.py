@@ -17,6 +17,7 @@ from torch import nn
 
 from trtllm_disagg.embedded.cpu_kernels.cpu import SETTING, CpuFeatures
 from trtllm_disagg.embedded.kv_cache.pool import KvPool
+from trtllm_disagg.embedded.model.activations import replace_activations
 from trtllm_disagg.embedded.model.attention import StepLayout
 from trtllm_disagg.embedded.model.layer_ops import LayerOps
 from trtllm_disagg.embedded.model.model_loader import ForwardKind
@@ -75,6 +76,8 @@ class ForwardPlan:
             return PlainForward(plain, pool, self.dtype, self.ops)
         pack_experts(model, self.pack, self.ops)
         pack_linears(model, self.pack)
+        if self.dtype == torch.float32:
+            replace_activations(model)
         convert_rest(model, self.dtype)
         return HfForward(model, pool)
 

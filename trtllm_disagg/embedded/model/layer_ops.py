@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from trtllm_disagg.embedded.kv_cache.pool import KvPool
+from trtllm_disagg.embedded.model.activations import silu
 from trtllm_disagg.embedded.model.attention import StepLayout
 from trtllm_disagg.embedded.model.rows import ForwardRow
 from trtllm_disagg.processes.activity import Reporter
@@ -57,7 +58,7 @@ class LayerOps:
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """(R, 2 n) -> (R, n): silu of the first half times the second."""
         gate, up = gate_up.chunk(2, dim=1)
-        return torch.nn.functional.silu(gate) * up
+        return silu(gate) * up
 
     def rotate_and_store(
         self, qkv: torch.Tensor, layout: StepLayout, index: int, layer: PlainLayer, model: PlainModel

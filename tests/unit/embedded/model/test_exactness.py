@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 from tests.conftest import Checkpoints
 from tests.support.cores import Core
+from tests.support.models import write_checkpoint
 from trtllm_disagg.embedded.core import build as core_module
 from trtllm_disagg.embedded.model import sampler
 from trtllm_disagg.embedded.params.model_config import FAMILIES
@@ -126,6 +129,24 @@ def test_logits_in_a_batch_have_the_bits_of_solo_requests(
     core = make_core()
     core.run(*(core.add(prompt, NEW_TOKENS) for prompt in PROMPTS))
     assert_same_bits(recorder.take(), solo)
+
+
+def test_logits_in_a_batch_on_three_threads_have_the_bits_of_solo_requests(
+    tmp_path: Path, recorder: Recorder
+) -> None:
+    """A third of the batch's activations ends within a row, and within a vector."""
+    model = write_checkpoint(tmp_path, "gemma2", intermediate_size=256)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with closing(Core(model, kv_cache_config={"max_tokens": 1024, "enable_block_reuse": False})) as core:
+            for prompt in PROMPTS:
+                core.generate(prompt, 1)
+            solo = recorder.take()
+            core.run(*(core.add(prompt, 1) for prompt in PROMPTS))
+            assert_same_bits(recorder.take(), solo)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_prompts_batched_in_another_order_after_others_give_the_same_bits(
