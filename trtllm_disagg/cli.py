@@ -195,9 +195,9 @@ def _main(argv: list[str]) -> NoReturn:
         print(f"{ERROR_PREFIX}{_text_of(error)}", file=sys.stderr)
         sys.exit(ExitCode.WRONG_SETTING if isinstance(error, ConfigError) else ExitCode.FAILED)
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] not in _EMBEDDED_ENGINE_MODULES:
+        if (command := _command_that_installs(error.name)) is None:
             raise
-        print(f"{ERROR_PREFIX}{error.name} is not installed; {_INSTALL_EMBEDDED}", file=sys.stderr)
+        print(f"{ERROR_PREFIX}{error.name} is not installed; {command} brings it", file=sys.stderr)
         sys.exit(ExitCode.WRONG_SETTING)
     except KeyboardInterrupt:
         sys.exit(ExitCode.INTERRUPTED)
@@ -223,7 +223,18 @@ _EMBEDDED_ENGINE_MODULES = (
     "llguidance",
     "tqdm",
 )
-_INSTALL_EMBEDDED = "pip install 'trtllm-disagg[embedded]' brings it"
+
+
+def _command_that_installs(module: str | None) -> str | None:
+    """Of a package that this one does not require; None for any other."""
+    package = (module or "").partition(".")[0]
+    if package in _EMBEDDED_ENGINE_MODULES:
+        return "pip install 'trtllm-disagg[embedded]'"
+    if package == "dynamo":
+        from trtllm_disagg.deployment.plan import INSTALL_DYNAMO
+
+        return INSTALL_DYNAMO
+    return None
 
 
 def _text_of(error: DisaggError | OSError) -> str:

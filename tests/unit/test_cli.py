@@ -19,7 +19,9 @@ import trtllm_disagg
 from tests.support.tracing import write
 from trtllm_disagg.bench import BENCHMARKS
 from trtllm_disagg.cli import COMMANDS, Command, main, parser_of
+from trtllm_disagg.deployment.plan import INSTALL_DYNAMO
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.tracing.spans import SpanData
 
 
@@ -212,6 +214,33 @@ def test_a_wrong_setting_is_one_line_and_status_2(command: Any, capsys: pytest.C
     command.run = refuse
     assert status_of("try") == 2
     assert capsys.readouterr().err == "error: --level: 9 is not allowed; expected less\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "worker --model m --engine recording",
+        "switch --to prefill_first",
+        "set --max-queued-requests 4",
+    ],
+)
+def test_a_command_without_dynamo_names_the_command_that_installs_it(words: str, tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("{}")
+    (tmp_path / "m" / "tokenizer.json").write_text("{}")
+    (key := tmp_path / "key").touch(mode=0o600)
+    key.write_bytes(bytes(32))
+    without = "import sys; sys.modules['dynamo'] = None; from trtllm_disagg.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", without, *words.split()],
+        cwd=tmp_path,
+        env={**os.environ, "TRTLLM_DISAGG_ADMIN_KEY_FILE": str(key)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert re.fullmatch(rf"error: dynamo\S* is not installed; {INSTALL_DYNAMO} brings it\n", done.stderr)
+    assert done.returncode == ExitCode.WRONG_SETTING
 
 
 def test_a_wrong_level_of_the_log_is_one_line_and_status_2(

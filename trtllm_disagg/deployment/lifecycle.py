@@ -20,7 +20,7 @@ from trtllm_disagg.deployment.gpus import gpus_of, worker_configs
 from trtllm_disagg.deployment.limits import check_deployment_limits
 from trtllm_disagg.deployment.managed_process import ManagedProcess
 from trtllm_disagg.deployment.plan import (
-    DYNAMO_VERSION,
+    INSTALL_DYNAMO,
     DeploymentConfig,
     DeploymentFailedError,
     ProcessRole,
@@ -36,10 +36,8 @@ from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.processes.interrupts import EXIT_CODES, ONE_INTERRUPT_SECONDS, is_wanted
 
-#: requirements/dynamo.txt explains `--no-deps`.
 _DYNAMO_IS_MISSING = (
-    "the frontend and the workers need Dynamo, which is not installed here: "
-    f"pip install --no-deps ai-dynamo=={DYNAMO_VERSION} ai-dynamo-runtime=={DYNAMO_VERSION}"
+    f"the frontend and the workers need Dynamo, which is not installed here: {INSTALL_DYNAMO}"
 )
 
 

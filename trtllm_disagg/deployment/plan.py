@@ -36,6 +36,8 @@ STARTUP_SECONDS, GPU_STARTUP_SECONDS = 300.0, 3600.0
 LOOPBACK = "127.0.0.1"
 #: The version that requirements/dynamo.txt installs.
 DYNAMO_VERSION = "1.6.1"
+#: requirements/dynamo.txt explains `--no-deps`.
+INSTALL_DYNAMO = f"pip install --no-deps ai-dynamo=={DYNAMO_VERSION} ai-dynamo-runtime=={DYNAMO_VERSION}"
 DISCOVERY_DIR = "discovery"
 #: By setting; those of all processes.
 PLANES = {"discovery_backend": "file", "request_plane": "tcp", "event_plane": "zmq"}

@@ -41,16 +41,16 @@ def run(namespace: argparse.Namespace) -> ExitCode:
     ):
         log.info("%s", shortage)
     status = ExitStatus()
-    # Imported only after the settings are checked: these imports take seconds.
-    import uvloop
-
-    from trtllm_disagg.worker.worker import run_worker
-
-    if config.frozen_seconds:
-        watch_over_this_process(config.frozen_seconds)
     try:
+        # Imported only after the settings are checked: these imports take seconds.
+        import uvloop
+
+        from trtllm_disagg.worker.worker import run_worker
+
+        if config.frozen_seconds:
+            watch_over_this_process(config.frozen_seconds)
         uvloop.run(run_worker(config, engine_args, api))
-    except ConfigError:
+    except (ConfigError, ModuleNotFoundError):
         status.value = ExitCode.WRONG_SETTING
         raise
     except EngineLostError as error:
