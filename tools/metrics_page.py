@@ -29,9 +29,9 @@ from trtllm_disagg.wire.bodies import decode_request
 OUT = Path(__file__).parents[1] / "docs" / "reference" / "metrics.md"
 HEAD = """# Metrics
 
-On `http://WORKER:PORT/metrics` of a worker with `--publish-metrics` and `DYN_SYSTEM_PORT=PORT`. The page also has the
-metrics of Dynamo's runtime (`dynamo_component_*` of endpoints, `dynamo_work_handler_*`). A histogram has `_bucket`,
-`_sum` and `_count`.
+On `http://WORKER:PORT/metrics` of a worker with `--publish-metrics` and `DYN_SYSTEM_PORT=PORT`, 32767 at most. The page
+also has the metrics of Dynamo's runtime (`dynamo_component_*` of endpoints, `dynamo_work_handler_*`). A histogram has
+`_bucket`, `_sum` and `_count`.
 
 Each metric also has the labels `dynamo_namespace`, `dynamo_component`, `dynamo_endpoint`, `worker_id`, `model` and
 `model_name`. The number of values of a label is bounded; values beyond the bound are shown as `other`. Made by

@@ -10,17 +10,19 @@ from contextlib import contextmanager
 from trtllm_disagg.errors import ConfigError
 
 _SYSTEM_PORT, _SYSTEM_HOST = "DYN_SYSTEM_PORT", "DYN_SYSTEM_HOST"
+#: Dynamo reads the number as a signed one of 16 bits.
+_HIGHEST_PORT = 2**15 - 1
 
 
 def require_system_port(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError when the port of /health and /metrics is set and already in use. Dynamo itself would only log
-    that it cannot open the port, and the worker would serve without metrics.
+    """Raise ConfigError when the port of /health and /metrics is set, and Dynamo cannot read it or it is in use. Of the
+    latter Dynamo itself would only log that it cannot open the port, and the worker would serve without metrics.
     """
     port = environ.get(_SYSTEM_PORT, "")
-    if not port.isdecimal():
-        return  # the variable is not set, or Dynamo refuses its value
-    if int(port) > 65535:
-        raise ConfigError.bad_value(_SYSTEM_PORT, port, "a port, 65535 at most")
+    if not port or port.startswith("-"):
+        return  # neither opens a port
+    if not port.isdecimal() or int(port) > _HIGHEST_PORT:
+        raise ConfigError.bad_value(_SYSTEM_PORT, port, f"a port, {_HIGHEST_PORT} at most")
     host = environ.get(_SYSTEM_HOST) or "0.0.0.0"
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:

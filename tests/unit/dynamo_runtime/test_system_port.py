@@ -6,6 +6,7 @@ import socket
 
 import pytest
 
+from trtllm_disagg.deployment.ports import free_system_ports
 from trtllm_disagg.dynamo_runtime.system_port import require_system_port
 from trtllm_disagg.errors import ConfigError
 
@@ -17,12 +18,11 @@ def wanting(port: str) -> None:
 
 
 def test_a_taken_port_is_named_and_free_again_later() -> None:
-    with socket.create_server((HOST, 0)) as listener:
-        port = str(listener.getsockname()[1])
-        with pytest.raises(
-            ConfigError, match=rf"DYN_SYSTEM_PORT: '{port}' is not allowed; expected a port on {HOST}"
-        ):
-            wanting(port)
+    (free,) = free_system_ports(1)
+    port = str(free)
+    refused = rf"DYN_SYSTEM_PORT: '{port}' is not allowed; expected a port on {HOST}"
+    with socket.create_server((HOST, free)), pytest.raises(ConfigError, match=refused):
+        wanting(port)
     wanting(port)
     wanting(port)
 
@@ -32,6 +32,9 @@ def test_missing_or_zero_system_port_is_accepted(port: str) -> None:
     wanting(port)
 
 
-def test_a_number_that_is_no_port_is_refused() -> None:
-    with pytest.raises(ConfigError, match="DYN_SYSTEM_PORT: '70000' is not allowed"):
-        wanting("70000")
+@pytest.mark.parametrize("port", ["70000", "32768", "http"])
+def test_a_port_that_dynamo_cannot_read_is_refused_by_the_name_of_its_variable(port: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"DYN_SYSTEM_PORT: '{port}' is not allowed; expected a port, 32767 at most"
+    ):
+        wanting(port)
