@@ -369,3 +369,18 @@ def test_help_prints_the_head_of_the_script_and_the_settings_and_leaves_nothing_
     assert "  MODEL=  " in said.stdout
     assert "${" not in said.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_of_all_or_none_prints_its_head_and_ends_no_process(flag: str) -> None:
+    """As a command, the flag would fail, and with it the whole process group of the shell that asks."""
+    file = ROOT / "launch" / "all_or_none.sh"
+    said = subprocess.run(
+        ["bash", "-c", '"$0" "$1"; echo "$?, and still here"', file, flag],
+        capture_output=True,
+        text=True,
+        start_new_session=True,
+    )
+    assert said.stderr == ""
+    assert said.stdout.startswith("COMMAND [ARG...]: a worker under trtllm-llmapi-launch")
+    assert said.stdout.endswith("0, and still here\n")
