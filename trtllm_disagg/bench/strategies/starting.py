@@ -249,8 +249,16 @@ async def measure_all(
     with Interrupts().listening() as interrupts:
         if await interrupts.allow(work()):
             return ExitCode.DONE
-        say(f"interrupted; the same command goes on from {directory.path}")
+        say(f"interrupted; {_kept(directory)}, and the same command goes on from {directory.path}")
         return interrupts.exit_code
+
+
+def _kept(directory: RunDirectory) -> str:
+    """The points of a deployment are saved together, so those of the one that was interrupted are lost."""
+    points = directory.plan().every_point if directory.has_plan else ()
+    return (
+        f"{sum(map(directory.has, points))} of {len(points)} points are kept" if points else "nothing is kept"
+    )
 
 
 def _further(args: argparse.Namespace, runner: Runner, say: Callable[[str], None]) -> tuple[Point, ...]:
