@@ -12,19 +12,30 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 _GELU_SCALE = math.sqrt(2 / math.pi)
 _GELU_CUBE = 0.044715
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
+    if not _depends_on_place(x):
+        return functional.silu(x)
     return x / torch.exp(-x).add_(1)
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     """GELU by its approximation with tanh."""
+    if not _depends_on_place(x):
+        return functional.gelu(x, approximate="tanh")
     inner = (x + _GELU_CUBE * x * x * x) * _GELU_SCALE
     return x * 0.5 * torch.tanh(inner).add_(1)
+
+
+def _depends_on_place(x: torch.Tensor) -> bool:
+    """Whether torch's own, which are faster, would give other bits."""
+    threads = torch.get_num_threads()
+    return threads & (threads - 1) != 0 and x.dtype is torch.float32 and x.device.type == "cpu"
 
 
 class _Activation(nn.Module):

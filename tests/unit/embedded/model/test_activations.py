@@ -31,6 +31,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(activation: Activation, 
     assert torch.equal(activation(x), torch.cat([activation(row[None]) for row in x]))
 
 
+@pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize(
     ("activation", "of_torch"), [(silu, functional.silu), (gelu_tanh, partial(functional.gelu, approximate="tanh"))]
 )  # fmt: skip
