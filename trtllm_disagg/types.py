@@ -54,7 +54,8 @@ class OutputOptions(msgspec.Struct, frozen=True):
 
 class Routing(msgspec.Struct, frozen=True):
     cache_salt: str | None = None
-    dp_rank: int | None = None
+    #: Dynamo has it in 32 bits.
+    dp_rank: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)] | None = None
     #: Pins of the second stage; Dynamo's frontend reads them from headers and `nvext`.
     prefill_worker_id: int | None = None
     decode_worker_id: int | None = None

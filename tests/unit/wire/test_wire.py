@@ -109,6 +109,8 @@ def test_packed_tokens_are_unpacked_also_for_the_second_stage(kind: Any) -> None
         ),
         ({"token_ids": [1], "output_options": {"logprobs": []}}, r"\$\.output_options\.logprobs"),
         ({"token_ids": [1], "routing": {"cache_salt": 5}}, r"\$\.routing\.cache_salt"),
+        ({"token_ids": [1], "routing": {"dp_rank": -1}}, r"\$\.routing\.dp_rank"),
+        ({"token_ids": [1], "routing": {"dp_rank": 2**32}}, r"\$\.routing\.dp_rank"),
         ({"token_ids": [1], "annotations": "a"}, r"\$\.annotations"),
         ({"token_ids": [1], "priority": "high"}, r"\$\.priority"),
         ({"token_ids": [1], "stop_conditions": {"max_tokens": -1}}, "max_tokens=-1"),
