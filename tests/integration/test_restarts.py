@@ -58,21 +58,22 @@ async def test_killed_worker_is_reported_once_and_restarts_with_the_current_stra
     await exits.all_seen()
 
 
-async def test_a_restarted_first_stage_is_ready_when_the_frontend_lists_its_model(
-    start_up: StartUp, tmp_path: Path
+@pytest.mark.parametrize(("flag", "said"), [("--unlisted-file", "lists []"), ("--closed-file", "closed")])
+async def test_a_restarted_first_stage_is_ready_when_the_frontend_serves_its_model(
+    flag: str, said: str, start_up: StartUp, tmp_path: Path
 ) -> None:
-    unlisted = tmp_path / "unlisted"
-    up = await start_up(backoff=SOON, frontend_args=("--unlisted-file", str(unlisted)))
+    refuses = tmp_path / "refuses"
+    up = await start_up(backoff=SOON, frontend_args=(flag, str(refuses)))
     await up.ready_line()
-    unlisted.touch()
+    refuses.touch()
 
     os.kill(up.pid("decode-0"), signal.SIGKILL)
     async with asyncio.timeout(DEADLINE):
-        while "lists []" not in up.log_of("frontend"):  # noqa: ASYNC110
+        while said not in up.log_of("frontend"):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
     assert up.records()["decode-0"].state == "starting"
-    unlisted.unlink()
+    refuses.unlink()
     await up.says("decode-0 is back")
     up.process.terminate()
     assert await up.ends() == 0

@@ -27,6 +27,7 @@ parser.add_argument("--detach-child", action="store_true")
 parser.add_argument("--disaggregation-strategy")
 parser.add_argument("--crash-file", default="")
 parser.add_argument("--unlisted-file", default="")
+parser.add_argument("--closed-file", default="")
 args, _ = parser.parse_known_args()
 role = args.disaggregation_mode or "frontend"
 
@@ -46,10 +47,14 @@ if role != "frontend":
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(503 if role == args.unready_role else 200)
+        closed = self.path.endswith("/completions") and os.path.exists(args.closed_file)
+        if closed:
+            print("closed", flush=True)
+        self.send_response(404 if closed else 503 if role == args.unready_role else 200)
         self.end_headers()
         listed = [] if os.path.exists(args.unlisted_file) else [{"id": "toy"}]
-        print("lists", listed, flush=True)
+        if not listed:
+            print("lists []", flush=True)
         self.wfile.write(json.dumps({"data": listed}).encode())
     def log_message(self, *_):
         pass
