@@ -63,8 +63,8 @@ class InFlight:
 
 
 class RoundRobin:
-    """Chooses the instance whose last turn is longest ago. To count requests would not do: where every other one has a
-    single candidate, as with a pin, or a prompt that one instance has cached, all between would go to one instance.
+    """Chooses the instance that has waited longest for a turn. To count requests would not do: where every other one
+    has a single candidate, as with a pin, or a prompt that one instance has cached, all between would go to one.
     """
 
     def __init__(self) -> None:

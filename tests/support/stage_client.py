@@ -217,3 +217,18 @@ def _across_the_wire(message: Raw) -> Raw:
     """Raises for what no JSON can carry."""
     copied: Raw = json.loads(json.dumps(message, allow_nan=False))
     return copied
+
+
+class Instances:
+    """The instances in discovery: each client is one, numbered from 1."""
+
+    def __init__(self, clients: Sequence[RecordingStageClient]) -> None:
+        for number, client in enumerate(clients, start=1):
+            client.instance_id = number
+        self.clients = {client.instance_id: client for client in clients}
+
+    def instance_ids(self) -> list[int]:
+        return list(self.clients)
+
+    def instance(self, instance_id: int) -> RecordingStageClient:
+        return self.clients[instance_id]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.support.day_one import PESSIMISM, Both
 from tests.support.handling import ORDERS, PROMPT, collect, expected_tokens, request, tokens_of
 from tests.support.recording_pair import make_pair, recording_engine
-from tests.support.stage_client import FakeContext, RecordingStageClient
+from tests.support.stage_client import FakeContext, Instances
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import (
     DisaggError,
@@ -376,21 +376,6 @@ async def test_a_valid_request_is_not_refused_for_the_tokens_that_it_has_already
         await both.day_one("prefill_first").quiet()
 
 
-class Prefills:
-    """The prefill workers in discovery, by instance id."""
-
-    def __init__(self, clients: list[RecordingStageClient]) -> None:
-        for number, client in enumerate(clients, start=1):
-            client.instance_id = number
-        self.clients = {client.instance_id: client for client in clients}
-
-    def instance_ids(self) -> list[int]:
-        return list(self.clients)
-
-    def instance(self, instance_id: int) -> RecordingStageClient:
-        return self.clients[instance_id]
-
-
 @pytest.mark.parametrize("order", ORDERS)
 async def test_answer_that_fills_the_engine_gets_its_end_when_decode_fails(order: str) -> None:
     """TensorRT-LLM: the prompt and its first token leave no room for another one."""
@@ -409,7 +394,7 @@ async def test_a_prefill_worker_with_kv_that_does_not_arrive_is_not_called_again
     async def overlaps(request: GenerateRequest) -> Mapping[int, int]:
         return {1: 3}
 
-    prefills = Prefills([make_pair("decode_first").client for _ in range(2)])
+    prefills = Instances([make_pair("decode_first").client for _ in range(2)])
     load, engine = InFlight(), recording_engine()
     stage = SelectedStage(prefills, BestCached(overlaps, load), load, "prefill")
     config = WorkerConfig(model="org/model", role=Role.DECODE, strategy="decode_first")

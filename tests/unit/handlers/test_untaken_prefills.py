@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.support.day_one import Both, kinds, opened
 from tests.support.handling import collect, expected_tokens, request, tokens_of, until
-from tests.support.stage_client import FakeContext, RecordingStageClient
+from tests.support.stage_client import FakeContext, Instances, RecordingStageClient
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import NoInstanceError, PeerUnavailableError
 from trtllm_disagg.handlers.cancellation import num_in_background
@@ -67,27 +67,12 @@ async def test_the_only_decode_worker_fails_once_and_no_second_prefill_is_held()
     assert pair.contexts == 0
 
 
-class Decodes:
-    """The decode workers in discovery, by instance id."""
-
-    def __init__(self, clients: Sequence[RecordingStageClient]) -> None:
-        for number, client in enumerate(clients, start=1):
-            client.instance_id = number
-        self.clients = {client.instance_id: client for client in clients}
-
-    def instance_ids(self) -> list[int]:
-        return list(self.clients)
-
-    def instance(self, instance_id: int) -> RecordingStageClient:
-        return self.clients[instance_id]
-
-
 async def test_a_dead_decode_worker_is_not_asked_to_drain_while_another_one_is_there() -> None:
     """It has the least load: its calls have failed at once, and the other one is busy."""
     engine, busy_engine, load = opened(), opened(), InFlight()
     dead = RecordingStageClient(error=PeerUnavailableError("killed"))
     busy = RecordingStageClient(build_generate(config_of(Role.DECODE), busy_engine, RecordingStageClient()))
-    stage = SelectedStage(Decodes([dead, busy]), LeastLoaded(load), load, "decode")
+    stage = SelectedStage(Instances([dead, busy]), LeastLoaded(load), load, "decode")
     load.add(busy.instance_id, 100)
     answer = build_generate(config_of(Role.PREFILL), engine, stage)
     assert tokens_of(await collect(answer, request(5))) == expected_tokens(5)

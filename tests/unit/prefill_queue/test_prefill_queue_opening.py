@@ -142,7 +142,7 @@ def certificate(tmp_path: Path) -> tuple[Path, Path]:
 
 
 async def test_the_nats_server_of_a_deployment_takes_only_clients_with_its_password(tmp_path: Path) -> None:
-    """Its port is open to every user of the host, who could read all prompts there, and answer them."""
+    """Its port is open to every user of the host: all of them could read the prompts there, and answer them."""
     password = new_nats_password()
     server = NatsServer(tmp_path, flags=nats_config_argv(), env=password)
     server.start()

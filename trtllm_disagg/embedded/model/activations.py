@@ -1,4 +1,4 @@
-"""Activations in float32 whose bits depend on the number alone, and not on its place in a tensor.
+"""Activations in float32 with bits that depend on the number alone, and not on its place in a tensor.
 
 torch's own silu and gelu compute what is left of a vector, at the end of each thread's part, with other last bits. With
 a number of threads that is no power of two such an end is in the middle of a row, and where depends on how many rows
