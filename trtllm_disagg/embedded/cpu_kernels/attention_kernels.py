@@ -106,7 +106,7 @@ class _RunEmitter:
         gap = b.select(b.icmp_signed(">=", soon, self._end), self._next_run, I64(0))
         address = b.add(b.add(self._stored, offset), b.add(soon, gap))
         emit_loop(
-            b, I64(0), self._head_stride, CACHE_LINE, [], lambda i, _: emit_prefetch(b, b.add(address, i))
+            b, I64(0), self._head_stride, CACHE_LINE, [], lambda i, _: emit_prefetch(b, b.add(address, i), 2)
         )
 
 

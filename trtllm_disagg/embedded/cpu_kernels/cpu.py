@@ -47,6 +47,8 @@ _AVX2_ENVIRONMENT = {
 WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 #: arch/x86/include/uapi/asm/prctl.h, and the system call's number on x86-64.
 _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
+#: Of the first processor: its first-level cache of data, as Linux tells it.
+_FIRST_LEVEL = Path("/sys/devices/system/cpu/cpu0/cache/index0")
 _MALLOC = "GLIBC_TUNABLES"
 #: With it glibc's malloc asks for huge pages, which Linux gives to processes that ask. With pages of 4 KiB a processor
 #: spends much of a small step, which reads every weight once, on looking up addresses (docs/log.md).
@@ -150,6 +152,15 @@ def _bounded(features: CpuFeatures, environment: Mapping[str, str]) -> CpuFeatur
         and (numba is None or "+avx512bf16" in numba),
         has_amx=features.has_amx and onednn not in _ONEDNN_WITHOUT_AMX,
     )
+
+
+def first_level_cache(folder: Path = _FIRST_LEVEL) -> int:
+    """Bytes of data that the fastest cache of a core holds; what most processors have, where Linux does not say."""
+    try:
+        kibibytes = int((folder / "size").read_text().strip().removesuffix("K"))
+    except (OSError, ValueError):
+        kibibytes = 32
+    return kibibytes << 10
 
 
 @cache

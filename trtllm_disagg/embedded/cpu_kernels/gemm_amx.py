@@ -89,7 +89,7 @@ def _emit_panel(
         line = b.add(weights, b.mul(number, I64(_BOTH_TILES)))
         soon = b.add(line, I64(_AHEAD))
         for offset in range(0, _BOTH_TILES, _TILE_LINE):
-            emit_prefetch(b, b.add(soon, I64(offset)))
+            emit_prefetch(b, b.add(soon, I64(offset)), 2)
         for half, tile in enumerate(_WEIGHTS):
             _emit(
                 b, f"tileloadd ($0,$1,1), %tmm{tile}", b.add(line, I64(_TILE_LINE * half)), I64(_PANEL_LINE)

@@ -5,6 +5,9 @@ each input (float32), or for each pair of inputs (bfloat16). The inner loop is g
 sums stay in registers while the panel streams by. Sums run over the inputs in order, in blocks of `block` inputs
 and their totals are added up: that is what oneDNN does, so the bits are the same whichever of the two runs. With
 fewer or narrower registers a panel is read in parts, one behind the other: the same sums.
+
+More rows take several passes. All of them go through a short piece of the panel before any goes on, so that only the
+first waits for memory, and each prefetches its share of the piece that follows. Between pieces sums lie in memory.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from numba.core.cgutils import unpack_tuple
 from numba.extending import intrinsic
 
 from trtllm_disagg.embedded.cpu_kernels.compiled import compiled
-from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
+from trtllm_disagg.embedded.cpu_kernels.cpu import first_level_cache, this_cpu
 from trtllm_disagg.embedded.cpu_kernels.gemm_amx import multiply_tiles
 from trtllm_disagg.embedded.cpu_kernels.llvm_ir import (
     CACHE_LINE,
@@ -95,16 +98,31 @@ def _vectors_at_once(rows: int) -> int:
     return next(fitting, 1)
 
 
-def _prefetches_alone(rows: int) -> bool:
-    """One pass over the weight, with no other: one that reads whole lines one after the other needs it least."""
-    return rows == _MOST or _vectors_at_once(rows) < _VECTORS
+def _prefetches(rows: int) -> bool:
+    """One or two rows that read whole lines, one after the other, leave it to the processor, which does it better."""
+    return rows > 2 or _vectors_at_once(rows) < _VECTORS
 
 
-def _pass_of(rows: int, prefetches: bool) -> Any:
-    """`rows` rows through one block of one panel, as a function that numba code can call:
+def _steps_in_cache(bytes_: int) -> int:
+    """A power of two: it, as much again that is prefetched, and the rows' inputs have room in so many bytes."""
+    return 1 << ((bytes_ // 3 // _STEP_BYTES).bit_length() - 1)
 
-    (x as an array, (address of the rows, their stride, weights, steps, out, row stride of out, add?, prefetched
-    address, bytes a prefetch)), addresses and strides in bytes. `add?` 0: out is written, else added to.
+
+#: Steps of a piece. Up to three passes with wide registers wait for memory more than they compute: their weights stay
+#: in the first-level cache, at the price of sums that are stored more often (docs/log.md).
+_FEW_PASSES = 3
+_SHORT, _LONG = _steps_in_cache(first_level_cache()), 256
+if this_cpu().level != "avx512":
+    _SHORT = _LONG
+_FEWEST_PREFETCHING = next(rows for rows in range(1, _MOST) if _prefetches(rows))
+
+
+def _pass_of(rows: int) -> Any:
+    """`rows` rows through a piece of one panel, as a function that numba code can call:
+
+    (x as an array, (address of the rows, their stride, weights, steps, kept sums, continue?, out, row stride of out,
+    add?, prefetched address, bytes a prefetch)), addresses and strides in bytes. `continue?` 0: sums begin with zero,
+    else with the kept ones, (rows, 64). `add?` 0: out is written, else added to.
     """
 
     @intrinsic
@@ -112,22 +130,22 @@ def _pass_of(rows: int, prefetches: bool) -> Any:
         arithmetic = _BFLOAT16 if x.dtype == types.uint16 else _FLOAT32
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            inner = _function(builder.module, arithmetic, rows, prefetches)
+            inner = _function(builder.module, arithmetic, rows)
             builder.call(inner, unpack_tuple(builder, arguments[1]))
             return context.get_dummy_value()
 
-        return types.void(x, types.UniTuple(types.intp, 9)), generate
+        return types.void(x, types.UniTuple(types.intp, 11)), generate
 
     return product
 
 
-def _function(module: Any, arithmetic: _Arithmetic, rows: int, prefetches: bool) -> Any:
+def _function(module: Any, arithmetic: _Arithmetic, rows: int) -> Any:
     """A function of its own, which has all registers to itself."""
     kind = "float32" if arithmetic is _FLOAT32 else "bfloat16"
-    name = f"gemm_{rows}_{kind}" + ("_prefetching" if prefetches else "")
+    name = f"gemm_{rows}_{kind}"
     if name in module.globals:
         return module.globals[name]
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 9), name)
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 11), name)
     function.linkage = "internal"
     function.attributes.add("noinline")
     builder = ir.IRBuilder(function.append_basic_block())
@@ -137,7 +155,7 @@ def _function(module: Any, arithmetic: _Arithmetic, rows: int, prefetches: bool)
         before = builder.mul(builder.mul(given[3], by), I64(first))
         vectors = range(first, first + at_once)
         values = [*given, builder.add(prefetched, before), by]
-        _emit_pass(builder, arithmetic, rows, prefetches, vectors, *values)
+        _emit_pass(builder, arithmetic, rows, vectors, *values)
     builder.ret_void()
     return function
 
@@ -146,27 +164,36 @@ def _emit_pass(
     b: Any,
     arithmetic: _Arithmetic,
     rows: int,
-    prefetches: bool,
     vectors: range,
     x: Any,
     x_stride: Any,
     weights: Any,
     steps: Any,
+    kept: Any,
+    continues: Any,
     out: Any,
     out_stride: Any,
     add: Any,
     prefetched: Any,
     by: Any,
 ) -> None:
+    def sums_at(address: Any, stride: Any) -> list[list[Any]]:
+        starts = [b.add(address, b.mul(stride, I64(r))) for r in range(rows)]
+        return [[pointer(b, b.add(start, I64(CACHE_LINE * v)), FLOATS) for v in vectors] for start in starts]
+
     starts = [b.add(x, b.mul(x_stride, I64(r))) for r in range(rows)]
-    before, loop, after = b.block, b.append_basic_block("steps"), b.append_basic_block("sums")
+    before, load = b.block, b.append_basic_block("load")
+    loop, after = b.append_basic_block("steps"), b.append_basic_block("sums")
+    b.cbranch(b.icmp_signed("!=", continues, I64(0)), load, loop)
+    b.position_at_end(load)
+    kept_sums = [[b.load(place, align=4) for place in row] for row in sums_at(kept, I64(4 * PANEL))]
     b.branch(loop)
     b.position_at_end(loop)
     step, line, offset, soon = (b.phi(I64) for _ in range(4))
     totals = [[b.phi(FLOATS) for _ in vectors] for _ in range(rows)]
-    if prefetches:
+    if _prefetches(rows):
         for i in range(len(vectors)):
-            emit_prefetch(b, b.add(soon, b.mul(by, I64(i))))
+            emit_prefetch(b, b.add(soon, b.mul(by, I64(i))), 1)
     inputs = [arithmetic.emit_input(b, b.add(start, offset)) for start in starts]
     sums: list[list[Any]] = [[] for _ in range(rows)]
     for i, v in enumerate(vectors):
@@ -181,25 +208,22 @@ def _emit_pass(
     )
     for counter, start, amount in advances:
         counter.add_incoming(start, before)
+        counter.add_incoming(start, load)
         counter.add_incoming(b.add(counter, amount), loop)
-    for r in range(rows):
-        for total, new in zip(totals[r], sums[r], strict=True):
+    for total_row, kept_row, row in zip(totals, kept_sums, sums, strict=True):
+        for total, old, new in zip(total_row, kept_row, row, strict=True):
             total.add_incoming(constant(FLOATS, 0.0), before)
+            total.add_incoming(old, load)
             total.add_incoming(new, loop)
     b.cbranch(b.icmp_signed("<", b.add(step, I64(1)), steps), loop, after)
     b.position_at_end(after)
     adds = b.icmp_signed("!=", add, I64(0))
-    for r in range(rows):
-        for v, new in zip(vectors, sums[r], strict=True):
-            place = pointer(b, b.add(b.add(out, b.mul(out_stride, I64(r))), I64(CACHE_LINE * v)), FLOATS)
+    for places, row in zip(sums_at(out, out_stride), sums, strict=True):
+        for place, new in zip(places, row, strict=True):
             b.store(b.select(adds, b.fadd(b.load(place, align=4), new), new), place, align=4)
 
 
-_alone_1, _alone_2, _alone_3, _alone_4, _alone_5, _alone_6 = (
-    _pass_of(rows, _prefetches_alone(rows)) for rows in range(1, _MOST + 1)
-)
-#: Each prefetches its share of what the first one of the next block reads.
-_beside_3, _beside_4, _beside_5, _beside_6 = (_pass_of(rows, True) for rows in range(3, _MOST + 1))
+_pass_1, _pass_2, _pass_3, _pass_4, _pass_5, _pass_6 = (_pass_of(rows) for rows in range(1, _MOST + 1))
 
 
 @compiled()
@@ -217,19 +241,28 @@ def multiply(x: Any, weight: Any, block: Any, out: Any, first: Any, last: Any) -
     # Passes of equal rows: each has time for an equal share of the prefetches (docs/log.md).
     fewest, larger = rows // passes, rows % passes
     by = (CACHE_LINE + passes - 1) // passes
+    piece = _SHORT if passes <= _FEW_PASSES else _LONG
+    if rows < _FEWEST_PREFETCHING:
+        piece = block
+    kept = np.empty((rows if block * item > 4 * piece else 0, PANEL), np.float32)
     for panel in range(first, last):
         for start in range(0, inputs, block):
             steps = min(block, inputs - start) * item // 4
-            w = weight + (panel * inputs + start) * item * PANEL
-            prefetched = w + steps * _STEP_BYTES
-            row = 0
-            for number in range(passes):
-                count = fewest + (1 if number < larger else 0)
-                a = x.ctypes.data + row * x_stride + item * start
-                o = out.ctypes.data + row * out_stride + 4 * PANEL * panel
-                _run_pass(count, passes, x, (a, x_stride, w, steps, o, out_stride, start, prefetched, by))
-                prefetched += steps * _VECTORS * by
-                row += count
+            for step in range(0, steps, piece):
+                here = min(piece, steps - step)
+                w = weight + (panel * inputs + start) * item * PANEL + step * _STEP_BYTES
+                prefetched = w + here * _STEP_BYTES
+                to, to_stride, add = kept.ctypes.data, 4 * PANEL, 0
+                if step + here == steps:
+                    to, to_stride, add = out.ctypes.data + 4 * PANEL * panel, out_stride, start
+                row = 0
+                for number in range(passes):
+                    count = fewest + (1 if number < larger else 0)
+                    a = x.ctypes.data + row * x_stride + item * start + 4 * step
+                    k, o = kept.ctypes.data + row * 4 * PANEL, to + row * to_stride
+                    _run_pass(count, x, (a, x_stride, w, here, k, step, o, to_stride, add, prefetched, by))
+                    prefetched += here * _VECTORS * by
+                    row += count
 
 
 @compiled(inner=True)
@@ -249,25 +282,16 @@ def multiply_by_all(x: np.ndarray, weight: int, block: int, out: np.ndarray) -> 
 
 
 @compiled(inline="always")
-def _run_pass(count: Any, passes: Any, x: Any, addresses: Any) -> None:
-    if passes == 1:
-        if count == 1:
-            _alone_1(x, addresses)
-        elif count == 2:
-            _alone_2(x, addresses)
-        elif count == 3:
-            _alone_3(x, addresses)
-        elif count == 4:
-            _alone_4(x, addresses)
-        elif count == 5:
-            _alone_5(x, addresses)
-        else:
-            _alone_6(x, addresses)
+def _run_pass(count: Any, x: Any, addresses: Any) -> None:
+    if count == 1:
+        _pass_1(x, addresses)
+    elif count == 2:
+        _pass_2(x, addresses)
     elif count == 3:
-        _beside_3(x, addresses)
+        _pass_3(x, addresses)
     elif count == 4:
-        _beside_4(x, addresses)
+        _pass_4(x, addresses)
     elif count == 5:
-        _beside_5(x, addresses)
+        _pass_5(x, addresses)
     else:
-        _beside_6(x, addresses)
+        _pass_6(x, addresses)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from itertools import product, zip_longest
-from typing import Any
+from typing import Any, Literal
 
 from llvmlite import ir
 from numba import types
@@ -112,10 +112,10 @@ def loader_of(dtype: Any) -> tuple[Load, int]:
     return (load_bfloat16, 2) if dtype == types.uint16 else (load_float32, 4)
 
 
-def emit_prefetch(builder: Any, address: Any) -> None:
+def emit_prefetch(builder: Any, address: Any, cache_level: Literal[1, 2]) -> None:
     """The cache line at `address` will be read soon. Any address will do, also one that is not there."""
     fetch = declare(builder, "llvm.prefetch.p0", ir.VoidType(), [BYTE_POINTER, I32, I32, I32])
-    builder.call(fetch, [builder.inttoptr(address, BYTE_POINTER), I32(0), I32(2), I32(1)])
+    builder.call(fetch, [builder.inttoptr(address, BYTE_POINTER), I32(0), I32(4 - cache_level), I32(1)])
 
 
 # -- loops and sums

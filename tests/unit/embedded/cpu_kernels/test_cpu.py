@@ -5,10 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from trtllm_disagg.embedded.cpu_kernels.cpu import SETTING, CpuFeatures, environment_of, features_of, this_cpu
+from trtllm_disagg.embedded.cpu_kernels.cpu import (
+    SETTING,
+    CpuFeatures,
+    environment_of,
+    features_of,
+    first_level_cache,
+    this_cpu,
+)
 from trtllm_disagg.errors import ConfigError
 
 AVX2 = frozenset({"sse2", "avx", "avx2", "fma"})
@@ -76,6 +84,19 @@ def test_cpu_features_text_for_each_level() -> None:
 
 
 @pytest.mark.skipif(not this_cpu().level.startswith("avx"), reason="no x86-64")
+@pytest.mark.parametrize(("said", "expected"), [("48K\n", 48 << 10), ("", 32 << 10), (None, 32 << 10)])
+def test_first_level_cache_is_what_linux_says_or_the_usual_size(
+    said: str | None, expected: int, tmp_path: Path
+) -> None:
+    if said is not None:
+        (tmp_path / "size").write_text(said)
+    assert first_level_cache(tmp_path) == expected
+
+
+def test_first_level_cache_of_this_machine_has_a_plausible_size() -> None:
+    assert 8 << 10 <= first_level_cache() <= 1 << 20
+
+
 def test_a_process_at_avx2_finds_torch_and_numba_there() -> None:
     program = """
 import torch
