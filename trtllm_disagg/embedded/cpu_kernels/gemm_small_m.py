@@ -13,7 +13,7 @@ first waits for memory, and each prefetches its share of the piece that follows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from llvmlite import ir
@@ -70,6 +70,8 @@ class _Arithmetic:
 
     scalar: Any
     vector: Any
+    #: The cache that weights are prefetched into; measured (docs/log.md).
+    cache_level: Literal[1, 2]
 
     def emit_input(self, b: Any, address: Any) -> Any:
         return b.bitcast(splat(b, b.load(pointer(b, address, self.scalar), align=2)), self.vector)
@@ -85,7 +87,7 @@ class _Arithmetic:
         return b.call(dot, [total, weights, given])
 
 
-_FLOAT32, _BFLOAT16 = _Arithmetic(F32, FLOATS), _Arithmetic(I32, _PAIRS)
+_FLOAT32, _BFLOAT16 = _Arithmetic(F32, FLOATS, 1), _Arithmetic(I32, _PAIRS, 2)
 
 
 def _vectors_at_once(rows: int) -> int:
@@ -193,7 +195,7 @@ def _emit_pass(
     totals = [[b.phi(FLOATS) for _ in vectors] for _ in range(rows)]
     if _prefetches(rows):
         for i in range(len(vectors)):
-            emit_prefetch(b, b.add(soon, b.mul(by, I64(i))), 1)
+            emit_prefetch(b, b.add(soon, b.mul(by, I64(i))), arithmetic.cache_level)
     inputs = [arithmetic.emit_input(b, b.add(start, offset)) for start in starts]
     sums: list[list[Any]] = [[] for _ in range(rows)]
     for i, v in enumerate(vectors):
@@ -244,7 +246,8 @@ def multiply(x: Any, weight: Any, block: Any, out: Any, first: Any, last: Any) -
     piece = _SHORT if passes <= _FEW_PASSES else _LONG
     if rows < _FEWEST_PREFETCHING:
         piece = block
-    kept = np.empty((rows if block * item > 4 * piece else 0, PANEL), np.float32)
+    kept = np.empty(rows * PANEL + 16 if block * item > 4 * piece else 16, np.float32)
+    kept_at = (kept.ctypes.data + 63) // 64 * 64
     for panel in range(first, last):
         for start in range(0, inputs, block):
             steps = min(block, inputs - start) * item // 4
@@ -252,14 +255,14 @@ def multiply(x: Any, weight: Any, block: Any, out: Any, first: Any, last: Any) -
                 here = min(piece, steps - step)
                 w = weight + (panel * inputs + start) * item * PANEL + step * _STEP_BYTES
                 prefetched = w + here * _STEP_BYTES
-                to, to_stride, add = kept.ctypes.data, 4 * PANEL, 0
+                to, to_stride, add = kept_at, 4 * PANEL, 0
                 if step + here == steps:
                     to, to_stride, add = out.ctypes.data + 4 * PANEL * panel, out_stride, start
                 row = 0
                 for number in range(passes):
                     count = fewest + (1 if number < larger else 0)
                     a = x.ctypes.data + row * x_stride + item * start + 4 * step
-                    k, o = kept.ctypes.data + row * 4 * PANEL, to + row * to_stride
+                    k, o = kept_at + row * 4 * PANEL, to + row * to_stride
                     _run_pass(count, x, (a, x_stride, w, here, k, step, o, to_stride, add, prefetched, by))
                     prefetched += here * _VECTORS * by
                     row += count
