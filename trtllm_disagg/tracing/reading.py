@@ -35,7 +35,7 @@ _ID_PREFIXES = ("chatcmpl-", "cmpl-", "resp-")
 
 _TIME = re.compile(rb"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+Z")
 # The first request id of a line is the one that workers know.
-_ASKED_ID = re.compile(rb'request_id"?[=:]"?([^\s",}]+)')
+_ASKED_ID = re.compile(rb'(?<![\w-])request_id"?[=:]"?([^\s",}]+)')
 _ELAPSED = re.compile(rb'elapsed_ms"?[=:]"?(\d{1,15})\b')
 #: Spans that last until the client has the whole answer; a request has one of them in every order.
 _TO_THE_END = ("http-request", "request", "decode_stage")

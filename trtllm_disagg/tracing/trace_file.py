@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import sys
 from collections import deque
@@ -247,9 +248,18 @@ def _read_value(value: dict[str, Any]) -> Value:
     for kind, content in value.items():
         if kind == "arrayValue":
             return [str(_read_value(each)) for each in content.get("values") or ()]
-        read: Callable[[Any], str | bool | int | float] = _READ.get(kind, _text)
-        return read(content)
+        return _READ.get(kind, _text)(content)
     return ""
 
 
-_READ = {"intValue": int, "doubleValue": float, "boolValue": bool}
+def _read_double(content: Any) -> float | str:
+    """As text where JSON has no number for it: infinity, or none."""
+    number = float(content)
+    return number if math.isfinite(number) else str(number)
+
+
+_READ: dict[str, Callable[[Any], str | bool | int | float]] = {
+    "intValue": int,
+    "doubleValue": _read_double,
+    "boolValue": bool,
+}

@@ -47,6 +47,12 @@ def test_numbers_that_no_frontend_writes_are_skipped(what: str, instead: str, tm
     assert read_stays(log) == {}
 
 
+def test_an_id_that_the_client_gave_is_not_taken_for_the_requests(tmp_path: Path) -> None:
+    log = tmp_path / "frontend.log"
+    log.write_text(AS_TEXT.replace(" request_id=", f" x_request_id={OTHER} request_id="))
+    assert read_stays(log) == {REQUEST: Stay(at(44), at(44), at(1362))}
+
+
 def test_a_request_that_began_before_its_log_was_full_is_read_from_both_halves(tmp_path: Path) -> None:
     log = tmp_path / "frontend.log"
     chosen, *ended = AS_TEXT.splitlines(keepends=True)

@@ -135,6 +135,16 @@ def test_incomplete_line_of_a_trace_file_is_skipped(tmp_path: Path) -> None:
     assert [each.data for each in read_spans(file)] == [ROOT]
 
 
+@pytest.mark.parametrize("said", ['"Infinity"', '"NaN"'])
+def test_a_number_that_json_does_not_have_is_read_as_text(said: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    write(file, [ROOT])
+    file.write_text(file.read_text().replace('"doubleValue":0.5', f'"doubleValue":{said}'))
+    (read,) = read_spans(file)
+    assert read.data.attributes["share"] in ("inf", "nan")
+    json.dumps(read.data.attributes, allow_nan=False)
+
+
 def test_a_time_beyond_64_bits_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", [replace(ROOT, end=10**400)])
     with pytest.raises(ConfigError, match=r"line 1 is none.*a time beyond 64 bits"):
