@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,16 @@ from tests.support.durations import DurationRecorder, mark_by_speed, recorded_du
 from tests.support.groups import GroupScheduling, in_order, uses_fleet
 from tests.support.models import write_checkpoint
 from tests.support.progress import Progress
+from tests.support.signals import hear_signals, signals_as_before
 
 Checkpoints = Callable[..., Path]
 _FLEET = pytest.StashKey[Fleet]()
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    with signals_as_before():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -46,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 # Last, when there is a terminal reporter.
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    _hear_signals()
+    hear_signals()
     if hasattr(config, "workerinput"):
         # One of several processes under -n. The one that started it hears of every test.
         return
@@ -55,15 +61,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses") and config.get_verbosity() <= 0:
         terminal: Any = config.pluginmanager.getplugin("terminalreporter")
         config.pluginmanager.register(Progress(terminal.write_line))
-
-
-def _hear_signals() -> None:
-    """What tests start is told to stop by signals. `nohup` and a shell's `&` have a run ignore some, and all that it
-    starts with it.
-    """
-    for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
-        if signal.getsignal(number) is signal.SIG_IGN:
-            signal.signal(number, default)
 
 
 @pytest.hookimpl(optionalhook=True)

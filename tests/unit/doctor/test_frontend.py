@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -249,7 +250,9 @@ def test_a_listener_of_this_user_is_found_and_a_closed_port_is_not(pages: Pages)
     assert not found.is_frontend
     assert (found.open_files or 0) > 3
     assert listener("192.0.2.1", pages.server_port) is None
-    assert listener(LOOPBACK, free_http_port(LOOPBACK, 0)) is None
+    with socket.socket() as held:  # so that no other test listens there meanwhile
+        held.bind((LOOPBACK, 0))
+        assert listener(LOOPBACK, held.getsockname()[1]) is None
 
 
 @pytest.mark.parametrize("argv", [[], ["prefill.yaml"], ["--url", "http://h", "a.yaml", "b.yaml"]])
