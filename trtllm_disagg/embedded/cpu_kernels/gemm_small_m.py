@@ -247,7 +247,7 @@ def multiply(x: Any, weight: Any, block: Any, out: Any, first: Any, last: Any) -
     if rows < _FEWEST_PREFETCHING:
         piece = block
     kept = np.empty(rows * PANEL + 16 if block * item > 4 * piece else 16, np.float32)
-    kept_at = (kept.ctypes.data + 63) // 64 * 64
+    aligned = -kept.ctypes.data % CACHE_LINE
     for panel in range(first, last):
         for start in range(0, inputs, block):
             steps = min(block, inputs - start) * item // 4
@@ -255,6 +255,8 @@ def multiply(x: Any, weight: Any, block: Any, out: Any, first: Any, last: Any) -
                 here = min(piece, steps - step)
                 w = weight + (panel * inputs + start) * item * PANEL + step * _STEP_BYTES
                 prefetched = w + here * _STEP_BYTES
+                # From the array each time: numba frees one that is not named any more, though its address is in use.
+                kept_at = kept.ctypes.data + aligned
                 to, to_stride, add = kept_at, 4 * PANEL, 0
                 if step + here == steps:
                     to, to_stride, add = out.ctypes.data + 4 * PANEL * panel, out_stride, start

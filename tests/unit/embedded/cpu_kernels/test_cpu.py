@@ -83,7 +83,6 @@ def test_cpu_features_text_for_each_level() -> None:
     assert told == ["avx512 with bfloat16 and AMX", "avx512 with bfloat16", "avx2"]
 
 
-@pytest.mark.skipif(not this_cpu().level.startswith("avx"), reason="no x86-64")
 @pytest.mark.parametrize(("said", "expected"), [("48K\n", 48 << 10), ("", 32 << 10), (None, 32 << 10)])
 def test_first_level_cache_is_what_linux_says_or_the_usual_size(
     said: str | None, expected: int, tmp_path: Path
@@ -97,6 +96,7 @@ def test_first_level_cache_of_this_machine_has_a_plausible_size() -> None:
     assert 8 << 10 <= first_level_cache() <= 1 << 20
 
 
+@pytest.mark.skipif(not this_cpu().level.startswith("avx"), reason="no x86-64")
 def test_a_process_at_avx2_finds_torch_and_numba_there() -> None:
     program = """
 import torch

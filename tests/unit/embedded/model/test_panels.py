@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -80,3 +84,44 @@ def test_a_product_that_it_does_not_reproduce_is_left_to_the_library() -> None:
         return torch.nextafter(layer(x), torch.tensor(100.0))
 
     assert panels_of(packed, torch.float32, 128, 64, other_bits) is None
+
+
+#: In one arena of malloc, where memory that a thread gives back too early is another one's at once.
+SHARED_ARENA = """
+import threading
+import numpy as np
+from trtllm_disagg.embedded.cpu_kernels.gemm_small_m import PANEL, multiply
+
+INPUTS, ROWS, OUTPUTS, BLOCK = 1536, 20, 256, 1024
+random = np.random.default_rng(1)
+weight = random.standard_normal(INPUTS * OUTPUTS + 16, np.float32)
+address = (weight.ctypes.data + 63) // 64 * 64
+
+def product(x):
+    out = np.zeros((ROWS, OUTPUTS), np.float32)
+    multiply(x, address, BLOCK, out, 0, OUTPUTS // PANEL)
+    return out
+
+inputs = [random.standard_normal((ROWS, INPUTS), np.float32) for _ in range(4)]
+expected = [product(x) for x in inputs]
+wrong = []
+
+def work(n):
+    wrong.extend(n for _ in range(200) if not np.array_equal(product(inputs[n]), expected[n]))
+
+threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(len(wrong), "wrong")
+"""
+
+
+@pytest.mark.skipif(not this_cpu().compiles, reason="this CPU level has no compiled kernels")
+def test_products_of_several_threads_keep_their_sums_while_they_need_them() -> None:
+    environment = os.environ | {"MALLOC_ARENA_MAX": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", SHARED_ARENA], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "0 wrong\n"), done.stderr
