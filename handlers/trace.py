@@ -150,14 +150,14 @@ class LinesTogether:
 
 def with_request_log(
     generate: Generate,
-    part: str,
+    part: Callable[[], str],
     sinks: list[RequestSink] | None = None,
     drain: WorkerDrain | None = None,
     tracer: Tracer | None = None,
     write: Write = write_line,
 ) -> Generate:
-    """`generate` under `drain`, with a log line and a span for each request. `part`: the worker's role and strategy,
-    for the log line. `sinks` may be extended later.
+    """`generate` under `drain`, with a log line and a span for each request. `part`: the worker's role and the
+    strategy in force, for the log line. `sinks` may be extended later.
     """
     shared_sinks: list[RequestSink] = [] if sinks is None else sinks
     tracer = tracer or Tracer()
@@ -169,7 +169,7 @@ def with_request_log(
         request.trace.root = tracer.begin(
             name, context.id(), request.traceparent, request.trace_headers, clock
         )
-        return _Record(request, context, part, shared_sinks, clock, write)
+        return _Record(request, context, part(), shared_sinks, clock, write)
 
     return (drain or WorkerDrain()).tracking(generate, record)
 

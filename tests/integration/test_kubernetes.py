@@ -107,11 +107,14 @@ def test_pods_of_a_manifest_find_each_other_answer_and_are_switched(
             assert switch.returncode == 0, switch.stderr
             before = pulls(decode)
             assert crosses_both_stages()
-            assert pulls(decode) > before
+            # The engine tells the worker's page of it a moment after the answer.
+            wait_until(lambda: pulls(decode) > before, "KV has moved in the other order")
         assert cluster.names(WORKERS) >= {"prefill-0", "decode-0"}
         decode.process.terminate()
         grace_seconds = graph["decode"]["podTemplate"]["spec"]["terminationGracePeriodSeconds"]
         assert decode.process.wait(grace_seconds) == 0, decode.log.read_text()[-2000:]
+        assert '"part": "decode/decode_first"' in decode.log.read_text()
+        assert '"part": "decode/prefill_first"' in decode.log.read_text()
     finally:
         kubelet.close()
 

@@ -34,7 +34,7 @@ def agg(**args: Any) -> tuple[Engine, Generate]:
     """A worker without a peer, down to what Dynamo is given."""
     engine = Engine.open(load_api("tensorrt_llm"), {"model": "m", "max_seq_len": 99} | args, 0)
     config = WorkerConfig(model="m", role=Role.AGG, engine="tensorrt_llm")
-    return engine, with_request_log(build_generate(config, engine, RecordingStageClient()), "agg")
+    return engine, with_request_log(build_generate(config, engine, RecordingStageClient()), lambda: "agg")
 
 
 PREFILL_ARGS = {"model": "m", "max_seq_len": 99, "cache_transceiver_config": {"backend": "NIXL"}}
@@ -189,7 +189,7 @@ async def test_kv_cache_hit_is_in_the_last_chunk() -> None:
 async def test_kv_cache_hit_is_sent_only_by_the_worker_that_the_router_chose(order: str, tells: bool) -> None:
     workers = make_pair(order)
     workers.prefill.scripts.append(Script(cached_tokens=2))
-    chunks = await collect(with_request_log(workers.generate, "first"), request())
+    chunks = await collect(with_request_log(workers.generate, lambda: "first"), request())
     assert ("kv_cache_hit" in engine_data(chunks)) is tells
     assert chunks[-1].completion_usage == Usage.of(3, 5, 2)
 
@@ -198,7 +198,8 @@ async def test_prefill_worker_under_router_sends_kv_cache_hit() -> None:
     engine = Engine.open(load_api("tensorrt_llm"), PREFILL_ARGS, 0)
     engine.llm.scripts.append(Script(cached_tokens=2))
     config = WorkerConfig(model="m", role=Role.PREFILL, strategy="router", engine="tensorrt_llm")
-    generate = with_request_log(build_generate(config, engine, RecordingStageClient()), "prefill/router")
+    answers = build_generate(config, engine, RecordingStageClient())
+    generate = with_request_log(answers, lambda: "prefill/router")
     (chunk,) = await collect(generate, request())
     assert chunk.disaggregated_params is not None
     assert engine_data([chunk]) == {"kv_cache_hit": {"prompt_tokens": 3, "reused_tokens": 2}}

@@ -220,7 +220,12 @@ class _Worker:
         """How this worker answers a request. A request passes the layers from the last line to the first."""
         answers = build_generate(self.config, engine, stage, live, self.queue, self.runtime.instance_id)
         generate = with_request_log(
-            answers, _worker_label(self.config), live.sinks, self.drain, self.tracer, self.lines.write
+            answers,
+            lambda: _worker_label(self.config, live.strategy.value),
+            live.sinks,
+            self.drain,
+            self.tracer,
+            self.lines.write,
         )
         generate = state.counting(generate)
         generate = Admission(live.thresholds, live.queued).admitting(generate)
@@ -313,9 +318,11 @@ def _tune_garbage_collector() -> None:
     gc.set_threshold(*_COLLECTOR_THRESHOLDS)
 
 
-def _worker_label(config: WorkerConfig) -> str:
-    """This worker's role and strategy, as logs and traces show them."""
-    return "agg" if config.role is Role.AGG else f"{config.role}/{config.strategy}"
+def _worker_label(config: WorkerConfig, strategy: str | None = None) -> str:
+    """This worker's role and strategy, as logs and traces show them. `strategy`: the one in force, where it may have
+    been switched.
+    """
+    return "agg" if config.role is Role.AGG else f"{config.role}/{strategy or config.strategy}"
 
 
 def _health_times(config: WorkerConfig) -> HealthTimes:

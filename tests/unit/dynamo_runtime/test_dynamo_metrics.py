@@ -116,7 +116,7 @@ async def test_a_request_is_aborted_when_its_client_leaves_before_the_end(
 
     guided = request(sampling_options={"guided_decoding": {"json": {"type": "object"}}})
     assert guided.sampling.guided_decoding is not None
-    async for _ in with_request_log(answer, "x", sinks)(guided, context):
+    async for _ in with_request_log(answer, lambda: "x", sinks)(guided, context):
         pass
 
     assert value(metrics, "trtllm_num_aborted_requests_total") == aborted

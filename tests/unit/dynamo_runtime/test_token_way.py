@@ -92,7 +92,7 @@ def stage_of(role: Role, strategy: str) -> StageClient:
 def served(config: WorkerConfig, engine: Any, stage: StageClient) -> Any:
     """As a worker composes it."""
     live = LiveState.of(config, config.kv_block_size)
-    generate = with_request_log(build_generate(config, engine, stage, live), "part", live.sinks)
+    generate = with_request_log(build_generate(config, engine, stage, live), lambda: "part", live.sinks)
     generate = Admission(live.thresholds, live.queued).admitting(generate)
     return as_dynamo_handler(generate, dict)
 

@@ -49,7 +49,7 @@ def decoder(perf_metrics: Any, sinks: list[RequestSink], *, measures: bool = Tru
     engine.llm.scripts.append(Script(perf_metrics=perf_metrics))
     phase = LocalDecode(engine, repeats_first_token=True)
     return with_request_log(
-        lambda asked, context: phase(asked, context, Handoff(TokenChunk([]), None)), "x", sinks
+        lambda asked, context: phase(asked, context, Handoff(TokenChunk([]), None)), lambda: "x", sinks
     )
 
 

@@ -318,7 +318,7 @@ async def test_notice_is_handled_by_a_worker_that_refuses_requests(caplog: pytes
 
     config = WorkerConfig(model="m", role=Role.PREFILL, max_queued_requests=1)
     sink = Sink()
-    logged = with_request_log(hear, "prefill", [sink])
+    logged = with_request_log(hear, lambda: "prefill", [sink])
     admitted = Admission(Live(Thresholds.of(config)), Queued(requests=1)).admitting(logged)
     serve = beside_requests(hear, admitted)
     notice = decode_request({"token_ids": [], "errand": {"stage": "recall", "attempts": ["a"]}})

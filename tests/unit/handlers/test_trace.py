@@ -11,6 +11,7 @@ import pytest
 from tests.support.handling import collect, request, until
 from tests.support.recording_pair import recording_engine
 from tests.support.stage_client import FakeContext
+from trtllm_disagg.config.thresholds import Live
 from trtllm_disagg.errors import EngineError
 from trtllm_disagg.handlers.local import LocalAgg
 from trtllm_disagg.handlers.trace import REQUEST_TRACE_PREFIX, LinesTogether, RequestEnd, with_request_log
@@ -36,7 +37,7 @@ async def test_lines_of_requests_that_end_together_are_written_together(
     lines: pytest.LogCaptureFixture,
 ) -> None:
     together = LinesTogether()
-    generate = with_request_log(LocalAgg(recording_engine()), "agg", write=together.write)
+    generate = with_request_log(LocalAgg(recording_engine()), lambda: "agg", write=together.write)
     for tokens in (1, 2):
         await collect(generate, request(max_tokens=tokens))
     assert entries(lines) == []
@@ -50,7 +51,7 @@ async def test_lines_of_requests_that_end_together_are_written_together(
 def service(script: Script | None = None) -> Generate:
     engine = recording_engine()
     engine.llm.scripts.append(script or Script())
-    return with_request_log(LocalAgg(engine), "agg")
+    return with_request_log(LocalAgg(engine), lambda: "agg")
 
 
 async def test_an_answer_passes_unchanged_and_is_noted(lines: pytest.LogCaptureFixture) -> None:
@@ -73,6 +74,17 @@ async def test_an_answer_passes_unchanged_and_is_noted(lines: pytest.LogCaptureF
     }
 
 
+async def test_after_a_switch_the_line_has_the_new_strategy(lines: pytest.LogCaptureFixture) -> None:
+    strategy = Live("decode_first")
+    generate = with_request_log(LocalAgg(recording_engine()), lambda: f"decode/{strategy.value}")
+    began_before = generate(request(max_tokens=2), FakeContext())
+    await anext(began_before)
+    strategy.set("prefill_first")
+    await collect(generate, request())
+    assert [chunk async for chunk in began_before]
+    assert [entry["part"] for entry in entries(lines)] == ["decode/prefill_first", "decode/decode_first"]
+
+
 async def test_a_short_answer_has_no_second_chunk(lines: pytest.LogCaptureFixture) -> None:
     await collect(service(), request(max_tokens=1))
     (entry,) = entries(lines)
@@ -88,7 +100,7 @@ async def test_a_failed_request_is_noted(lines: pytest.LogCaptureFixture) -> Non
 
 async def test_a_client_that_left_is_noted_at_once(lines: pytest.LogCaptureFixture) -> None:
     engine = recording_engine()
-    chunks = with_request_log(LocalAgg(engine), "agg")(request(), FakeContext())
+    chunks = with_request_log(LocalAgg(engine), lambda: "agg")(request(), FakeContext())
     await anext(chunks)
     await chunks.aclose()
     (entry,) = entries(lines)
@@ -104,7 +116,7 @@ class FaultySink:
 async def test_a_fault_in_counting_is_logged_and_the_answer_is_whole(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    service = with_request_log(LocalAgg(recording_engine()), "agg", [FaultySink()])
+    service = with_request_log(LocalAgg(recording_engine()), lambda: "agg", [FaultySink()])
 
     chunks = await collect(service, request(max_tokens=3))
 

@@ -49,7 +49,7 @@ async def test_span_operations_do_not_grow_with_the_answer(strategy: str, is_rec
     uses = []
     for max_tokens in (150, 400):
         tracer = CountingTracer(is_recording=is_recording)
-        generate = with_request_log(make_pair(strategy).generate, "first", tracer=tracer)
+        generate = with_request_log(make_pair(strategy).generate, lambda: "first", tracer=tracer)
         chunks = await collect(generate, request(max_tokens))
         assert sum(len(chunk.token_ids) for chunk in chunks) == max_tokens
         uses.append(tracer.uses)
@@ -62,7 +62,7 @@ async def test_no_token_of_a_request_that_is_not_traced_passes_through_tracing(s
     """On either worker."""
     calls = []
     for max_tokens in (5, 200):
-        generate = with_request_log(make_pair(strategy).generate, "first")
+        generate = with_request_log(make_pair(strategy).generate, lambda: "first")
         seen: Counter[str] = Counter()
 
         def note(frame: FrameType, event: str, _: object, seen: Counter[str] = seen) -> None:
@@ -84,7 +84,7 @@ async def test_no_token_of_a_request_that_is_not_traced_passes_through_tracing(s
 
 async def test_a_request_that_is_not_traced_has_one_span_for_all_of_it() -> None:
     asked = request()
-    await collect(with_request_log(make_pair("prefill_first").generate, "first"), asked)
+    await collect(with_request_log(make_pair("prefill_first").generate, lambda: "first"), asked)
     assert asked.trace.root is NO_SPAN
     assert asked.within(NO_SPAN) is asked
     recorded = Recording("0" * 31 + "1", lambda spans: None).root("request", None)
