@@ -6,6 +6,7 @@ import argparse
 import codecs
 import difflib
 import io
+import itertools
 import logging
 import os
 import re
@@ -117,19 +118,38 @@ COMMANDS = {
 _LOG_LEVEL = "TRTLLM_DISAGG_LOG"
 #: argparse's error for a value that is no number.
 _NOT_A_NUMBER = re.compile(r"invalid (int|float) value: (.*)")
+#: argparse's error for flags that are missing.
+_MISSING_FLAGS = re.compile("the following arguments are required: .*--")
 _KINDS = {"int": "a whole number", "float": "a number"}
 
 
 class Parser(argparse.ArgumentParser):
     """Raises ConfigError for wrong arguments, as every other part of a command does."""
 
+    _words: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._words = args or ()
+        return super().parse_known_args(args, namespace)
+
     def print_help(self, file: SupportsWrite[str] | None = None) -> None:
         # argparse ignores a broken pipe, which `main` has to turn into its exit code.
         (file or sys.stdout).write(self.format_help())
 
     def error(self, message: str) -> NoReturn:
+        if _MISSING_FLAGS.match(message):
+            self._refuse_misspelt_flag()
         complaint = _NOT_A_NUMBER.sub(lambda no: f"{no[2]} is not allowed; expected {_KINDS[no[1]]}", message)
         raise ConfigError(f"{complaint} (`{self.prog} --help` lists the flags)")
+
+    def _refuse_misspelt_flag(self) -> None:
+        """argparse reports a missing flag before one that it does not know, which may be the missing one."""
+        from trtllm_disagg.config.args import actions_of, refuse_unknown_arguments
+
+        known = {option for action in actions_of(self) for option in action.option_strings}
+        flags = itertools.takewhile(lambda word: word != "--", self._words)
+        unknown = [flag for flag in flags if flag.startswith("--") and flag.partition("=")[0] not in known]
+        refuse_unknown_arguments(self, unknown)
 
 
 #: Replacements for the characters of bars and lines that the locale lacks; other characters become escapes.

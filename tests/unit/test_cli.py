@@ -134,6 +134,8 @@ def test_every_command_explains_its_flags(name: str, capsys: pytest.CaptureFixtu
     ("argv", "message"),
     [
         (["worker", "--modell", "m"], "unknown flag --modell; did you mean --model?"),
+        (["up", "--stratgy", "decode_first"], "unknown flag --stratgy; did you mean --strategy?"),
+        (["bench", "--rounds=3"], "the following arguments are required: NAME"),
         (["worker", "--engin=embedded"], "unknown flag --engin; did you mean --engine?"),
         (["worker", "--model", "m", "--strategy", "x"], "unknown flag --strategy"),
         (["worker", "--qqqqqq"], "unknown flag --qqqqqq; --help lists the flags"),
