@@ -39,7 +39,7 @@ try:
 except OSError:
     sys.exit(1)
 sys.exit(all(model["id"] != name for model in models))
-' "$HTTP_HOST:$HTTP_PORT" "$SERVED_MODEL_NAME" "$PREFILL_SYSTEM_PORT" "$DECODE_SYSTEM_PORT"
+' "$(client_address)" "$SERVED_MODEL_NAME" "$PREFILL_SYSTEM_PORT" "$DECODE_SYSTEM_PORT"
 }
 
 trap stop_everything EXIT
@@ -75,6 +75,6 @@ until is_ready; do
     sleep 0.5
 done
 trap 'exit 0' INT TERM
-echo "ready http://$HTTP_HOST:$HTTP_PORT model=$SERVED_MODEL_NAME strategy=$STRATEGY"
+echo "ready http://$(client_address) model=$SERVED_MODEL_NAME strategy=$STRATEGY"
 wait -n "${started[@]}" || true
 fail "a process ended, stopping the others"

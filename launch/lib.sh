@@ -167,6 +167,16 @@ read_ranks() {
     done
 }
 
+# client_address: HOST:PORT, as a client on this machine reaches the frontend.
+client_address() {
+    case $HTTP_HOST in
+    0.0.0.0) echo "127.0.0.1:$HTTP_PORT" ;;
+    ::) echo "[::1]:$HTTP_PORT" ;;
+    *:*) echo "[$HTTP_HOST]:$HTTP_PORT" ;;
+    *) echo "$HTTP_HOST:$HTTP_PORT" ;;
+    esac
+}
+
 # start NAME COMMAND...: in the background, out of reach of the terminal's Ctrl-C.
 declare -A started=()
 start() {

@@ -17,6 +17,7 @@ import pytest
 
 from tests.support.deployments import ROOT, wait_until
 from trtllm_disagg.config.worker_config import SETTINGS
+from trtllm_disagg.deployment.plan import DeploymentConfig
 from trtllm_disagg.strategies import disaggregated, spec_of
 
 #: As a worker or a frontend: writes down how it was started, and its role when it is told to stop.
@@ -184,6 +185,15 @@ def test_a_stop_leaves_a_worker_the_time_to_drain_and_to_end_its_engine(
     environment |= {"MODEL": "m", "ENGINE": engine, "PYTHON": sys.executable}
     said = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert int(said.stdout) == math.ceil(seconds)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::", "::1", "node-7"])
+def test_clients_are_told_the_same_address_as_by_up(host: str) -> None:
+    script = f"source {ROOT / 'launch' / 'lib.sh'}; client_address"
+    environment = os.environ | {"HTTP_HOST": host, "HTTP_PORT": "8123", "DYN_DISCOVERY_BACKEND": "etcd"}
+    said = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
+    config = DeploymentConfig("auto", "m", "m", Path("run"), http_host=host, http_port=8123)
+    assert f"http://{said.stdout.rstrip()}" == config.base_url
 
 
 def test_a_given_stop_timeout_is_used() -> None:

@@ -169,8 +169,10 @@ ENDPOINT_PATH = Allowed(
 API_TYPES = Allowed("chat, completions, both with a comma, or none", _are_endpoint_types)
 NUMBER = Allowed("a whole number, 0 or more", lambda value: _is_whole(value) and value >= 0)
 SHARE = Allowed("a number from 0 to 1", _is_share)
-SECONDS = Allowed("a number of seconds above 0", lambda value: 0 < value < float("inf"))
-SECONDS_OR_NONE = Allowed("a number of seconds, 0 or more", lambda value: 0 <= value < float("inf"))
+#: 31 years: for ever, and a number that timers, Slurm and Kubernetes can count to.
+MOST_SECONDS = 1e9
+SECONDS = Allowed("a number of seconds above 0, up to 1e9", lambda value: 0 < value <= MOST_SECONDS)
+SECONDS_OR_NONE = Allowed("a number of seconds from 0 to 1e9", lambda value: 0 <= value <= MOST_SECONDS)
 NATS_URL = Allowed(
     "nats://host:port", lambda value: all(map(_is_nats_url, value.split(","))), shown=without_password
 )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from trtllm_disagg.config.args import parse_worker_flags
+from trtllm_disagg.config.settings import MOST_SECONDS
 from trtllm_disagg.deployment.gpus import gpu_needs_of, shutdown_seconds
 from trtllm_disagg.deployment.plan import (
     BEYOND_DRAIN_SECONDS,
@@ -124,9 +124,9 @@ def _worker_pod(config: DeploymentConfig, cluster: Cluster, role: ProcessRole) -
     # Imported here because `--help` does not need its libraries.
     from trtllm_disagg.config.engine_args import build_engine_args
 
-    if config.startup_timeout == math.inf:
+    if (config.startup_timeout or 0.0) > MOST_SECONDS:
         raise ConfigError.bad_value(
-            "--startup-timeout", config.startup_timeout, "a number of seconds; a probe has an end"
+            "--startup-timeout", config.startup_timeout, "a number of seconds up to 1e9; a probe has an end"
         )
     file = config.engine_configs.get(role)
     in_pod = {role: MOUNTED / ENGINE_CONFIGS / f"{role}.yaml"} if file else {}

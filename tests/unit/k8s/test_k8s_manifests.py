@@ -322,6 +322,8 @@ def test_output_is_a_file_for_each_object_and_the_same_as_stdout(tmp_path: Path,
         ({"engine": "embedded", "engine-configs": str(DEMO_CONFIGS)}, "--transfer-key-file is missing"),
         ({"startup-timeout": "0"}, "--startup-timeout"),
         ({"startup-timeout": "inf"}, "--startup-timeout: inf"),
+        ({"startup-timeout": "1e30"}, r"--startup-timeout: 1e\+30"),
+        ({"drain-seconds": "1e30"}, "--drain-seconds: .*from 0 to 1e9"),
     ],
 )
 def test_bad_input_is_refused_by_name_before_anything_is_written(
