@@ -275,7 +275,7 @@ def _table(title: str, headers: Iterable[str], rows: Sequence[Sequence[str]]) ->
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    shown = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    shown = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for at, header in enumerate(headers):
         name = header.removeprefix(">")
         words = [word for text in (name, *(row[at] for row in rows)) for word in text.split()]

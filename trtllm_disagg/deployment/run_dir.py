@@ -135,6 +135,22 @@ class RunDir:
     def discovery(self) -> Path:
         return self.path / DISCOVERY_DIR
 
+    def discovery_in_sight(self) -> Callable[[], bool]:
+        """A function that tells, until `release`, whether the discovery store is still the one of now: False when it
+        was removed or moved, also with another one in its place. Raises FileNotFoundError.
+        """
+        # While it is open no other directory can get its inode number.
+        descriptor = os.open(self.discovery, os.O_PATH | os.O_DIRECTORY)
+        self._held.callback(os.close, descriptor)
+
+        def is_in_place() -> bool:
+            try:
+                return os.path.samestat(os.stat(self.discovery), os.fstat(descriptor))
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+
+        return is_in_place
+
     @property
     def processes_file(self) -> Path:
         return self.path / PROCESSES_FILE
@@ -175,26 +191,6 @@ def read_processes(run_dir: Path) -> list[ProcessRecord]:
 
 def is_alive(record: ProcessRecord) -> bool:
     return record.born == birth(record.pid) != 0
-
-
-@contextmanager
-def kept_in_sight(directory: Path) -> Iterator[Callable[[], bool]]:
-    """A function that tells whether the path of `directory` still leads to the directory of the block's start. False
-    when it was removed or moved, also with another one in its place.
-    """
-    # While it is open no other directory can get its inode number.
-    descriptor = os.open(directory, os.O_PATH | os.O_DIRECTORY)
-
-    def is_in_place() -> bool:
-        try:
-            return os.path.samestat(os.stat(directory), os.fstat(descriptor))
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-
-    try:
-        yield is_in_place
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

@@ -10,7 +10,6 @@ import subprocess
 import time
 import uuid
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 from trtllm_disagg.deployment.backoff import Deaths
@@ -47,7 +46,7 @@ from trtllm_disagg.deployment.plan import (
 )
 from trtllm_disagg.deployment.ports import free_system_ports, is_free
 from trtllm_disagg.deployment.readiness import answers, is_ready, lacks_model
-from trtllm_disagg.deployment.run_dir import RunDir, kept_in_sight
+from trtllm_disagg.deployment.run_dir import RunDir
 from trtllm_disagg.deployment.status import Status
 from trtllm_disagg.errors import ERROR_PREFIX
 from trtllm_disagg.strategies import spec_of
@@ -149,6 +148,7 @@ class Supervisor:
         self._kill_seconds = kill_seconds
         self.processes = [ManagedProcess(spec, run_dir.log(spec.name)) for spec in specs]
         self._run_dir = run_dir
+        self._is_discovery_in_place = run_dir.discovery_in_sight()
         self._events = EventBroker(run_dir.path)
         self._status = status
         self._mark = uuid.uuid4().hex
@@ -201,12 +201,10 @@ class Supervisor:
 
     async def _report_lost_discovery(self) -> None:
         """Each process watches the discovery store that was there when it started, and hears of no other one."""
-        discovery = self._run_dir.discovery
-        with suppress(FileNotFoundError), kept_in_sight(discovery) as is_in_place:
-            # Also where inotify has no instance left.
-            while is_in_place():  # noqa: ASYNC110
-                await asyncio.sleep(LOOK_SECONDS)
-        self.report_error(lost_discovery_report(discovery))
+        # Also where inotify has no instance left.
+        while self._is_discovery_in_place():  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_SECONDS)
+        self.report_error(lost_discovery_report(self._run_dir.discovery))
 
     async def add(self, spec: ProcessSpec) -> ManagedProcess:
         """Start one more worker, and wait until it is ready. Raises DeploymentFailedError when it dies or is late; then

@@ -1,8 +1,10 @@
 """The run directory belongs to one living deployment at a time, and names its processes."""
 
+import asyncio
 import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from tests.support.commanded_up import worker_config
 from trtllm_disagg.deployment.plan import RunDirInUseError
 from trtllm_disagg.deployment.run_dir import (
     ProcessRecord,
@@ -21,6 +24,8 @@ from trtllm_disagg.deployment.run_dir import (
     read_processes,
     scratch_directory,
 )
+from trtllm_disagg.deployment.status import Status
+from trtllm_disagg.deployment.supervisor import Supervisor
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes.proc_stat import birth
 
@@ -287,3 +292,23 @@ def test_a_scratch_directory_is_gone_after_a_wrong_setting() -> None:
     with pytest.raises(ConfigError), scratch_directory("test-") as scratch:
         raise ConfigError("wrong")
     assert not scratch.path.exists()
+
+
+async def test_discovery_store_replaced_before_the_deployment_is_watched_is_reported(tmp_path: Path) -> None:
+    reported = asyncio.Event()
+
+    class Told(Status):
+        def note(self, text: str) -> None:
+            assert f"{run_dir.discovery} was removed or moved" in text
+            reported.set()
+
+    run_dir = claimed(tmp_path / "run")
+    supervisor = Supervisor(worker_config(run_dir.path), [], run_dir, Told())
+    shutil.rmtree(run_dir.discovery)
+    run_dir.discovery.mkdir()
+    watching = asyncio.create_task(supervisor.watch())
+    try:
+        await asyncio.wait_for(reported.wait(), 20)
+    finally:
+        watching.cancel()
+        await supervisor.kill()
