@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.unit.doctor.test_command import status_of
@@ -246,7 +248,7 @@ def test_a_frontend_that_cannot_be_looked_into_leaves_the_rest_not_known(
 def test_a_listener_of_this_user_is_found_and_a_closed_port_is_not(pages: Pages) -> None:
     found = listener(LOOPBACK, pages.server_port)
     assert found is not None
-    assert "PATH" in found.environ
+    assert (found.pid, found.environ) == (os.getpid(), psutil.Process().environ())
     assert not found.is_frontend
     assert (found.open_files or 0) > 3
     assert listener("192.0.2.1", pages.server_port) is None
