@@ -163,9 +163,9 @@ class RunDirObserver:
 
     async def look(self) -> Snapshot:
         records = await asyncio.to_thread(read_processes, self._run_dir)
-        doubt, seen = await asyncio.gather(
-            self._ask_up(), asyncio.gather(*(self._process(record) for record in records))
-        )
+        # First, because it says at which host the frontend listens.
+        doubt = await self._ask_up()
+        seen = await asyncio.gather(*(self._process(record) for record in records))
         pages = [page for _, page in seen]
         frontends = [page for record, page in zip(records, pages, strict=True) if record.role == "frontend"]
         warnings = await asyncio.to_thread(self._new_warnings)

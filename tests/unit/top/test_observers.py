@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -94,13 +95,13 @@ def record(name: str, port: int, *, pid: int = os.getpid(), state: str = "ready"
 
 
 @asynccontextmanager
-async def worker_page() -> AsyncIterator[int]:
+async def worker_page(host: str = "127.0.0.1") -> AsyncIterator[int]:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(f"HTTP/1.0 200 OK\r\nContent-Length: {len(PAGE)}\r\n\r\n{PAGE}".encode())
         writer.close()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    server = await asyncio.start_server(answer, host, 0)
     async with server:
         yield server.sockets[0].getsockname()[1]
 
@@ -172,6 +173,24 @@ def test_a_directory_of_no_up_is_refused(tmp_path: Path) -> None:
         ConfigError, match=r"--run-dir: .* is not allowed; expected the run directory of an `up`"
     ):
         observer_of(tmp_path, None)
+
+
+async def test_the_first_look_reads_the_page_of_a_frontend_at_another_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = "127.0.0.2"
+    run_dir = RunDir.claim(tmp_path / "run")
+
+    def describe(*_: object, seconds: float) -> dict[str, str]:
+        time.sleep(seconds / 10)  # in a thread, as long as a busy `up` may take
+        return {"url": f"http://{host}:{port}"}
+
+    monkeypatch.setattr(observers, "send_to_up", describe)
+    async with worker_page(host) as port:
+        run_dir.write([record("frontend", port)])
+        shown = await RunDirObserver(run_dir.path).look()
+    run_dir.release()
+    assert [process.state for process in shown.processes] == ["ready"]
 
 
 def test_a_url_without_a_frontend_is_refused() -> None:
