@@ -47,7 +47,7 @@ class Progress:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
-            self._say(f"FAILED {report.nodeid} ({report.when})")
+            self._say(f"FAILED {report.nodeid} ({report.when}): {_cause(report)}")
 
     @pytest.hookimpl(wrapper=True)
     def pytest_report_teststatus(self) -> Any:
@@ -61,3 +61,10 @@ class Progress:
     def _go_on(self) -> None:
         while not self._over.wait(SECONDS):
             self._say(self.line())
+
+
+def _cause(report: pytest.TestReport) -> str:
+    """The first line of the error. The whole report comes only at the end, where a log may have been cut by then."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = str(report.longrepr) if crash is None else f"{crash.path}:{crash.lineno}: {crash.message}"
+    return text.partition("\n")[0]
