@@ -177,15 +177,18 @@ async def test_scale_down_takes_a_worker_that_waits_for_its_next_start(
 async def test_worker_stopped_by_sigterm_is_not_restarted_and_scale_replaces_it(
     start_up: StartUp,
 ) -> None:
-    up = await start_up(backoff=SOON)
+    up = await start_up(backoff=SOON, decode_workers=2)
     await up.ready_line()
 
+    os.kill(up.pid("decode-1"), signal.SIGTERM)
+    await up.says("decode-1 was told to stop")
+    assert "it was the last" not in up.errors
     os.kill(up.pid("decode-0"), signal.SIGTERM)
-    await up.says("decode-0 was told to stop")
+    await up.says("it was the last decode worker: `trtllm-disagg scale --run-dir")
     said = await asyncio.to_thread(send_to_up, up.run_dir, Scale({"decode": 1}))
 
     assert said == {"prefill": 1, "decode": 1}
-    assert up.records()["decode-1"].state == "ready"
+    assert up.records()["decode-2"].state == "ready"
     up.process.terminate()
     assert await up.ends() == 0
 

@@ -65,12 +65,23 @@ def continued(report: str, then: str) -> str:
     return "\n".join([f"{first}; {then}", *rest])
 
 
+def left_report(process: ManagedProcess, *, is_last: bool) -> str:
+    """Of a worker that something else than `up` has told to stop. `is_last`: none of its role is left."""
+    left = f"{process.name} was told to stop, though not by this `up`, and has left"
+    if not is_last or process.role in NO_WORKERS:
+        return left
+    return f"{left}; it was the last {process.role} worker: {_scale_command(process)} starts one"
+
+
 def given_up_report(process: ManagedProcess, report: str, failed_starts: int) -> str:
     then = f"given up after {failed_starts} starts that failed"
     if process.role not in NO_WORKERS:
-        run_dir = process.log.parent
-        then += f"; mend the cause, then `trtllm-disagg scale --run-dir {run_dir} --{process.role} N`"
+        then += f"; mend the cause, then {_scale_command(process)}"
     return continued(report, then)
+
+
+def _scale_command(process: ManagedProcess) -> str:
+    return f"`trtllm-disagg scale --run-dir {process.log.parent} --{process.role} N`"
 
 
 def late_report(processes: Iterable[ManagedProcess], timeout: float) -> str:

@@ -19,6 +19,7 @@ from trtllm_disagg.deployment.failure_reports import (
     death_report,
     given_up_report,
     late_report,
+    left_report,
     leftovers_report,
     lost_discovery_report,
     survivors_report,
@@ -90,7 +91,10 @@ class Restarts:
     async def _after(self, process: ManagedProcess) -> None:
         report = death_report(process, "while serving")
         if process.ended_well and process.role != "frontend":
-            self._owner.note(f"{process.name} was told to stop, though not by this `up`, and has left")
+            others = [
+                each for each in self._owner.processes if each.role == process.role and each.state != "exited"
+            ]
+            self._owner.note(left_report(process, is_last=not others))
         elif self._owner.config.restart:
             await self._until_ready(process, report)
         else:
