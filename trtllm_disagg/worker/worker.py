@@ -102,7 +102,7 @@ async def run_worker(config: WorkerConfig, engine_args: dict[str, Any], api: Llm
             StartupChecks(config, names, runtime),
             _verifier(config, runtime.instance_id),
             reporter,
-            tracer_of(os.environ, _worker_label(config), f"{runtime.instance_id:x}"),
+            tracer_of(os.environ, _worker_label(config.role, config.strategy), f"{runtime.instance_id:x}"),
         )
         await worker.run(api, engine_args, own)
 
@@ -144,7 +144,12 @@ class _Worker:
         """Load the engine, serve, and close it. `own`: this worker's description."""
         config = self.config
         await self.checks.before_loading()
-        log.info("loading %s on the %s engine as %s", config.model, config.engine, _worker_label(config))
+        log.info(
+            "loading %s on the %s engine as %s",
+            config.model,
+            config.engine,
+            _worker_label(config.role, config.strategy),
+        )
         self.reporter.tell("starting the engine")
         began = time.monotonic()
         machine_id = self.runtime.instance_id % 1021
@@ -221,7 +226,7 @@ class _Worker:
         answers = build_generate(self.config, engine, stage, live, self.queue, self.runtime.instance_id)
         generate = with_request_log(
             answers,
-            lambda: _worker_label(self.config, live.strategy.value),
+            lambda: _worker_label(self.config.role, live.strategy.value),
             live.sinks,
             self.drain,
             self.tracer,
@@ -245,7 +250,7 @@ class _Worker:
         watchers.append(asyncio.create_task(_report_load(self.reporter, self.drain), name="load"))
         log.info(
             "worker ready: %s at %s, instance %x; discovery: %s",
-            _worker_label(config),
+            _worker_label(config.role, config.strategy),
             config.endpoint_id,
             runtime.instance_id,
             config.discovery_backend,
@@ -318,11 +323,9 @@ def _tune_garbage_collector() -> None:
     gc.set_threshold(*_COLLECTOR_THRESHOLDS)
 
 
-def _worker_label(config: WorkerConfig, strategy: str | None = None) -> str:
-    """This worker's role and strategy, as logs and traces show them. `strategy`: the one in force, where it may have
-    been switched.
-    """
-    return "agg" if config.role is Role.AGG else f"{config.role}/{strategy or config.strategy}"
+def _worker_label(role: Role, strategy: str) -> str:
+    """A worker's role and strategy, as logs and traces show them."""
+    return "agg" if role is Role.AGG else f"{role}/{strategy}"
 
 
 def _health_times(config: WorkerConfig) -> HealthTimes:
