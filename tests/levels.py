@@ -24,6 +24,7 @@ _COMPILED = (
     "tests/unit/embedded/model/test_linear.py",
     "tests/unit/embedded/model/test_panels.py",
     "tests/unit/embedded/model/test_fused_decode.py",
+    "tests/unit/embedded/model/test_prefill_attention.py",
     "tests/unit/embedded/core/test_first_steps.py",
 )
 _CHOSEN = {"avx2": (*_EVERY, *_COMPILED), "torch": _EVERY}

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import types
 
-from trtllm_disagg.embedded.cpu_kernels import attention_kernels as attend_kernels
-from trtllm_disagg.embedded.cpu_kernels.attention_kernels import attend_heads
+from trtllm_disagg.embedded.cpu_kernels import decode_attention
 from trtllm_disagg.embedded.cpu_kernels.compiled import compile_unless_taken, compiled
+from trtllm_disagg.embedded.cpu_kernels.decode_attention import attend_heads
 from trtllm_disagg.embedded.cpu_kernels.gemm_small_m import PANEL, multiply
 from trtllm_disagg.embedded.cpu_kernels.layer_kernels import (
     add_bias_and_round,
@@ -214,9 +214,9 @@ def _attend(w: Any, b: Any, layer: Any, rank: Any, num_threads: Any, tokens_per_
 
 def compile_ahead(num_threads: int, w: Weights, b: Buffers, tokens_per_block: int) -> None:
     """The engine that has begun with attention goes on with what calls it; another one compiles the rest meanwhile."""
-    if attend_kernels.compile_heads_ahead(b.query, b.pool):
+    if decode_attention.compile_heads_ahead(b.query, b.pool):
         compile_unless_taken(_attend, w, b, 0, 0, num_threads, tokens_per_block)
-        attend_kernels.compile_rows_ahead(b.query, b.pool)
+        decode_attention.compile_rows_ahead(b.query, b.pool)
 
 
 @compiled()

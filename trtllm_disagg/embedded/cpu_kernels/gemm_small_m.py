@@ -65,7 +65,7 @@ _PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
 
 
 @dataclass(frozen=True)
-class _Arithmetic:
+class Arithmetic:
     """What a step is made of, in every lane: a float32, or a pair of bfloat16 numbers."""
 
     scalar: Any
@@ -87,7 +87,7 @@ class _Arithmetic:
         return b.call(dot, [total, weights, given])
 
 
-_FLOAT32, _BFLOAT16 = _Arithmetic(F32, FLOATS, 1), _Arithmetic(I32, _PAIRS, 2)
+FLOAT32, BFLOAT16 = Arithmetic(F32, FLOATS, 1), Arithmetic(I32, _PAIRS, 2)
 
 
 def _vectors_at_once(rows: int) -> int:
@@ -129,7 +129,7 @@ def _pass_of(rows: int) -> Any:
 
     @intrinsic
     def product(typing: Any, x: Any, addresses: Any) -> Any:
-        arithmetic = _BFLOAT16 if x.dtype == types.uint16 else _FLOAT32
+        arithmetic = BFLOAT16 if x.dtype == types.uint16 else FLOAT32
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             inner = _function(builder.module, arithmetic, rows)
@@ -141,9 +141,9 @@ def _pass_of(rows: int) -> Any:
     return product
 
 
-def _function(module: Any, arithmetic: _Arithmetic, rows: int) -> Any:
+def _function(module: Any, arithmetic: Arithmetic, rows: int) -> Any:
     """A function of its own, which has all registers to itself."""
-    kind = "float32" if arithmetic is _FLOAT32 else "bfloat16"
+    kind = "float32" if arithmetic is FLOAT32 else "bfloat16"
     name = f"gemm_{rows}_{kind}"
     if name in module.globals:
         return module.globals[name]
@@ -164,7 +164,7 @@ def _function(module: Any, arithmetic: _Arithmetic, rows: int) -> Any:
 
 def _emit_pass(
     b: Any,
-    arithmetic: _Arithmetic,
+    arithmetic: Arithmetic,
     rows: int,
     vectors: range,
     x: Any,

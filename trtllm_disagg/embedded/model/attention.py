@@ -24,7 +24,7 @@ from trtllm_disagg.embedded.kv_cache.pool import KvPool
 from trtllm_disagg.embedded.model.rows import TILE, ForwardRow
 
 if TYPE_CHECKING:
-    from trtllm_disagg.embedded.model.compiled_ops import DecodeRows
+    from trtllm_disagg.embedded.model.paged_rows import DecodeRows, PrefillRows
 
 
 NAME = "trtllm_disagg_paged"
@@ -72,10 +72,17 @@ class _Span:
 class StepLayout:
     """Positions, places in the pool and key locations of one step's rows."""
 
-    def __init__(self, rows: Seq[ForwardRow], pool: KvPool, decode: DecodeRows | None = None) -> None:
-        """`decode` are the leading rows, where one kernel serves them all."""
+    def __init__(
+        self,
+        rows: Seq[ForwardRow],
+        pool: KvPool,
+        decode: DecodeRows | None = None,
+        prefill: PrefillRows | None = None,
+    ) -> None:
+        """`decode` are the leading rows and `prefill` the others, where one kernel serves them all."""
         self.pool = pool
         self.decode = decode
+        self._prefill = prefill
         num_decode = 0 if self.decode is None else self.decode.count
         self.all_decode = num_decode == len(rows)
         self._spans: list[_Span] = []
@@ -128,9 +135,14 @@ class StepLayout:
         """The same, when the tokens' K and V are in the pool already. With `last_only`, rows of tokens that are not in
         `last` are undefined.
         """
+        if self._prefill is not None:
+            query = query.contiguous()
         out = torch.empty_like(query)
         if self.decode is not None:
             self.decode.attend(how, query[: self.decode.count], out[: self.decode.count])
+        if self._prefill is not None:
+            self._prefill.attend(how, query, out, last_only=last_only)
+            return out
         for span in self._last_tiles if last_only else self._spans:
             if span.is_prefill:
                 self._attend_prefill(how, span, query, out)

@@ -1,4 +1,4 @@
-"""`LayerOps` by compiled kernels (layer_kernels.py, attention_kernels.py), float32 or bfloat16; and decode steps of a
+"""`LayerOps` by compiled kernels (layer_kernels.py, and the two attentions), float32 or bfloat16; and decode steps of a
 plain model in one compiled call (decode_step.py): its weights, its buffers and its threads.
 """
 
@@ -13,7 +13,12 @@ from contextlib import AbstractContextManager
 import numpy as np
 import torch
 
-from trtllm_disagg.embedded.cpu_kernels import attention_kernels, decode_step, layer_kernels
+from trtllm_disagg.embedded.cpu_kernels import (
+    decode_attention,
+    decode_step,
+    layer_kernels,
+    prefill_attention,
+)
 from trtllm_disagg.embedded.cpu_kernels.compiled import reporting_compilation
 from trtllm_disagg.embedded.cpu_kernels.decode_step import (
     DOWN,
@@ -28,9 +33,10 @@ from trtllm_disagg.embedded.cpu_kernels.decode_step import (
 from trtllm_disagg.embedded.cpu_kernels.gemm_small_m import PANEL
 from trtllm_disagg.embedded.cpu_kernels.layer_kernels import as_array, parts_of
 from trtllm_disagg.embedded.kv_cache.pool import KvPool
-from trtllm_disagg.embedded.model.attention import LayerAttention, StepLayout
+from trtllm_disagg.embedded.model.attention import StepLayout
 from trtllm_disagg.embedded.model.layer_ops import LayerOps
 from trtllm_disagg.embedded.model.linear import MOST_ROWS, PackedLinear, Panels
+from trtllm_disagg.embedded.model.paged_rows import DecodeRows, PrefillRows
 from trtllm_disagg.embedded.model.plain_model import PlainLayer, PlainModel
 from trtllm_disagg.embedded.model.rows import ForwardRow
 from trtllm_disagg.processes.activity import Reporter
@@ -210,70 +216,20 @@ def _bias(linear: PackedLinear) -> np.ndarray:
     return linear.bias_values.float().numpy()
 
 
-class DecodeRows:
-    """The leading rows of a step that decode: where their blocks begin in the pool, and lengths, for every layer. Their
-    attention is one kernel call.
-    """
-
-    def __init__(self, rows: Seq[ForwardRow], pool: KvPool) -> None:
-        self.count = len(rows)
-        self._pool = pool
-        size = pool.tokens_per_block
-        self._contexts = np.array([row.num_computed + 1 for row in rows], np.int64)
-        lengths = -(-self._contexts // size)
-        self.tables = np.zeros((len(rows), int(lengths.max())), np.int64)
-        for table, row, length in zip(self.tables, rows, lengths, strict=True):
-            table[:length] = row.blocks[:length]
-        self.tables *= pool.rows_per_block
-        #: (rows,) int64: where each row's token stands in its sequence, and its place in the pool.
-        self.positions = self._contexts - 1
-        self.places = self.tables[np.arange(self.count), self.positions // size] + self.positions % size
-        self._starts: dict[int, np.ndarray] = {}
-        self._longest = int(self._contexts.max())
-        self._scores = np.empty((0, 0), np.float32)
-
-    @classmethod
-    def of(cls, rows: Seq[ForwardRow], pool: KvPool) -> DecodeRows | None:
-        """None when no row decodes. The scheduler puts decode rows first."""
-        decode = [row for row in rows if not row.in_prefill]
-        return cls(decode, pool) if decode else None
-
-    def attend(self, how: LayerAttention, query: torch.Tensor, out: torch.Tensor) -> None:
-        """query and out (rows, heads, dim)."""
-        if self._scores.shape[0] < query.shape[1]:
-            self._scores = np.empty((query.shape[1], self._longest), np.float32)
-        attention_kernels.attend_rows(
-            as_array(query),
-            as_array(self._pool.rows),
-            self._pool.key_row(how.layer),
-            self._pool.tokens_per_block,
-            self.tables,
-            self._contexts,
-            self._starts_for(how.window or 0),
-            np.float32(how.scale),
-            np.float32(how.softcap or 0.0),
-            self._scores,
-            as_array(out),
-        )
-
-    def _starts_for(self, window: int) -> np.ndarray:
-        """The first position that each row sees."""
-        if window not in self._starts:
-            seen = np.maximum(self._contexts - window, 0) if window else np.zeros_like(self._contexts)
-            self._starts[window] = seen
-        return self._starts[window]
-
-
 class CompiledOps(LayerOps):
     def reporting_compilation(self, reporter: Reporter) -> AbstractContextManager[None]:
         return reporting_compilation(reporter)
 
     def prepare(self, pool: KvPool, dtype: torch.dtype) -> None:
-        query = as_array(torch.zeros(1, 1, 1, dtype=dtype))
-        attention_kernels.compile_heads_ahead(query, as_array(pool.rows))
+        query, rows = as_array(torch.zeros(1, 1, 1, dtype=dtype)), as_array(pool.rows)
+        if not decode_attention.compile_heads_ahead(query, rows):
+            prefill_attention.compile_tile_ahead(query, rows)
 
     def decode_rows(self, rows: Seq[ForwardRow], pool: KvPool) -> DecodeRows | None:
         return DecodeRows.of(rows, pool)
+
+    def prefill_rows(self, rows: Seq[ForwardRow], pool: KvPool) -> PrefillRows | None:
+        return PrefillRows.of(rows, pool)
 
     def fused_decode(self, model: PlainModel, pool: KvPool, dtype: torch.dtype) -> FusedDecode | None:
         return FusedDecode.create(model, pool, dtype, torch.get_num_threads())

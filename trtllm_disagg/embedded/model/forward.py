@@ -165,7 +165,9 @@ class ModelRunner:
     def run(self, rows: Seq[ForwardRow]) -> torch.Tensor:
         """Logits (all `num_logits`, vocabulary), in the order of `rows`."""
         tokens = [token for row in rows for token in row.tokens]
-        return self.forward(tokens, StepLayout(rows, self.pool, self._ops.decode_rows(rows, self.pool)))
+        ops, pool = self._ops, self.pool
+        layout = StepLayout(rows, pool, ops.decode_rows(rows, pool), ops.prefill_rows(rows, pool))
+        return self.forward(tokens, layout)
 
     def close(self) -> None:
         self.forward.close()

@@ -20,7 +20,8 @@ from trtllm_disagg.embedded.model.rows import ForwardRow
 from trtllm_disagg.processes.activity import Reporter
 
 if TYPE_CHECKING:
-    from trtllm_disagg.embedded.model.compiled_ops import DecodeRows, FusedDecode
+    from trtllm_disagg.embedded.model.compiled_ops import FusedDecode
+    from trtllm_disagg.embedded.model.paged_rows import DecodeRows, PrefillRows
     from trtllm_disagg.embedded.model.plain_model import PlainLayer, PlainModel
 
 
@@ -36,6 +37,10 @@ class LayerOps:
 
     def decode_rows(self, rows: Seq[ForwardRow], pool: KvPool) -> DecodeRows | None:
         """A step's leading rows that one kernel serves; None where there are none, or no kernel."""
+        return None
+
+    def prefill_rows(self, rows: Seq[ForwardRow], pool: KvPool) -> PrefillRows | None:
+        """A step's rows in prefill, if one kernel serves them; None where there are none, or no kernel."""
         return None
 
     def fused_decode(self, model: PlainModel, pool: KvPool, dtype: torch.dtype) -> FusedDecode | None:

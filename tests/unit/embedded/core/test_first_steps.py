@@ -58,13 +58,15 @@ def test_warm_up_compiles_exactly_the_kernels_that_steps_call(checkpoints: Check
 import json, sys
 from pathlib import Path
 from numba.core.registry import CPUDispatcher
-from trtllm_disagg.embedded.cpu_kernels import attention_kernels, decode_step, layer_kernels
+from trtllm_disagg.embedded.cpu_kernels import (
+    decode_attention, decode_step, layer_kernels, prefill_attention
+)
 from tests.support.cores import Core
 
 def compiled():
     return {
         name: len(kernel.signatures)
-        for module in (attention_kernels, decode_step, layer_kernels)
+        for module in (decode_attention, decode_step, layer_kernels, prefill_attention)
         for name, kernel in vars(module).items() if isinstance(kernel, CPUDispatcher)
     }
 
@@ -83,4 +85,6 @@ print(json.dumps([before, compiled()]))
     before, after = json.loads(done.stdout.splitlines()[-1])
     assert sum(before.values()) > 0
     assert before == after
-    assert [name for name in ("attend_heads", "attend_rows", "_attend") if before[name] > 1] == []
+    assert [
+        name for name in ("attend_heads", "attend_rows", "attend_tile", "_attend") if before[name] > 1
+    ] == []

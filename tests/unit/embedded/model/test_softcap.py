@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from trtllm_disagg.embedded.cpu_kernels import attention_kernels as attend_kernels
+from trtllm_disagg.embedded.cpu_kernels import decode_attention
 from trtllm_disagg.embedded.cpu_kernels.layer_kernels import as_array
 from trtllm_disagg.embedded.kv_cache.pool import KvPool
 from trtllm_disagg.embedded.model.attention import capped_attention
@@ -51,7 +51,7 @@ def test_the_decode_kernel_caps_the_logits_of_one_query(cap: float) -> None:
     out = torch.empty(1, HEADS, DIM)
     kv = torch.stack((key[0].transpose(0, 1), value[0].transpose(0, 1)))
     pool = KvPool(kv.view(2, KEYS // SIZE, SIZE, KV_HEADS, DIM).transpose(0, 1)[:, None].contiguous())
-    attend_kernels.attend_rows(
+    decode_attention.attend_rows(
         as_array(query[:, :, 0]),
         as_array(pool.rows),
         pool.key_row(0),
