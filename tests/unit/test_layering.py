@@ -65,8 +65,8 @@ DYNAMO = (
     "deployment.lifecycle",  # asks whether it is installed
 )
 
-#: Ask for TensorRT-LLM: whether it is installed, and for its names.
-TENSORRT_LLM = ("engine.llm_api", "engine.engines")
+#: Import names of TensorRT-LLM. Whether it is installed is asked by the table of engines.
+TENSORRT_LLM = ("engine.llm_api",)
 #: These put something in its place, under its name, and import only that.
 STAND_INS = ("embedded.mount", "embedded.api.mounted_names", "testing.mounted")
 

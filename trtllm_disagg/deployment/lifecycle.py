@@ -42,8 +42,8 @@ _DYNAMO_IS_MISSING = (
 
 
 def prepare(config: DeploymentConfig, status: Status) -> Supervisor:
-    """Check for Dynamo, the machine's limits and the port, plan the processes, and claim the run directory. Starts no
-    process.
+    """Check for Dynamo and the engine, the machine's limits and the port, plan the processes, and claim the run
+    directory. Starts no process.
     """
     if find_spec("dynamo") is None:
         raise ConfigError(_DYNAMO_IS_MISSING)
@@ -53,10 +53,12 @@ def prepare(config: DeploymentConfig, status: Status) -> Supervisor:
     config = replace(config, http_port=http_port, run_dir=config.run_dir.absolute())
     workers = worker_arguments(config)
     # As the workers have it, by --worker-args too.
-    drains = (worker.drain_seconds for _, worker in worker_configs(workers, os.environ))
+    configs = [worker for _, worker in worker_configs(workers, os.environ)]
+    for worker in configs:
+        worker.engine_spec.require_installed()
     config = replace(
         config,
-        longest_drain=max(drains, default=None),
+        longest_drain=max((worker.drain_seconds for worker in configs), default=None),
         gpus=gpus_of(workers, config.gpu_devices, os.environ),
     )
     specs = plan(config, system_ports=free_system_ports(num_system_ports(config)), environ=os.environ)

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from trtllm_disagg.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
@@ -33,12 +35,21 @@ class EngineSpec:
     rank_launcher: str = ""
     #: The extra of this package that installs it (`pip install 'trtllm-disagg[EXTRA]'`); empty for none.
     extra: str = ""
-    #: Modules that are imported only when the engine is built, so their presence is checked before.
+    #: Modules that are looked for before the engine is imported and built.
     needs: tuple[str, ...] = ()
 
     def missing(self) -> str | None:
         """The first module that this engine needs and this environment lacks."""
-        return next((name for name in self.needs if importlib.util.find_spec(name) is None), None)
+        return next((name for name in self.needs if not _is_installed(name)), None)
+
+    def require_installed(self) -> None:
+        """Raises ConfigError that names the module that is missing and the command that installs it."""
+        if missing := self.missing():
+            raise self.not_installed(f"No module named {missing!r}")
+
+    def not_installed(self, reason: object) -> ConfigError:
+        allowed = f"an engine that is installed ({reason}; pip install 'trtllm-disagg[{self.extra}]')"
+        return ConfigError.bad_value("--engine", self.name, allowed)
 
     @property
     def is_tensorrt_llm(self) -> bool:
@@ -57,6 +68,7 @@ ENGINES: dict[str, EngineSpec] = {
             srun_mpi="pmix",
             rank_launcher="trtllm-llmapi-launch",
             extra="tensorrt-llm",
+            needs=("tensorrt_llm",),
         ),
         EngineSpec(
             "embedded",
@@ -87,7 +99,12 @@ def resolve_engine(name: str) -> str:
     """`auto` means TensorRT-LLM where it is installed, else the embedded engine."""
     if name != "auto":
         return name
-    return "tensorrt_llm" if importlib.util.find_spec("tensorrt_llm") is not None else "embedded"
+    return "embedded" if ENGINES["tensorrt_llm"].missing() else "tensorrt_llm"
+
+
+def _is_installed(module: str) -> bool:
+    """A module that was put among the imported ones by hand may have no spec."""
+    return module in sys.modules or importlib.util.find_spec(module) is not None
 
 
 if __name__ == "__main__":  # for launch/disagg.sh

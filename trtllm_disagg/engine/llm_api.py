@@ -171,13 +171,11 @@ class LlmApi:
 
 def load_api(name: str) -> LlmApi:
     """Raise ConfigError when the engine is not installed, or too old."""
+    ENGINES[name].require_installed()
     try:
-        if missing := ENGINES[name].missing():
-            raise ModuleNotFoundError(f"No module named {missing!r}")
         module = importlib.import_module(ENGINES[name].module)
     except ModuleNotFoundError as error:
-        allowed = f"an engine that is installed ({error}; pip install 'trtllm-disagg[{ENGINES[name].extra}]')"
-        raise ConfigError.bad_value("--engine", name, allowed) from error
+        raise ENGINES[name].not_installed(error) from error
     except ImportError as error:  # libcuda.so.1 of a machine without a GPU driver, for example
         allowed = f"an engine that can be imported on this machine ({error})"
         raise ConfigError.bad_value("--engine", name, allowed) from error

@@ -416,3 +416,19 @@ def test_without_dynamo_a_deployment_is_refused_with_the_command_that_installs_i
     with pytest.raises(ConfigError, match=rf"pip install --no-deps ai-dynamo=={DYNAMO_VERSION} "):
         prepare(config, Status())
     assert not config.run_dir.exists()
+
+
+def test_without_its_engine_a_deployment_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    config = DeploymentConfig(
+        strategy="agg",
+        model="m",
+        served_model_name="m",
+        run_dir=tmp_path / "run",
+        engine="tensorrt_llm",
+        http_port=0,
+    )
+    with pytest.raises(
+        ConfigError, match=r"--engine: 'tensorrt_llm' .* pip install 'trtllm-disagg\[tensorrt-llm\]'"
+    ):
+        prepare(config, Status())
+    assert not config.run_dir.exists()
