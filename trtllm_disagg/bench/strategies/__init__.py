@@ -29,7 +29,7 @@ _OF_FORESEE = (
 _OF_ADVISE = ("advise", "out", "slo")
 _OF_URL = (
     *("url", "out", "model", "slo", "workloads", "trace", "rates"),
-    *("requests", "repetitions", "time_scale", "quick", "aiperf"),
+    *("requests", "repetitions", "time_scale", "quick", "aiperf", "gpus_per_worker"),
 )
 
 
@@ -70,6 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="'ARM=URL'",
         help="a deployment that serves already, and which arm it is; once for each",
+    )
+    add(
+        "--gpus-per-worker",
+        type=positive_up_to(1024),
+        metavar="N",
+        help="GPUs of each worker behind a --url, for tok/s/GPU (default: 1)",
     )
     add("--workers", metavar="N,...", help="of each arm, all roles together (default: 2,4)")
     add(
@@ -153,6 +159,10 @@ def run(args: argparse.Namespace) -> ExitCode:
         _refuse_flags_beside("--advise", args, _OF_ADVISE)
     elif args.url:
         _refuse_flags_beside("--url", args, _OF_URL)
+    elif args.gpus_per_worker:
+        raise ConfigError(
+            "--gpus-per-worker needs --url beside it; the engine configs say how many GPUs their workers have"
+        )
     slo = slo_of(args)
     # Checked first: a run that has measured for an hour should not fail then.
     require_packages("bench strategies", "matplotlib", "jinja2")

@@ -241,7 +241,7 @@ def _plan_of(
         arms=arms,
         workloads=tuple(traffic.record for traffic in chosen.values()),
         points=points,
-        gpus_per_worker=engines.gpus_per_worker if engines else 1,
+        gpus_per_worker=engines.gpus_per_worker if engines else args.gpus_per_worker or 1,
         command=shlex.join(["trtllm-disagg", *sys.argv[1:]]),
         settings=_settings_of(args, engines),
         **more,
@@ -362,6 +362,7 @@ def _settings_of(args: argparse.Namespace, engines: Engines | None) -> dict[str,
     flags = ("engine", "url", "workers", "arms", "workloads", "rates", "requests", "repetitions")
     told = {name: str(getattr(args, name)) for name in (*flags, "band", "time_scale", "quick")}
     told["worker_args"] = shlex.join(args.worker_args)
+    told["gpus_per_worker"] = str(args.gpus_per_worker or 1)
     # Files are compared by content: they may have moved.
     told["model"] = _fingerprint(args.model / "config.json")
     if args.trace:

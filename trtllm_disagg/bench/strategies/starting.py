@@ -179,7 +179,7 @@ def runner_of_urls(args: argparse.Namespace, aiperf: AIPerf, directory: RunDirec
     if len(urls) < len(args.url):
         raise ConfigError.bad_value("--url", ", ".join(args.url), "each arm once")
     counts = sorted({workers_of(name) for name in urls})
-    known = {arm.name: arm for count in counts for arm in arms_at(count)}
+    known = {arm.name: arm for count in counts for arm in arms_at(count, args.gpus_per_worker or 1)}
     for name, url in urls.items():
         if name not in known or not url.startswith(("http://", "https://")):
             raise ConfigError.bad_value(

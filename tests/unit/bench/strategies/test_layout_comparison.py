@@ -129,6 +129,7 @@ def test_a_script_gets_rates_and_leads_as_json(flags: list[str], capsys: pytest.
         (["--foresee", "--repetitions", "1"], "--repetitions: '1'.*beside --foresee"),
         (["--foresee", "--out", "run"], "--out: 'run'.*beside --foresee"),
         (["--advise", "--out", "run", "--slo", "ttft=1"], "--model: .*beside --advise"),
+        (["--out", "run", "--gpus-per-worker", "2"], "^--gpus-per-worker needs --url"),
         (
             ["--url", "2 agg=http://127.0.0.1:1", "--out", "run", "--rates", "1"],
             "--engine-configs: .*beside --url",

@@ -682,6 +682,16 @@ def test_real_deployments_are_arms_by_their_names(model: Path, configs: Path) ->
     assert [arm.name for arm in runner.plan.arms] == ["2 agg", "1P1D decode_first length"]
     assert not runner.plan.is_modelled
     assert {point.time_scale for point in runner.plan.points} == {1.0}
+    assert {arm.gpus for arm in runner.plan.arms} == {2}
+
+
+def test_workers_of_real_deployments_have_the_gpus_that_the_flag_says(model: Path, configs: Path) -> None:
+    url = ("--url", "1P1D router=http://a:1", "--rates", "1", "--workloads", "chat")
+    runner = prepared(model, configs, *url, "--gpus-per-worker", "4")
+    assert [arm.gpus for arm in runner.plan.arms] == [8]
+    assert runner.plan.gpus_per_worker == 4
+    with pytest.raises(ConfigError, match="gpus_per_worker"):
+        prepared(model, configs, *url)
 
 
 def test_engine_arguments_are_overridden_for_all_roles(model: Path, configs: Path) -> None:
