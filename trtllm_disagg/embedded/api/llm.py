@@ -178,6 +178,7 @@ class LLM:
             num_prompt=len(prompt),
             request_type=kind,
             ready=self._core.ready,
+            end_ids=self._end_ids(sampling),
             tokenize=self._tokenize,
             guided_backend=self.args.guided_decoding_backend,
         )
@@ -348,6 +349,18 @@ class LLM:
         if self.tokenizer is None:
             raise ValueError("text needs a tokenizer, but skip_tokenizer_init is set; pass token ids")
         return [int(t) for t in self.tokenizer.encode(text, add_special_tokens=add_special_tokens)]
+
+    def _end_ids(self, sampling: SamplingParams) -> list[int]:
+        """The model's, and the tokenizer's where it decodes the answer: loading one takes seconds. TensorRT-LLM takes
+        both, too (`SamplingParams._setup`).
+        """
+        known = list(self._core.ready.end_ids)
+        if not sampling.detokenize or self.args.skip_tokenizer_init:
+            return known
+        end = getattr(self.tokenizer, "eos_token_id", None)
+        if isinstance(end, int) and end not in known and end < self._core.ready.vocab_size:
+            return [*known, end]
+        return known
 
     def _detokenizer(self, sampling: SamplingParams) -> Any:
         if not sampling.detokenize or self.args.skip_tokenizer_init:

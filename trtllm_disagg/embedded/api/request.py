@@ -189,10 +189,13 @@ def sampling_spec(
     num_prompt: int,
     request_type: str,
     ready: Ready,
+    end_ids: Sequence[int],
     tokenize: Tokenize,
     guided_backend: str | None,
 ) -> SamplingSpec:
-    """Everything decided. Raises ValueError or NotImplementedError naming the field."""
+    """Everything decided; `end_ids` end an answer unless the request names its own. Raises ValueError or
+    NotImplementedError naming the field.
+    """
     validate_sampling_params(params, ready.vocab_size)
     room = ready.max_seq_len - num_prompt
     max_tokens = 1 if request_type == "context_only" else params.max_tokens or room
@@ -213,7 +216,7 @@ def sampling_spec(
         logprobs=params.logprobs,
         # A generation_only request computes nothing of its prompt.
         prompt_logprobs=None if request_type == "generation_only" else params.prompt_logprobs,
-        end_ids=() if params.ignore_eos else _end_ids(params, ready),
+        end_ids=() if params.ignore_eos else _end_ids(params, end_ids),
         stop_words=tuple(tuple(ids) for ids, _ in words),
         stop_reasons=tuple(reason for _, reason in words),
         include_stop=params.include_stop_str_in_output,
@@ -228,10 +231,10 @@ def _is_greedy(params: SamplingParams) -> bool:
     return params.temperature == 0 or params.top_p == 0 or params.top_k == 1 or params.min_p == 1
 
 
-def _end_ids(params: SamplingParams, ready: Ready) -> tuple[int, ...]:
+def _end_ids(params: SamplingParams, known: Sequence[int]) -> tuple[int, ...]:
     if params.end_id is not None:
         return () if params.end_id == -1 else (params.end_id,)
-    return tuple(ready.end_ids)
+    return tuple(known)
 
 
 def _stop_words(params: SamplingParams, tokenize: Tokenize) -> list[tuple[list[int], int | str]]:

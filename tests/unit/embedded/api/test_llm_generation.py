@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -169,6 +170,20 @@ async def test_the_end_token_ends_silently_unless_it_is_ignored(llm: LLM, answer
     assert (output.finish_reason, output.stop_reason) == ("stop", None)
     ignored = sampled(end_id=end, ignore_eos=True, stop_token_ids=[end])
     for params in (ignored, sampled(end_id=-1)):
+        assert (await run(llm, params)).token_ids == answer
+
+
+async def test_the_tokenizers_end_ends_an_answer_that_it_decodes(
+    llm: LLM, answer: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = answer[6]
+    tokenizer = copy.deepcopy(llm.tokenizer)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
+    monkeypatch.setattr(llm, "tokenizer", tokenizer)
+    output = await run(llm, sampled())
+    assert output.token_ids == answer[: answer.index(end)]
+    assert output.finish_reason == "stop"
+    for params in (sampled(detokenize=False), sampled(end_id=EOS), sampled(ignore_eos=True)):
         assert (await run(llm, params)).token_ids == answer
 
 

@@ -33,6 +33,7 @@ def spec_of(params: SamplingParams, backend: str | None = "llguidance") -> Any:
         num_prompt=3,
         request_type="context_and_generation",
         ready=READY,
+        end_ids=READY.end_ids,
         tokenize=lambda text: [2],
         guided_backend=backend,
     )

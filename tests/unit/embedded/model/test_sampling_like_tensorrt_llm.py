@@ -35,6 +35,7 @@ def spec_of(**given: Any) -> SamplingSpec:
         num_prompt=100,
         request_type="context_and_generation",
         ready=READY,
+        end_ids=READY.end_ids,
         tokenize=lambda text: list(text.encode()),
         guided_backend=None,
     )
