@@ -3,10 +3,10 @@
 A step packs all rows into one (1, tokens) batch. `StepLayout` says which tokens belong to which row and where its
 KV lives; it is built once a step and travels through the model's forward as the plain keyword `paged`.
 
-Rows are attended by compiled kernels (paged_rows.py) where there are some, else by torch. Bitwise reproducibility with
-torch: prefill queries are cut into tiles aligned to the ABSOLUTE position, each attending to the keys up to the tile's
-end, whether its prompt gets that far or not. So a token's attention is the same sum in the same order however its prompt
-was chunked, batched or found in the prefix cache, and however long it is.
+Compiled kernels compute it where there are some (paged_rows.py), else torch. Bitwise reproducibility with torch:
+prefill queries are cut into tiles aligned to the ABSOLUTE position, each attending to the keys up to the tile's end,
+whether its prompt gets that far or not. So a token's attention is the same sum in the same order however its prompt was
+chunked, batched or found in the prefix cache, and however long it is.
 """
 
 from __future__ import annotations
