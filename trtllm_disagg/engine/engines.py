@@ -104,7 +104,7 @@ def resolve_engine(name: str) -> str:
 
 def _is_installed(module: str) -> bool:
     """A module that was put among the imported ones by hand may have no spec."""
-    return module in sys.modules or importlib.util.find_spec(module) is not None
+    return sys.modules.get(module) is not None or importlib.util.find_spec(module) is not None
 
 
 if __name__ == "__main__":  # for launch/disagg.sh

@@ -362,7 +362,8 @@ def _settings_of(args: argparse.Namespace, engines: Engines | None) -> dict[str,
     flags = ("engine", "url", "workers", "arms", "workloads", "rates", "requests", "repetitions")
     told = {name: str(getattr(args, name)) for name in (*flags, "band", "time_scale", "quick")}
     told["worker_args"] = shlex.join(args.worker_args)
-    told["gpus_per_worker"] = str(args.gpus_per_worker or 1)
+    if args.url:
+        told["gpus_per_worker"] = str(args.gpus_per_worker or 1)
     # Files are compared by content: they may have moved.
     told["model"] = _fingerprint(args.model / "config.json")
     if args.trace:

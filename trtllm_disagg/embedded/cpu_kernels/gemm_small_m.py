@@ -12,31 +12,22 @@ first waits for memory, and each prefetches its share of the piece that follows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.core.cgutils import unpack_tuple
-from numba.extending import intrinsic
 
+from trtllm_disagg.embedded.cpu_kernels.arithmetic import Arithmetic, outlined
 from trtllm_disagg.embedded.cpu_kernels.compiled import compiled
 from trtllm_disagg.embedded.cpu_kernels.cpu import first_level_cache, this_cpu
 from trtllm_disagg.embedded.cpu_kernels.gemm_amx import multiply_tiles
 from trtllm_disagg.embedded.cpu_kernels.llvm_ir import (
     CACHE_LINE,
-    F32,
     FLOATS,
-    I32,
     I64,
     LANES,
     constant,
-    declare,
-    emit_fma,
     emit_prefetch,
     pointer,
-    splat,
 )
 from trtllm_disagg.embedded.cpu_kernels.parallel import in_parts
 
@@ -48,46 +39,6 @@ _VECTORS = PANEL // LANES
 _PRODUCTS_OF_A_PART = 1 << 20
 #: Bytes of a panel that one step, four bytes of a row of x, is multiplied with.
 _STEP_BYTES = 4 * PANEL
-
-
-class _BFloat(ir.types.Type):  # type: ignore[misc]  # llvmlite has no stubs, and no such type
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat)
-
-
-_PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
-
-
-@dataclass(frozen=True)
-class Arithmetic:
-    """What a step is made of, in every lane: a float32, or a pair of bfloat16 numbers."""
-
-    scalar: Any
-    vector: Any
-    #: The cache that weights are prefetched into; measured (docs/log.md).
-    cache_level: Literal[1, 2]
-
-    def emit_input(self, b: Any, address: Any) -> Any:
-        return b.bitcast(splat(b, b.load(pointer(b, address, self.scalar), align=2)), self.vector)
-
-    def emit_weights(self, b: Any, address: Any) -> Any:
-        return b.load(pointer(b, address, self.vector), align=4)
-
-    def emit_sum(self, b: Any, total: Any, given: Any, weights: Any) -> Any:
-        """sum = given * weights + sum, fused; of pairs as the processor's instruction has it."""
-        if self.vector == FLOATS:
-            return emit_fma(b, given, weights, total)
-        dot = declare(b, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [FLOATS, _PAIRS, _PAIRS])
-        return b.call(dot, [total, weights, given])
-
-
-FLOAT32, BFLOAT16 = Arithmetic(F32, FLOATS, 1), Arithmetic(I32, _PAIRS, 2)
 
 
 def _vectors_at_once(rows: int) -> int:
@@ -126,40 +77,17 @@ def _pass_of(rows: int) -> Any:
     add?, prefetched address, bytes a prefetch)), addresses and strides in bytes. `continue?` 0: sums begin with zero,
     else with the kept ones, (rows, 64). `add?` 0: out is written, else added to.
     """
-
-    @intrinsic
-    def product(typing: Any, x: Any, addresses: Any) -> Any:
-        arithmetic = BFLOAT16 if x.dtype == types.uint16 else FLOAT32
-
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            inner = _function(builder.module, arithmetic, rows)
-            builder.call(inner, unpack_tuple(builder, arguments[1]))
-            return context.get_dummy_value()
-
-        return types.void(x, types.UniTuple(types.intp, 11)), generate
-
-    return product
-
-
-def _function(module: Any, arithmetic: Arithmetic, rows: int) -> Any:
-    """A function of its own, which has all registers to itself."""
-    kind = "float32" if arithmetic is FLOAT32 else "bfloat16"
-    name = f"gemm_{rows}_{kind}"
-    if name in module.globals:
-        return module.globals[name]
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 11), name)
-    function.linkage = "internal"
-    function.attributes.add("noinline")
-    builder = ir.IRBuilder(function.append_basic_block())
-    *given, prefetched, by = function.args
     at_once = _vectors_at_once(rows)
-    for first in range(0, _VECTORS, at_once):
-        before = builder.mul(builder.mul(given[3], by), I64(first))
-        vectors = range(first, first + at_once)
-        values = [*given, builder.add(prefetched, before), by]
-        _emit_pass(builder, arithmetic, rows, vectors, *values)
-    builder.ret_void()
-    return function
+
+    def emit(b: Any, arithmetic: Arithmetic, *arguments: Any) -> None:
+        *given, prefetched, by = arguments
+        for first in range(0, _VECTORS, at_once):
+            before = b.mul(b.mul(given[3], by), I64(first))
+            vectors = range(first, first + at_once)
+            values = [*given, b.add(prefetched, before), by]
+            _emit_pass(b, arithmetic, rows, vectors, *values)
+
+    return outlined(f"gemm_{rows}", emit, 11)
 
 
 def _emit_pass(

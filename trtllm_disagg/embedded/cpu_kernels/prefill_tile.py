@@ -2,12 +2,11 @@
 
 Queries lie side by side in the lanes of vectors: a row of lanes has one number of each of 64 queries. The numbers that
 all lanes are multiplied with, of keys and values, are float32, or pairs of bfloat16, which the processor multiplies as
-such (gemm_small_m.py). A lane's sums have an order that depends on nothing but its own numbers.
+such (arithmetic.py). A lane's sums have an order that depends on nothing but its own numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import chain, product
 from typing import Any
 
@@ -16,8 +15,8 @@ from numba import types
 from numba.core.cgutils import unpack_tuple
 from numba.extending import intrinsic
 
+from trtllm_disagg.embedded.cpu_kernels.arithmetic import FLOAT32, Arithmetic, outlined
 from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
-from trtllm_disagg.embedded.cpu_kernels.gemm_small_m import BFLOAT16, FLOAT32, Arithmetic
 from trtllm_disagg.embedded.cpu_kernels.llvm_ir import (
     CACHE_LINE,
     F32,
@@ -51,34 +50,6 @@ KEY_STEP = max(_BLOCKS.values())
 POSITION, START, TOP, TOTAL, FACTOR, SETTINGS, STATE_ROWS = range(7)
 #: Beyond it tanh is one, in float32.
 _FLAT = 10.0
-
-
-def _outlined(emit: Callable[..., None], num_arguments: int) -> Any:
-    """`emit(builder, arithmetic, *addresses and counts)` as a function that numba code calls with an array, whose type
-    decides the arithmetic, and a tuple of integers. It has all registers to itself.
-    """
-
-    @intrinsic
-    def call(typing: Any, like: Any, arguments: Any) -> Any:
-        arithmetic = BFLOAT16 if like.dtype == types.uint16 else FLOAT32
-
-        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            name = f"{emit.__name__}_{like.dtype}"
-            function = builder.module.globals.get(name)
-            if function is None:
-                kind = ir.FunctionType(ir.VoidType(), [I64] * num_arguments)
-                function = ir.Function(builder.module, kind, name)
-                function.linkage = "internal"
-                function.attributes.add("noinline")
-                inner = ir.IRBuilder(function.append_basic_block())
-                emit(inner, arithmetic, *function.args)
-                inner.ret_void()
-            builder.call(function, unpack_tuple(builder, values[1]))
-            return context.get_dummy_value()
-
-        return types.void(like, types.UniTuple(types.intp, num_arguments)), generate
-
-    return call
 
 
 def _at(b: Any, address: Any, index: Any, stride: int) -> Any:
@@ -299,10 +270,10 @@ def _emit_turned(b: Any, vectors: list[Any]) -> list[Any]:
     return vectors
 
 
-multiply_keys = _outlined(_emit_scores, 6)
-add_values = _outlined(_emit_values, 7)
-softmax = _outlined(_emit_softmax, 5)
-transpose = _outlined(_emit_transposed, 6)
+multiply_keys = outlined("scores", _emit_scores, 6)
+add_values = outlined("values", _emit_values, 7)
+softmax = outlined("softmax", _emit_softmax, 5)
+transpose = outlined("transposed", _emit_transposed, 6)
 
 
 @intrinsic

@@ -84,13 +84,13 @@ class StepLayout:
         self.pool = pool
         self.decode = decode
         self._prefill = prefill
-        num_decode = 0 if self.decode is None else self.decode.count
-        self.all_decode = num_decode == len(rows)
+        start = 0 if decode is None else decode.count
+        self.all_decode = start == len(rows)
+        #: Rows that no kernel serves.
         self._spans: list[_Span] = []
-        positions = [] if self.decode is None else [self.decode.positions]
-        places = [] if self.decode is None else [self.decode.places]
-        start = num_decode
-        for row in rows[num_decode:]:
+        served = [some for some in (decode, prefill) if some is not None]
+        positions, places = [some.positions for some in served], [some.places for some in served]
+        for row in rows[sum(some.count for some in served) :]:
             span, span_positions, span_places = _span_of(row, start, pool)
             self._spans.append(span)
             positions.append(span_positions)

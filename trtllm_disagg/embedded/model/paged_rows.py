@@ -69,10 +69,18 @@ class PrefillRows:
 
     def __init__(self, rows: Seq[ForwardRow], first: int, pool: KvPool) -> None:
         """`first`: index of their first token in the step."""
+        self.count = len(rows)
         self._rows = rows
         self._pool = pool
-        lengths = np.array([row.num_computed + row.num_tokens for row in rows], np.int64)
-        self._tables = _tables(rows, -(-lengths // pool.tokens_per_block), pool)
+        size = pool.tokens_per_block
+        ends = np.array([row.num_computed + row.num_tokens for row in rows], np.int64)
+        self._tables = _tables(rows, -(-ends // size), pool)
+        #: (tokens,) int64: where each token stands in its sequence, and its place in the pool.
+        self.positions = np.concatenate(
+            [np.arange(row.num_computed, end) for row, end in zip(rows, ends, strict=True)]
+        )
+        of_row = np.repeat(np.arange(len(rows)), [row.num_tokens for row in rows])
+        self.places = self._tables[of_row, self.positions // size] + self.positions % size
         self._firsts = first + np.cumsum([0, *(row.num_tokens for row in rows[:-1])])
         self._tiles: dict[tuple[int, bool], np.ndarray] = {}
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from trtllm_disagg.embedded.cpu_kernels.cpu import this_cpu
 from trtllm_disagg.embedded.kv_cache.pool import KvPool
 from trtllm_disagg.embedded.model.attention import LayerAttention, StepLayout
 from trtllm_disagg.embedded.model.rows import ForwardRow
@@ -58,3 +59,18 @@ def test_what_the_pool_has_behind_a_sequence_does_not_count(context: int, size: 
     assert answers[0].isfinite().all()
     assert answers[1].equal(answers[0])
     assert answers[2].equal(answers[0])
+
+
+@pytest.mark.skipif(not this_cpu().compiles, reason="no kernels are compiled at this CPU level")
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_a_key_that_is_no_finite_number_shows_in_the_answer_of_a_decode_row(number: float) -> None:
+    from trtllm_disagg.embedded.model.paged_rows import DecodeRows
+
+    generator = torch.Generator().manual_seed(1)
+    kv = torch.randn((3, 1, 2, SIZE, KV_HEADS, DIM), generator=generator)
+    query = torch.randn((1, HEADS, DIM), generator=generator).abs()
+    row = ForwardRow([7], 40, [2, 0, 1], False, 1)
+    kv[0, 0, 0, 5, 1, 3] = number
+    layout = StepLayout([row], KvPool(kv), DecodeRows([row], KvPool(kv)))
+    made = layout.attend_stored(LayerAttention(0, 0.5), query)
+    assert made[0].isfinite().all(-1).tolist() == [True, True, False, False]

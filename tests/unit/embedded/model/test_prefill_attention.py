@@ -195,6 +195,8 @@ def test_a_key_that_is_no_number_shows_in_every_answer_that_sees_it_and_in_no_ot
 
 @only_compiled
 def test_heads_of_an_odd_size_are_left_to_torch() -> None:
+    row, pool = ForwardRow([7], 0, [0], True, 1), KvPool(torch.zeros((1, LAYERS, 2, 16, 2, 5)))
+    assert compiled().prefill_rows([row], pool) is None
     prompt, how = Prompt.of(9, Heads(dim=5)), LayerAttention(LAYER, 0.4)
     (made,) = attended(compiled(), [Part(prompt, 0, 9)], how)
     torch.testing.assert_close(made.double(), prompt.by_formula(how), atol=1e-5, rtol=1e-5)
