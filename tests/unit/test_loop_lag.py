@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from tests.support.loop_lag import LIMIT, loop_never_stands_still
+from tests.support.loop_lag import LIMIT, loop_never_stands_still, may_wait
 
 
 def block(seconds: float = 2 * LIMIT) -> None:
@@ -33,12 +33,18 @@ async def in_a_callback() -> None:
     await asyncio.sleep(0)
 
 
+async def after_a_call_that_may_wait() -> None:
+    with may_wait():
+        block()
+    block()
+
+
 async def checked(what: Callable[[], Awaitable[None]]) -> None:
     async with loop_never_stands_still():
         await what()
 
 
-@pytest.mark.parametrize("what", [in_the_middle, at_the_end, in_a_callback])
+@pytest.mark.parametrize("what", [in_the_middle, at_the_end, in_a_callback, after_a_call_that_may_wait])
 async def test_blocking_call_on_the_event_loop_is_detected(what: Callable[[], Awaitable[None]]) -> None:
     # A page that is read from a disk meanwhile hides a call, and says nothing about the next one.
     assert any([await was_detected(what) for _ in range(3)])
@@ -90,3 +96,9 @@ async def test_a_call_that_blocks_is_seen_although_other_threads_have_the_interp
 async def test_a_loop_in_another_thread_may_block() -> None:
     async with loop_never_stands_still():
         await asyncio.to_thread(asyncio.run, at_the_end())
+
+
+async def test_a_call_that_may_wait_is_not_reported() -> None:
+    async with loop_never_stands_still():
+        with may_wait():
+            block()

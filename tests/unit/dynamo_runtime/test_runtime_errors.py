@@ -14,6 +14,7 @@ from dynamo.llm import exceptions as dynamo_errors
 from dynamo.runtime import Context
 
 from tests.support.handling import collect, expected_tokens, raw_request, request, tokens_of, until
+from tests.support.loop_lag import may_wait
 from tests.support.recording_pair import recording_engine
 from tests.support.stage_client import FakeContext
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
@@ -275,7 +276,9 @@ async def served(generate: Generate, role: Role = Role.DECODE) -> AsyncIterator[
     """A client of a second stage that answers so."""
     strategy = "prefill_first" if role is Role.DECODE else "decode_first"
     config = WorkerConfig(model="m", role=role, strategy=strategy, discovery_backend="mem")
-    runtime = Runtime(config)
+    # Dynamo starts its threads, and waits for them.
+    with may_wait():
+        runtime = Runtime(config)
     serving = asyncio.create_task(runtime.serve(generate, lambda: {"role": "decode"}, refuse_control))
     try:
         assert await runtime.wait_for_second_stage(config.endpoint_id)
