@@ -395,8 +395,9 @@ class RequestOutput:
     def _maybe_finish(self, output: CompletionOutput, token: int) -> None:
         sampling = self._sampling
         end_token = EOS_TOKEN if sampling.end_id is None else sampling.end_id
+        # TensorRT-LLM's sampler bans its end token until `min_tokens`, and looks for stop words at every token.
         long_enough = output.length > (sampling.min_tokens or 0)
-        if token in (sampling.stop_token_ids or ()) and not self._ignores_eos and long_enough:
+        if token in (sampling.stop_token_ids or ()) and not self._ignores_eos:
             output.finish_reason, output.stop_reason = "stop", token
         elif token == end_token and not self._ignores_eos and long_enough:
             output.finish_reason = "stop"

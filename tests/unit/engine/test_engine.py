@@ -96,6 +96,13 @@ def test_a_negative_seed_becomes_one_that_the_engine_takes() -> None:
             {"stop_token_ids": [1], "stop_token_ids_hidden": [2]},
             {"stop_token_ids": [1, 2], "ignore_eos": False},
         ),
+        # With `min_tokens` the frontend waits until it looks for the client's ids; TensorRT-LLM would not wait.
+        (
+            {"stop_token_ids": [1], "stop_token_ids_hidden": [2], "min_tokens": 3},
+            {"stop_token_ids": [2], "min_tokens": 3, "ignore_eos": False},
+        ),
+        ({"stop_token_ids": [1], "min_tokens": 3}, {"stop_token_ids": None}),
+        ({"stop_token_ids": [1], "min_tokens": 0}, {"stop_token_ids": [1]}),
         # The frontend looks for these in the answer, so the engine has to send them.
         (
             {"stop_token_ids_visible": [3], "stop_token_ids_hidden": [2]},

@@ -186,7 +186,9 @@ async def test_choices_of_one_request_grow_by_turns() -> None:
         ({"ignore_eos": True}, [5, 6, EOS_TOKEN, 7], "length", None),
         ({"stop_token_ids": [6]}, [5], "stop", 6),
         ({"stop_token_ids": [6], "include_stop_str_in_output": True}, [5, 6], "stop", 6),
-        ({"stop_token_ids": [6], "min_tokens": 2}, [5, 6], "stop", None),
+        # `min_tokens` puts off the end token only, as in TensorRT-LLM's sampler.
+        ({"stop_token_ids": [6], "min_tokens": 3}, [5], "stop", 6),
+        ({"min_tokens": 3}, [5, 6, EOS_TOKEN, 7], "length", None),
         ({"max_tokens": 1}, [5], "length", None),
         ({"end_id": 5}, [], "stop", None),
     ],
