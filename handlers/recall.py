@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 
 #: Errors after which the prefill worker holds no KV.
 _REFUSALS = (InvalidRequestError, OverloadedError, EngineError)
+#: Early recalls that a prefill worker remembers.
+_MOST_EARLY = 16 * MOST_ATTEMPTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +165,31 @@ class _Answered(NamedTuple):
     take_back: Callable[[], None]
 
 
+class _EarlyRecalls:
+    """Recalled attempts that this worker has not answered, each for `seconds`. Any worker may name any attempt: of too
+    many the oldest are forgotten, and their leases end by themselves.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
+        self._seconds = seconds
+        self._clock = clock
+        #: By attempt, oldest first: when it is forgotten.
+        self._until: dict[str, float] = {}
+
+    def add(self, attempt: str) -> None:
+        now = self._clock()
+        self._until.pop(attempt, None)
+        self._until[attempt] = now + self._seconds
+        while len(self._until) > _MOST_EARLY or self._until[next(iter(self._until))] <= now:
+            del self._until[next(iter(self._until))]
+
+    def __contains__(self, attempt: str) -> bool:
+        return self._until.get(attempt, -math.inf) > self._clock()
+
+    def __len__(self) -> int:
+        return len(self._until)
+
+
 class Recalls:
     """A prefill worker's record, by attempt, of answers that are not taken yet and of attempts that were recalled."""
 
@@ -178,7 +206,9 @@ class Recalls:
         self._clock = clock
         self._times = times
         self._running: set[str] = set()
-        self._recalled: set[str] = set()
+        #: Of the running ones.
+        self._recalled_running: set[str] = set()
+        self._recalled = _EarlyRecalls(times.notice, clock)
         self._answered: dict[str, _Answered] = {}
         #: Senders that discovery has listed. A worker that has just started may send before that: it is not gone.
         self._seen: set[int] = set()
@@ -193,8 +223,9 @@ class Recalls:
             yield
         finally:
             self._running.difference_update(attempts)
-            for attempt in self._recalled.intersection(attempts):
-                self._forget_recall(attempt)
+            for attempt in self._recalled_running.intersection(attempts):
+                self._recalled_running.discard(attempt)
+                self._recalled.add(attempt)
 
     def answered(self, asked: PhaseRequest, take_back: Callable[[], None]) -> None:
         for attempt in asked.attempts:
@@ -218,9 +249,8 @@ class Recalls:
                 answered.take_back()
                 continue
             # The recall may come before the answer of this worker that it is about.
-            self._recalled.add(attempt)
-            if attempt not in self._running:
-                self._forget_recall(attempt)
+            early = self._recalled_running if attempt in self._running else self._recalled
+            early.add(attempt)
 
     def check_senders(self) -> None:
         """Recall the attempts of decode workers that two checks in a row, not one alone, have found missing. One that
@@ -257,9 +287,6 @@ class Recalls:
         self._is_scheduled = False
         self.check_senders()
         self._check_later()
-
-    def _forget_recall(self, attempt: str) -> None:
-        asyncio.get_running_loop().call_later(self._times.notice, self._recalled.discard, attempt)
 
 
 def recallable(prefill: PrefillPhase, recalls: Recalls, protocol: HandoffProtocol = DYNAMO) -> Generate:

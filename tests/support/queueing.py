@@ -8,10 +8,12 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
+from tests.support.handling import until
 from tests.support.nats_server import NatsServer
 from tests.support.recording_pair import recording_engine
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import NoInstanceError
+from trtllm_disagg.handlers.cancellation import num_in_background
 from trtllm_disagg.handlers.remote import NoStage, StageClient, StageInstance
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.prefill_queue.broker import Broker, QueueLimits
@@ -57,6 +59,8 @@ class Pushing:
     async def close(self) -> None:
         await self.watch.stop()
         await self.listening.aclose()
+        # What a request has left to be withdrawn would wait for an answer of the closed connection.
+        await until(lambda: num_in_background() == 0)
         await self.broker.close()
 
 

@@ -64,8 +64,8 @@ def _read_yaml(path: Path) -> Any:
             loader.dispose()
     except RecursionError:
         raise ValueError(f"nested more than {DEEPEST} levels deep") from None
-    except AttributeError:
-        raise ValueError("a !!timestamp that is none") from None
+    except (AttributeError, LookupError, OverflowError):
+        raise ValueError("a tag, such as !!timestamp or !!int, on a value that is none") from None
     except yaml.YAMLError as error:
         # Invalid dates and bytes that are no text raise ValueError themselves.
         raise ValueError(str(error)) from error
@@ -114,10 +114,12 @@ def _require_each_key_once(mapping: yaml.MappingNode) -> None:
 
 
 def read_json(text: str) -> Any:
-    """Raises ValueError for what is no JSON, and for duplicate keys, of which Python would use the last; RecursionError
-    for thousands of levels.
+    """Raises ValueError for what is no JSON, for duplicate keys, of which Python would use the last, and for half
+    surrogates, which no other program reads; RecursionError for thousands of levels.
     """
-    return json.loads(text, object_pairs_hook=_each_key_once)
+    content = json.loads(text, object_pairs_hook=_each_key_once)
+    json.dumps(content, ensure_ascii=False).encode()
+    return content
 
 
 def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

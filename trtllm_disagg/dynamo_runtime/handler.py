@@ -103,11 +103,13 @@ def as_dynamo_handler(
     """
     warn_overloaded = RateLimitedLog(log)
 
-    async def handle(request: dict[str, Any], context: Any) -> AsyncGenerator[Answer, None]:
-        if DESCRIBE in request:
-            yield describe()
-            return
+    async def handle(request: Any, context: Any) -> AsyncGenerator[Answer, None]:
         with _errors_for_dynamo(context, warn_overloaded):
+            if not isinstance(request, dict):
+                raise InvalidRequestError(f"request: expected an object, got {type(request).__name__}")
+            if DESCRIBE in request:
+                yield describe()
+                return
             if PROBE in request:
                 await probe(decode_request(request, longest_prompt))
                 yield describe()

@@ -27,8 +27,9 @@ def require_system_port(environ: Mapping[str, str]) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         socket.create_server((host, int(port)), family=family).close()
-    except OSError as error:
-        allowed = f"a port on {host} ({_SYSTEM_HOST}) that can be listened on ({error.strerror or error})"
+    except (OSError, TypeError, ValueError) as error:  # the last two: no host's name can be encoded like that
+        reason = getattr(error, "strerror", None) or error
+        allowed = f"a port on {host} ({_SYSTEM_HOST}) that can be listened on ({reason})"
         raise ConfigError.bad_value(_SYSTEM_PORT, port, allowed) from None
 
 

@@ -41,7 +41,7 @@ def sampling_params_of(
         options["thinking_token_budget"] = stop.max_thinking_tokens
     # TensorRT-LLM never returns the token that it stops at.
     ignore_eos = bool(stop.ignore_eos or stop.stop_token_ids_visible or request.output.no_stop_trim)
-    # Before `min_tokens` TensorRT-LLM puts off its end token only. Dynamo's frontend looks for the client's ids after it.
+    # `min_tokens` puts off TensorRT-LLM's end token only. Dynamo's frontend looks for the client's ids after it.
     of_client = () if stop.min_tokens else stop.stop_token_ids or ()
     stop_ids = [] if ignore_eos else [*of_client, *(stop.stop_token_ids_hidden or ())]
     room = None if max_seq_len is None else max(1, max_seq_len - len(request.token_ids))

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -24,6 +24,8 @@ T = TypeVar("T")
 
 #: A transport's buffer beside the pool has this size: what it reads at once when blocks are not read in place.
 STAGING_BYTES = 16 << 20
+#: A transport makes tables of a peer's whole pool.
+MAX_POOL_BLOCKS = 4 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +91,7 @@ class PeerMetadata(msgspec.Struct, frozen=True):
     sender: str
     transport: str
     layout: KvLayout
-    num_blocks: int
+    num_blocks: Annotated[int, msgspec.Meta(ge=1, le=MAX_POOL_BLOCKS)]
     #: The transport's own format; for an engine of several ranks see tensor_parallel/shards.py.
     address: bytes
 

@@ -88,7 +88,11 @@ class PeerMetadataCache:
 class PeerThreads:
     """One thread per peer runs its work in order: a peer that stalls delays no other peer's transfers."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_known: Callable[[str], bool] = lambda endpoint: False) -> None:
+        """`is_known`: a transfer with the peer at this endpoint has begun before. Up to half of the threads stay with
+        such peers: as many forged endpoints that do not answer cannot make these wait.
+        """
+        self._is_known = is_known
         #: Each thread's work; None ends it.
         self._queues: dict[str, queue.SimpleQueue[Callable[[], None] | None]] = {}
         self._threads: list[threading.Thread] = []
@@ -124,13 +128,18 @@ class PeerThreads:
         if endpoint in self._queues:
             return endpoint
         if len(self._queues) >= MAX_PEER_THREADS:
-            for idle in [key for key in self._queues if key != _OTHERS and not self._pending[key]]:
-                self._queues.pop(idle).put(None)
+            self._end_idle_threads()
         if len(self._queues) < MAX_PEER_THREADS and not self._pending[_OTHERS]:
             with contextlib.suppress(RuntimeError):
                 self._start(endpoint)
                 return endpoint
         return _OTHERS
+
+    def _end_idle_threads(self) -> None:
+        known = {key for key in self._queues if self._is_known(key)}
+        kept = known if len(known) <= MAX_PEER_THREADS // 2 else set()
+        for idle in [key for key in self._queues if key not in kept | {_OTHERS} and not self._pending[key]]:
+            self._queues.pop(idle).put(None)
 
     def _start(self, key: str) -> None:
         waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -283,7 +292,7 @@ class Peers:
         self.timeouts = timeouts
         self.client = ControlClient(authentication)
         self.metadata = PeerMetadataCache(self.client, self._require_fits, timeouts.control)
-        self.threads = PeerThreads()
+        self.threads = PeerThreads(self.metadata.known.__contains__)
         self.late = LateTransfers(self.threads, on_change, timeouts.ask)
 
     def peer_with(self, endpoint: str, name: str, blocks: list[int]) -> PeerMetadata:

@@ -102,7 +102,7 @@ def _listen(host: str) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, 0), family=family, backlog=_BACKLOG)
-    except OSError as error:
+    except (OSError, TypeError, ValueError) as error:  # the last two: no host's name can be encoded like that
         raise ConfigError.bad_value(key, host, f"{expected} ({error})") from error
 
 

@@ -156,6 +156,8 @@ class SharedMemoryTransport:
 
 def _copy(source: np.ndarray, from_blocks: np.ndarray, target: np.ndarray, to_blocks: np.ndarray) -> int:
     """Returns the number of bytes."""
+    if source.shape[1] != target.shape[1]:
+        raise KvTransferError(f"blocks of {source.shape[1]} bytes do not fit those of {target.shape[1]}")
     for start, length in common_runs(from_blocks, to_blocks):
         begin, to = from_blocks[start], to_blocks[start]
         target[to : to + length] = source[begin : begin + length]

@@ -26,7 +26,8 @@ class Item(msgspec.Struct, frozen=True):
 
     id: Id
     pusher: Id
-    request_id: Annotated[str, msgspec.Meta(max_length=256)] | None
+    #: Goes into logs, so control characters are refused.
+    request_id: Annotated[str, msgspec.Meta(max_length=256, pattern=r"^[^\x00-\x1f\x7f]*\Z")] | None
     #: Instances that failed this request already.
     avoid: Annotated[list[InstanceId], msgspec.Meta(max_length=MAX_AVOIDED)]
     #: The body, as for any other worker (`wire.bodies.encode_request`).

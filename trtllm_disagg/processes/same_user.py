@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 #: Linux: pid, uid, gid.
 _CREDENTIALS = struct.Struct("3i")
+#: Linux: seconds, microseconds.
+_TIMEVAL = struct.Struct("ll")
 
 
 class PeerProcess(NamedTuple):
@@ -46,13 +48,25 @@ def listen(name: str) -> socket.socket:
 
 
 def connect(name: str, timeout: float | None = None) -> socket.socket:
-    """Raises PermissionError when another user's process listens there."""
+    """Raises PermissionError when another user's process listens there, and TimeoutError."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
+        # The socket's own limit: with Python's, a full backlog, which any user can cause, would be an error at once.
+        _limit_sends(connection, timeout or 0.0)
+        try:
+            connection.connect(f"\0{name}")
+        except BlockingIOError:
+            raise TimeoutError(f"not accepted for {timeout} s") from None
+        _limit_sends(connection, 0.0)
         connection.settimeout(timeout)
-        connection.connect(f"\0{name}")
         require_same_user(connection)
     except BaseException:
         connection.close()
         raise
     return connection
+
+
+def _limit_sends(connection: socket.socket, seconds: float) -> None:
+    """Connecting counts as sending. 0: no limit."""
+    whole, fraction = divmod(round(seconds * 1e6), 1_000_000)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(whole, fraction))

@@ -154,7 +154,10 @@ def test_empty_engine_file_is_like_no_file(tmp_path: Path) -> None:
         ([1], ["engine.yaml", "list"]),
         ("a: [", ["engine.yaml", "not YAML", "line 1"]),
         ("max_seq_len: 4" + " " * 1_000_000, ["engine.yaml", "more than 1000000 bytes long"]),
-        ("a: !!timestamp noon", ["engine.yaml", "a !!timestamp that is none"]),
+        *(
+            (f"a: {tagged}", ["engine.yaml", "a tag, such as !!timestamp or !!int, on a value that is none"])
+            for tagged in ("!!timestamp noon", "!!bool x", "!!int ''", "!!float 1" + ":1" * 4000)
+        ),
         ("max_seq_len: 4\nmax_seq_len: 8", ["engine.yaml", "max_seq_len is there twice, in lines 1 and 2"]),
         (
             "kv_cache_config: {\n  max_tokens: 4,\n  max_tokens: 4}",

@@ -37,6 +37,7 @@ def test_health_check_payload_is_read_from_json_or_a_file(tmp_path: Path) -> Non
         ('{"prompt": "Hello"}', "token_ids"),
         ('{"token_ids": [1], "token_ids": [2]}', "token_ids is there twice"),
         ('{"token_ids": [1], "stop_conditions": {"max_tokens": "1"}}', "max_tokens"),
+        (r'{"token_ids": [1], "routing": {"cache_salt": "\ud800"}}', "surrogates not allowed"),
     ],
 )
 def test_invalid_health_check_payload_is_refused_by_the_flags_name(given: str, why: str) -> None:

@@ -158,6 +158,13 @@ async def test_a_bad_request_is_refused_before_any_handler() -> None:
         await anext(handler({"token_ids": 5}, context=FakeContext()))
 
 
+@pytest.mark.parametrize("body", [None, 5, "text", [1]])
+async def test_a_body_that_is_no_object_is_refused(body: Any) -> None:
+    handler = as_dynamo_handler(failing(None), dict)
+    with pytest.raises(dynamo_errors.InvalidArgument, match="request: expected an object"):
+        await anext(handler(body, context=FakeContext()))
+
+
 class Endless(list[int]):
     """A prompt that cannot be looked at."""
 

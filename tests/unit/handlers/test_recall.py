@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from typing import Any
 
@@ -66,11 +67,11 @@ class Lossy:
     def contexts(self) -> int:
         return int(self.both.engines[Role.PREFILL].llm.held_contexts)
 
-    def keep(self, times: RecallTimes) -> None:
-        """The prefill worker's times from now on."""
+    def keep(self, clock: Callable[[], float] = time.monotonic, times: RecallTimes = TIMES) -> None:
+        """The prefill worker's clock and times from now on."""
         way = self.both.clients[Role.DECODE]
         phase = LocalPrefill(self.both.engines[Role.PREFILL], RemoteDrain(way))
-        self._way.serve_by(recallable(phase, Recalls(lambda: way.instance_ids(), 60.0, times=times)))
+        self._way.serve_by(recallable(phase, Recalls(lambda: way.instance_ids(), 60.0, clock, times)))
 
     async def prefill(self, attempt: str, sender: int | None = INSTANCES[Role.DECODE]) -> Raw:
         """As a decode worker asks for it; what comes of the answer is the test's."""
@@ -163,13 +164,13 @@ async def test_a_recall_is_of_one_attempt_and_not_of_its_request() -> None:
 
 
 async def test_recall_releases_a_prefill_that_ends_much_later() -> None:
-    lossy, gate = Lossy(), asyncio.Semaphore(0)
-    lossy.keep(RecallTimes(notice=0.0))
+    lossy, gate, clock = Lossy(), asyncio.Semaphore(0), Clock()
+    lossy.keep(clock)
     lossy.both.engines[Role.PREFILL].llm.scripts.append(Script(gate=gate))
     prefill = asyncio.create_task(lossy.prefill("late"))
     await until(lambda: lossy.both.engines[Role.PREFILL].llm.num_running)
     await lossy.tell("recall", "late")
-    await asyncio.sleep(0.05)
+    clock.now = 2 * TIMES.notice
     gate.release()
     await prefill
     await lossy.quiet()
@@ -180,7 +181,7 @@ async def test_handoff_not_taken_by_a_dead_decode_worker_is_fetched_by_another_o
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lossy = Lossy()
-    lossy.keep(RecallTimes(check=0.01, collect=0.0))
+    lossy.keep(times=RecallTimes(check=0.01, collect=0.0))
     way = lossy.both.clients[Role.DECODE]
     for number in range(5):
         await lossy.prefill(f"attempt {number}")
@@ -255,6 +256,19 @@ class Prefiller:
         for self.there in there:
             self.recalls.check_senders()
         return self.num_taken_back
+
+
+async def test_recalls_of_unknown_attempts_are_remembered_up_to_a_number_and_a_time() -> None:
+    """Anyone who can send a notice can name any number of attempts."""
+    worker = Prefiller()
+    for number in range(17):
+        worker.recalls.recall([f"{number}-{i}" for i in range(MOST_ATTEMPTS)])
+    worker.answers("0-0", at=TIMES.reported)
+    assert worker.num_taken_back == 0
+    worker.answers("16-0", at=TIMES.reported)
+    assert worker.num_taken_back == 1
+    worker.answers("16-1", at=TIMES.reported + TIMES.notice)
+    assert worker.num_taken_back == 1
 
 
 async def test_worker_missing_at_two_looks_counts_as_gone() -> None:

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.pools import ONE_HOST, Pool, pool_in_a_child
-from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.errors import ConfigError, KvTransferError
 from trtllm_disagg.kv_transfer.base import common_runs
 from trtllm_disagg.kv_transfer.shared_memory import SharedMemoryTransport
 
@@ -85,3 +85,13 @@ def test_closed_pool_leaves_no_file_descriptor() -> None:
 def test_a_pool_on_a_gpu_is_refused() -> None:
     with pytest.raises(ConfigError, match="NIXL on a CUDA device"):
         SharedMemoryTransport(ONE_HOST).allocate((1, 2, 1, 1, 1, 1), torch.float32, torch.device("cuda"))
+
+
+def test_blocks_of_another_size_are_not_copied() -> None:
+    """One byte would be copied into the whole of a block."""
+    sender, receiver = Pool("SHARED_MEMORY", 8, "sender"), Pool("SHARED_MEMORY", 8, "receiver")
+    bytes_of_pool = msgspec.structs.replace(sender.card, num_blocks=sender.kv.nbytes)
+    with pytest.raises(KvTransferError, match="blocks of 1 bytes do not fit"):
+        receiver.read(bytes_of_pool, [0], [0])
+    for pool in (sender, receiver):
+        pool.close()

@@ -356,5 +356,7 @@ def test_an_item_reads_as_it_was_written() -> None:
     sent = Item(uuid.uuid4().hex, uuid.uuid4().hex, None, [1, 2**64 - 1], raw_request(), [2])
     assert decode(encode(sent), Item) == sent
     assert decode(item(), Item).skipped == [], "an older pusher does not say which workers it skips"
+    with pytest.raises(UnreadableError):
+        decode(encode(msgspec.structs.replace(sent, request_id="a\n2026-11-27 forged line")), Item)
     with pytest.raises(UnreadableError, match="bytes, of which"):
         decode(b"x" * (MAX_BYTES + 1), Item)

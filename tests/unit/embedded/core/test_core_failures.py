@@ -300,7 +300,7 @@ def test_a_step_must_hold_one_tile(make_core: MakeCore) -> None:
         make_core(None, max_num_tokens=31)
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "203.0.113.1"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "203.0.113.1", "\N{MICRO SIGN}" * 70])
 def test_the_control_channel_needs_an_address_that_others_can_reach(make_core: MakeCore, host: str) -> None:
     with pytest.raises(ConfigError, match=r"embedded\.transfer_host"):
         make_core(embedded={"transfer_host": host})

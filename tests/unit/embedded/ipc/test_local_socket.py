@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 
@@ -35,6 +37,28 @@ def test_an_address_without_a_listener_is_refused() -> None:
     listener.close()
     with pytest.raises(ConnectionRefusedError):
         connect(address)
+
+
+def test_a_connection_waits_for_room_in_a_full_backlog() -> None:
+    """Any user of the host can fill it."""
+    listener, address = listen()
+    with ExitStack() as stack:
+        stack.enter_context(listener)
+        while True:
+            filler = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            filler.setblocking(False)
+            try:
+                filler.connect(f"\0{address}")
+            except BlockingIOError:
+                break
+        with pytest.raises(TimeoutError):
+            connect(address, 0.01)
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        waiting = pool.submit(connect, address, 20)
+        while not waiting.done():
+            listener.accept()[0].close()
+        connection = stack.enter_context(waiting.result())
+        assert connection.gettimeout() == 20
 
 
 def test_accept_keeps_the_listener_s_time_limit() -> None:
