@@ -221,6 +221,11 @@ def _main(argv: list[str]) -> NoReturn:
         sys.exit(ExitCode.WRONG_SETTING)
     except KeyboardInterrupt:
         sys.exit(ExitCode.INTERRUPTED)
+    except RuntimeError as error:
+        # Python 3.11 wraps what is raised while a class is made, as during the imports of a command.
+        if not isinstance(error.__cause__, KeyboardInterrupt):
+            raise
+        sys.exit(ExitCode.INTERRUPTED)
 
 
 def _streams_without_reader() -> list[int]:

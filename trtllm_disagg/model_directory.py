@@ -72,7 +72,24 @@ def servable_model(model: str, revision: str | None = None) -> Path:
             "a directory with tokenizer.json, from which Dynamo's frontend makes tokens; add the one that belongs to "
             "this model",
         )
+    _require_json_object(directory / "tokenizer_config.json", directory)
     return directory
+
+
+def _require_json_object(file: Path, model: Path) -> None:
+    """Of a file that need not be there."""
+    import json
+
+    try:
+        why = "" if isinstance(json.loads(file.read_text(encoding="utf-8")), dict) else "it is no JSON object"
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, RecursionError) as error:
+        why = str(error)
+    if why:
+        raise ConfigError.bad_value(
+            FLAG, str(model), f"a directory with a {file.name} that can be read ({why})"
+        )
 
 
 def _snapshot(name: str, revision: str | None) -> Path | None:
@@ -89,7 +106,11 @@ def _is_complete(directory: Path) -> bool:
 
     index = directory / "model.safetensors.index.json"
     try:
-        shards = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else set()
+        shards = (
+            set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            if index.exists()
+            else set()
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return True  # the engine reports what is wrong with the index
     if shards:

@@ -267,6 +267,30 @@ def test_ctrl_c_is_status_130(command: Any) -> None:
     assert status_of("try") == 130
 
 
+def test_ctrl_c_while_python_makes_a_class_is_status_130(command: Any) -> None:
+    """As during the imports of a command: up to 3.11 Python wraps what a descriptor's `__set_name__` raises."""
+
+    class Interrupted:
+        def __set_name__(self, owner: type, name: str) -> None:
+            raise KeyboardInterrupt
+
+    def interrupt(namespace: Any) -> int:
+        type("Made", (), {"field": Interrupted()})
+        return 0
+
+    command.run = interrupt
+    assert status_of("try") == 130
+
+
+def test_a_runtime_error_is_no_interruption(command: Any) -> None:
+    def fail(namespace: Any) -> int:
+        raise RuntimeError("a bug") from ValueError()
+
+    command.run = fail
+    with pytest.raises(RuntimeError, match="a bug"):
+        status_of("try")
+
+
 INTERRUPTED_IMPORTS = """
 import sys
 class Imports:

@@ -211,6 +211,18 @@ def test_what_is_no_model_is_refused(tmp_path: Path, make: bool, named: str) -> 
         servable_model(str(tmp_path / "model"))
 
 
+@pytest.mark.parametrize("content", ["{", "[1]", b"\xff"])
+def test_unreadable_tokenizer_config_is_refused(
+    tmp_path: Path, checkpoints: Checkpoints, content: str | bytes
+) -> None:
+    """Dynamo's frontend would try again for ever."""
+    copied = shutil.copytree(checkpoints("llama"), tmp_path / "model")
+    file = copied / "tokenizer_config.json"
+    file.write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(ConfigError, match=r"--model: .* is not allowed; .* tokenizer_config\.json"):
+        servable_model(str(copied))
+
+
 @pytest.mark.parametrize(
     "model", ["~no_such_user/model", "x" * 5000, "/" + "x" * 5000, "x" * 300 + "/model", "x/" + "y" * 300]
 )

@@ -81,6 +81,10 @@ def with_engine_args(config: WorkerConfig, args: Mapping[str, Any]) -> WorkerCon
     """The configuration with the sizes in the engine's arguments, for the model card."""
     sizes = {name: args.get(name) for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
     known = {name: value for name, value in sizes.items() if value is not None}
+    for name, value in known.items():
+        # The configuration would blame the flag, which may not be given.
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
+            raise ConfigError.bad_value(name, value, "a whole number from 1 to 2147483647")
     block_size = _get(args, _BLOCK_SIZE_KEY)
     return replace(config, **known, kv_block_size=block_size or config.kv_block_size)
 
@@ -327,6 +331,8 @@ def check_engine_keys(content: object, source: str, strict: bool) -> dict[str, A
 def _raise_for(error: Mapping[str, Any], content: dict[str, Any], source: str, strict: bool) -> None:
     path = _path_inside(error["loc"], content)
     key = ".".join(path)
+    if error["type"] == "invalid_key":
+        raise ConfigError.bad_value(_at(source, "a key"), error["input"], "a text")
     if error["type"] != "extra_forbidden":
         allowed = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
         raise ConfigError.bad_value(_at(source, key or "content"), error["input"], allowed)

@@ -23,6 +23,8 @@ LINE_CHARS = 240
 NO_INOTIFY = "Too many open files (os error 24)"
 #: An error in Dynamo's log; the group is its message.
 LOGGED_ERROR = re.compile(r"^\S+Z\s+ERROR \S+: (.+)$")
+#: Dynamo's frontend has found workers of a model, and cannot serve it; the group is the reason.
+UNSERVED = re.compile(r'Model materialization failed.* error="(.+)"$')
 #: The last line of a traceback.
 EXCEPTION = re.compile(r"^(?:[A-Za-z_][\w]*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt)\b.*$")
 
@@ -39,6 +41,14 @@ def cause_in(lines: Sequence[str]) -> str | None:
         if logged := LOGGED_ERROR.match(line):
             return _short(logged[1], MOST_CHARS)
     return None
+
+
+def unserved_because(frontend: ManagedProcess) -> str | None:
+    """Why a frontend that has found workers does not serve their model: as a rule its tokenizer's files. Dynamo
+    tries again, which helps where a file was not there yet.
+    """
+    found = (UNSERVED.search(line) for line in reversed(frontend.last_lines(SEARCHED_LINES)))
+    return next((_short(each[1], LINE_CHARS) for each in found if each), None)
 
 
 def death_report(process: ManagedProcess, when: str) -> str:
@@ -91,8 +101,10 @@ def late_report(processes: Iterable[ManagedProcess], timeout: float) -> str:
     )
     lines = [f"not ready after {timeout:g} s: {names}; --startup-timeout allows for more"]
     for process in late:
+        reason = unserved_because(process) if process.role == "frontend" else None
         last = process.last_lines(1) or ["(the log is empty)"]
-        lines.append(f"  {process.name} (pid {process.pid}, {process.log}): {last[0]}")
+        says = last[0] if reason is None else f"it cannot serve the model: {reason}"
+        lines.append(f"  {process.name} (pid {process.pid}, {process.log}): {says}")
     return "\n".join(lines)
 
 

@@ -128,7 +128,8 @@ class ManagedProcess:
                 with contextlib.suppress(OSError):  # the disk is full: the process runs without this line
                     log.write(f"--- started again at {now}, after: {self.describe_end()} ---\n".encode())
                 self.restarts += 1
-            self._log_start = log.tell()
+            # `truncate` leaves the position where the old log ended.
+            self._log_start = log.seek(0, os.SEEK_END)
             self._process = await asyncio.create_subprocess_exec(
                 *self.spec.argv,
                 env=env,

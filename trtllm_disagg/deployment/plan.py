@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -263,6 +265,7 @@ def shared_env(config: DeploymentConfig, environ: Mapping[str, str]) -> dict[str
     where = PLANES | {"namespace": config.namespace, "prefill_dispatch": config.prefill_dispatch}
     return {
         **SAFE_PATH,
+        "HOME": environ.get("HOME") or _home_of_user(config.run_dir),
         # By all their variables: of several a worker reads the first, and the user's environment may have any of them.
         **{variable: value for name, value in where.items() for variable in FLAGS[name].variables},
         NAMESPACE_SUFFIX: "",
@@ -274,6 +277,14 @@ def shared_env(config: DeploymentConfig, environ: Mapping[str, str]) -> dict[str
         **broker_env(config.run_dir),
         **{name: environ.get(name, default) for name, default in TUNABLE_ENV.items()},
     }
+
+
+def _home_of_user(otherwise: Path) -> str:
+    """Of an environment without HOME, such as a system service's: Dynamo's frontend finds no model without it."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:  # a user without an entry, as in some containers
+        return str(otherwise)
 
 
 def _frontend(config: DeploymentConfig, env: Mapping[str, str]) -> ProcessSpec:

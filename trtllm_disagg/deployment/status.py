@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
+from trtllm_disagg.deployment.failure_reports import unserved_because
 from trtllm_disagg.deployment.managed_process import ManagedProcess
 from trtllm_disagg.processes.activity import DRAINING
 
@@ -158,7 +159,9 @@ def what_it_does(process: ManagedProcess) -> str:
         case "exited":
             return process.describe_end()
         case "starting" if process.role == "frontend":
-            return "waits for a worker that registers the model"
+            reason = unserved_because(process)
+            waits = "waits for a worker that registers the model"
+            return waits if reason is None else f"cannot serve the model: {reason}"
         case "starting":
             return str(activity) or "starting"
         case "stopping":

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from trtllm_disagg.config.args import argument_parser_of, parse_worker_flags, read_worker_flags
+from trtllm_disagg.config.settings import NOT_EMPTY
 from trtllm_disagg.config.worker_config import FLAGS, SETTINGS, choices_of, flag_of
 from trtllm_disagg.deployment.gpus import ROLE_VARIABLES
 from trtllm_disagg.deployment.plan import (
@@ -199,7 +200,7 @@ def config_from(args: argparse.Namespace, run_dir: Path) -> DeploymentConfig:
     return DeploymentConfig(
         **values
         | {
-            "served_model_name": args.served_model_name or default_name(args.model),
+            "served_model_name": _served_name(args),
             "run_dir": run_dir,
             "engine_configs": configs,
             "worker_args": tuple(args.worker_args),
@@ -209,6 +210,13 @@ def config_from(args: argparse.Namespace, run_dir: Path) -> DeploymentConfig:
             or DeploymentConfig.prefill_dispatch,
         }
     )
+
+
+def _served_name(args: argparse.Namespace) -> str:
+    name: str | None = args.served_model_name
+    if name is not None and not NOT_EMPTY.accepts(name):
+        raise ConfigError.bad_value("--served-model-name", name, NOT_EMPTY.in_words)
+    return name or default_name(args.model)
 
 
 def _or_variable(name: str, given: Any, environ: Mapping[str, str]) -> Any:

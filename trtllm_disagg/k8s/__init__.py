@@ -29,7 +29,7 @@ def _matching(pattern: str, in_words: str) -> Allowed:
 
 _LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 _OBJECT = _matching(rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*", "the name of an object of the cluster")
-_QUANTITY = _matching(r"[0-9]+(\.[0-9]+)?(m|[kMGTPE]i?)?", "a quantity, as in 64Gi or 0.5")
+_QUANTITY = _matching(r"[0-9]+(\.[0-9]+)?(m|k|Ki|[MGTPE]i?)?", "a quantity, as in 64Gi or 0.5")
 _ALLOWED: Mapping[str, Allowed] = {
     # The operator appends the component's name.
     "name": _matching(rf"(?=.{{1,36}}$)[a-z]{_LABEL}|[a-z]", "up to 36 of a-z, 0-9 and -, from a letter"),
@@ -119,9 +119,13 @@ def run(args: argparse.Namespace) -> ExitCode:
     if args.output is None:
         sys.stdout.write(header + "---\n".join(files.values()))
         return ExitCode.DONE
-    args.output.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        _write(args.output / f"{name}.yaml", header + text)
+    try:
+        args.output.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            _write(args.output / f"{name}.yaml", header + text)
+    except OSError as error:
+        allowed = f"a directory that can be written to ({error.strerror})"
+        raise ConfigError.bad_value("--output", str(args.output), allowed) from None
     return ExitCode.DONE
 
 
@@ -158,6 +162,9 @@ def _cluster(args: argparse.Namespace) -> Cluster:
         raise ConfigError.bad_value(
             "--compute-domain", args.engine, "an engine with GPUs: --engine tensorrt_llm"
         )
+    if args.memory is not None and _number_of(args.shared_memory) >= _number_of(args.memory):
+        less = f"less than --memory {args.memory}, which it is a part of"
+        raise ConfigError.bad_value("--shared-memory", args.shared_memory, less)
     if args.output is not None and args.output.exists() and not args.output.is_dir():
         raise ConfigError.bad_value("--output", str(args.output), "a directory, or one that can be made")
     return Cluster(
@@ -174,6 +181,15 @@ def _cluster(args: argparse.Namespace) -> Cluster:
         has_compute_domain=args.compute_domain,
         has_pod_monitor=args.pod_monitor,
     )
+
+
+def _number_of(quantity: str) -> float:
+    """Of Kubernetes: 2Gi is 2 * 1024**3, 2G is 2 * 1000**3, 2m is 0.002."""
+    number, prefix, is_binary = re.findall(r"([0-9.]+)(\D?)(i?)", quantity)[0]
+    if prefix == "m":
+        return float(number) / 1000
+    step = 1024.0 if is_binary else 1000.0
+    return float(number) * step ** " KMGTPE".index(prefix.upper() or " ")
 
 
 def _key(path: Path | None, check: Callable[[Path], Any]) -> bytes | None:

@@ -141,7 +141,7 @@ def read_model_config(args: ModelledArgs) -> dict[str, Any]:
     """config.json of the model that is modelled."""
     model = model_of(args)
     file = Path(model) / "config.json" if args.modelled.model is None else _config_file(model)
-    raw = json.loads(file.read_text())
+    raw = json.loads(file.read_text(encoding="utf-8"))
     text: dict[str, Any] = raw.get("text_config") or raw
     return text
 
@@ -214,7 +214,9 @@ def _covered(system: str) -> str:
 
 
 def _system(name: str) -> dict[str, Any]:
-    loaded: dict[str, Any] = yaml.safe_load((_root() / "systems" / f"{name}.yaml").read_text())
+    loaded: dict[str, Any] = yaml.safe_load(
+        (_root() / "systems" / f"{name}.yaml").read_text(encoding="utf-8")
+    )
     return loaded
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,8 @@ def run(args: argparse.Namespace) -> ExitCode:
         raise ConfigError("top needs one of --run-dir DIR and --url URL")
     if args.json and not args.once:
         raise ConfigError("--json is for one frame; add --once")
+    if not args.once and not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
+        raise ConfigError("the live screen needs a terminal; --once prints one frame")
     if not args.interval > 0:
         raise ConfigError.bad_value("--interval", args.interval, "more than 0 seconds")
     # Imported here because `--help` does not need them.

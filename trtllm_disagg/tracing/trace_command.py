@@ -49,11 +49,16 @@ def run(args: argparse.Namespace) -> ExitCode:
         raise ConfigError.bad_value("--otlp-file", str(source), "a file of OTLP/JSON")
     chosen = _chosen(read_traces(source), args, source)
     if args.html is not None:
+        if args.json:
+            raise ConfigError("--html and --json: give one of them")
         if args.html.suffix == ".svg" and len(chosen) > 1:
             raise ConfigError.bad_value("--html", str(args.html), "a name in .html for more than one request")
-        args.html.write_text(
-            picture(chosen[0]) if args.html.suffix == ".svg" else page(chosen), encoding="utf-8"
-        )
+        text = picture(chosen[0]) if args.html.suffix == ".svg" else page(chosen)
+        try:
+            args.html.write_text(text, encoding="utf-8")
+        except OSError as error:
+            allowed = f"a file that can be written ({error.strerror})"
+            raise ConfigError.bad_value("--html", str(args.html), allowed) from None
     elif args.json:
         print(json.dumps([as_json(trace) for trace in chosen], indent=1))
     else:

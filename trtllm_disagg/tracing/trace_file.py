@@ -179,7 +179,7 @@ def read_spans(path: Path) -> Iterator[ReadSpan]:
         text = path.read_bytes()
     except OSError as error:
         raise ConfigError.bad_value(
-            "traces", str(path), f"a file that can be read ({error.strerror})"
+            "trace file", str(path), f"one that can be read ({error.strerror})"
         ) from None
     lines = text.splitlines()
     for number, line in enumerate(lines, 1):
@@ -191,7 +191,7 @@ def read_spans(path: Path) -> Iterator[ReadSpan]:
             if number == len(lines) and not text.endswith(b"\n"):
                 return
             allowed = f"lines of OTLP/JSON, each with resourceSpans; line {number} is none ({error!r})"
-            raise ConfigError.bad_value("traces", str(path), allowed) from None
+            raise ConfigError.bad_value("trace file", str(path), allowed) from None
 
 
 def _decoded(batch: dict[str, Any]) -> Iterator[ReadSpan]:

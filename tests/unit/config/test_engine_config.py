@@ -144,6 +144,7 @@ def test_empty_engine_file_is_like_no_file(tmp_path: Path) -> None:
         ({"max_batch_size": "many"}, ["engine.yaml: max_batch_size", "'many'", "integer"]),
         ({"kv_cache_config": {"tokens_per_block": 48}}, ["tokens_per_block", "48", "a power of two"]),
         ({"kv_cache_config": 3}, ["kv_cache_config", "3"]),
+        ("1: 2", ["engine.yaml: a key: 1 is not allowed; expected a text"]),
         ({"kv_cache_config": {"use_kv_cache_manager_v2": "no way"}}, ["use_kv_cache_manager_v2", "no way"]),
         ({"load_format": "fast"}, ["load_format", "'fast'", "one of auto, dummy"]),
         (

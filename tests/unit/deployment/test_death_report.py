@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from trtllm_disagg.deployment.failure_reports import cause_in, continued, death_report
+from trtllm_disagg.deployment.failure_reports import cause_in, continued, death_report, late_report
 from trtllm_disagg.deployment.managed_process import ManagedProcess
-from trtllm_disagg.deployment.plan import ProcessSpec
+from trtllm_disagg.deployment.plan import ProcessRole, ProcessSpec
+from trtllm_disagg.deployment.status import what_it_does
 
 OURS = "error: model: toy holds no *.safetensors file"
 NOISE = "2026-11-22T00:27:52.98Z  INFO dynamo_runtime::runtime: Runtime shutdown initiated"
@@ -58,6 +59,38 @@ async def test_the_first_line_is_the_sentence_and_the_log_follows(tmp_path: Path
         f"{sentence}; it starts again in 1 s",
         where,
     ]
+
+
+async def test_the_log_of_an_earlier_deployment_in_the_directory_does_not_hide_the_cause(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "log").write_text("an earlier line\n" * 1000)
+    process = await ended(tmp_path, f"print({OURS!r}); raise SystemExit(2)")
+
+    sentence, _, *tail = death_report(process, "while serving").split("\n")
+
+    assert "model: toy holds no *.safetensors file" in sentence
+    assert tail == [f"  {OURS}"]
+
+
+UNSERVED = (
+    "2026-11-27T11:39:12.205527Z  WARN dynamo_llm::discovery::controller: Model materialization failed; scheduling "
+    'retry group=["toy","[\\"dynamo\\"]"] attempt=1 retry_ms=1000 '
+    'error="prompt_formatter_from_mdc: chat_template is required"'
+)
+
+
+@pytest.mark.parametrize("role", ["frontend", "decode"])
+def test_late_frontend_is_reported_with_the_reason_that_it_logged(tmp_path: Path, role: ProcessRole) -> None:
+    (tmp_path / "log").write_text(f"{NOISE}\n{UNSERVED}\n{NOISE}\n")
+    process = ManagedProcess(ProcessSpec(role, role, ("true",)), tmp_path / "log")
+    process.state = "starting"
+
+    _, line = late_report([process], 25).split("\n")
+
+    reason = "cannot serve the model: prompt_formatter_from_mdc: chat_template is required"
+    assert line.endswith(reason if role == "frontend" else NOISE)
+    assert what_it_does(process) == (reason if role == "frontend" else "starting")
 
 
 async def test_death_report_of_a_killed_process_names_the_signal(tmp_path: Path) -> None:

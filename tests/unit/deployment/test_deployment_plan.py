@@ -2,6 +2,8 @@
 
 import argparse
 import itertools
+import os
+import pwd
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -129,6 +131,17 @@ def test_users_environment_overrides_tunables_but_not_the_wiring(config: Deploym
     assert frontend.env["OMP_NUM_THREADS"] == "4"
     assert frontend.env["DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS"] == "1"
     assert frontend.env["DYN_EVENT_PLANE"] == "zmq"
+
+
+@pytest.mark.parametrize(
+    ("environ", "home"), [({"HOME": "/somewhere"}, "/somewhere"), ({}, None), ({"HOME": ""}, None)]
+)
+def test_processes_have_a_home_also_where_the_environment_names_none(
+    config: DeploymentConfig, environ: dict[str, str], home: str | None
+) -> None:
+    """Dynamo's frontend keeps the models' files there."""
+    of_user = pwd.getpwuid(os.getuid()).pw_dir
+    assert {spec.env["HOME"] for spec in specs_of(config, **environ).values()} == {home or of_user}
 
 
 def test_settings_reach_the_command_lines(config: DeploymentConfig) -> None:

@@ -38,6 +38,7 @@ def up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         ("--kv-block-size=33", "^--kv-block-size: 33 is not allowed; expected a power of two"),
         ("--engine=nope", "^--engine: 'nope' is not allowed; expected one of auto, "),
         ("--namespace=a/b", "^--namespace: 'a/b' is not allowed; expected letters"),
+        ("--served-model-name=", "^--served-model-name: '' is not allowed; expected a name"),
         ("--served-model-name= ", "^--served-model-name: ' ' is not allowed; expected a name"),
         (
             "--worker-args=--max-tries many",

@@ -303,6 +303,9 @@ def test_output_is_a_file_for_each_object_and_the_same_as_stdout(tmp_path: Path,
         ({"namespace": "Serving"}, "--namespace: 'Serving'"),
         ({"image": "an image"}, "--image: 'an image'"),
         ({"memory": "64 GB"}, "--memory: '64 GB' is not allowed; expected a quantity"),
+        ({"memory": "64ki"}, "--memory: '64ki' is not allowed; expected a quantity"),
+        ({"memory": "8Gi", "shared-memory": "8192Mi"}, "--shared-memory: '8192Mi' .* less than --memory 8Gi"),
+        ({"memory": "8G"}, "--shared-memory: '8Gi' is not allowed; expected less than --memory 8G"),
         ({"model": "./llama"}, "--model: './llama' is not allowed; expected a directory of the image"),
         ({"model": "org/name", "model-claim": "weights"}, "--model: 'org/name' .* a directory under /models"),
         ({"engine": "embedded", "compute-domain": ""}, "--compute-domain: 'embedded' is not allowed"),
@@ -335,6 +338,11 @@ def test_bad_input_is_refused_by_name_before_anything_is_written(
         cli.run(["k8s", *flags(), *words, "--output", str(out)])
     assert not out.exists()
     assert capsys.readouterr().out == ""
+
+
+def test_output_that_cannot_be_written_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"--output: '/proc/out' is not allowed; .*that can be written to"):
+        cli.run(["k8s", *flags(), "--output", "/proc/out"])
 
 
 def test_a_chat_template_that_only_the_pods_have_is_passed_on() -> None:

@@ -244,7 +244,8 @@ def test_a_frame_as_json_has_its_numbers() -> None:
         ([], "one of --run-dir DIR and --url URL"),
         (["--run-dir", "a", "--url", "http://b"], "one of --run-dir DIR and --url URL"),
         (["--run-dir", "a", "--json"], "add --once"),
-        (["--run-dir", "a", "--interval", "0"], "--interval: 0.0 is not allowed"),
+        (["--run-dir", "a", "--once", "--interval", "0"], "--interval: 0.0 is not allowed"),
+        (["--run-dir", "a"], "the live screen needs a terminal; --once prints one frame"),
     ],
 )
 def test_wrong_flags_are_refused(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

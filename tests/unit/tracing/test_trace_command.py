@@ -303,6 +303,8 @@ def test_transfer_of_another_version_is_left_out(
         (["--last", "0"], r"'0' is not allowed; expected a number from 1"),
         (["--last", "2", "--slowest", "2"], "not allowed with"),
         (["--last", "2", "--html", "x.svg"], r"--html.*x\.svg.*\.html for more than one"),
+        (["--html", "x.html", "--json"], "--html and --json: give one of them"),
+        (["--html", "/nowhere/x.html"], "--html: '/nowhere/x.html' is not allowed; .*No such file"),
     ],
 )
 def test_trace_of_an_unknown_request_is_refused_with_what_can_be_shown(

@@ -165,5 +165,7 @@ def test_a_file_with_something_else_in_it_is_refused(text: str, tmp_path: Path) 
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"a\.jsonl.*expected lines of OTLP/JSON.*line 1"):
         list(read_spans(file))
-    with pytest.raises(ConfigError, match="a file that can be read"):
+    with pytest.raises(
+        ConfigError, match=r"trace file: .*absent' is not allowed; expected one that can be read"
+    ):
         list(read_spans(tmp_path / "absent"))

@@ -218,7 +218,7 @@ def count_weights(directory: Path) -> int:
 def read_json(path: Path) -> dict[str, Any]:
     """Raises ConfigError unless it is a readable JSON object."""
     try:
-        loaded = json.loads(path.read_text())
+        loaded = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"model: cannot read {path}: {error}") from error
     if not isinstance(loaded, dict):
