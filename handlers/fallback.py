@@ -190,7 +190,7 @@ def with_fallback(
 ) -> Generate:
     """A way to answer that tries the steps in order until one finishes the answer.
 
-    The caller's faults are final, and so is an EngineError of this worker's own engine. Each step makes
+    The caller's faults are final, and so are errors and timeouts of this worker's own engine. Each step makes
     a handoff of its own. An instance that has failed is not called again for this request.
     """
 
@@ -290,6 +290,6 @@ class _Progress:
 
 
 def _may_go_on(error: DisaggError) -> bool:
-    if isinstance(error, EngineError):  # only if another worker's engine failed
+    if isinstance(error, (EngineError, StageTimeoutError)):  # this worker's own engine would fail once more
         return error.peer is not None
-    return isinstance(error, (PeerUnavailableError, StageTimeoutError, OverloadedError, WorkerLeavingError))
+    return isinstance(error, (PeerUnavailableError, OverloadedError, WorkerLeavingError))

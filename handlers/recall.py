@@ -113,6 +113,10 @@ class Notices:
     def taken(self, instance: Notifiable, asked: PhaseRequest) -> None:
         self._report_later(instance, asked.attempts)
 
+    def takes_back(self, instance: Notifiable, asked: PhaseRequest) -> bool:
+        """False: an answer that has arrived is drained here, which works on every engine."""
+        return False
+
     def _report_later(self, instance: Notifiable, attempts: Sequence[str]) -> None:
         if not attempts or self._sender is None or instance.instance_id in self._without_notices:
             return
@@ -130,14 +134,19 @@ class Notices:
             in_background(self._send(instance, PhaseRequest("taken", attempts=tuple(attempts))), "taken")
 
     async def _send(self, instance: Notifiable, notice: PhaseRequest) -> None:
-        try:
-            async with asyncio.timeout(self._times.notice):
-                await instance.notify(encode_notice(notice))
-        except (DisaggError, TimeoutError) as error:
-            if isinstance(error, InvalidRequestError):
-                self._without_notices.add(instance.instance_id)
-            # Best effort: the lease ends by itself.
-            log.info("instance %x did not accept the notice %r: %s", instance.instance_id, notice.kind, error)
+        if isinstance(await _delivered(instance, notice, self._times.notice), InvalidRequestError):
+            self._without_notices.add(instance.instance_id)
+
+
+async def _delivered(instance: Notifiable, notice: PhaseRequest, seconds: float) -> Exception | None:
+    """Why the notice was not delivered; best effort: the lease ends by itself."""
+    try:
+        async with asyncio.timeout(seconds):
+            await instance.notify(encode_notice(notice))
+    except (DisaggError, TimeoutError) as error:
+        log.info("instance %x did not accept the notice %r: %s", instance.instance_id, notice.kind, error)
+        return error
+    return None
 
 
 class NoNotices:
@@ -153,6 +162,32 @@ class NoNotices:
         yield
 
     def taken(self, instance: Notifiable, asked: PhaseRequest) -> None: ...
+
+    def takes_back(self, instance: Notifiable, asked: PhaseRequest) -> bool:
+        return False
+
+
+class QueueRecalls(NoNotices):
+    """For the prefill queue of prefill workers: an answer that no decode worker fetches is recalled from the worker
+    that has prefilled. A drain needs a decode worker, and there may be none: that may be why the answer is not fetched.
+    """
+
+    def __init__(self, sender: int | None, times: RecallTimes = TIMES) -> None:
+        """`sender`: this worker's instance id."""
+        self._sender = sender
+        self._times = times
+
+    def new_attempt(self, instance: Notifiable) -> PhaseRequest:
+        return PhaseRequest("prefill", attempts=(secrets.token_hex(8),), sender=self._sender)
+
+    def takes_back(self, instance: Notifiable, asked: PhaseRequest) -> bool:
+        recall = PhaseRequest("recall", attempts=asked.attempts)
+        in_background(_fulfilled(instance, recall, self._times.notice), "recall of a queued prefill")
+        return True
+
+
+async def _fulfilled(instance: Notifiable, notice: PhaseRequest, seconds: float) -> None:
+    await _delivered(instance, notice, seconds)
 
 
 # -- on the prefill worker

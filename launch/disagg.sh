@@ -62,6 +62,10 @@ if [[ $engine == tensorrt_llm ]]; then
     require_gpus prefill,decode "${worker_args[@]}"
 fi
 : "${STARTUP_TIMEOUT:=300}"
+require_number STARTUP_TIMEOUT "a whole number of seconds"
+for port in HTTP_PORT PREFILL_SYSTEM_PORT DECODE_SYSTEM_PORT; do
+    require_number "$port" "a port"
+done
 read_stop_timeout prefill,decode "${worker_args[@]}"
 start frontend "$launch/frontend.sh"
 export gpus_fit=yes

@@ -121,11 +121,19 @@ require_gpus() {
     "$PYTHON" -P -m trtllm_disagg.deployment.for_scripts gpus "${both[@]}" || exit 1
 }
 
+# require_number VARIABLE WHAT: fails unless the variable is a whole number.
+require_number() {
+    [[ ${!1} =~ ^(0|[1-9][0-9]*)$ ]] || fail "$1: '${!1}' is not allowed; expected $2"
+}
+
 # read_stop_timeout ROLE[,ROLE] [ARG...]: sets STOP_TIMEOUT, if it is not set, for workers of these roles with these further
 # arguments.
 read_stop_timeout() {
     local every=() roles role argv
-    [[ -z $STOP_TIMEOUT ]] || return 0
+    if [[ -n $STOP_TIMEOUT ]]; then
+        require_number STOP_TIMEOUT "a whole number of seconds"
+        return
+    fi
     IFS=, read -ra roles <<<"$1"
     for role in "${roles[@]}"; do
         worker_arguments "$role" "${@:2}"

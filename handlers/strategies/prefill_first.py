@@ -3,6 +3,7 @@
 from trtllm_disagg.handlers.chain import chain
 from trtllm_disagg.handlers.concurrent import LocalPush, concurrent
 from trtllm_disagg.handlers.local import LocalPrefill, prefill_within
+from trtllm_disagg.handlers.recall import QueueRecalls
 from trtllm_disagg.handlers.remote import (
     RemoteDecode,
     RemoteDrain,
@@ -28,4 +29,5 @@ def _prefill(parts: StrategyParts) -> PrefillPhase:
     here = prefill_within(parts.prefill_timeout, LocalPrefill(parts.engine, drain))
     if parts.prefill_queue is None:
         return here
-    return queued(RemotePrefill(parts.prefill_queue, drain, parts.protocol), here)
+    recalls = QueueRecalls(parts.instance_id)
+    return queued(RemotePrefill(parts.prefill_queue, drain, parts.protocol, recalls), here)

@@ -70,10 +70,12 @@ class Pulling:
     broker: Broker
     instance_id: int
     llm: LLM
+    listening: AsyncExitStack
 
     async def die(self) -> None:
         """As a killed process: it answers no more, and nothing is settled."""
         await self.broker.close()
+        await self.listening.aclose()
         await self.puller.close()
 
     async def leave(self) -> None:
@@ -142,8 +144,10 @@ class Queueing:
         config = worker_config(self.namespace, Role.PREFILL, self.strategy)
         generate = serve or build_generate(config, engine, NoStage())
         puller = Puller(broker, instance_id, Room(max_items, max_tokens), generate)
+        listening = AsyncExitStack()
+        await listening.enter_async_context(puller.listening())
         puller.start()
-        self.pullers.append(Pulling(puller, broker, instance_id, engine.llm))
+        self.pullers.append(Pulling(puller, broker, instance_id, engine.llm, listening))
         return self.pullers[-1]
 
     async def close(self) -> None:

@@ -203,6 +203,24 @@ def test_a_given_stop_timeout_is_used() -> None:
     assert said.stdout == "7\n"
 
 
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("STOP_TIMEOUT", "2.5"),
+        ("STOP_TIMEOUT", "abc"),
+        ("STARTUP_TIMEOUT", "1.5"),
+        ("STARTUP_TIMEOUT", "08"),
+        ("HTTP_PORT", "abc"),
+        ("DECODE_SYSTEM_PORT", "1x"),
+    ],
+)
+def test_a_number_that_is_none_is_refused_before_anything_starts(
+    scripts: Scripts, variable: str, value: str
+) -> None:
+    assert scripts.start("disagg.sh", "auto", **{variable: value}).wait(SECONDS) == 1
+    assert scripts.lines("started") == []
+
+
 def test_an_unknown_strategy_is_refused_with_those_that_are_known(scripts: Scripts) -> None:
     refused = scripts.start("disagg.sh", "sideways")
     assert refused.wait(SECONDS) == 1

@@ -60,7 +60,8 @@ _QUEUED_BATCHES = 4
 def _bounds(config: WorkerConfig) -> dict[str, int]:
     """The defaults of ADMISSION: four batches of requests, and as many prefill steps of tokens as requests."""
     requests = max(_LEAST_QUEUED_REQUESTS, _QUEUED_BATCHES * config.max_batch_size)
-    return {"max_queued_requests": requests, "max_queued_tokens": requests * config.max_num_tokens}
+    may_wait = config.max_queued_requests or requests
+    return {"max_queued_requests": requests, "max_queued_tokens": may_wait * config.max_num_tokens}
 
 
 def _unused(config: WorkerConfig) -> dict[str, str]:

@@ -40,8 +40,10 @@ _GAUGES = {
     "kv_blocks_used": "KV blocks that running requests and held handoffs use",
     "requests_active": "Requests that run or wait in the engine",
 }
-#: Running totals of the embedded engine. TensorRT-LLM does not report them; then the metrics are left out.
+#: Running totals of the embedded engine. TensorRT-LLM does not report them; then the metrics are left out, but for the
+#: tokens, which are counted by its steps.
 _TOTALS = {
+    "decode_tokens": "decodeTokens",
     "kv_pulls": "kvPulls",
     "kv_bytes_pulled": "kvBytesPulled",
     "kv_bytes_saved": "kvBytesSaved",

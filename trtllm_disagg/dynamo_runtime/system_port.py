@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.processes.hosts import can_be_host
 
 _SYSTEM_PORT, _SYSTEM_HOST = "DYN_SYSTEM_PORT", "DYN_SYSTEM_HOST"
 #: Dynamo reads the number as a signed one of 16 bits.
@@ -24,12 +25,13 @@ def require_system_port(environ: Mapping[str, str]) -> None:
     if not port.isdecimal() or int(port) > _HIGHEST_PORT:
         raise ConfigError.bad_value(_SYSTEM_PORT, port, f"a port, {_HIGHEST_PORT} at most")
     host = environ.get(_SYSTEM_HOST) or "0.0.0.0"
+    if not can_be_host(host):
+        raise ConfigError.bad_value(_SYSTEM_HOST, host, "an address or a host's name")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         socket.create_server((host, int(port)), family=family).close()
-    except (OSError, TypeError, ValueError) as error:  # the last two: no host's name can be encoded like that
-        reason = getattr(error, "strerror", None) or error
-        allowed = f"a port on {host} ({_SYSTEM_HOST}) that can be listened on ({reason})"
+    except OSError as error:
+        allowed = f"a port on {host} ({_SYSTEM_HOST}) that can be listened on ({error.strerror or error})"
         raise ConfigError.bad_value(_SYSTEM_PORT, port, allowed) from None
 
 

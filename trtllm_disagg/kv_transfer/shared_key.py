@@ -17,6 +17,7 @@ from pathlib import Path
 from trtllm_disagg.errors import ConfigError, KvTransferError
 from trtllm_disagg.keys import read_private_file
 from trtllm_disagg.kv_transfer.handle import TCP, is_endpoint, join_endpoint, scheme_of, split_endpoint
+from trtllm_disagg.processes.hosts import can_be_host
 
 _BACKLOG = 128
 KEY = "embedded.transfer_key_file"
@@ -97,12 +98,12 @@ class SharedKeyAuthentication:
 
 def _listen(host: str) -> socket.socket:
     key, expected = _HOST_KEY, "an address of this machine that decode workers can connect to"
-    if host in ("0.0.0.0", "::"):
+    if host in ("0.0.0.0", "::") or not can_be_host(host):
         raise ConfigError.bad_value(key, host, expected)
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, 0), family=family, backlog=_BACKLOG)
-    except (OSError, TypeError, ValueError) as error:  # the last two: no host's name can be encoded like that
+    except OSError as error:
         raise ConfigError.bad_value(key, host, f"{expected} ({error})") from error
 
 

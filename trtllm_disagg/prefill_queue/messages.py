@@ -90,7 +90,7 @@ class UnreadableError(ValueError):
     """The bytes are no message of this queue."""
 
 
-def encode(message: Item | FromPuller) -> bytes:
+def encode(message: Item | FromPuller | dict[str, Any]) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
@@ -138,6 +138,10 @@ class Names:
     def pusher(self, pusher_id: str) -> str:
         """The subject of messages to a pusher about its items."""
         return f"{self._root}.pusher.{pusher_id}"
+
+    def puller(self, instance_id: int) -> str:
+        """The subject of notices to a prefill worker about prefills that it has answered."""
+        return f"{self._root}.puller.{instance_id:x}"
 
     def cancel(self, item_id: str) -> str:
         """The subject on which the pusher tells the prefill worker that runs an item to stop."""

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any
 
 from nats.aio.msg import Msg
@@ -112,6 +112,10 @@ class Puller:
         self._is_asking = False
         self._loop: asyncio.Task[None] | None = None
 
+    def listening(self) -> AbstractAsyncContextManager[None]:
+        """Inside, pushers can recall what this worker has answered, also after `stop`."""
+        return self._broker.listening(self._broker.names.puller(self._instance_id), self._take_notice)
+
     def start(self) -> None:
         self._loop = asyncio.create_task(self._pull(), name="prefill-queue")
 
@@ -178,6 +182,17 @@ class Puller:
         self._room.leave(task)
         if not task.cancelled() and task.exception() is not None:
             log.error("a queued prefill failed unexpectedly", exc_info=task.exception())
+
+    async def _take_notice(self, message: Msg) -> None:
+        try:
+            notice = decode_request(decode(message.data, dict[str, Any]))
+            if notice.phase_request is None or not notice.phase_request.is_notice:
+                raise InvalidRequestError("only a notice may come there")
+            async with aclosing(self._generate(notice, PulledContext(None))) as chunks:
+                async for _ in chunks:
+                    pass
+        except (UnreadableError, DisaggError) as error:
+            log.warning("a notice about a queued prefill is dropped: %s", error)
 
     async def _serve(self, message: Msg, item: Item) -> None:
         attempt = message.metadata.num_delivered
@@ -380,6 +395,7 @@ class NatsPrefillQueue:
         if self._config.role is Role.PREFILL and not self._has_left:
             room = Room(self._config.max_batch_size, self._config.max_num_tokens)
             self._puller = Puller(self._broker, instance_id, room, generate)
+            await self._subscriptions.enter_async_context(self._puller.listening())
             self._puller.start()
 
     async def leave(self) -> None:

@@ -271,6 +271,9 @@ class QueueClient:
             if not pushed.is_settled:
                 in_background(self._cancel(pushed), "cancel of a queued prefill")
 
+    async def notify(self, instance_id: int, notice: dict[str, Any]) -> None:
+        await self._broker.send(self._broker.names.puller(instance_id), encode(notice))
+
     async def _cancel(self, pushed: Pushed) -> None:
         """No request waits for the item any more: delete it from the queue, or tell the worker that runs it to stop."""
         if pushed.claim is not None:
@@ -313,7 +316,8 @@ class QueuedPrefill:
         raise PeerUnavailableError("it is not known yet which prefill worker will take this request")
 
     async def notify(self, notice: dict[str, Any]) -> None:
-        """Needs no notices: the puller keeps the KV until its pusher has replied that it takes the answer."""
+        """To the worker that has taken the item; best effort."""
+        await self._client.notify(self.instance_id, notice)
 
     def call(
         self, request: dict[str, Any], context: RequestContext | None

@@ -42,5 +42,5 @@ def test_a_port_that_dynamo_cannot_read_is_refused_by_the_name_of_its_variable(p
 
 @pytest.mark.parametrize("host", ["\N{LATIN SMALL LETTER E WITH ACUTE}" * 70, "127.0.0.1\0"])
 def test_a_host_that_no_name_can_be_is_refused(host: str) -> None:
-    with pytest.raises(ConfigError, match=r"DYN_SYSTEM_PORT.*DYN_SYSTEM_HOST"):
+    with pytest.raises(ConfigError, match=r"DYN_SYSTEM_HOST: .* is not allowed; expected an address"):
         require_system_port({"DYN_SYSTEM_PORT": "1", "DYN_SYSTEM_HOST": host})

@@ -141,6 +141,8 @@ async def test_bounds_change_while_requests_wait() -> None:
         ({"max_batch_size": 8, "max_num_tokens": 512}, 256, 131_072),
         ({"max_batch_size": 128, "max_num_tokens": 512}, 512, 262_144),
         ({"max_batch_size": 128, "max_queued_requests": 10, "max_queued_tokens": 0}, 10, 0),
+        ({"max_batch_size": 8, "max_num_tokens": 64, "max_queued_requests": 1000}, 1000, 64_000),
+        ({"max_batch_size": 8, "max_num_tokens": 64, "max_queued_requests": 0}, 0, 16_384),
     ],
 )
 def test_default_admission_bounds_follow_the_batch_size(

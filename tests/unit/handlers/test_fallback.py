@@ -145,7 +145,8 @@ async def test_failure_after_the_last_token_sends_only_the_finish_reason() -> No
     [
         (PeerUnavailableError("x"), True),
         (KvTransferError("x"), True),
-        (StageTimeoutError("x"), True),
+        (of_peer(StageTimeoutError("x"), 5), True),
+        (StageTimeoutError("x"), False),
         (OverloadedError("x"), True),
         (of_peer(EngineError("x"), 5), True),
         (EngineError("x"), False),

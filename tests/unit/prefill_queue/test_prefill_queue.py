@@ -18,10 +18,13 @@ from trtllm_disagg.errors import (
     PeerUnavailableError,
     StageTimeoutError,
 )
+from trtllm_disagg.handlers.local import LocalPrefill
+from trtllm_disagg.handlers.recall import Recalls, recallable
 from trtllm_disagg.handlers.remote import NoStage
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.prefill_queue.broker import QueueLimits
 from trtllm_disagg.testing.recording import LLM
+from trtllm_disagg.types import GenerateRequest, Handoff, RequestContext
 
 
 async def test_pulled_prefill_and_local_decode_give_the_whole_answer(queue: Queueing) -> None:
@@ -88,10 +91,28 @@ async def test_in_prefill_first_a_handoff_without_a_decode_is_released(
 
         assert first.token_ids == expected_tokens(1)
         await until(lambda: len(LLM.kv_store) == 0)
-        await stage.idle()
-        assert [asked["stop_conditions"] for asked in stage.requests] == [
-            {"max_tokens": 1, "min_tokens": None}
-        ]
+        assert stage.requests == [], "the worker that has prefilled releases it"
+
+
+async def test_in_prefill_first_a_handoff_that_no_decode_worker_fetches_is_recalled(nats: NatsServer) -> None:
+    """Else dead decode workers would fill the prefill workers' pools with what is never fetched."""
+    async with queueing(nats, "prefill_first") as queue:
+        released: list[Handoff] = []
+        phase = LocalPrefill(recording_engine())
+
+        async def prefill(request: GenerateRequest, context: RequestContext) -> Handoff:
+            handoff = await phase(request, context)
+            handoff.on_release = released.append
+            return handoff
+
+        pushing = await queue.pusher(stage=RecordingStageClient(raising(PeerUnavailableError("gone"))))
+        await queue.puller(serve=recallable(prefill, Recalls(tuple, 60.0)))
+
+        with pytest.raises(PeerUnavailableError):
+            await collect(pushing.generate, request(6))
+
+        await until(lambda: released)
+        LLM.forget_instances()
 
 
 @pytest.mark.parametrize(

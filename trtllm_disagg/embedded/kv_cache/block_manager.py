@@ -104,9 +104,8 @@ class BlockManager:
         self._block_of: dict[bytes, int] = {}
         self._partial = PartialIndex()
         self._quarantined: set[int] = set()
-        self.reused_blocks = 0
-        #: Blocks of admitted prompts that were not known; counted by who admits them.
-        self.missed_blocks = 0
+        #: Blocks of admitted prompts that were known, and that were not; counted by who admits them.
+        self.reused_blocks = self.missed_blocks = 0
         self.allocated_blocks = 0
         events.created(num_blocks)
 
@@ -159,13 +158,11 @@ class BlockManager:
         del self._cached[block]
         self._forget(block)
         self._refs[block] = 1
-        self.reused_blocks += 1
 
     def touch(self, block: int) -> None:
         """A known block was of use without being acquired."""
         if block in self._cached:
             self._cached.move_to_end(block)
-        self.reused_blocks += 1
 
     def acquire(self, blocks: Seq[int]) -> None:
         """Become a user of known blocks."""
@@ -173,7 +170,6 @@ class BlockManager:
             if self._refs[block] == 0:
                 del self._cached[block]
             self._refs[block] += 1
-        self.reused_blocks += len(blocks)
 
     def commit(
         self, tokens: Seq[int], blocks: Seq[int], keys: list[bytes], salt: bytes, cache_salt: str = ""

@@ -156,6 +156,7 @@ class Reservations:
         if sequence.status is Status.WAITING:
             sequence.num_cached = sequence.num_computed
             missed = -(-sequence.num_prompt // size) - len(plan.known)
+            self._blocks.reused_blocks += len(plan.known)
             self._blocks.missed_blocks += missed
             sequence.admission = Admission(plan.wanted, len(plan.known), missed)
         self._restore(sequence, len(plan.known))

@@ -92,6 +92,11 @@ class Batch(NamedTuple):
     def num_generation(self) -> int:
         return len(self.rows) - self.num_context
 
+    @property
+    def num_generated(self) -> int:
+        """A paused answer that is computed again has rows that give no token."""
+        return sum(row.samples and not row.in_prefill for row in self.rows)
+
 
 class ResidentMemory:
     """Bytes of this process, not older than a moment: to ask the system is the dearest part of a record."""
@@ -158,7 +163,7 @@ class IterationStats:
             self._print(batch, scheduler, blocks, seconds)
         if not self._enabled:
             return []
-        self._totals.update(prefillTokens=batch.num_context_tokens, decodeTokens=batch.num_generation)
+        self._totals.update(prefillTokens=batch.num_context_tokens, decodeTokens=batch.num_generated)
         counts, before = replace(scheduler.counts), self._counts
         self._counts = counts
         stats = {
