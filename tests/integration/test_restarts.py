@@ -122,6 +122,23 @@ async def test_a_worker_that_dies_at_every_start_is_given_up_with_its_cause(
     assert nothing_runs(up.run_dir)
 
 
+async def test_nats_that_dies_at_every_start_is_started_until_it_serves(start_up: StartUp) -> None:
+    """Without it no worker that dies comes back."""
+    up = await start_up(backoff=SOON, prefill_dispatch="queue")
+    await up.ready_line()
+    store = up.run_dir / "nats"
+    shutil.rmtree(store)
+    store.touch()
+    os.kill(up.pid("nats"), signal.SIGKILL)
+    for _ in range(4):  # one more than it takes to give up a worker
+        await up.says("error: nats died before it was ready")
+
+    store.unlink()
+    await up.says("nats is back")
+    up.process.terminate()
+    assert await up.ends() == 0
+
+
 async def test_a_frontend_that_is_given_up_ends_everything_with_its_cause(
     start_up: StartUp, tmp_path: Path
 ) -> None:

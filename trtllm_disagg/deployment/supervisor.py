@@ -104,7 +104,8 @@ class Restarts:
         died_at = time.monotonic()
         deaths = self._deaths.setdefault(process, Deaths(self._owner.config.backoff))
         deaths.count(process.ready_seconds)
-        while not deaths.is_hopeless and not process.is_running:
+        # A process that all others need at their start is never given up.
+        while (process.role in STARTED_FIRST or not deaths.is_hopeless) and not process.is_running:
             self._owner.report_error(continued(report, f"it starts again in {deaths.delay:g} s"))
             process.waits(deaths.delay)
             self._owner.changed(process)

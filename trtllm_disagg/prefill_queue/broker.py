@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -50,6 +51,8 @@ class QueueLimits:
     reply: float = 2.0
     #: JetStream delivers an item again when its prefill worker is silent about it for longer than this.
     ack: float = 3.0
+    #: After NATS has left a push without a reply, how long no other request tries.
+    pause: float = 5.0
     #: Time between two Beats of a prefill worker that runs an item.
     beat: float = 1.0
     #: How often a request in the queue looks whether there is still a prefill worker.
@@ -115,6 +118,38 @@ class Reply(Enum):
     NONE = "none"
 
 
+class _Pushes:
+    """Whether NATS replies to pushes. While it does not, one request tries after each pause; the others do not wait."""
+
+    def __init__(self, pause: float) -> None:
+        self._pause = pause
+        self._are_answered = True
+        self._again_at = 0.0
+
+    @property
+    def may_begin(self) -> bool:
+        return self._are_answered or time.monotonic() >= self._again_at
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[None]:
+        """The push is inside."""
+        self._again_at = time.monotonic() + self._pause
+        try:
+            yield
+        except TimeoutError:
+            if self._are_answered:
+                log.warning(
+                    "NATS does not reply to a push, as with a full disk: requests go on without the prefill queue; one "
+                    "tries it every %g s",
+                    self._pause,
+                )
+            self._are_answered, self._again_at = False, time.monotonic() + self._pause
+            raise
+        if not self._are_answered:
+            log.info("NATS replies to pushes again")
+        self._are_answered = True
+
+
 class Broker:
     """One connection of this worker, and the stream of its queue; its owner calls `close`."""
 
@@ -125,6 +160,7 @@ class Broker:
         self._stream = self._client.jetstream(timeout=limits.reply)
         self._pulling: JetStreamContext.PullSubscription | None = None
         self._usable = asyncio.Event()
+        self._pushes = _Pushes(self.limits.pause)
         self._on_lost: list[Callable[[str], None]] = []
         #: When the queue's consumer was made, by NATS' clock: a later time means another queue.
         self._created_at: datetime | None = None
@@ -154,6 +190,11 @@ class Broker:
     def is_usable(self) -> bool:
         return self._usable.is_set()
 
+    @property
+    def takes_items(self) -> bool:
+        """It is usable, and NATS has not just left a push without a reply, as it does with a full disk."""
+        return self.is_usable and self._pushes.may_begin
+
     async def wait_until_usable(self) -> None:
         await self._usable.wait()
 
@@ -173,7 +214,7 @@ class Broker:
     async def push(self, data: bytes) -> int:
         """Push an item and return its place in the stream. Raises QueueUnusableError or OverloadedError."""
         self._require_fit("a request", data)
-        with _unusable():
+        with _unusable(), self._pushes.one():
             try:
                 ack = await preserve_cancellation(self._stream.publish(self.names.items, data))
             except APIError as error:

@@ -232,6 +232,8 @@ class QueueClient:
             raise NoInstanceError("the prefill queue has failed this request already")
         if not self._broker.is_usable:
             raise QueueUnusableError("the prefill queue cannot be reached: NATS is gone (--nats-server)")
+        if not self._broker.takes_items:
+            raise QueueUnusableError("the prefill queue takes nothing now: NATS does not reply to pushes")
         return QueuedPrefill(self, request)
 
     def instance_ids(self) -> Collection[int]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import nats.errors
 import pytest
+from nats.js import JetStreamContext
+from nats.js.api import PubAck
 
 from tests.support.handling import collect, expected_tokens, request, tokens_of, until
 from tests.support.nats_server import NatsServer
@@ -15,6 +18,7 @@ from tests.support.stage_client import RecordingStageClient
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.handlers.remote import NoStage
 from trtllm_disagg.handlers.services import build_generate
+from trtllm_disagg.prefill_queue.broker import Broker, NatsClient, QueueLimits
 
 LARGE: dict[str, Any] = {"padding": "x" * (2 << 20)}
 
@@ -114,3 +118,46 @@ async def test_no_prefill_worker_is_named_before_one_has_taken_the_item(queue: Q
     again = request(5)
     assert tokens_of(await collect(pushing.generate, again)) == expected_tokens(5)
     assert again.trace.facts["prefill_instance"] == "7"
+
+
+class FullDisk(NatsClient):
+    """JetStream does not reply to a push while the disk is full."""
+
+    is_full = True
+    num_pushes = 0
+
+    def jetstream(self, **options: Any) -> JetStreamContext:
+        stream = super().jetstream(**options)
+        publish = stream.publish
+
+        async def publish_if_there_is_room(*arguments: Any) -> PubAck:
+            self.num_pushes += 1
+            if self.is_full:
+                raise nats.errors.TimeoutError
+            return await publish(*arguments)
+
+        stream.publish = publish_if_there_is_room  # type: ignore[method-assign, assignment]
+        return stream
+
+
+async def test_one_request_in_a_pause_tries_a_queue_that_does_not_reply(
+    queue: Queueing, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others would wait for NATS, each as long."""
+    stage, client = workers(Role.PREFILL, "decode_first"), FullDisk()
+    limits = QueueLimits(pause=2.0)
+    broker = await Broker.connect(queue.server.url, queue.names, limits, client)
+    pushing = await queue.pusher(stage=stage, broker=broker)
+
+    for _ in range(3):
+        assert tokens_of(await collect(pushing.generate, request(5))) == expected_tokens(5)
+    assert (client.num_pushes, len(stage.requests)) == (1, 3)
+
+    client.is_full = False
+    pulling = await queue.puller()
+    await until(lambda: broker.takes_items)
+    assert tokens_of(await collect(pushing.generate, request(5))) == expected_tokens(5)
+
+    assert (len(pulling.llm.results), len(stage.requests)) == (1, 3)
+    assert caplog.text.count("NATS does not reply to a push") == 1
+    await stage.idle()
