@@ -190,7 +190,7 @@ def with_fallback(
 ) -> Generate:
     """A way to answer that tries the steps in order until one finishes the answer.
 
-    The caller's faults are final, and so are errors and timeouts of this worker's own engine. Each step makes
+    The caller's faults are final, and so is an EngineError of this worker's own engine. Each step makes
     a handoff of its own. An instance that has failed is not called again for this request.
     """
 
@@ -254,20 +254,23 @@ class _Progress:
         self._failed_step = ""
         #: For the log: the strategy, or the fallback step.
         self._failed_name = ""
-        self._last_found_no_instance = False
+        #: The last step has found no instance, or was too slow on this worker's own engine.
+        self._would_fail_again = False
         self._has_lost_engine = False
 
     def can_try(self, step: FallbackStep) -> bool:
-        """False after the same step has found no instance, and for a step that does not suit the engine's state."""
-        finds_none = self._last_found_no_instance and self._failed_step == step.to
-        return step.without_engine is self._has_lost_engine and not finds_none
+        """False for a step that would fail once more as it has just done, or that does not suit the engine's state."""
+        is_in_vain = self._would_fail_again and self._failed_step == step.to
+        return step.without_engine is self._has_lost_engine and not is_in_vain
 
     def failed(self, step: FallbackStep, error: DisaggError) -> None:
         self._failed_step = step.to
         self._failed_name = step.to if self.error is not None else self.request.trace.strategy
-        self._last_found_no_instance = isinstance(error, NoInstanceError)
+        found_no_instance = isinstance(error, NoInstanceError)
+        is_own_timeout = isinstance(error, StageTimeoutError) and error.peer is None
+        self._would_fail_again = found_no_instance or is_own_timeout
         # The failure of the last instance is a better reason than that there is no other one.
-        if self.error is None or not self._last_found_no_instance:
+        if self.error is None or not found_no_instance:
             self.error = error
         self._has_lost_engine = self._has_lost_engine or isinstance(error, WorkerLeavingError)
         if error.peer is not None:
@@ -290,6 +293,6 @@ class _Progress:
 
 
 def _may_go_on(error: DisaggError) -> bool:
-    if isinstance(error, (EngineError, StageTimeoutError)):  # this worker's own engine would fail once more
+    if isinstance(error, EngineError):  # only if another worker's engine failed
         return error.peer is not None
-    return isinstance(error, (PeerUnavailableError, OverloadedError, WorkerLeavingError))
+    return isinstance(error, (PeerUnavailableError, StageTimeoutError, OverloadedError, WorkerLeavingError))

@@ -1,9 +1,10 @@
 """A prefill worker has answered, and its answer never reached a decode engine. Two messages keep the KV from waiting
 for the end of its lease.
 
-`recall`: a decode worker that received no answer asks the prefill worker to release the KV. `taken`: it reports that
-its engine has begun to fetch. If a decode worker disappears from discovery, the prefill worker releases by itself what
-that one had not reported as taken. Both messages are notices (`PhaseRequest.is_notice`).
+`recall`: a decode worker that received no answer asks the prefill worker to release the KV; a prefill worker whose
+queued prefill no decode worker fetches asks that, too. `taken`: the sender reports that an engine has begun to fetch.
+If a decode worker disappears from discovery, the prefill worker releases by itself what that one had not reported as
+taken. Both messages are notices (`PhaseRequest.is_notice`).
 """
 
 from __future__ import annotations
@@ -113,9 +114,9 @@ class Notices:
     def taken(self, instance: Notifiable, asked: PhaseRequest) -> None:
         self._report_later(instance, asked.attempts)
 
-    def takes_back(self, instance: Notifiable, asked: PhaseRequest) -> bool:
-        """False: an answer that has arrived is drained here, which works on every engine."""
-        return False
+    def take_back(self, instance: Notifiable, asked: PhaseRequest, drain: Callable[[], None]) -> None:
+        """Free the KV of an answer that has arrived and that no decode fetches: `drain` works on every engine."""
+        drain()
 
     def _report_later(self, instance: Notifiable, attempts: Sequence[str]) -> None:
         if not attempts or self._sender is None or instance.instance_id in self._without_notices:
@@ -150,7 +151,7 @@ async def _delivered(instance: Notifiable, notice: PhaseRequest, seconds: float)
 
 
 class NoNotices:
-    """For the prefill queue: its own messages confirm that an answer has arrived."""
+    """For the prefill queue of decode workers: its own messages confirm that an answer has arrived."""
 
     def new_attempt(self, instance: Notifiable) -> PhaseRequest:
         return PhaseRequest("prefill")
@@ -163,31 +164,33 @@ class NoNotices:
 
     def taken(self, instance: Notifiable, asked: PhaseRequest) -> None: ...
 
-    def takes_back(self, instance: Notifiable, asked: PhaseRequest) -> bool:
-        return False
+    def take_back(self, instance: Notifiable, asked: PhaseRequest, drain: Callable[[], None]) -> None:
+        drain()
 
 
-class QueueRecalls(NoNotices):
+class QueueRecalls(Notices):
     """For the prefill queue of prefill workers: an answer that no decode worker fetches is recalled from the worker
     that has prefilled. A drain needs a decode worker, and there may be none: that may be why the answer is not fetched.
     """
 
-    def __init__(self, sender: int | None, times: RecallTimes = TIMES) -> None:
-        """`sender`: this worker's instance id."""
-        self._sender = sender
-        self._times = times
-
     def new_attempt(self, instance: Notifiable) -> PhaseRequest:
+        """The worker that will take it is not known yet, so it carries no reports."""
         return PhaseRequest("prefill", attempts=(secrets.token_hex(8),), sender=self._sender)
 
-    def takes_back(self, instance: Notifiable, asked: PhaseRequest) -> bool:
+    @contextmanager
+    def recalled_if_lost(
+        self, answers: Collection[Handoff], instance: Notifiable, asked: PhaseRequest
+    ) -> Iterator[None]:
+        """The queue's own messages confirm that an answer has arrived."""
+        yield
+
+    def take_back(self, instance: Notifiable, asked: PhaseRequest, drain: Callable[[], None]) -> None:
+        in_background(self._recall(instance, asked, drain), "recall of a queued prefill")
+
+    async def _recall(self, instance: Notifiable, asked: PhaseRequest, drain: Callable[[], None]) -> None:
         recall = PhaseRequest("recall", attempts=asked.attempts)
-        in_background(_fulfilled(instance, recall, self._times.notice), "recall of a queued prefill")
-        return True
-
-
-async def _fulfilled(instance: Notifiable, notice: PhaseRequest, seconds: float) -> None:
-    await _delivered(instance, notice, seconds)
+        if await _delivered(instance, recall, self._times.notice) is not None:
+            drain()
 
 
 # -- on the prefill worker
@@ -215,7 +218,7 @@ class _EarlyRecalls:
         now = self._clock()
         self._until.pop(attempt, None)
         self._until[attempt] = now + self._seconds
-        while len(self._until) > _MOST_EARLY or self._until[next(iter(self._until))] <= now:
+        while self._until and (len(self._until) > _MOST_EARLY or next(iter(self._until.values())) <= now):
             del self._until[next(iter(self._until))]
 
     def __contains__(self, attempt: str) -> bool:

@@ -121,7 +121,7 @@ class RemotePrefill:
         notices: Notices | NoNotices | None = None,
     ) -> None:
         """`drain` frees the KV of a handoff that no decode was started for, by a decode that only fetches it, unless
-        `notices` has its prefill worker take it back. `notices` None: `client` is the prefill queue, which needs none.
+        `notices` has the prefill worker take it back. `notices` None: `client` is the prefill queue of decode workers.
         """
         self._client = client
         self._drain = drain
@@ -159,13 +159,13 @@ class RemotePrefill:
     ) -> None:
         """Add each answer to `handoffs` as it comes, so that the caller can release them however this ends."""
         on_taken = partial(self._notices.taken, instance, asked)
-        takes_back = partial(self._notices.takes_back, instance, asked)
+        take_back = partial(self._notices.take_back, instance, asked)
         dispatch = dispatch_span(instance, request)
         raw_request = self._protocol.encode(request.within(dispatch), asked)
         async with answers_of(instance, raw_request, context) as answers:
             with dispatch:
                 async for raw in answers:
-                    handoffs.append(self._handoff(request, context, decode_chunk(raw), on_taken, takes_back))
+                    handoffs.append(self._handoff(request, context, decode_chunk(raw), on_taken, take_back))
 
     def _handoff(
         self,
@@ -173,7 +173,7 @@ class RemotePrefill:
         context: RequestContext,
         chunk: TokenChunk,
         on_taken: Callable[[], None],
-        takes_back: Callable[[], bool],
+        take_back: Callable[[Callable[[], None]], None],
     ) -> Handoff:
         try:
             result = result_of(chunk)
@@ -192,7 +192,7 @@ class RemotePrefill:
         return Handoff(
             chunk.without_end(),
             result,
-            on_release=lambda handoff: self._release(request, context, handoff, takes_back),
+            on_release=lambda handoff: self._release(request, context, handoff, take_back),
             on_end=on_taken,
             of_prompt=chunk.of_prompt,
         )
@@ -202,10 +202,10 @@ class RemotePrefill:
         request: GenerateRequest,
         context: RequestContext,
         handoff: Handoff,
-        takes_back: Callable[[], bool],
+        take_back: Callable[[Callable[[], None]], None],
     ) -> None:
-        if not handoff.is_fetched_for_a_client_that_left(context) and not takes_back():
-            self._drain(request.with_handoff(handoff))
+        if not handoff.is_fetched_for_a_client_that_left(context):
+            take_back(partial(self._drain, request.with_handoff(handoff)))
 
 
 @contextmanager

@@ -127,7 +127,8 @@ class Queueing:
         engine = recording_engine()
         role = Role(spec_of(self.strategy).entry_role or "decode")
         config = worker_config(self.namespace, role, self.strategy)
-        generate = build_generate(config, engine, stage or NoWorkers(), queue=QueuedPrefills(client, watch))
+        queue = QueuedPrefills(client, watch)
+        generate = build_generate(config, engine, stage or NoWorkers(), queue=queue, instance_id=0xF)
         self.pushers.append(Pushing(client, watch, broker, generate, engine.llm, listening))
         return self.pushers[-1]
 

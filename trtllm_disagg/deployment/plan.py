@@ -282,9 +282,10 @@ def shared_env(config: DeploymentConfig, environ: Mapping[str, str]) -> dict[str
 def _home_of_user(otherwise: Path) -> str:
     """Of an environment without HOME, such as a system service's: Dynamo's frontend finds no model without it."""
     try:
-        return pwd.getpwuid(os.getuid()).pw_dir
+        home = pwd.getpwuid(os.getuid()).pw_dir
     except KeyError:  # a user without an entry, as in some containers
         return str(otherwise)
+    return home if os.access(home, os.W_OK) else str(otherwise)
 
 
 def _frontend(config: DeploymentConfig, env: Mapping[str, str]) -> ProcessSpec:

@@ -163,8 +163,8 @@ def _cluster(args: argparse.Namespace) -> Cluster:
             "--compute-domain", args.engine, "an engine with GPUs: --engine tensorrt_llm"
         )
     if args.memory is not None and _number_of(args.shared_memory) >= _number_of(args.memory):
-        less = f"less than --memory {args.memory}, which it is a part of"
-        raise ConfigError.bad_value("--shared-memory", args.shared_memory, less)
+        more = f"more than --shared-memory {args.shared_memory}, which is a part of it"
+        raise ConfigError.bad_value("--memory", args.memory, more)
     if args.output is not None and args.output.exists() and not args.output.is_dir():
         raise ConfigError.bad_value("--output", str(args.output), "a directory, or one that can be made")
     return Cluster(

@@ -90,10 +90,10 @@ class PeerThreads:
 
     def __init__(self, is_known: Callable[[str], bool] = lambda endpoint: False) -> None:
         """`is_known`: a transfer with the peer at this endpoint has begun before. Up to half of the threads stay with
-        such peers: as many forged endpoints that do not answer cannot make these wait.
+        such peers, those of the last transfers: forged endpoints that do not answer cannot make these wait.
         """
         self._is_known = is_known
-        #: Each thread's work; None ends it.
+        #: Each thread's work, the one used last at the end; None ends it.
         self._queues: dict[str, queue.SimpleQueue[Callable[[], None] | None]] = {}
         self._threads: list[threading.Thread] = []
         #: The number of calls that each thread has not finished.
@@ -126,6 +126,7 @@ class PeerThreads:
         work: two threads for one peer would share its connection.
         """
         if endpoint in self._queues:
+            self._queues[endpoint] = self._queues.pop(endpoint)
             return endpoint
         if len(self._queues) >= MAX_PEER_THREADS:
             self._end_idle_threads()
@@ -136,9 +137,8 @@ class PeerThreads:
         return _OTHERS
 
     def _end_idle_threads(self) -> None:
-        known = {key for key in self._queues if self._is_known(key)}
-        kept = known if len(known) <= MAX_PEER_THREADS // 2 else set()
-        for idle in [key for key in self._queues if key not in kept | {_OTHERS} and not self._pending[key]]:
+        kept = {_OTHERS, *[key for key in self._queues if self._is_known(key)][-MAX_PEER_THREADS // 2 :]}
+        for idle in [key for key in self._queues if key not in kept and not self._pending[key]]:
             self._queues.pop(idle).put(None)
 
     def _start(self, key: str) -> None:

@@ -35,6 +35,8 @@ _PING_SECONDS = 2
 _MAX_AGE_SECONDS = 3600.0
 _MAX_ITEMS = 10_000
 _MAX_STREAM_BYTES = 256 << 20
+#: So many pushes in a row without a reply are no accident.
+_MOST_UNANSWERED = 2
 _NAME_IN_USE, _TOO_MANY = 10058, (10077, 10054, 10122)
 
 #: Errors of NATS' client; TimeoutError is an OSError.
@@ -119,35 +121,36 @@ class Reply(Enum):
 
 
 class _Pushes:
-    """Whether NATS replies to pushes. While it does not, one request tries after each pause; the others do not wait."""
+    """Whether NATS replies to pushes. After two that it has left without a reply, one request tries after each pause,
+    and the others do not wait.
+    """
 
     def __init__(self, pause: float) -> None:
         self._pause = pause
-        self._are_answered = True
+        self._num_unanswered = 0
         self._again_at = 0.0
 
     @property
     def may_begin(self) -> bool:
-        return self._are_answered or time.monotonic() >= self._again_at
+        return self._num_unanswered < _MOST_UNANSWERED or time.monotonic() >= self._again_at
 
-    @contextlib.contextmanager
-    def one(self) -> Iterator[None]:
-        """The push is inside."""
+    def begin(self) -> None:
         self._again_at = time.monotonic() + self._pause
-        try:
-            yield
-        except TimeoutError:
-            if self._are_answered:
-                log.warning(
-                    "NATS does not reply to a push, as with a full disk: requests go on without the prefill queue; one "
-                    "tries it every %g s",
-                    self._pause,
-                )
-            self._are_answered, self._again_at = False, time.monotonic() + self._pause
-            raise
-        if not self._are_answered:
+
+    def answered(self) -> None:
+        if self._num_unanswered >= _MOST_UNANSWERED:
             log.info("NATS replies to pushes again")
-        self._are_answered = True
+        self._num_unanswered = 0
+
+    def unanswered(self) -> None:
+        self._num_unanswered += 1
+        if self._num_unanswered == _MOST_UNANSWERED:
+            log.warning(
+                "NATS does not reply to pushes, as with a full disk: requests go on without the prefill queue; one "
+                "tries it every %g s",
+                self._pause,
+            )
+        self.begin()
 
 
 class Broker:
@@ -214,13 +217,20 @@ class Broker:
     async def push(self, data: bytes) -> int:
         """Push an item and return its place in the stream. Raises QueueUnusableError or OverloadedError."""
         self._require_fit("a request", data)
-        with _unusable(), self._pushes.one():
+        self._pushes.begin()
+        with _unusable():
             try:
                 ack = await preserve_cancellation(self._stream.publish(self.names.items, data))
+            except TimeoutError:
+                if self.is_usable:  # else the connection was lost meanwhile
+                    self._pushes.unanswered()
+                raise
             except APIError as error:
+                self._pushes.answered()
                 if error.err_code in _TOO_MANY:
                     raise OverloadedError("the prefill queue is full") from error
                 raise
+        self._pushes.answered()
         return ack.seq
 
     async def withdraw(self, sequence: int) -> None:

@@ -19,6 +19,7 @@ from trtllm_disagg.prefill_queue.broker import NATS_ERRORS, Broker, QueueLimits,
 from trtllm_disagg.prefill_queue.messages import (
     MAX_ERROR_CHARS,
     TOO_LARGE,
+    YES,
     Answer,
     Beat,
     Claim,
@@ -101,7 +102,7 @@ class Puller:
     """Pulls items and runs them, from `start` until `stop`."""
 
     def __init__(self, broker: Broker, instance_id: int, room: Room, generate: Generate) -> None:
-        """`generate` gets phase requests of the kind "prefill" only."""
+        """`generate` gets phase requests of the kind "prefill", and notices."""
         self._broker = broker
         self._limits = broker.limits
         self._instance_id = instance_id
@@ -191,6 +192,7 @@ class Puller:
             async with aclosing(self._generate(notice, PulledContext(None))) as chunks:
                 async for _ in chunks:
                     pass
+            await self._broker.send(message.reply, YES)
         except (UnreadableError, DisaggError) as error:
             log.warning("a notice about a queued prefill is dropped: %s", error)
 

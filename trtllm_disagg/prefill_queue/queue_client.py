@@ -22,7 +22,7 @@ from trtllm_disagg.errors import (
 )
 from trtllm_disagg.handlers.cancellation import in_background, when_stopped
 from trtllm_disagg.handlers.remote import QUEUE_ID, StageClient
-from trtllm_disagg.prefill_queue.broker import Broker, QueueLimits
+from trtllm_disagg.prefill_queue.broker import Broker, QueueLimits, Reply
 from trtllm_disagg.prefill_queue.messages import (
     MAX_AVOIDED,
     NO,
@@ -274,7 +274,11 @@ class QueueClient:
                 in_background(self._cancel(pushed), "cancel of a queued prefill")
 
     async def notify(self, instance_id: int, notice: dict[str, Any]) -> None:
-        await self._broker.send(self._broker.names.puller(instance_id), encode(notice))
+        reply = await self._broker.ask(self._broker.names.puller(instance_id), encode(notice))
+        if reply is not Reply.YES:
+            raise PeerUnavailableError(
+                f"prefill worker {instance_id:x} has not confirmed a notice ({reply.value})"
+            )
 
     async def _cancel(self, pushed: Pushed) -> None:
         """No request waits for the item any more: delete it from the queue, or tell the worker that runs it to stop."""
@@ -318,7 +322,7 @@ class QueuedPrefill:
         raise PeerUnavailableError("it is not known yet which prefill worker will take this request")
 
     async def notify(self, notice: dict[str, Any]) -> None:
-        """To the worker that has taken the item; best effort."""
+        """To the worker that has taken the item last."""
         await self._client.notify(self.instance_id, notice)
 
     def call(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import time
 from typing import NamedTuple
 
 #: Linux: pid, uid, gid.
@@ -51,12 +52,15 @@ def connect(name: str, timeout: float | None = None) -> socket.socket:
     """Raises PermissionError when another user's process listens there, and TimeoutError."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        # The socket's own limit: with Python's, a full backlog, which any user can cause, would be an error at once.
-        _limit_sends(connection, timeout or 0.0)
-        try:
-            connection.connect(f"\0{name}")
-        except BlockingIOError:
-            raise TimeoutError(f"not accepted for {timeout} s") from None
+        end = None if timeout is None else time.monotonic() + timeout
+        # A signal ends the system call early, and Python takes that for success.
+        while not _is_connected(connection):
+            # The socket's own limit: with Python's, a full backlog, which any user can cause, is an error at once.
+            _limit_sends(connection, 0.0 if end is None else max(end - time.monotonic(), 1e-6))
+            try:
+                connection.connect(f"\0{name}")
+            except BlockingIOError:
+                raise TimeoutError(f"not accepted for {timeout} s") from None
         _limit_sends(connection, 0.0)
         connection.settimeout(timeout)
         require_same_user(connection)
@@ -64,6 +68,14 @@ def connect(name: str, timeout: float | None = None) -> socket.socket:
         connection.close()
         raise
     return connection
+
+
+def _is_connected(connection: socket.socket) -> bool:
+    try:
+        connection.getpeername()
+    except OSError:
+        return False
+    return True
 
 
 def _limit_sends(connection: socket.socket, seconds: float) -> None:

@@ -145,8 +145,7 @@ async def test_failure_after_the_last_token_sends_only_the_finish_reason() -> No
     [
         (PeerUnavailableError("x"), True),
         (KvTransferError("x"), True),
-        (of_peer(StageTimeoutError("x"), 5), True),
-        (StageTimeoutError("x"), False),
+        (StageTimeoutError("x"), True),
         (OverloadedError("x"), True),
         (of_peer(EngineError("x"), 5), True),
         (EngineError("x"), False),
@@ -172,6 +171,18 @@ async def test_error_category_decides_whether_the_next_fallback_step_runs(
         with pytest.raises(type(error)):
             await climbing
     assert len(seen) == 1 + goes_on
+
+
+@pytest.mark.parametrize("peer", [None, 5])
+async def test_a_step_that_was_too_slow_on_the_own_engine_is_not_tried_again(peer: int | None) -> None:
+    """Another instance may be faster; this worker's engine is not."""
+    late = StageTimeoutError("late")
+    late.peer = peer
+    first, again, alone = Seen(), Seen(), Seen()
+    steps = [FallbackStep("other_instance", way(seen, 0, failing(late))) for seen in (first, again)]
+    steps.append(FallbackStep("local", way(alone)))
+    await collect(with_fallback(steps), request(5))
+    assert (len(first), len(again), len(alone)) == (1, 0 if peer is None else 1, 1)
 
 
 async def test_other_stage_step_runs_only_when_the_own_engine_is_dead() -> None:

@@ -19,6 +19,7 @@ from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import (
     InvalidRequestError,
     OverloadedError,
+    PeerUnavailableError,
     RequestCancelledError,
     StageTimeoutError,
 )
@@ -26,7 +27,15 @@ from trtllm_disagg.handlers.admission import Admission, Queued
 from trtllm_disagg.handlers.cancellation import num_in_background
 from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker, CircuitBreakerClient, StreamTimeouts
 from trtllm_disagg.handlers.local import LocalPrefill
-from trtllm_disagg.handlers.recall import TIMES, Notices, Recalls, RecallTimes, beside_requests, recallable
+from trtllm_disagg.handlers.recall import (
+    TIMES,
+    Notices,
+    QueueRecalls,
+    Recalls,
+    RecallTimes,
+    beside_requests,
+    recallable,
+)
 from trtllm_disagg.handlers.remote import RemoteDrain
 from trtllm_disagg.handlers.trace import RequestEnd, with_request_log
 from trtllm_disagg.testing.hard_edges import PESSIMISTIC
@@ -256,6 +265,21 @@ class Prefiller:
         for self.there in there:
             self.recalls.check_senders()
         return self.num_taken_back
+
+
+class Unreachable:
+    instance_id = 5
+
+    async def notify(self, notice: Raw) -> None:
+        raise PeerUnavailableError("gone")
+
+
+async def test_queued_prefill_whose_worker_does_not_confirm_its_recall_is_drained() -> None:
+    recalls, drained = QueueRecalls(sender=1), asyncio.Event()
+    instance = Unreachable()
+    recalls.take_back(instance, recalls.new_attempt(instance), drained.set)
+    async with asyncio.timeout(5):
+        await drained.wait()
 
 
 async def test_recalls_of_unknown_attempts_are_remembered_up_to_a_number_and_a_time() -> None:

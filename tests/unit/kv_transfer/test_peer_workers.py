@@ -211,18 +211,21 @@ def test_a_new_peer_has_a_thread_of_its_own_after_many_that_are_gone() -> None:
 
 def test_a_known_peer_does_not_wait_for_as_many_that_do_not_answer() -> None:
     """Forged handoffs may name any number of endpoints that accept and say nothing."""
-    workers, ended, go = PeerThreads({"tcp://well:1"}.__contains__), threading.Semaphore(0), threading.Event()
+    known = [f"tcp://well:{port}" for port in range(40)]
+    workers, ended, go = PeerThreads(known.__contains__), threading.Semaphore(0), threading.Event()
 
     def stall() -> None:
         go.wait(20)
 
     try:
-        workers.submit("tcp://well:1", ended.release)
-        assert ended.acquire(timeout=20)
+        for endpoint in known:
+            workers.submit(endpoint, ended.release)
+            assert ended.acquire(timeout=20)
         for port in range(2 * MAX_PEER_THREADS):
             workers.submit(f"tcp://silent:{port}", stall)
-        workers.submit("tcp://well:1", ended.release)
-        assert ended.acquire(timeout=10)
+        for endpoint in known[-MAX_PEER_THREADS // 2 :]:
+            workers.submit(endpoint, ended.release)
+            assert ended.acquire(timeout=10)
     finally:
         go.set()
         workers.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+
 import pytest
 
 from tests.support.handling import collect, expected_tokens, request, tokens_of, until
@@ -24,7 +26,7 @@ from trtllm_disagg.handlers.remote import NoStage
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.prefill_queue.broker import QueueLimits
 from trtllm_disagg.testing.recording import LLM
-from trtllm_disagg.types import GenerateRequest, Handoff, RequestContext
+from trtllm_disagg.types import GenerateRequest, Handoff, RequestContext, TokenChunk
 
 
 async def test_pulled_prefill_and_local_decode_give_the_whole_answer(queue: Queueing) -> None:
@@ -71,6 +73,28 @@ async def test_in_prefill_first_any_prefill_worker_has_the_prefill_and_decode_ge
         assert tokens_of(chunks) == expected_tokens(6)
         assert pushing.llm.results == []
         assert [result.request_type for result in pulling.llm.results] == ["context_only"]
+        await stage.idle()
+
+
+async def test_in_prefill_first_the_prefill_worker_is_told_that_decode_has_the_kv(nats: NatsServer) -> None:
+    """Else it would keep what it needs for a recall until the lease ends."""
+    async with queueing(nats, "prefill_first") as queue:
+        kinds: list[str] = []
+        serve = recallable(LocalPrefill(recording_engine()), Recalls(tuple, 60.0))
+
+        def heard(asked: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+            assert asked.phase_request is not None
+            kinds.append(asked.phase_request.kind)
+            return serve(asked, context)
+
+        decode_config = WorkerConfig(model="m", role=Role.DECODE, strategy="prefill_first")
+        stage = RecordingStageClient(build_generate(decode_config, recording_engine(), NoStage()))
+        pushing = await queue.pusher(stage=stage)
+        await queue.puller(serve=heard)
+
+        assert tokens_of(await collect(pushing.generate, request(6))) == expected_tokens(6)
+
+        await until(lambda: kinds == ["prefill", "taken"])
         await stage.idle()
 
 

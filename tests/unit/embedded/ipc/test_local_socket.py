@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -39,26 +40,46 @@ def test_an_address_without_a_listener_is_refused() -> None:
         connect(address)
 
 
+def fill(stack: ExitStack, address: str) -> None:
+    """The backlog of the listener, until `stack` ends."""
+    while True:
+        filler = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        filler.setblocking(False)
+        try:
+            filler.connect(f"\0{address}")
+        except BlockingIOError:
+            return
+
+
 def test_a_connection_waits_for_room_in_a_full_backlog() -> None:
     """Any user of the host can fill it."""
     listener, address = listen()
     with ExitStack() as stack:
         stack.enter_context(listener)
-        while True:
-            filler = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            filler.setblocking(False)
-            try:
-                filler.connect(f"\0{address}")
-            except BlockingIOError:
-                break
+        fill(stack, address)
         with pytest.raises(TimeoutError):
             connect(address, 0.01)
         pool = stack.enter_context(ThreadPoolExecutor(1))
         waiting = pool.submit(connect, address, 20)
-        while not waiting.done():
-            listener.accept()[0].close()
-        connection = stack.enter_context(waiting.result())
+        listener.accept()[0].close()
+        connection = stack.enter_context(waiting.result(20))
         assert connection.gettimeout() == 20
+
+
+def test_a_signal_while_a_connection_waits_is_no_answer() -> None:
+    """Python would take the interrupted call for a connection to a process of another user."""
+    listener, address = listen()
+    before = signal.signal(signal.SIGALRM, lambda number, frame: None)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(listener)
+            fill(stack, address)
+            signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+            with pytest.raises(TimeoutError):
+                connect(address, 0.5)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_accept_keeps_the_listener_s_time_limit() -> None:
