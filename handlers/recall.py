@@ -224,9 +224,6 @@ class _EarlyRecalls:
     def __contains__(self, attempt: str) -> bool:
         return self._until.get(attempt, -math.inf) > self._clock()
 
-    def __len__(self) -> int:
-        return len(self._until)
-
 
 class Recalls:
     """A prefill worker's record, by attempt, of answers that are not taken yet and of attempts that were recalled."""

@@ -15,6 +15,7 @@ from trtllm_disagg.config.worker_config import Role, WorkerConfig
 MAX_BYTES = 8 << 20
 MAX_AVOIDED = 64
 MAX_ERROR_CHARS = 2000
+MAX_ID_CHARS = 256
 
 #: An id becomes part of a NATS subject, so it may have no other characters.
 Id = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
@@ -27,7 +28,7 @@ class Item(msgspec.Struct, frozen=True):
     id: Id
     pusher: Id
     #: Goes into logs, so control characters are refused.
-    request_id: Annotated[str, msgspec.Meta(max_length=256, pattern=r"^[^\x00-\x1f\x7f]*\Z")] | None
+    request_id: Annotated[str, msgspec.Meta(max_length=MAX_ID_CHARS, pattern=r"^[^\x00-\x1f\x7f]*\Z")] | None
     #: Instances that failed this request already.
     avoid: Annotated[list[InstanceId], msgspec.Meta(max_length=MAX_AVOIDED)]
     #: The body, as for any other worker (`wire.bodies.encode_request`).

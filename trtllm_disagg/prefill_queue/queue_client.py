@@ -25,6 +25,7 @@ from trtllm_disagg.handlers.remote import QUEUE_ID, StageClient
 from trtllm_disagg.prefill_queue.broker import Broker, QueueLimits, Reply
 from trtllm_disagg.prefill_queue.messages import (
     MAX_AVOIDED,
+    MAX_ID_CHARS,
     NO,
     YES,
     Answer,
@@ -195,6 +196,12 @@ def _no_reply(is_taken: bool) -> None:
     """In place of a reply when no answer has come, or when it has its reply already."""
 
 
+def _fit_for_an_item(request_id: str | None) -> str | None:
+    """A worker would not read an item with another id, and only names it in its log."""
+    is_fit = request_id is not None and len(request_id) <= MAX_ID_CHARS and request_id.isprintable()
+    return request_id if is_fit else None
+
+
 class QueueClient:
     """A StageClient. Each call of what it picks pushes one item. Prefill workers can answer inside `listening`."""
 
@@ -250,7 +257,7 @@ class QueueClient:
         on_claim: Callable[[Claim], None],
     ) -> AsyncGenerator[dict[str, Any], None]:
         """Push an item and yield a prefill worker's answer. Raises a DisaggError with `peer`."""
-        request_id = context.id() if context is not None else None
+        request_id = _fit_for_an_item(context.id()) if context is not None else None
         # The circuit breaker may skip more than fit, in a fleet of which much is down.
         avoid, skipped = (sorted(ids)[:MAX_AVOIDED] for ids in (request.avoid, request.skipped))
         item = Item(uuid.uuid4().hex, self._id, request_id, avoid, raw, skipped)

@@ -42,7 +42,13 @@ async def test_pulled_prefill_and_local_decode_give_the_whole_answer(queue: Queu
     assert asked.trace.facts["prefill_queue_ms"] >= 0
 
 
-async def test_the_request_id_comes_with_the_item(queue: Queueing) -> None:
+@pytest.mark.parametrize(
+    ("request_id", "comes"),
+    [("request-77", "request-77"), ("a\n2026 a forged line", None), ("x" * 257, None)],
+)
+async def test_a_request_id_that_fits_comes_with_the_item(
+    queue: Queueing, request_id: str, comes: str | None
+) -> None:
     seen: list[str | None] = []
     engine = recording_engine()
     config = WorkerConfig(model="org/model", role=Role.PREFILL)
@@ -54,9 +60,9 @@ async def test_the_request_id_comes_with_the_item(queue: Queueing) -> None:
 
     pushing = await queue.pusher()
     await queue.puller(serve=serve)
-    await collect(pushing.generate, request(3), FakeContext("request-77"))
+    await collect(pushing.generate, request(3), FakeContext(request_id))
 
-    assert seen == ["request-77"]
+    assert seen == [comes]
 
 
 async def test_in_prefill_first_any_prefill_worker_has_the_prefill_and_decode_gets_the_handoff(
