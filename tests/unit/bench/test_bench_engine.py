@@ -29,6 +29,7 @@ from trtllm_disagg.bench.report import (
     wide_console,
 )
 from trtllm_disagg.embedded.cpu_kernels.cpu import CpuFeatures
+from trtllm_disagg.errors import ConfigError
 
 # -- models, plans, targets
 
@@ -309,3 +310,11 @@ def test_all_installed_peers_run_the_same_weights(quick: tuple[dict[str, Figure]
             assert figures[name].value == 100.0, peer
         else:
             assert name not in figures
+
+
+def test_a_cache_directory_that_cannot_be_made_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        ConfigError, match=r"--cache-dir: '.*file' is not allowed; .*a directory that can be made"
+    ):
+        cli.run(["bench", "engine", "--quick", "--cache-dir", str(tmp_path / "file")])

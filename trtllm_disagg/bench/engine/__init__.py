@@ -17,6 +17,7 @@ from trtllm_disagg.bench.figures import Section
 from trtllm_disagg.bench.models import SIZES
 from trtllm_disagg.bench.report import TOO_SHORT, Say, add_choice, add_output_arguments, run_benchmark
 from trtllm_disagg.config.settings import positive_up_to
+from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.exit_codes import ExitCode
 
 PARTS = ("speed", "overheads", "scaling")
@@ -68,6 +69,12 @@ def run(args: argparse.Namespace) -> ExitCode:
     plan = (QUICK if args.quick else MeasurementPlan()).with_options(
         sizes=args.size, dtypes=args.dtype, threads=args.threads, batches=args.batch, rounds=args.rounds
     )
+
+    try:
+        args.cache_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        allowed = f"a directory that can be made ({error.strerror})"
+        raise ConfigError.bad_value("--cache-dir", str(args.cache_dir), allowed) from None
 
     def measure(say: Say) -> list[Section]:
         if args.install_peers:
