@@ -123,10 +123,12 @@ def as_dynamo_handler(
                 first_tokens.bind(context, decoded.dp_rank)
             async with aclosing(generate(decoded, context)) as chunks:
                 async for chunk in chunks:
-                    if not has_begun and chunk.token_ids:
+                    yield encode_chunk(chunk)
+                    # Behind the token: telling the routers takes a tenth of a millisecond. Of a request that has ended
+                    # the frontend tells them.
+                    if not has_begun and chunk.token_ids and chunk.finish_reason is None:
                         has_begun = True
                         context.notify_first_token()
-                    yield encode_chunk(chunk)
 
     def handle_polled(request: dict[str, Any], context: Any) -> AsyncGenerator[Answer, None]:
         return _BegunOnLoop(handle(request, context))

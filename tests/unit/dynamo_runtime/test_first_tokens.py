@@ -46,7 +46,17 @@ async def served(raw: dict[str, Any], source: Source | None) -> Context:
 
 async def test_request_is_bound_to_its_rank_and_the_first_token_is_notified_once() -> None:
     context = await served(raw_request(routing={"dp_rank": 3}), Source())
-    assert (context.ranks, context.notices) == ([3], [1])
+    assert (context.ranks, context.notices) == ([3], [2]), "behind the chunk that has it"
+
+
+async def test_answer_of_one_chunk_ends_without_a_notice() -> None:
+    async def at_once(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        yield TokenChunk([5], finish_reason="length")
+
+    context = Context()
+    async for _ in as_dynamo_handler(at_once, dict, first_tokens=Source())(raw_request(), context):
+        pass
+    assert (context.ranks, context.notices) == ([None], [])
 
 
 @pytest.mark.parametrize("stage", ["prefill", "decode", "whole"])
