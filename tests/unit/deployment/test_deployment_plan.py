@@ -2,11 +2,11 @@
 
 import argparse
 import itertools
-import os
 import pwd
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
@@ -133,15 +133,27 @@ def test_users_environment_overrides_tunables_but_not_the_wiring(config: Deploym
     assert frontend.env["DYN_EVENT_PLANE"] == "zmq"
 
 
-@pytest.mark.parametrize(
-    ("environ", "home"), [({"HOME": "/somewhere"}, "/somewhere"), ({}, None), ({"HOME": ""}, None)]
-)
+@pytest.mark.parametrize("environ", [{}, {"HOME": ""}])
+@pytest.mark.parametrize("entry", ["writable", "missing", "none"])
 def test_processes_have_a_home_also_where_the_environment_names_none(
-    config: DeploymentConfig, environ: dict[str, str], home: str | None
+    config: DeploymentConfig,
+    environ: dict[str, str],
+    entry: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    """Dynamo's frontend keeps the models' files there."""
-    of_user = pwd.getpwuid(os.getuid()).pw_dir
-    assert {spec.env["HOME"] for spec in specs_of(config, **environ).values()} == {home or of_user}
+    """Dynamo's frontend keeps the models' files there. A user's entry may name no directory, or there may be none."""
+    homes = {"writable": str(tmp_path), "missing": str(tmp_path / "nowhere")}
+    config = replace(config, run_dir=tmp_path / "run")
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: SimpleNamespace(pw_dir=homes[entry]))
+
+    found = {spec.env["HOME"] for spec in specs_of(config, **environ).values()}
+
+    assert found == {str(tmp_path if entry == "writable" else config.run_dir)}
+
+
+def test_a_home_of_the_environment_stays(config: DeploymentConfig) -> None:
+    assert {spec.env["HOME"] for spec in specs_of(config, HOME="/somewhere").values()} == {"/somewhere"}
 
 
 def test_settings_reach_the_command_lines(config: DeploymentConfig) -> None:
