@@ -100,7 +100,7 @@ $(STAMP): pyproject.toml requirements/torch.txt requirements/base.txt requiremen
 	@$(STEADILY) "  4/6 Dynamo"              $(PIP) --no-deps -r requirements/dynamo.txt
 	@$(STEADILY) "  5/6 this project"        $(PIP) --no-deps --no-build-isolation -e .
 	@echo        "  6/6 kernels"
-	@$(BIN)/python -P -m trtllm_disagg.embedded.core.precompile
+	@$(BIN)/python -P -m trtllm_disagg.engines.embedded.core.precompile
 	@touch $(STAMP)
 
 $(TOOLS): $(STAMP) requirements/dev.txt requirements/docs.txt

@@ -13,10 +13,10 @@ from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.llm_api import CompletionOutput, RequestOutput
 from trtllm_disagg.errors import StageTimeoutError
 from trtllm_disagg.handlers.trace import ENGINE_TIMES, timing_of
-from trtllm_disagg.kv_transfer.handle import split_endpoint
 from trtllm_disagg.streams import PerRequestStream
 from trtllm_disagg.tracing.spans import NO_SPAN, Span
 from trtllm_disagg.types import PROMPT_LOGPROBS, GenerateRequest, TokenChunk, Usage
+from trtllm_disagg.wire.kv_handle import split_endpoint
 
 
 class OutputCursor:

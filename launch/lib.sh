@@ -118,7 +118,7 @@ require_gpus() {
         if [[ ,$1, == *,$role,* ]]; then worker_arguments "$role" "${@:2}"; else worker_arguments "$role"; fi
         both+=("${argv[@]}" --)
     done
-    "$PYTHON" -P -m trtllm_disagg.deployment.for_scripts gpus "${both[@]}" || exit 1
+    "$PYTHON" -P -m trtllm_disagg.tools.up.for_scripts gpus "${both[@]}" || exit 1
 }
 
 # require_number VARIABLE WHAT: fails unless the variable is a whole number.
@@ -139,7 +139,7 @@ read_stop_timeout() {
         worker_arguments "$role" "${@:2}"
         every+=("${argv[@]}" --)
     done
-    STOP_TIMEOUT=$("$PYTHON" -P -m trtllm_disagg.deployment.for_scripts stop "${every[@]}") || exit 1
+    STOP_TIMEOUT=$("$PYTHON" -P -m trtllm_disagg.tools.up.for_scripts stop "${every[@]}") || exit 1
 }
 
 # exec_worker ROLE SYSTEM_PORT [ARG...]: becomes a worker.
@@ -152,7 +152,7 @@ exec_worker() {
     export DYN_SYSTEM_PORT="${DYN_SYSTEM_PORT:-$2}"
     worker_arguments "$1" "${@:3}"
     # The key of this user, made at the first start.
-    : "${TRTLLM_DISAGG_ADMIN_KEY_FILE:=$("$PYTHON" -P -m trtllm_disagg.keys)}"
+    : "${TRTLLM_DISAGG_ADMIN_KEY_FILE:=$("$PYTHON" -P -m trtllm_disagg.admin.keys)}"
     [[ -z $TRTLLM_DISAGG_ADMIN_KEY_FILE ]] || export TRTLLM_DISAGG_ADMIN_KEY_FILE
     exec "$PYTHON" -P -m trtllm_disagg worker "${argv[@]}"
 }
@@ -163,7 +163,7 @@ read_ranks() {
     local answer launches
     [[ $1 == agg || $1 == prefill || $1 == decode ]] || fail "ROLE: '$1' is not allowed; expected agg, prefill or decode"
     worker_arguments "$@"
-    answer=$("$PYTHON" -P -m trtllm_disagg.deployment.for_scripts ranks "${argv[@]}") || exit 2
+    answer=$("$PYTHON" -P -m trtllm_disagg.tools.up.for_scripts ranks "${argv[@]}") || exit 2
     read -r ranks on_gpus srun_mpi launches <<<"$answer"
     launcher=()
     [[ -n $launches ]] || return 0

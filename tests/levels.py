@@ -9,23 +9,23 @@ import os
 import subprocess
 import sys
 
-from trtllm_disagg.embedded.cpu_kernels.cpu import SETTING, environment_of, this_cpu
+from trtllm_disagg.engines.embedded.cpu_kernels.cpu import SETTING, environment_of, this_cpu
 
 #: Dtypes, exactness, handoffs. Chunks and reuse are in test_bfloat16. A guide is the same whatever computed the logits.
 _EVERY = (
-    "tests/unit/embedded/model/test_bfloat16.py",
-    "tests/unit/embedded/model/test_experts.py",
-    "tests/unit/embedded/model/test_exactness.py::test_logits_in_a_batch_have_the_bits_of_solo_requests",
-    "tests/unit/embedded/model/test_exactness.py::test_logits_after_a_handoff_have_the_bits_of_solo_requests",
+    "tests/unit/engines/embedded/model/test_bfloat16.py",
+    "tests/unit/engines/embedded/model/test_experts.py",
+    "tests/unit/engines/embedded/model/test_exactness.py::test_logits_in_a_batch_have_the_bits_of_solo_requests",
+    "tests/unit/engines/embedded/model/test_exactness.py::test_logits_after_a_handoff_have_the_bits_of_solo_requests",
 )
 #: Where kernels are compiled. What test_families has without kernels is the same at every level.
 _COMPILED = (
-    "tests/unit/embedded/model/test_families.py",
-    "tests/unit/embedded/model/test_linear.py",
-    "tests/unit/embedded/model/test_panels.py",
-    "tests/unit/embedded/model/test_fused_decode.py",
-    "tests/unit/embedded/model/test_prefill_attention.py",
-    "tests/unit/embedded/core/test_first_steps.py",
+    "tests/unit/engines/embedded/model/test_families.py",
+    "tests/unit/engines/embedded/model/test_linear.py",
+    "tests/unit/engines/embedded/model/test_panels.py",
+    "tests/unit/engines/embedded/model/test_fused_decode.py",
+    "tests/unit/engines/embedded/model/test_prefill_attention.py",
+    "tests/unit/engines/embedded/core/test_first_steps.py",
 )
 _CHOSEN = {"avx2": (*_EVERY, *_COMPILED), "torch": _EVERY}
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tools.grafana_dashboard import ROWS, Panel
-from trtllm_disagg.deployment.ports import free_http_port
+from trtllm_disagg.tools.up.ports import free_http_port
 
 HOST = "127.0.0.1"
 SCRAPE_SECONDS = 2

@@ -26,12 +26,12 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from trtllm_disagg.demo import QUESTION
-from trtllm_disagg.demo.both_orders import stream_chat
-from trtllm_disagg.demo_model.recipe import DEFAULT_DIRECTORY
-from trtllm_disagg.deployment.lifecycle import deployment_in_background
-from trtllm_disagg.deployment.plan import DeploymentConfig
-from trtllm_disagg.deployment.up_command import engine_configs_in
+from trtllm_disagg.engines.demo_model.recipe import DEFAULT_DIRECTORY
+from trtllm_disagg.tools.demo import QUESTION
+from trtllm_disagg.tools.demo.both_orders import stream_chat
+from trtllm_disagg.tools.up.lifecycle import deployment_in_background
+from trtllm_disagg.tools.up.plan import DeploymentConfig
+from trtllm_disagg.tools.up.up_command import engine_configs_in
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "pictures"

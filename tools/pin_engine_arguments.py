@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from trtllm_disagg.embedded.params.llm_args import LlmArgs
+from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs
 
 OUT = Path(__file__).parents[1] / "tests" / "unit" / "config" / "dynamos_engine_arguments.json"
 FOLDERS = ("examples", "recipes", "tests")

@@ -3,7 +3,7 @@
     python -m tools.pin_llm_api SOURCE_TREE --version 1.3.0rc29 --source tensorrt_llm=COMMIT
 
 reads files of a TensorRT-LLM source tree (which is not ours to keep) without importing them, and writes
-trtllm_disagg/testing/llm_api/VERSION.json: facts only, no code. Files that the tree lacks are skipped.
+trtllm_disagg/engines/recording/llm_api/VERSION.json: facts only, no code. Files that the tree lacks are skipped.
 """
 
 from __future__ import annotations

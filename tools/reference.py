@@ -20,10 +20,10 @@ from trtllm_disagg.config import thresholds
 from trtllm_disagg.config.deciders import DECIDERS
 from trtllm_disagg.config.worker_config import DECIDER_THRESHOLDS, FLAGS, SETTINGS, allowed_values_of
 from trtllm_disagg.dynamo_runtime.error_mapping import to_dynamo
-from trtllm_disagg.embedded.params.llm_args import LlmArgs
-from trtllm_disagg.embedded.params.supported_args import NO_EFFECT, Served
+from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs
+from trtllm_disagg.engines.embedded.params.supported_args import NO_EFFECT, Served
+from trtllm_disagg.engines.modelled.config import ModelledArgs
 from trtllm_disagg.exit_codes import ExitCode
-from trtllm_disagg.modelled.config import ModelledArgs
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "reference"

@@ -15,15 +15,15 @@ from pathlib import Path
 from tools.which_strategy import FOLDER, link_from
 from tools.which_strategy_runs import PAIRS
 from tools.which_strategy_trace import write_trace
-from trtllm_disagg.bench.strategies.layout_comparison import (
+from trtllm_disagg.tools.bench.strategies.layout_comparison import (
     FIRST_TOKEN_FACTORS,
     TOKEN_FACTORS,
     LayoutLead,
     LayoutSimulation,
     layouts,
 )
-from trtllm_disagg.bench.strategies.planning import Engines
-from trtllm_disagg.bench.strategies.workloads import BUILT_IN, Traffic, trace
+from trtllm_disagg.tools.bench.strategies.planning import Engines
+from trtllm_disagg.tools.bench.strategies.workloads import BUILT_IN, Traffic, trace
 
 NAME = "which-layout"
 #: The lead, in doublings, that has the darkest colour.

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tools.which_strategy_kept import KeptRun, KeptSweep, KeptVerdict, keep, kept_in
 from tools.which_strategy_runs import RUNS, add_arguments, measure
-from trtllm_disagg.bench.strategies.measures import DEFAULT_SLO, Slo
+from trtllm_disagg.tools.bench.strategies.measures import DEFAULT_SLO, Slo
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 NAME = "which-strategy"

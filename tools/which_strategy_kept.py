@@ -9,12 +9,12 @@ from pathlib import Path
 
 import msgspec
 
-from trtllm_disagg.bench.strategies.charts import Chart, charts_of
-from trtllm_disagg.bench.strategies.measures import LABELS, Slo
-from trtllm_disagg.bench.strategies.records import RunDirectory
-from trtllm_disagg.bench.strategies.run_report import Report, WorkloadReport, report_of
-from trtllm_disagg.bench.strategies.verdict import Verdict
 from trtllm_disagg.strategies import STRATEGIES
+from trtllm_disagg.tools.bench.strategies.charts import Chart, charts_of
+from trtllm_disagg.tools.bench.strategies.measures import LABELS, Slo
+from trtllm_disagg.tools.bench.strategies.records import RunDirectory
+from trtllm_disagg.tools.bench.strategies.run_report import Report, WorkloadReport, report_of
+from trtllm_disagg.tools.bench.strategies.verdict import Verdict
 
 #: The charts of each workload that the page shows; the full report has more.
 _SHOWN = ("goodput", "pareto", "parts")

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from tools.which_strategy_trace import write_trace
-from trtllm_disagg.bench import strategies
-from trtllm_disagg.bench.strategies.aiperf import AIPerf
-from trtllm_disagg.bench.strategies.records import RunDirectory
-from trtllm_disagg.bench.strategies.starting import runner_of_engines
+from trtllm_disagg.tools.bench import strategies
+from trtllm_disagg.tools.bench.strategies.aiperf import AIPerf
+from trtllm_disagg.tools.bench.strategies.records import RunDirectory
+from trtllm_disagg.tools.bench.strategies.starting import runner_of_engines
 
 #: Tokens that reach the client together, so that two cores can relay the answers of a fast clock. No token is generated
 #: later; the first and the last one are sent at once.

@@ -1,3 +1,7 @@
 """A Dynamo worker for TensorRT-LLM with a disaggregation strategy switch (start at docs/explanation/structure.md)."""
 
 __version__ = "0.2.0"
+#: The version that requirements/dynamo.txt installs.
+DYNAMO_VERSION = "1.6.1"
+#: requirements/dynamo.txt explains `--no-deps`.
+INSTALL_DYNAMO = f"pip install --no-deps ai-dynamo=={DYNAMO_VERSION} ai-dynamo-runtime=={DYNAMO_VERSION}"

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from trtllm_disagg import __version__
+from trtllm_disagg import INSTALL_DYNAMO, __version__
 from trtllm_disagg.errors import ERROR_PREFIX, ConfigError, DisaggError
 from trtllm_disagg.exit_codes import ExitCode
 
@@ -52,22 +52,22 @@ COMMANDS = {
     ),
     "up": Command(
         "run a whole deployment on this machine",
-        "trtllm_disagg.deployment.up_command",
+        "trtllm_disagg.tools.up.up_command",
         "trtllm-disagg up --strategy decode_first --model .cache/demo-model --http-port 8000",
     ),
     "switch": Command(
         "change the order of the stages in a running deployment",
-        "trtllm_disagg.admin.switch_command",
+        "trtllm_disagg.tools.admin.switch_command",
         "trtllm-disagg switch --run-dir DIR --to prefill_first",
     ),
     "set": Command(
         "change thresholds of a running deployment",
-        "trtllm_disagg.admin.set_command",
+        "trtllm_disagg.tools.admin.set_command",
         "trtllm-disagg set --run-dir DIR --max-local-prefill-length 500",
     ),
     "scale": Command(
         "change the number of workers of a running `up`",
-        "trtllm_disagg.admin.scale_command",
+        "trtllm_disagg.tools.admin.scale_command",
         "trtllm-disagg scale --run-dir DIR --prefill 2 --decode 3",
     ),
     "k8s": Command(
@@ -78,37 +78,37 @@ COMMANDS = {
     ),
     "doctor": Command(
         "check the engine files of a prefill and a decode worker, or a deployment that serves",
-        "trtllm_disagg.doctor",
+        "trtllm_disagg.tools.doctor",
         "trtllm-disagg doctor engine_configs/llama-3.1-8b/prefill.yaml engine_configs/llama-3.1-8b/decode.yaml",
     ),
     "trace": Command(
         "show where the time of a request went",
-        "trtllm_disagg.tracing.trace_command",
+        "trtllm_disagg.tools.trace.trace_command",
         "trtllm-disagg trace --run-dir DIR --slowest 3",
     ),
     "bench": Command(
         "measure on this machine, beside baselines",
-        "trtllm_disagg.bench",
+        "trtllm_disagg.tools.bench",
         "trtllm-disagg bench transfer --transport NIXL",
     ),
     "top": Command(
         "show a running deployment: its workers, their load, and what happens",
-        "trtllm_disagg.top",
+        "trtllm_disagg.tools.top",
         "trtllm-disagg top --run-dir DIR",
     ),
     "demo": Command(
         "show how one request passes through both orders",
-        "trtllm_disagg.demo",
+        "trtllm_disagg.tools.demo",
         'trtllm-disagg demo --question "What is a list?"',
     ),
     "demo-model": Command(
         "train the small local model; nothing is downloaded",
-        "trtllm_disagg.demo_model",
+        "trtllm_disagg.engines.demo_model",
         "trtllm-disagg demo-model .cache/demo-model",
     ),
     "completion": Command(
         "print the completion script of a shell",
-        "trtllm_disagg.completion",
+        "trtllm_disagg.tools.completion",
         "trtllm-disagg completion bash",
     ),
 }
@@ -256,8 +256,6 @@ def _command_that_installs(module: str | None) -> str | None:
     if package in _EMBEDDED_ENGINE_MODULES:
         return "pip install 'trtllm-disagg[embedded]'"
     if package == "dynamo":
-        from trtllm_disagg.deployment.plan import INSTALL_DYNAMO
-
         return INSTALL_DYNAMO
     return None
 

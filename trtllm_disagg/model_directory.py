@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import queue
 import re
@@ -166,3 +167,18 @@ def _within(seconds: float, ask: Callable[[], Answer]) -> Answer:
     if isinstance(got, Exception):
         raise got
     return got
+
+
+def fingerprint(directory: Path) -> str:
+    """Over config.json and, of each weight file, its size and both ends (the start holds all names and shapes)."""
+    try:
+        hasher = hashlib.blake2b((directory / "config.json").read_bytes(), digest_size=16)
+        for path in sorted(directory.glob("*.safetensors")):
+            size = path.stat().st_size
+            with path.open("rb") as file:
+                hasher.update(path.name.encode() + size.to_bytes(8, "little") + file.read(65536))
+                file.seek(max(0, size - 65536))
+                hasher.update(file.read())
+    except OSError as error:
+        raise ConfigError(f"model: cannot read {directory}: {error}") from error
+    return hasher.hexdigest()

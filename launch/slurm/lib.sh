@@ -21,7 +21,7 @@ if [[ $DYN_DISCOVERY_BACKEND == file ]] && ((${#nodes[@]} > 1)); then
     fail "DYN_DISCOVERY_BACKEND: 'file' is not allowed on ${#nodes[@]} nodes: a node is not told of files that another one writes; expected etcd or kubernetes"
 fi
 
-# plan ROLE:WORKERS...: sets places, a line for each worker (trtllm_disagg/deployment/for_scripts.py). The arguments of all
+# plan ROLE:WORKERS...: sets places, a line for each worker (trtllm_disagg/tools/up/for_scripts.py). The arguments of all
 # workers are in worker_args. Also sets on_gpus, srun_mpi and launcher.
 plan() {
     local each role specs=() gpus_per_node=-
@@ -38,7 +38,7 @@ plan() {
         fail "TRTLLM_DISAGG_TRANSFER_KEY_FILE: not set; the embedded engine moves KV between nodes with a key (SECURITY.md)"
     fi
     local planned
-    planned=$("$PYTHON" -P -m trtllm_disagg.deployment.for_scripts placement \
+    planned=$("$PYTHON" -P -m trtllm_disagg.tools.up.for_scripts placement \
         "$gpus_per_node" "${given_gpus:--}" "$(IFS=,; echo "${nodes[*]}")" "${specs[@]}") || exit 1
     mapfile -t places <<<"$planned"
 }

@@ -1,7 +1,7 @@
 """The module under test, by the names of TensorRT-LLM's LLM API.
 
-TRTLLM_DISAGG_CONFORMANCE        trtllm_disagg.embedded (the default), trtllm_disagg.modelled, or tensorrt_llm on a
-                                 machine with a GPU
+TRTLLM_DISAGG_CONFORMANCE        trtllm_disagg.engines.embedded (the default), trtllm_disagg.engines.modelled, or
+                                 tensorrt_llm on a machine with a GPU
 TRTLLM_DISAGG_CONFORMANCE_MODEL  a model directory, which tensorrt_llm needs; the embedded engine makes its own
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-MODULE = os.environ.get("TRTLLM_DISAGG_CONFORMANCE", "trtllm_disagg.embedded")
+MODULE = os.environ.get("TRTLLM_DISAGG_CONFORMANCE", "trtllm_disagg.engines.embedded")
 MODEL = os.environ.get("TRTLLM_DISAGG_CONFORMANCE_MODEL")
 
 #: Where TensorRT-LLM keeps what its package does not export. The embedded engine has one module.
@@ -54,7 +54,7 @@ IS_EMBEDDED = find("LLM").__module__.startswith("trtllm_disagg.")
 PROMPT = [5 + (7 * i) % 83 for i in range(80)]
 OTHER_PROMPT = [90 - (5 * i) % 71 for i in range(75)]
 
-IS_MODELLED = find("LLM").__module__.startswith("trtllm_disagg.modelled")
+IS_MODELLED = find("LLM").__module__.startswith("trtllm_disagg.engines.modelled")
 
 needs_a_model = pytest.mark.skipif(IS_MODELLED, reason="the modelled engine makes its tokens without a model")
 

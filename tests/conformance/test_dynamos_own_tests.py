@@ -49,7 +49,7 @@ def test_dynamos_worker_passes_its_own_tests_on_the_embedded_engine(dynamos: Pat
     told += ["--import-mode", "importlib", "--timeout", "120", *sorted(set(files) - left_out)]
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("DYN_", "PYTEST_"))}
     done = subprocess.run(
-        [sys.executable, "-m", "trtllm_disagg.embedded.mount", "-m", "pytest", *told],
+        [sys.executable, "-m", "trtllm_disagg.engines.embedded.mount", "-m", "pytest", *told],
         cwd=ROOT,
         env=environ,
         capture_output=True,

@@ -11,8 +11,8 @@ import torch
 from tests.conftest import Checkpoints
 from tests.gpu.conftest import MakeCore
 from tests.support.models import greedy_answer
-from trtllm_disagg.embedded.ipc.messages import SamplingSpec
-from trtllm_disagg.embedded.params.model_config import FAMILIES
+from trtllm_disagg.engines.embedded.ipc.messages import SamplingSpec
+from trtllm_disagg.engines.embedded.params.model_config import FAMILIES
 from trtllm_disagg.errors import ConfigError
 
 NEW_TOKENS = 12

@@ -14,7 +14,7 @@ import pytest
 
 from tests.parity.answers import Answer, Question, ask
 from tests.support.deployments import DEMO_CONFIGS, FIXED, Served, demo_config, served, wait_until
-from trtllm_disagg.deployment.up_command import engine_configs_in
+from trtllm_disagg.tools.up.up_command import engine_configs_in
 
 NEW_TOKENS = 40
 #: Of several blocks each; the last two have a long beginning in common.

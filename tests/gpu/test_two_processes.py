@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from trtllm_disagg.bench.kv_ends import CopyPools, connected
-from trtllm_disagg.bench.kv_shapes import KvShape
+from trtllm_disagg.tools.bench.kv_ends import CopyPools, connected
+from trtllm_disagg.tools.bench.kv_shapes import KvShape
 
 SHAPE = KvShape("two-layers", layers=2, kv_heads=2, head_dim=64, dtype="float32", prompt_tokens=2048)
 

@@ -14,7 +14,7 @@ import pytest
 
 import trtllm_disagg
 from tests.support.stand_ins import STAND_IN, UP, StartUp, Up
-from trtllm_disagg.deployment.plan import DeploymentConfig
+from trtllm_disagg.tools.up.plan import DeploymentConfig
 
 
 @pytest.fixture

@@ -19,10 +19,10 @@ from tests.support.attacks import EVERY_DOOR, MAP_A_STOLEN_FILE, NIXL_WITH_A_STO
 from tests.support.deployments import MODEL_NAME, Served, demo_config, served
 from tests.support.pools import pool_in_a_child
 from tests.support.strangers import UID, as_stranger, require
-from trtllm_disagg.kv_transfer.access import SameUserAuthentication
-from trtllm_disagg.kv_transfer.base import PeerMetadata, decoded_address
-from trtllm_disagg.kv_transfer.control import ControlClient
-from trtllm_disagg.kv_transfer.nixl import NixlAddress
+from trtllm_disagg.engines.embedded.kv_transfer.access import SameUserAuthentication
+from trtllm_disagg.engines.embedded.kv_transfer.base import PeerMetadata, decoded_address
+from trtllm_disagg.engines.embedded.kv_transfer.control import ControlClient
+from trtllm_disagg.engines.embedded.kv_transfer.nixl import NixlAddress
 
 TRANSPORTS = ("NIXL", "SHARED_MEMORY")
 #: Of a pool in a child: float32 0 and 1.

@@ -22,8 +22,8 @@ from tests.support.deployments import (
     demo_model,
     served,
 )
-from trtllm_disagg.deployment.plan import DeploymentFailedError
-from trtllm_disagg.deployment.run_dir import read_processes
+from trtllm_disagg.tools.up.plan import DeploymentFailedError
+from trtllm_disagg.tools.up.run_dir import read_processes
 
 # -- the command line and the YAML file
 

@@ -19,8 +19,8 @@ import yaml
 
 from tests.integration.test_modelled import write_model
 from tests.support.fake_aiperf import command_in
-from trtllm_disagg.bench.strategies.planning import sensitivities
-from trtllm_disagg.bench.strategies.records import PointResult, RunDirectory, Sensitivity
+from trtllm_disagg.tools.bench.strategies.planning import sensitivities
+from trtllm_disagg.tools.bench.strategies.records import PointResult, RunDirectory, Sensitivity
 
 pytestmark = pytest.mark.process
 

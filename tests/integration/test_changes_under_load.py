@@ -18,11 +18,11 @@ import httpx
 from tests.conftest import Checkpoints
 from tests.integration.test_faults import config
 from tests.support.load import Load, bodies, first_stage
-from trtllm_disagg.commands import Scale, Switch, encode_command
-from trtllm_disagg.deployment.command_socket import send_to_up
-from trtllm_disagg.deployment.lifecycle import Deployment, running_deployment
-from trtllm_disagg.keys import AdminKey
+from trtllm_disagg.admin.commands import Scale, Switch, encode_command
+from trtllm_disagg.admin.keys import AdminKey
 from trtllm_disagg.processes.interpreter import python
+from trtllm_disagg.tools.up.command_socket import send_to_up
+from trtllm_disagg.tools.up.lifecycle import Deployment, running_deployment
 
 SECONDS = 60.0
 

@@ -18,10 +18,10 @@ import psutil
 import pytest
 
 from tests.support.deployments import wait_until
-from trtllm_disagg.deployment.command_socket import COMMAND_SOCKET
-from trtllm_disagg.deployment.plan import LOOPBACK
-from trtllm_disagg.deployment.run_dir import RunDir
 from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.tools.up.command_socket import COMMAND_SOCKET
+from trtllm_disagg.tools.up.plan import LOOPBACK
+from trtllm_disagg.tools.up.run_dir import RunDir
 
 #: Imports, on a busy machine; and how long a deployment that loads may take to end.
 START_SECONDS, END_SECONDS = 60.0, 60.0

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from tests.conftest import Checkpoints
-from trtllm_disagg.deployment.lifecycle import Deployment, running_deployment
-from trtllm_disagg.deployment.plan import DeploymentConfig, ProcessRole
+from trtllm_disagg.tools.up.lifecycle import Deployment, running_deployment
+from trtllm_disagg.tools.up.plan import DeploymentConfig, ProcessRole
 
 ROOT = Path(__file__).parents[2]
 

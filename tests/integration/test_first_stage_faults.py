@@ -17,11 +17,11 @@ import yaml
 from tests.conftest import Checkpoints
 from tests.integration.test_faults import config
 from tests.support.deployments import SETTLE_SECONDS, Worker, wait_until
-from trtllm_disagg.commands import Scale
-from trtllm_disagg.deployment.command_socket import send_to_up
-from trtllm_disagg.deployment.lifecycle import Deployment, running_deployment
-from trtllm_disagg.deployment.managed_process import ManagedProcess
-from trtllm_disagg.deployment.plan import ProcessRole
+from trtllm_disagg.admin.commands import Scale
+from trtllm_disagg.tools.up.command_socket import send_to_up
+from trtllm_disagg.tools.up.lifecycle import Deployment, running_deployment
+from trtllm_disagg.tools.up.managed_process import ManagedProcess
+from trtllm_disagg.tools.up.plan import ProcessRole
 
 NUM_STREAMS = 9
 #: Long enough that all of them run when the faults come.

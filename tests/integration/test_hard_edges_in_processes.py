@@ -18,8 +18,8 @@ import pytest
 from tests.conftest import Checkpoints
 from tests.support.dynamo_deployment import COMPLETIONS, DynamoDeployment
 from tests.support.hard_worker import KV_DIRECTORY, STANDS_STILL, KvFiles, held_in
-from trtllm_disagg.deployment.plan import LOOPBACK
 from trtllm_disagg.handlers.trace import REQUEST_TRACE_PREFIX
+from trtllm_disagg.tools.up.plan import LOOPBACK
 
 pytestmark = pytest.mark.process
 

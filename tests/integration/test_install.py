@@ -41,7 +41,7 @@ NOT_FOR_WORKERS = {"transformers", "aisimulate", "kubernetes", "redis", "zstanda
 STAND_IN = '''
 """Puts the recording LLM in its own place."""
 import atexit
-from trtllm_disagg.testing.mounted import mounted_recording_llm
+from trtllm_disagg.engines.recording.mounted import mounted_recording_llm
 _mounted = mounted_recording_llm()
 _mounted.__enter__()
 atexit.register(_mounted.__exit__, None, None, None)

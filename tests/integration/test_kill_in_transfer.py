@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import Checkpoints
 from tests.support.engine_process import EngineProcess, Kill
-from tests.unit.embedded.core.test_core_handoff import prompt
+from tests.unit.engines.embedded.core.test_core_handoff import prompt
 
 #: Of a lease, and of a read or a write: how long a peer's death may cost blocks.
 SECONDS = 2.0

@@ -15,8 +15,8 @@ import pytest
 
 from tests.support.deployments import DEMO_CONFIGS, demo_model, wait_until
 from tests.support.kubernetes import WORKERS, Cluster, Kubelet, Pod, components, rendered
-from trtllm_disagg.deployment.plan import LOOPBACK
-from trtllm_disagg.deployment.ports import free_http_port, free_system_ports
+from trtllm_disagg.tools.up.plan import LOOPBACK
+from trtllm_disagg.tools.up.ports import free_http_port, free_system_ports
 
 START_SECONDS = 120.0
 NAMESPACE = "serving-demo"

@@ -17,9 +17,9 @@ from openai import OpenAI
 
 from tests.parity.answers import Answer, Question, ask
 from tests.support.deployments import MODEL_NAME, ROOT, WORKER_SIDE, demo_model, wait_until
-from trtllm_disagg.deployment.orphan_reaper import MARK_VARIABLE, kill_marked, marked_processes
-from trtllm_disagg.deployment.plan import LOOPBACK
-from trtllm_disagg.deployment.ports import free_http_port, free_system_ports
+from trtllm_disagg.tools.up.orphan_reaper import MARK_VARIABLE, kill_marked, marked_processes
+from trtllm_disagg.tools.up.plan import LOOPBACK
+from trtllm_disagg.tools.up.ports import free_http_port, free_system_ports
 
 START_SECONDS = 120.0
 STOP_SECONDS = 30.0

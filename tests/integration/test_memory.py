@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import Checkpoints
 from tests.support.models import write_checkpoint
-from trtllm_disagg.embedded import LLM, SamplingParams
+from trtllm_disagg.engines.embedded import LLM, SamplingParams
 
 MIB = 2**20
 #: What each way of computing loads. How much that takes depends on what else is installed: CUDA, pandas, ...

@@ -16,13 +16,13 @@ from tests.integration.test_changes_under_load import switch
 from tests.support.deployments import wait_until
 from tests.support.modelled_cores import MEASURED, TOKENS_PER_BLOCK
 from tests.support.models import VOCAB, write_tokenizer
-from trtllm_disagg.deployment.lifecycle import Deployment, running_deployment
-from trtllm_disagg.deployment.managed_process import ManagedProcess
-from trtllm_disagg.deployment.plan import DeploymentConfig, shared_env, worker_spec
-from trtllm_disagg.deployment.ports import free_system_ports
-from trtllm_disagg.deployment.up_command import engine_configs_in
-from trtllm_disagg.testing.recording_result import scripted_token
-from trtllm_disagg.tracing.reading import Trace, read_traces
+from trtllm_disagg.engines.recording.result import scripted_token
+from trtllm_disagg.tools.trace.reading import Trace, read_traces
+from trtllm_disagg.tools.up.lifecycle import Deployment, running_deployment
+from trtllm_disagg.tools.up.managed_process import ManagedProcess
+from trtllm_disagg.tools.up.plan import DeploymentConfig, shared_env, worker_spec
+from trtllm_disagg.tools.up.ports import free_system_ports
+from trtllm_disagg.tools.up.up_command import engine_configs_in
 
 PROMPT = "a prompt that is longer than two blocks of thirty-two tokens"
 MAX_TOKENS = 24

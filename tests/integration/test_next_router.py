@@ -12,8 +12,8 @@ import pytest
 
 from tests.conftest import Checkpoints
 from tests.support.deployments import DEMO_CONFIGS, WORKER_SIDE, Served, Worker, served, wait_until
-from trtllm_disagg.deployment.plan import DeploymentConfig
-from trtllm_disagg.deployment.up_command import engine_configs_in
+from trtllm_disagg.tools.up.plan import DeploymentConfig
+from trtllm_disagg.tools.up.up_command import engine_configs_in
 
 MODEL = "tiny"
 BLOCK = 16

@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import Checkpoints
 from tests.support.dynamo_deployment import DynamoDeployment
-from trtllm_disagg.embedded.params.checkpoint import fingerprint
+from trtllm_disagg.model_directory import fingerprint
 
 #: No model is loaded: what is refused is refused before that.
 WORKER = ["trtllm_disagg", "worker", "--engine", "recording"]

@@ -18,10 +18,10 @@ from tests.conftest import Checkpoints
 from tests.integration.test_changes_under_load import scale, switch
 from tests.integration.test_faults import PROMPTS, Said, ask, ask_all, config, texts, told
 from tests.support.load import Load, bodies
-from trtllm_disagg.deployment.lifecycle import Deployment, running_deployment
-from trtllm_disagg.deployment.managed_process import ManagedProcess
-from trtllm_disagg.deployment.plan import LOOPBACK
-from trtllm_disagg.tracing.reading import read_traces
+from trtllm_disagg.tools.trace.reading import read_traces
+from trtllm_disagg.tools.up.lifecycle import Deployment, running_deployment
+from trtllm_disagg.tools.up.managed_process import ManagedProcess
+from trtllm_disagg.tools.up.plan import LOOPBACK
 
 PREFILL_SECONDS = 1.0
 

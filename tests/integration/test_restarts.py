@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from tests.support.stand_ins import DEADLINE, Exits, StartUp, Up, nothing_runs
-from trtllm_disagg.commands import Scale, Switch
-from trtllm_disagg.deployment.command_socket import send_to_up
-from trtllm_disagg.deployment.plan import LOOPBACK
-from trtllm_disagg.deployment.readiness import lists_model
-from trtllm_disagg.deployment.run_dir import is_alive
+from trtllm_disagg.admin.commands import Scale, Switch
+from trtllm_disagg.tools.up.command_socket import send_to_up
+from trtllm_disagg.tools.up.plan import LOOPBACK
+from trtllm_disagg.tools.up.readiness import lists_model
+from trtllm_disagg.tools.up.run_dir import is_alive
 
 #: Waits that a test can afford.
 SOON = {"first": 0.05, "most": 0.2, "attempts": 3}

@@ -15,7 +15,7 @@ import pytest
 from tests.conftest import Checkpoints
 from tests.support.deployments import Served, served, wait_until
 from trtllm_disagg.cli import run
-from trtllm_disagg.deployment.plan import DeploymentConfig
+from trtllm_disagg.tools.up.plan import DeploymentConfig
 
 MODEL = "tiny"
 NUM_REQUESTS = 200

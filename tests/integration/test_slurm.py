@@ -20,9 +20,9 @@ from tests.parity.answers import Answer, Question, ask
 from tests.support.deployments import DEMO_CONFIGS, MODEL_NAME, demo_model, wait_until
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.hosts import write_key
-from trtllm_disagg.deployment.orphan_reaper import MARK_VARIABLE, kill_marked, marked_processes
-from trtllm_disagg.deployment.plan import LOOPBACK
-from trtllm_disagg.deployment.ports import free_http_port, free_system_ports
+from trtllm_disagg.tools.up.orphan_reaper import MARK_VARIABLE, kill_marked, marked_processes
+from trtllm_disagg.tools.up.plan import LOOPBACK
+from trtllm_disagg.tools.up.ports import free_http_port, free_system_ports
 
 START_SECONDS = 150.0
 STOP_SECONDS = 60.0

@@ -11,7 +11,7 @@ from tests.conftest import Checkpoints
 from tests.support.deployments import DISAGGREGATED, FIXED, WORKER_SIDE, demo_config, served, wait_until
 from tests.support.tracing import Collector, collecting
 from trtllm_disagg.strategies import spec_of
-from trtllm_disagg.tracing.reading import Node, Trace
+from trtllm_disagg.tools.trace.reading import Node, Trace
 
 #: Seconds that an answer takes, of which what no span of ours covers is a small part on any machine.
 TOKENS, STEP_SECONDS = 60, 0.05

@@ -15,27 +15,27 @@ from typing import Any
 import pytest
 
 from tests.support.stand_ins import Exits, StartUp, nothing_runs
-from trtllm_disagg.deployment.command_socket import COMMAND_SOCKET
-from trtllm_disagg.deployment.lifecycle import (
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.processes.interrupts import ONE_INTERRUPT_SECONDS
+from trtllm_disagg.tools.up.command_socket import COMMAND_SOCKET
+from trtllm_disagg.tools.up.lifecycle import (
     deployment_in_background,
     prepare,
     running_deployment,
     serve,
 )
-from trtllm_disagg.deployment.managed_process import ManagedProcess
-from trtllm_disagg.deployment.plan import (
+from trtllm_disagg.tools.up.managed_process import ManagedProcess
+from trtllm_disagg.tools.up.plan import (
     LOOPBACK,
     DeploymentConfig,
     DeploymentFailedError,
     PortInUseError,
     RunDirInUseError,
 )
-from trtllm_disagg.deployment.readiness import lists_model
-from trtllm_disagg.deployment.run_dir import is_alive, read_processes
-from trtllm_disagg.deployment.status import Status
-from trtllm_disagg.deployment.up_command import add_arguments, run
-from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.processes.interrupts import ONE_INTERRUPT_SECONDS
+from trtllm_disagg.tools.up.readiness import lists_model
+from trtllm_disagg.tools.up.run_dir import is_alive, read_processes
+from trtllm_disagg.tools.up.status import Status
+from trtllm_disagg.tools.up.up_command import add_arguments, run
 
 
 async def test_ready_line_is_printed_once_when_all_processes_serve(start_up: StartUp) -> None:

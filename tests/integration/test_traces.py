@@ -14,10 +14,10 @@ from threading import Event
 import pytest
 
 from tests.support.deployments import DISAGGREGATED, MODEL_NAME, WORKER_SIDE, Served, wait_until
-from trtllm_disagg.deployment.plan import ProcessRole
+from trtllm_disagg.engines.embedded.kv_transfer.transports import TRANSPORTS
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.kv_transfer.transports import TRANSPORTS
-from trtllm_disagg.tracing.reading import Trace, find_trace, read_traces
+from trtllm_disagg.tools.trace.reading import Trace, find_trace, read_traces
+from trtllm_disagg.tools.up.plan import ProcessRole
 
 TOKENS = 12
 #: So long a worker stands still; nothing else of a short request takes a good part of that.

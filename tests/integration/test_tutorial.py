@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.support.deployments import demo_model
-from trtllm_disagg.deployment.ports import free_system_ports
+from trtllm_disagg.tools.up.ports import free_system_ports
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "tutorial" / "index.md"

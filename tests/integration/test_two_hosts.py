@@ -14,7 +14,7 @@ from tests.conftest import Checkpoints
 from tests.support.attacks import EVERY_DOOR
 from tests.support.hosts import ADDRESSES, Host, two_hosts, why_not, write_key
 from tests.support.strangers import as_stranger, require
-from tests.unit.embedded.core.test_core_handoff import prompt
+from tests.unit.engines.embedded.core.test_core_handoff import prompt
 
 #: Of a lease and of every transfer: what a stall costs, and far more than one takes on a busy machine.
 SECONDS = 4.0

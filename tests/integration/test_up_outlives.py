@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 
 from tests.support.deployments import DEMO_CONFIGS, demo_model
-from trtllm_disagg.deployment.run_dir import ProcessRecord, is_alive, read_processes
 from trtllm_disagg.processes.interpreter import python
+from trtllm_disagg.tools.up.run_dir import ProcessRecord, is_alive, read_processes
 
 #: Three loads, on a machine with other work to do.
 SECONDS = 240.0

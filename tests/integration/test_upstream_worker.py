@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.dynamo_deployment import COMPLETIONS, JSON, Answer, DynamoDeployment
 from tests.support.models import EOS, write_checkpoint
-from trtllm_disagg.embedded import LLM, SamplingParams
+from trtllm_disagg.engines.embedded import LLM, SamplingParams
 
 pytest.importorskip("dynamo.trtllm._version")
 for module in ("PIL", "blake3"):
@@ -84,7 +84,7 @@ def deployment(
 
 def worker_command(role: str, model: Path, directory: Path) -> list[str]:
     return [
-        *("trtllm_disagg.embedded.mount", "-m", "dynamo.trtllm"),
+        *("trtllm_disagg.engines.embedded.mount", "-m", "dynamo.trtllm"),
         *("--model", str(model), "--served-model-name", MODEL, "--gpus-per-node", "1"),
         *("--disaggregation-mode", role, "--extra-engine-args", str(directory / "engine.yaml")),
         *("--publish-kv-events", "--publish-metrics"),

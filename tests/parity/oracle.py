@@ -9,7 +9,7 @@ import yaml
 
 from tests.parity.answers import Answer, Question, TokenLogprob, Usage, float32
 from tests.support.deployments import DEMO_CONFIGS
-from trtllm_disagg.embedded import LLM, RequestOutput, SamplingParams
+from trtllm_disagg.engines.embedded import LLM, RequestOutput, SamplingParams
 
 #: Options with the same name and meaning in OpenAI's API, as Dynamo extends it, and in SamplingParams.
 _SAME = (

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trtllm_disagg.commands import UpCommand
-from trtllm_disagg.deployment.command_socket import send_to_up
-from trtllm_disagg.deployment.plan import DeploymentConfig
-from trtllm_disagg.deployment.supervisor import Supervisor
+from trtllm_disagg.admin.commands import UpCommand
+from trtllm_disagg.tools.up.command_socket import send_to_up
+from trtllm_disagg.tools.up.plan import DeploymentConfig
+from trtllm_disagg.tools.up.supervisor import Supervisor
 
 #: A worker that says it is healthy, and leaves on SIGTERM.
 HEALTHY = """

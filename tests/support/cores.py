@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from trtllm_disagg.embedded.connector.two_sided import TwoSidedConnector
-from trtllm_disagg.embedded.core.build import build_core
-from trtllm_disagg.embedded.core.engine_core import EngineCore
-from trtllm_disagg.embedded.ipc.messages import (
+from trtllm_disagg.engines.embedded.connector.two_sided import TwoSidedConnector
+from trtllm_disagg.engines.embedded.core.build import build_core
+from trtllm_disagg.engines.embedded.core.engine_core import EngineCore
+from trtllm_disagg.engines.embedded.ipc.messages import (
     AddRequest,
     LogprobEntry,
     MadeHandoff,
@@ -23,8 +23,8 @@ from trtllm_disagg.embedded.ipc.messages import (
     SamplingSpec,
     TokenOutput,
 )
-from trtllm_disagg.embedded.params.llm_args import LlmArgs
-from trtllm_disagg.embedded.tensor_parallel.team import Team
+from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs
+from trtllm_disagg.engines.embedded.tensor_parallel.team import Team
 
 _HANG_SECONDS = 20.0
 

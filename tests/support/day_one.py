@@ -10,10 +10,10 @@ from tests.support.stage_client import RecordingStageClient
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.llm_api import load_api
+from trtllm_disagg.engines.recording.llm import LLM
 from trtllm_disagg.handlers.cancellation import num_in_background
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.strategies import spec_of
-from trtllm_disagg.testing.recording import LLM
 from trtllm_disagg.types import Generate
 
 PESSIMISM = {"max_seq_len": 64, "max_num_tokens": 32}

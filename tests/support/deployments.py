@@ -18,11 +18,11 @@ from typing import Any
 import httpx
 from openai import OpenAI
 
-from trtllm_disagg.deployment.lifecycle import Deployment, deployment_in_background
-from trtllm_disagg.deployment.managed_process import ManagedProcess
-from trtllm_disagg.deployment.plan import LOOPBACK, NO_WORKERS, DeploymentConfig
-from trtllm_disagg.deployment.up_command import engine_configs_in
 from trtllm_disagg.strategies import STRATEGIES, orders, spec_of
+from trtllm_disagg.tools.up.lifecycle import Deployment, deployment_in_background
+from trtllm_disagg.tools.up.managed_process import ManagedProcess
+from trtllm_disagg.tools.up.plan import LOOPBACK, NO_WORKERS, DeploymentConfig
+from trtllm_disagg.tools.up.up_command import engine_configs_in
 
 ROOT = Path(__file__).parents[2]
 DEMO_CONFIGS = ROOT / "engine_configs" / "demo"

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from trtllm_disagg.deployment.plan import LOOPBACK
-from trtllm_disagg.deployment.ports import free_http_port, free_system_ports
+from trtllm_disagg.tools.up.plan import LOOPBACK
+from trtllm_disagg.tools.up.ports import free_http_port, free_system_ports
 
 PR_SET_PDEATHSIG = 1
 

@@ -26,7 +26,7 @@ FLEET = (
     "tests/parity/test_ways.py",
 )
 #: Folders with files that share engines, or that look for what mpich leaves in /dev/shm.
-_TOGETHER = ("tests/conformance/", "tests/unit/embedded/tensor_parallel/")
+_TOGETHER = ("tests/conformance/", "tests/unit/engines/embedded/tensor_parallel/")
 
 
 def group_of(file: str) -> str:

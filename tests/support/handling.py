@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from tests.support.stage_client import FakeContext
+from trtllm_disagg.engines.recording.result import scripted_token
 from trtllm_disagg.strategies import STRATEGIES as SPECS
 from trtllm_disagg.strategies import orders
-from trtllm_disagg.testing.recording_result import scripted_token
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 from trtllm_disagg.wire.bodies import decode_request
 

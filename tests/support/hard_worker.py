@@ -15,10 +15,10 @@ import threading
 from pathlib import Path
 
 from trtllm_disagg.cli import main
-from trtllm_disagg.testing.hard_edges import GENERATION_TRANSFER_ERROR, RequestError
-from trtllm_disagg.testing.mounted import mounted_recording_llm
-from trtllm_disagg.testing.recording import LLM
-from trtllm_disagg.testing.recording_state import KvStore
+from trtllm_disagg.engines.recording.hard_edges import GENERATION_TRANSFER_ERROR, RequestError
+from trtllm_disagg.engines.recording.llm import LLM
+from trtllm_disagg.engines.recording.mounted import mounted_recording_llm
+from trtllm_disagg.engines.recording.state import KvStore
 
 KV_DIRECTORY = "TEST_KV_DIRECTORY"
 NEVER_LOADS = "TEST_NEVER_LOADS"

@@ -24,8 +24,8 @@ import yaml
 
 from tests.support.dynamo_deployment import die_with_parent
 from trtllm_disagg import cli
-from trtllm_disagg.deployment.plan import LOOPBACK
 from trtllm_disagg.k8s.pods import MOUNTED
+from trtllm_disagg.tools.up.plan import LOOPBACK
 
 Manifest = dict[str, Any]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.support.cores import Answer, Core
-from trtllm_disagg.embedded.ipc.messages import Rendezvous, SamplingSpec
+from trtllm_disagg.engines.embedded.ipc.messages import Rendezvous, SamplingSpec
 
 HANG_SECONDS = 10.0
 _ids = itertools.count(1 << 40)

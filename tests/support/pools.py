@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 import torch
 
-from trtllm_disagg.kv_transfer.access import Network, OneHost, TransferScope
-from trtllm_disagg.kv_transfer.base import KvLayout, PeerMetadata, StagingTransport
-from trtllm_disagg.kv_transfer.transports import create_transport
+from trtllm_disagg.engines.embedded.kv_transfer.access import Network, OneHost, TransferScope
+from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout, PeerMetadata, StagingTransport
+from trtllm_disagg.engines.embedded.kv_transfer.transports import create_transport
 
 ONE_HOST = OneHost()
 #: As between hosts, although both ends are on this one.

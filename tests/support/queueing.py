@@ -12,6 +12,7 @@ from tests.support.handling import until
 from tests.support.nats_server import NatsServer
 from tests.support.recording_pair import recording_engine
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.engines.recording.llm import LLM, Script
 from trtllm_disagg.errors import NoInstanceError
 from trtllm_disagg.handlers.cancellation import num_in_background
 from trtllm_disagg.handlers.remote import NoStage, StageClient, StageInstance
@@ -21,7 +22,6 @@ from trtllm_disagg.prefill_queue.messages import Names
 from trtllm_disagg.prefill_queue.nats_queue import DepthWatch, Puller, Room
 from trtllm_disagg.prefill_queue.queue_client import QueueClient
 from trtllm_disagg.strategies import spec_of
-from trtllm_disagg.testing.recording import LLM, Script
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 _namespaces = itertools.count(1)

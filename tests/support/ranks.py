@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from tests.support.cores import Core
-from trtllm_disagg.embedded.core import build as core_module
-from trtllm_disagg.embedded.model import sampler
-from trtllm_disagg.embedded.tensor_parallel.follower import follow
-from trtllm_disagg.embedded.tensor_parallel.group import join_as_follower, join_as_leader, leave
-from trtllm_disagg.embedded.tensor_parallel.launch import own_rank
-from trtllm_disagg.embedded.tensor_parallel.team import Team
-from trtllm_disagg.kv_transfer.transports import on_one_host
+from trtllm_disagg.engines.embedded.core import build as core_module
+from trtllm_disagg.engines.embedded.kv_transfer.transports import on_one_host
+from trtllm_disagg.engines.embedded.model import sampler
+from trtllm_disagg.engines.embedded.tensor_parallel.follower import follow
+from trtllm_disagg.engines.embedded.tensor_parallel.group import join_as_follower, join_as_leader, leave
+from trtllm_disagg.engines.embedded.tensor_parallel.launch import own_rank
+from trtllm_disagg.engines.embedded.tensor_parallel.team import Team
 
 NEW_TOKENS = 8
 STEM = [2 + (i * 17 + i * i) % 250 for i in range(80)]

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from trtllm_disagg.embedded.ipc.messages import SamplingSpec
-from trtllm_disagg.embedded.kv_cache.block_manager import KvEventLog
-from trtllm_disagg.embedded.kv_cache.pool import LocalKvMemory
-from trtllm_disagg.embedded.params.llm_args import LlmArgs
-from trtllm_disagg.embedded.scheduler.scheduler import Row, create_blocks, create_scheduler
-from trtllm_disagg.embedded.scheduler.sequence import Sequence, Status
-from trtllm_disagg.kv_transfer.handle import VERSION, KvHandle
+from trtllm_disagg.engines.embedded.ipc.messages import SamplingSpec
+from trtllm_disagg.engines.embedded.kv_cache.block_manager import KvEventLog
+from trtllm_disagg.engines.embedded.kv_cache.pool import LocalKvMemory
+from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs
+from trtllm_disagg.engines.embedded.scheduler.scheduler import Row, create_blocks, create_scheduler
+from trtllm_disagg.engines.embedded.scheduler.sequence import Sequence, Status
+from trtllm_disagg.wire.kv_handle import VERSION, KvHandle
 
 SIZE = 16
 TILE = 32

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trtllm_disagg.deployment.run_dir import ProcessRecord, is_alive, read_processes
+from trtllm_disagg.tools.up.run_dir import ProcessRecord, is_alive, read_processes
 
 DEADLINE = 30.0
 
@@ -66,10 +66,10 @@ http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 UP = """
 import asyncio, json, sys
 from pathlib import Path
-from trtllm_disagg.deployment.backoff import Backoff
-from trtllm_disagg.deployment.plan import DeploymentConfig
-from trtllm_disagg.deployment.lifecycle import serve
-from trtllm_disagg.deployment.status import status_for
+from trtllm_disagg.tools.up.backoff import Backoff
+from trtllm_disagg.tools.up.plan import DeploymentConfig
+from trtllm_disagg.tools.up.lifecycle import serve
+from trtllm_disagg.tools.up.status import status_for
 
 settings = json.loads(sys.argv[1])
 typed = {"run_dir": Path(settings["run_dir"]), "backoff": Backoff(**settings.get("backoff", {}))}

@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.replay import Replay
-from trtllm_disagg.embedded import LLM, DisaggregatedParams, DisaggScheduleStyle, RequestError, SamplingParams
+from trtllm_disagg.engines.embedded import (
+    LLM,
+    DisaggregatedParams,
+    DisaggScheduleStyle,
+    RequestError,
+    SamplingParams,
+)
 
 BLOCK = 16
 NUM_BLOCKS = 24

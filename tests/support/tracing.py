@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from trtllm_disagg.deployment.plan import LOOPBACK
-from trtllm_disagg.tracing.reading import Node, Trace, read_traces
+from trtllm_disagg.tools.trace.reading import Node, Trace, read_traces
+from trtllm_disagg.tools.up.plan import LOOPBACK
 from trtllm_disagg.tracing.spans import SpanData, TraceParent, Value
 from trtllm_disagg.tracing.trace_file import MAX_BYTES, TraceFile
 from trtllm_disagg.tracing.tracer import Sampler, Tracer

@@ -17,11 +17,11 @@ import pytest
 
 import trtllm_disagg
 from tests.support.tracing import write
-from trtllm_disagg.bench import BENCHMARKS
+from trtllm_disagg import INSTALL_DYNAMO
 from trtllm_disagg.cli import COMMANDS, Command, main, parser_of
-from trtllm_disagg.deployment.plan import INSTALL_DYNAMO
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.tools.bench import BENCHMARKS
 from trtllm_disagg.tracing.spans import SpanData
 
 

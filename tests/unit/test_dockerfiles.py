@@ -18,7 +18,7 @@ from dockerfile_parse import DockerfileParser
 
 from tests.support.deployments import ROOT
 from trtllm_disagg.cli import COMMANDS, parser_of
-from trtllm_disagg.deployment import up_command
+from trtllm_disagg.tools.up import up_command
 
 DOCKER = ROOT / "deploy" / "docker"
 BOTH = ("Dockerfile", "Dockerfile.cpu")

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from trtllm_disagg.bench import BENCHMARKS
 from trtllm_disagg.cli import COMMANDS, main
 from trtllm_disagg.config.args import actions_of, add_worker_arguments
+from trtllm_disagg.tools.bench import BENCHMARKS
 
 ROOT = Path(__file__).parents[2]
 #: Not the log and the decisions: those tell of their time.

@@ -15,12 +15,12 @@ from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.llm_api import load_api
+from trtllm_disagg.engines.recording.llm import Logprob, Script
+from trtllm_disagg.engines.recording.mounted import mounted_recording_llm
+from trtllm_disagg.engines.recording.result import scripted_token
 from trtllm_disagg.errors import InvalidRequestError
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.handlers.trace import with_request_log
-from trtllm_disagg.testing.mounted import mounted_recording_llm
-from trtllm_disagg.testing.recording import Logprob, Script
-from trtllm_disagg.testing.recording_result import scripted_token
 from trtllm_disagg.types import Generate, TokenChunk, Usage
 
 

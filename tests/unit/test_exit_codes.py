@@ -13,9 +13,9 @@ from typing import get_type_hints
 
 import pytest
 
-from trtllm_disagg.bench import BENCHMARKS
 from trtllm_disagg.cli import COMMANDS, main
 from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.tools.bench import BENCHMARKS
 
 ROOT = Path(__file__).parents[2]
 ENDS = {**COMMANDS, **{f"bench {name}": benchmark for name, benchmark in BENCHMARKS.items()}}

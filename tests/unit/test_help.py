@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from trtllm_disagg.cli import COMMANDS, main
-from trtllm_disagg.completion import SHELLS, parsers_of, whole_parser
 from trtllm_disagg.config.args import actions_of
 from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.tools.completion import SHELLS, parsers_of, whole_parser
 
 #: Each takes longer to load than all that `--help` needs.
 LIBRARIES = (
@@ -30,7 +30,7 @@ LIBRARIES = (
 )
 LOADED = f"""
 import sys
-from trtllm_disagg.completion import whole_parser
+from trtllm_disagg.tools.completion import whole_parser
 whole_parser().format_help()
 print(*sorted(set({LIBRARIES}) & set(sys.modules)))
 """

@@ -17,8 +17,8 @@ import pytest
 
 from tests.support.deployments import ROOT, wait_until
 from trtllm_disagg.config.worker_config import SETTINGS
-from trtllm_disagg.deployment.plan import DeploymentConfig
 from trtllm_disagg.strategies import disaggregated, spec_of
+from trtllm_disagg.tools.up.plan import DeploymentConfig
 
 #: As a worker or a frontend: writes down how it was started, and its role when it is told to stop.
 STAND_IN = f"""#!{sys.executable} -P
@@ -26,8 +26,8 @@ import os, signal, sys
 if "-I" in sys.argv:  # it asks whether all are ready
     ready = os.environ.get("ASK") == "yes"
     os.execv(sys.executable, [sys.executable, *sys.argv[1:]]) if ready else sys.exit(1)
-if {{"trtllm_disagg.strategies", "trtllm_disagg.engine.engines", "trtllm_disagg.keys",
-    "trtllm_disagg.deployment.for_scripts"}} & set(sys.argv):
+if {{"trtllm_disagg.strategies", "trtllm_disagg.engine.engines", "trtllm_disagg.admin.keys",
+    "trtllm_disagg.tools.up.for_scripts"}} & set(sys.argv):
     os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 role = sys.argv[sys.argv.index("--disaggregation-mode") + 1] if "trtllm_disagg" in sys.argv else "frontend"
 def note(file, text):

@@ -20,7 +20,7 @@ LAUNCH = ROOT / "launch"
 PYTHON = f"""#!{sys.executable} -P
 import os, sys
 words = sys.argv
-if {{"trtllm_disagg.deployment.for_scripts", "ranks"}} <= set(words):
+if {{"trtllm_disagg.tools.up.for_scripts", "ranks"}} <= set(words):
     role = words[words.index("--disaggregation-mode") + 1]
     print(os.environ[role.upper() + "_NEEDS"])
 elif "worker" in words:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import Checkpoints
-from trtllm_disagg.embedded import LLM, DisaggregatedParams, SamplingParams
-from trtllm_disagg.embedded.cpu_kernels.cpu import SETTING, this_cpu
+from trtllm_disagg.engines.embedded import LLM, DisaggregatedParams, SamplingParams
+from trtllm_disagg.engines.embedded.cpu_kernels.cpu import SETTING, this_cpu
 from trtllm_disagg.errors import ConfigError
 
 PROMPT = [5 + i % 11 for i in range(70)]

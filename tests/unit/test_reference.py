@@ -6,7 +6,7 @@ import pytest
 
 from tools.reference import FOLDER, PAGES
 from trtllm_disagg.config.worker_config import FLAGS
-from trtllm_disagg.embedded.params.llm_args import LlmArgs
+from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.errors import DisaggError
 
 

@@ -18,11 +18,11 @@ register()
 from pathlib import Path
 from tests.support.handling import collect, expected_tokens, raw_request, request, tokens_of
 from trtllm_disagg.strategies import require_switchable
-from trtllm_disagg.commands import CONTROL, decode_command
+from trtllm_disagg.admin.commands import CONTROL, decode_command
 from tests.support.worker_args import parse_worker_args
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.deployment.plan import DeploymentConfig, plan, stop_order
-from trtllm_disagg.deployment.up_command import add_arguments
+from trtllm_disagg.tools.up.plan import DeploymentConfig, plan, stop_order
+from trtllm_disagg.tools.up.up_command import add_arguments
 from trtllm_disagg.strategies import main
 from tests.support.recording_pair import make_pair
 

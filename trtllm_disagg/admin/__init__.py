@@ -1,1 +1,1 @@
-"""The commands that change a running deployment: switch, set and scale."""
+"""Commands that change a running worker, and the key that signs them."""

@@ -22,9 +22,8 @@ from trtllm_disagg import __version__
 from trtllm_disagg.config.settings import without_password
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig, flag_of
 from trtllm_disagg.config.yaml_file import read_json, read_mapping
-from trtllm_disagg.embedded.params.llm_args import LlmArgs
+from trtllm_disagg.engine.engines import TENSORRT_LLM_BACKENDS, declared_arguments
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.kv_transfer.transports import embedded_only_backends
 
 log = logging.getLogger(__name__)
 
@@ -225,8 +224,8 @@ def _check_engine(args: Args, config: WorkerConfig) -> None:
         # With it, TensorRT-LLM would refuse every request without an end token.
         log.warning("skip_tokenizer_init has no effect: the engine's tokenizer says where an answer ends")
     backend = _get(args, "cache_transceiver_config.backend")
-    if backend in embedded_only_backends():
-        allowed = f"DEFAULT, NIXL, UCX, MOONCAKE or MPI, on the engine {config.engine}"
+    if backend not in (None, *TENSORRT_LLM_BACKENDS):
+        allowed = f"one of {', '.join(TENSORRT_LLM_BACKENDS)}, on the engine {config.engine}"
         raise ConfigError.bad_value("cache_transceiver_config.backend", backend, allowed)
     width = args["max_beam_width"]
     if config.engine_spec.is_tensorrt_llm and width not in (1, None):
@@ -312,16 +311,16 @@ def merged_args(base: Mapping[str, Any], update: Mapping[str, Any]) -> Args:
 
 
 def check_engine_keys(content: object, source: str, strict: bool) -> dict[str, Any]:
-    """Check every key and type of the content against LlmArgs, and return it.
+    """Check every key and type of the content against the declared arguments, and return it.
 
-    With `strict` every key that LlmArgs lacks is refused, else only misspellings: TensorRT-LLM has more keys than
-    LlmArgs, and checks those itself.
+    With `strict` every other key is refused, else only misspellings: TensorRT-LLM has more keys than are declared
+    here, and checks those itself.
     """
     if not isinstance(content, dict):
         raise ConfigError(f"{source}: expected keys with values, got {type(content).__name__}")
     try:
         # A file needs no model, which has its own flag.
-        LlmArgs.model_validate({"model": "any", **content})
+        declared_arguments().model_validate({"model": "any", **content})
     except ValidationError as errors:
         for error in errors.errors(include_url=False, include_context=False):
             _raise_for(error, content, source, strict)
@@ -374,7 +373,7 @@ def nearest_key(path: Sequence[str], cutoff: float = 0.75) -> str:
 
 
 def _known_keys(path: Sequence[str]) -> list[str]:
-    model: type[BaseModel] = LlmArgs
+    model = declared_arguments()
     for name in path:
         model = _nested_model(model, name)
     return list(model.model_fields)

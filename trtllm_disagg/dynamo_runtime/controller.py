@@ -9,7 +9,7 @@ from typing import Any
 
 from dynamo.runtime import DistributedRuntime
 
-from trtllm_disagg.commands import CONTROL, Command, Describe, DescribedInstance, Signer
+from trtllm_disagg.admin.commands import CONTROL, Command, Describe, DescribedInstance, Signer
 from trtllm_disagg.config.settings import endpoint_of, parse_endpoint_id
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.dynamo_runtime.error_mapping import from_dynamo

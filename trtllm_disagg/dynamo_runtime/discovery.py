@@ -15,7 +15,7 @@ from dynamo.llm import KvRouter, KvRouterConfig
 from dynamo.runtime import DistributedRuntime
 
 from trtllm_disagg import errors
-from trtllm_disagg.commands import DescribedInstance
+from trtllm_disagg.admin.commands import DescribedInstance
 from trtllm_disagg.config.settings import parse_endpoint_id
 from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.dynamo_runtime.error_mapping import from_dynamo

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from dynamo.llm import exceptions as dynamo_errors
 
 from trtllm_disagg import errors
-from trtllm_disagg.commands import CONTROL, is_control
+from trtllm_disagg.admin.commands import CONTROL, is_control
 from trtllm_disagg.config.worker_config import flag_of
 from trtllm_disagg.config.yaml_file import read_json
 from trtllm_disagg.dynamo_runtime.error_mapping import to_dynamo

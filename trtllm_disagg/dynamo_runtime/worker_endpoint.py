@@ -23,7 +23,7 @@ from dynamo.llm import (
 )
 from dynamo.runtime import DistributedRuntime
 
-from trtllm_disagg.commands import DescribedInstance
+from trtllm_disagg.admin.commands import DescribedInstance
 from trtllm_disagg.config.settings import endpoint_of, names_of_endpoint_types, parse_endpoint_id
 from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
 from trtllm_disagg.dynamo_runtime.advertised import NOTHING, Advertised

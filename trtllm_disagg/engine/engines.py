@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from trtllm_disagg.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+#: The values of cache_transceiver_config.backend in TensorRT-LLM; the embedded engine has one more.
+TENSORRT_LLM_BACKENDS = ("DEFAULT", "UCX", "NIXL", "MOONCAKE", "MPI")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +27,7 @@ class EngineSpec:
     module: str
     #: True: `module` itself has all names; False: they are in submodules, as in TensorRT-LLM.
     is_flat: bool = True
-    #: All its arguments are listed in `embedded.params.llm_args`, so other keys are refused.
+    #: All its arguments are listed in `declared_arguments`, so other keys are refused.
     has_known_arguments: bool = False
     #: It accepts the arguments under `embedded`, and shared memory as a transport.
     takes_embedded_arguments: bool = True
@@ -72,24 +80,38 @@ ENGINES: dict[str, EngineSpec] = {
         ),
         EngineSpec(
             "embedded",
-            "trtllm_disagg.embedded",
+            "trtllm_disagg.engines.embedded",
             has_known_arguments=True,
             # On a CPU a step of 8192 tokens takes seconds, in which nothing can be cancelled and no other request can
             # start; steps of 512 compute a long prompt as fast, and more than 64 requests only queue for the same
             # cores (docs/decisions/0023-load.md).
             defaults={"max_batch_size": 64, "max_num_tokens": 512, "enable_chunked_prefill": True},
-            rank_server="trtllm_disagg.embedded.tensor_parallel.launch:serve_as_rank",
-            model_check="trtllm_disagg.embedded.params.model_shape:check_arguments",
+            rank_server="trtllm_disagg.engines.embedded.tensor_parallel.launch:serve_as_rank",
+            model_check="trtllm_disagg.engines.embedded.params.model_shape:check_arguments",
             srun_mpi="pmi2",
             extra="embedded",
             needs=("torch", "transformers"),
         ),
         # Step times of a GPU around the embedded engine's scheduler. Needs tables, except those under `measured`.
-        EngineSpec("modelled", "trtllm_disagg.modelled", takes_embedded_arguments=False, extra="modelled"),
+        EngineSpec(
+            "modelled", "trtllm_disagg.engines.modelled", takes_embedded_arguments=False, extra="modelled"
+        ),
         # Generates scripted tokens, to measure and test everything around an engine. `auto` never selects it.
-        EngineSpec("recording", "trtllm_disagg.testing.recording", defaults={"recording": {}}),
+        EngineSpec("recording", "trtllm_disagg.engines.recording.llm", defaults={"recording": {}}),
     )
 }
+
+#: "module:class", pydantic: the arguments of LLM(...), with TensorRT-LLM's names, types and defaults.
+_ARGUMENTS = "trtllm_disagg.engines.embedded.params.llm_args:LlmArgs"
+
+
+@cache
+def declared_arguments() -> type[BaseModel]:
+    """The arguments of LLM(...) that are known without an engine; TensorRT-LLM has more."""
+    module, _, name = _ARGUMENTS.partition(":")
+    declared: type[BaseModel] = getattr(importlib.import_module(module), name)
+    return declared
+
 
 #: Stands for the engine until `auto` is resolved.
 UNRESOLVED = EngineSpec("auto", "")

@@ -10,17 +10,17 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from trtllm_disagg import __version__
+from trtllm_disagg import DYNAMO_VERSION, __version__
+from trtllm_disagg.admin.keys import AdminKey
 from trtllm_disagg.config.settings import POSITIVE, Allowed
-from trtllm_disagg.deployment.plan import DYNAMO_VERSION, DeploymentConfig
-from trtllm_disagg.deployment.up_command import add_deployment_arguments, config_from
 from trtllm_disagg.engine.engines import ENGINES
+from trtllm_disagg.engines.embedded.kv_transfer.shared_key import read_key
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.k8s.pods import MODELS, MOUNTED, Cluster, Resources
-from trtllm_disagg.keys import AdminKey
-from trtllm_disagg.kv_transfer.shared_key import read_key
 from trtllm_disagg.strategies import spec_of
+from trtllm_disagg.tools.up.plan import DeploymentConfig
+from trtllm_disagg.tools.up.up_command import add_deployment_arguments, config_from
 
 
 def _matching(pattern: str, in_words: str) -> Allowed:

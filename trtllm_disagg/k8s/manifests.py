@@ -15,7 +15,6 @@ from typing import Any
 
 import yaml
 
-from trtllm_disagg.deployment.plan import DeploymentConfig
 from trtllm_disagg.k8s.pods import (
     ADMIN_KEY,
     ENGINE_CONFIGS,
@@ -30,6 +29,7 @@ from trtllm_disagg.k8s.pods import (
     frontend_pod,
     worker_pods,
 )
+from trtllm_disagg.tools.up.plan import DeploymentConfig
 
 Manifest = dict[str, Any]
 _COMPONENT_TYPES = {"agg": "worker"}

@@ -10,8 +10,11 @@ from pathlib import Path, PurePosixPath
 
 from trtllm_disagg.config.args import parse_worker_flags
 from trtllm_disagg.config.settings import MOST_SECONDS
-from trtllm_disagg.deployment.gpus import gpu_needs_of, shutdown_seconds
-from trtllm_disagg.deployment.plan import (
+from trtllm_disagg.engines.embedded.kv_transfer.access import KEY_FILE_VARIABLE
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.strategies import spec_of
+from trtllm_disagg.tools.up.gpus import gpu_needs_of, shutdown_seconds
+from trtllm_disagg.tools.up.plan import (
     BEYOND_DRAIN_SECONDS,
     GPU_STARTUP_SECONDS,
     KEY_VARIABLE,
@@ -22,9 +25,6 @@ from trtllm_disagg.deployment.plan import (
     frontend_flags,
     worker_flags,
 )
-from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.kv_transfer.access import KEY_FILE_VARIABLE
-from trtllm_disagg.strategies import spec_of
 
 #: The directory in a pod with the files that `up` has in its run directory.
 MOUNTED = Path("/etc/trtllm-disagg")

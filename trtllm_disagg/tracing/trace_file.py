@@ -27,6 +27,8 @@ LONGEST_GAP = f"{SCOPE}.longest_gap"
 LONGEST_GAP_AFTER = f"{SCOPE}.longest_gap_after_tokens"
 #: A file of this size, some 10000 requests, replaces the older one (OLD_SUFFIX), and a new file begins.
 MAX_BYTES = 64 << 20
+#: Subdirectory of a run directory, with one file for each worker, named after it.
+TRACES_DIR = "traces"
 OLD_SUFFIX = ".1"
 #: Batches of one request each that may wait for the disk: as many as a busy worker makes in some seconds.
 MAX_WAITING = 4096

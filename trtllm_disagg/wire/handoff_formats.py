@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from trtllm_disagg.errors import ConfigError, HandoffRefusedError
-from trtllm_disagg.kv_transfer.handle import KvHandle, decode_handle, join_endpoint, split_endpoint
 from trtllm_disagg.types import (
     KvTransferParams,
     PrefillResult,
@@ -21,6 +20,7 @@ from trtllm_disagg.types import (
     TokenChunk,
     WireRequest,
 )
+from trtllm_disagg.wire.kv_handle import KvHandle, decode_handle, join_endpoint, split_endpoint
 
 # A handoff as vLLM's `kv_transfer_params`: writing and reading.
 #

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Collection
 from functools import partial
 from typing import Any, Protocol
 
-from trtllm_disagg.commands import Command, Set, Switch, Verifier
+from trtllm_disagg.admin.commands import Command, Set, Switch, Verifier
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.handlers.decide import KV_OCCUPANCY

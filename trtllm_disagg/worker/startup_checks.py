@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, Protocol
 
-from trtllm_disagg.commands import DescribedInstance
+from trtllm_disagg.admin.commands import DescribedInstance
 from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.worker.pairing import (

@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trtllm_disagg.commands import KeyVerifier, NoKeyVerifier, Verifier
+from trtllm_disagg.admin.commands import KeyVerifier, NoKeyVerifier, Verifier
+from trtllm_disagg.admin.keys import AdminKey
 from trtllm_disagg.config.engine_args import dump_config
 from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
 from trtllm_disagg.dynamo_runtime.advertised import Advertised
@@ -24,7 +25,6 @@ from trtllm_disagg.dynamo_runtime.publishers import create_publishers
 from trtllm_disagg.dynamo_runtime.shutdown import Leaving, watch_for_freezes, watch_for_loss
 from trtllm_disagg.dynamo_runtime.system_port import require_system_port
 from trtllm_disagg.dynamo_runtime.worker_endpoint import DynamoRegistration, Runtime, ServedModel
-from trtllm_disagg.embedded.params.checkpoint import fingerprint
 from trtllm_disagg.engine.capabilities import block_size_of
 from trtllm_disagg.engine.daemon_thread import in_daemon_thread
 from trtllm_disagg.engine.engine import Engine
@@ -50,7 +50,7 @@ from trtllm_disagg.handlers.select import (
 )
 from trtllm_disagg.handlers.services import LiveState, build_generate, watch_policy_file
 from trtllm_disagg.handlers.trace import LinesTogether, with_request_log
-from trtllm_disagg.keys import AdminKey
+from trtllm_disagg.model_directory import fingerprint
 from trtllm_disagg.prefill_queue import PrefillQueue, open_prefill_queue
 from trtllm_disagg.processes.activity import DRAINING, SERVING, Reporter, reporter_of
 from trtllm_disagg.tracing.tracer import Tracer, tracer_of

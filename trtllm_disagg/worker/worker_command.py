@@ -16,12 +16,12 @@ from trtllm_disagg.config.dynamo_flags import RUNTIME_VARIABLES
 from trtllm_disagg.config.thresholds import Thresholds
 from trtllm_disagg.config.worker_config import WorkerConfig, flag_of
 from trtllm_disagg.config.yaml_file import read_mapping
-from trtllm_disagg.deployment.limits import check_limits, needs_of_worker
 from trtllm_disagg.engine.engines import resolve_engine
 from trtllm_disagg.errors import ERROR_PREFIX, ConfigError, DisaggError, EngineLostError
 from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.model_directory import servable_model
 from trtllm_disagg.processes.activity import reporter_of
+from trtllm_disagg.processes.limits import check_limits, needs_of_worker
 from trtllm_disagg.processes.watchdog import watch_over_this_process
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ import pytest
 from tests.support.worker_args import parse_worker_args
 from trtllm_disagg.config.engine_args import build_engine_args, dump_config, with_engine_args
 from trtllm_disagg.config.worker_config import WorkerConfig
-from trtllm_disagg.deployment.ports import free_http_port
-from trtllm_disagg.deployment.run_dir import RunDir
-from trtllm_disagg.deployment.up_command import add_arguments, config_from
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.handlers.services import LiveState
+from trtllm_disagg.tools.up.ports import free_http_port
+from trtllm_disagg.tools.up.run_dir import RunDir
+from trtllm_disagg.tools.up.up_command import add_arguments, config_from
 
 HUGE = "99999999999999999999999"
 LONG = "x" * 5000

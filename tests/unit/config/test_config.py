@@ -9,7 +9,7 @@ import pytest
 
 from trtllm_disagg.config.settings import endpoint_of, parse_endpoint_id
 from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
-from trtllm_disagg.embedded.params.llm_args import KvCacheConfig, LlmArgs
+from trtllm_disagg.engines.embedded.params.llm_args import KvCacheConfig, LlmArgs
 from trtllm_disagg.errors import ConfigError
 
 

@@ -27,11 +27,11 @@ class Toy:
 DECIDERS["toy"] = Toy
 
 from tests.support.handling import collect, request
-from trtllm_disagg.admin import set_command
+from trtllm_disagg.tools.admin import set_command
 from tests.support.worker_args import parse_worker_args
 from trtllm_disagg.config.args import add_worker_arguments
 from trtllm_disagg.config.thresholds import check_thresholds
-from trtllm_disagg.deployment.plan import DeploymentConfig, worker_spec
+from trtllm_disagg.tools.up.plan import DeploymentConfig, worker_spec
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.handlers.services import LiveState
 from tests.support.recording_pair import make_pair

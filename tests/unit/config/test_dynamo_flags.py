@@ -32,7 +32,7 @@ from trtllm_disagg.config.dynamo_flags import (
 )
 from trtllm_disagg.config.engine_args import build_engine_args
 from trtllm_disagg.config.worker_config import FLAGS, SETTINGS, WorkerConfig, allowed_values_of
-from trtllm_disagg.embedded.params.llm_args import BaseLlmArgs
+from trtllm_disagg.engines.embedded.params.llm_args import BaseLlmArgs
 from trtllm_disagg.errors import ConfigError
 
 pytest.importorskip("dynamo.trtllm._version")

@@ -13,8 +13,8 @@ import yaml
 from tools.pin_engine_arguments import engine_files
 from trtllm_disagg.config.engine_args import build_engine_args
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.doctor.pair import PlannedDeployment, side_of
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.tools.doctor.pair import PlannedDeployment, side_of
 
 #: Made by tools/pin_engine_arguments.py.
 PIN = json.loads((Path(__file__).parent / "dynamos_engine_arguments.json").read_text())

@@ -17,7 +17,7 @@ from trtllm_disagg.config.engine_args import (
     with_engine_args,
 )
 from trtllm_disagg.config.worker_config import SETTINGS, WorkerConfig
-from trtllm_disagg.embedded.params.llm_args import LlmArgs
+from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.errors import ConfigError
 
 

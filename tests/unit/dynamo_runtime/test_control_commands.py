@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.handling import raw_request
 from tests.support.stage_client import FakeContext
-from trtllm_disagg.commands import (
+from trtllm_disagg.admin.commands import (
     CONTROL,
     Command,
     Describe,

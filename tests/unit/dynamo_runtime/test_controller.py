@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from trtllm_disagg.commands import NoKeySigner
-from trtllm_disagg.doctor.live import describe
+from trtllm_disagg.admin.commands import NoKeySigner
 from trtllm_disagg.dynamo_runtime import controller as controllers
 from trtllm_disagg.dynamo_runtime.controller import Controller
 from trtllm_disagg.errors import StageTimeoutError
+from trtllm_disagg.tools.doctor.live import describe
 
 ENDPOINT = "dyn://mine.backend.generate"
 FROZEN, DEAD = 2, 3

@@ -13,8 +13,8 @@ from dynamo.runtime import DistributedRuntime
 
 from tests.support.worker_args import parse_worker_args
 from trtllm_disagg.config.engine_args import build_engine_args
-from trtllm_disagg.deployment.plan import LOOPBACK
 from trtllm_disagg.dynamo_runtime.publishers import NEEDED, ForwardPassMetrics
+from trtllm_disagg.tools.up.plan import LOOPBACK
 
 BATCH = {name: 10 + number for number, name in enumerate(sorted(NEEDED))}
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.support.handling import until
 from tests.support.sinks import RecordingEventSink, Removed, Stored
 from trtllm_disagg.dynamo_runtime.kv_events import EventsOfRank, EventSources, KvEventForwarder, signed
+from trtllm_disagg.engines.recording.llm import LLM
 from trtllm_disagg.handlers.decide import CachedPrefix
-from trtllm_disagg.testing.recording import LLM
 
 BLOCK = 4
 #: Above 2**63: an unsigned number that the router's signed ones cannot hold.

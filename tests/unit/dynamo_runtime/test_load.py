@@ -13,7 +13,7 @@ from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.dynamo_runtime.metrics import DynamoMetrics, EngineMetrics, registry_of
 from trtllm_disagg.dynamo_runtime.publishers import SILENT_SECONDS, StatsForwarder
 from trtllm_disagg.engine.handoffs_held import HandoffsHeld
-from trtllm_disagg.testing.recording import LLM
+from trtllm_disagg.engines.recording.llm import LLM
 
 
 def stat(used: int, rank: int | None = None) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from trtllm_disagg.dynamo_runtime.request_metrics import (
     RequestMetrics,
     phase_of_frontends,
 )
-from trtllm_disagg.embedded.api.perf_metrics import FINISHED_REASON, MetricNames
+from trtllm_disagg.engines.embedded.api.perf_metrics import FINISHED_REASON, MetricNames
 from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.handlers.trace import KV_TRANSFER_BYTES, KV_TRANSFER_MS, RequestEnd
 from trtllm_disagg.types import GenerateRequest, PhaseRequest

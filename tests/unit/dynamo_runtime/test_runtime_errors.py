@@ -24,6 +24,7 @@ from trtllm_disagg.dynamo_runtime.error_mapping import from_dynamo, to_dynamo
 from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler, refuse_control
 from trtllm_disagg.dynamo_runtime.pushed_answers import pushed
 from trtllm_disagg.dynamo_runtime.worker_endpoint import Runtime
+from trtllm_disagg.engines.recording.llm import LLM, Script
 from trtllm_disagg.errors import (
     ConfigError,
     DisaggError,
@@ -41,7 +42,6 @@ from trtllm_disagg.handlers.remote import NoStage
 from trtllm_disagg.handlers.select import InFlight, RoundRobin, SelectedStage
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.processes.rate_limited_log import RateLimitedLog
-from trtllm_disagg.testing.recording import LLM, Script
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 #: Our error, what Dynamo is given for it, how it arrives at the other worker.

@@ -6,9 +6,9 @@ import socket
 
 import pytest
 
-from trtllm_disagg.deployment.ports import free_system_ports
 from trtllm_disagg.dynamo_runtime.system_port import require_system_port
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.tools.up.ports import free_system_ports
 
 HOST = "127.0.0.1"
 

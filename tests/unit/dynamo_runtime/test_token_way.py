@@ -18,12 +18,12 @@ from tests.support.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.discovery import DynamoStageInstance
 from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler
+from trtllm_disagg.engines.recording.llm import Script
 from trtllm_disagg.handlers.admission import Admission
 from trtllm_disagg.handlers.remote import NoStage, StageClient
 from trtllm_disagg.handlers.select import InFlight, RoundRobin, SelectedStage
 from trtllm_disagg.handlers.services import LiveState, build_generate
 from trtllm_disagg.handlers.trace import with_request_log
-from trtllm_disagg.testing.recording import Script
 from trtllm_disagg.wire.bodies import decode_request, encode_chunk
 
 MOST_GENERATORS = 6

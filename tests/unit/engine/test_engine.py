@@ -13,10 +13,12 @@ import pytest
 
 from tests.support.handling import PROMPT, request
 from tests.support.recording_pair import MAX_SEQ_LEN, recording_engine
-from trtllm_disagg import embedded
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.engines import resolve_engine
 from trtllm_disagg.engine.llm_api import load_api, translate
+from trtllm_disagg.engines import embedded
+from trtllm_disagg.engines.recording.hard_edges import RequestError
+from trtllm_disagg.engines.recording.llm import LLM, GuidedDecodingParams, SamplingParams
 from trtllm_disagg.errors import (
     ConfigError,
     DisaggError,
@@ -24,8 +26,6 @@ from trtllm_disagg.errors import (
     OverloadedError,
     WorkerLeavingError,
 )
-from trtllm_disagg.testing.hard_edges import RequestError
-from trtllm_disagg.testing.recording import LLM, GuidedDecodingParams, SamplingParams
 
 
 def sampling_of(**keys: Any) -> SamplingParams:

@@ -9,13 +9,13 @@ from tests.support.deployments import ROOT
 
 PROGRAM = """
 from trtllm_disagg.engine.engines import ENGINES, EngineSpec
-ENGINES["toy"] = EngineSpec("toy", "trtllm_disagg.testing.recording", defaults={"max_batch_size": 3})
+ENGINES["toy"] = EngineSpec("toy", "trtllm_disagg.engines.recording.llm", defaults={"max_batch_size": 3})
 
 from tests.support.worker_args import parse_worker_args
 from trtllm_disagg.config.engine_args import build_engine_args
 from trtllm_disagg.engine.llm_api import load_api, serve_as_rank
 from trtllm_disagg.engine.engines import resolve_engine
-from trtllm_disagg.testing import recording
+from trtllm_disagg.engines.recording import llm as recording
 
 config = parse_worker_args(["--model", "org/model", "--engine", "toy"], {})
 assert resolve_engine(config.engine) == "toy"

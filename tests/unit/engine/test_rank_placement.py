@@ -11,8 +11,8 @@ from tests.support.handling import request
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.llm_api import load_api
 from trtllm_disagg.engine.rank_placement import Affinity
+from trtllm_disagg.engines.recording.mounted import mounted_recording_llm
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.testing.mounted import mounted_recording_llm
 
 TALK = {"agent_context": {"session_id": " talk-1 "}, "routing": {"dp_rank": 1}}
 IN_YAML = {"attention_dp_config": {"kv_cache_routing_conversation_affinity": True}}

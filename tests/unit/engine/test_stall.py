@@ -13,9 +13,9 @@ from tests.support.stage_client import FakeContext
 from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.health import Stall, until_stalled
+from trtllm_disagg.engines.recording.llm import LLM, Script
 from trtllm_disagg.errors import EngineError
 from trtllm_disagg.handlers.local import LocalAgg
-from trtllm_disagg.testing.recording import LLM, Script
 
 
 @pytest.fixture

@@ -38,6 +38,17 @@ from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.handoffs_held import HandoffsHeld
 from trtllm_disagg.engine.health import EngineHealth, HealthTimes, close
 from trtllm_disagg.engine.llm_api import load_api, translate
+from trtllm_disagg.engines.recording.hard_edges import (
+    CONTEXT_TRANSFER_ERROR,
+    ENDED_ENGINE_ERRORS,
+    GENERATION_TRANSFER_ERROR,
+    OTHER_TRANSFER_ERRORS,
+    PESSIMISTIC,
+    RequestError,
+)
+from trtllm_disagg.engines.recording.llm import LLM, Script
+from trtllm_disagg.engines.recording.mounted import mounted_recording_llm
+from trtllm_disagg.engines.recording.result import EOS_TOKEN
 from trtllm_disagg.errors import (
     ConfigError,
     DisaggError,
@@ -53,17 +64,6 @@ from trtllm_disagg.handlers.chain import decode_service
 from trtllm_disagg.handlers.decide import CachedPrefixes
 from trtllm_disagg.handlers.local import LocalAgg, LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.remote import DECODE, PREFILL
-from trtllm_disagg.testing.hard_edges import (
-    CONTEXT_TRANSFER_ERROR,
-    ENDED_ENGINE_ERRORS,
-    GENERATION_TRANSFER_ERROR,
-    OTHER_TRANSFER_ERRORS,
-    PESSIMISTIC,
-    RequestError,
-)
-from trtllm_disagg.testing.mounted import mounted_recording_llm
-from trtllm_disagg.testing.recording import LLM, Script
-from trtllm_disagg.testing.recording_result import EOS_TOKEN
 from trtllm_disagg.types import GenerateRequest, Usage
 from trtllm_disagg.wire.bodies import decode_request
 from trtllm_disagg.wire.handoff_protocols import DYNAMO

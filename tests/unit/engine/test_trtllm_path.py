@@ -26,15 +26,15 @@ from trtllm_disagg.config.engine_args import build_engine_args
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.kv_events import EventsOfRank, KvEventForwarder
 from trtllm_disagg.dynamo_runtime.publishers import StatsForwarder
-from trtllm_disagg.embedded.api.mounted_names import ConversationParams
-from trtllm_disagg.embedded.params.request_params import SchedulingParams
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.engines import resolve_engine
 from trtllm_disagg.engine.llm_api import LlmApi, load_api
+from trtllm_disagg.engines.embedded.api.mounted_names import ConversationParams
+from trtllm_disagg.engines.embedded.params.request_params import SchedulingParams
+from trtllm_disagg.engines.recording import llm as recording
+from trtllm_disagg.engines.recording.llm import LLM, DisaggregatedParams, SamplingParams
+from trtllm_disagg.engines.recording.mounted import mounted_recording_llm
 from trtllm_disagg.handlers.services import build_generate
-from trtllm_disagg.testing import recording
-from trtllm_disagg.testing.mounted import mounted_recording_llm
-from trtllm_disagg.testing.recording import LLM, DisaggregatedParams, SamplingParams
 from trtllm_disagg.types import Generate
 from trtllm_disagg.wire.bodies import decode_request
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.handling import joined, request
+from trtllm_disagg.engines.recording.llm import LLM, RequestError, SamplingParams, Script
 from trtllm_disagg.handlers.outputs import FewTurnsLater, Notify, OutputCursor, at_once, newest_states
-from trtllm_disagg.testing.recording import LLM, RequestError, SamplingParams, Script
 from trtllm_disagg.types import TokenChunk
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

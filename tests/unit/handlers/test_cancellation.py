@@ -10,8 +10,7 @@ import pytest
 from tests.support.handling import PROMPT, until
 from tests.support.recording_pair import leftover_tasks, recording_engine
 from tests.support.stage_client import FakeContext
-from trtllm_disagg.handlers.cancellation import POLL_SECONDS, AbortGuard, in_background, num_in_background
-from trtllm_disagg.testing.recording import (
+from trtllm_disagg.engines.recording.llm import (
     LLM,
     DisaggregatedParams,
     RequestError,
@@ -19,6 +18,7 @@ from trtllm_disagg.testing.recording import (
     SamplingParams,
     Script,
 )
+from trtllm_disagg.handlers.cancellation import POLL_SECONDS, AbortGuard, in_background, num_in_background
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

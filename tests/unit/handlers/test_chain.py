@@ -11,6 +11,7 @@ import pytest
 from tests.support.handling import ORDERS, STRATEGIES, collect, expected_tokens, request, tokens_of
 from tests.support.recording_pair import Pair, leftover_tasks, make_pair
 from tests.support.stage_client import FakeContext
+from trtllm_disagg.engines.recording.llm import LLM, RequestError, Script
 from trtllm_disagg.errors import (
     DisaggError,
     EngineError,
@@ -22,7 +23,6 @@ from trtllm_disagg.errors import (
     StageTimeoutError,
 )
 from trtllm_disagg.handlers.chain import chain, prefill_service
-from trtllm_disagg.testing.recording import LLM, RequestError, Script
 from trtllm_disagg.types import (
     GenerateRequest,
     Handoff,

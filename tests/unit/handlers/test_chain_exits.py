@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tests.support.handling import STRATEGIES, expected_tokens, request, tokens_of
 from tests.support.recording_pair import Pair, leftover_tasks, make_pair
 from tests.support.stage_client import FakeContext
+from trtllm_disagg.engines.recording.llm import LLM, RequestError, Script
+from trtllm_disagg.engines.recording.result import EOS_TOKEN
 from trtllm_disagg.errors import DisaggError, RequestCancelledError
-from trtllm_disagg.testing.recording import LLM, RequestError, Script
-from trtllm_disagg.testing.recording_result import EOS_TOKEN
 from trtllm_disagg.types import TokenChunk
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from tests.support.handling import ORDERS, collect, expected_tokens, request, tokens_of
 from tests.support.recording_pair import make_pair
+from trtllm_disagg.engines.recording.llm import LLM, RequestError, Script
 from trtllm_disagg.errors import InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.strategies import worker_side
-from trtllm_disagg.testing.recording import LLM, RequestError, Script
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

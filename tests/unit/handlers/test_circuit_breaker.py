@@ -15,6 +15,8 @@ from tests.support.handling import ORDERS, collect, expected_tokens, request, to
 from tests.support.recording_pair import Pair, make_pair
 from tests.support.stage_client import FakeContext
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
+from trtllm_disagg.engines.recording.hard_edges import GENERATION_TRANSFER_ERROR
+from trtllm_disagg.engines.recording.llm import RequestError, Script
 from trtllm_disagg.errors import (
     DisaggError,
     EngineError,
@@ -35,8 +37,6 @@ from trtllm_disagg.handlers.circuit_breaker import (
 from trtllm_disagg.handlers.remote import RemoteDecode, RemotePrefill
 from trtllm_disagg.handlers.route import relayed
 from trtllm_disagg.handlers.services import LiveState, build_generate
-from trtllm_disagg.testing.hard_edges import GENERATION_TRANSFER_ERROR
-from trtllm_disagg.testing.recording import RequestError, Script
 from trtllm_disagg.types import GenerateRequest, Handoff, RequestContext
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

@@ -17,6 +17,10 @@ from tests.support.handling import ORDERS, PROMPT, collect, expected_tokens, req
 from tests.support.recording_pair import make_pair, recording_engine
 from tests.support.stage_client import FakeContext, Instances
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.engines.recording.hard_edges import GENERATION_TRANSFER_ERROR, PESSIMISTIC
+from trtllm_disagg.engines.recording.llm import LLM, RequestError, Script
+from trtllm_disagg.engines.recording.mounted import mounted_recording_llm
+from trtllm_disagg.engines.recording.result import scripted_token
 from trtllm_disagg.errors import (
     DisaggError,
     EngineError,
@@ -38,10 +42,6 @@ from trtllm_disagg.handlers.fallback import (
 )
 from trtllm_disagg.handlers.select import BestCached, InFlight, SelectedStage
 from trtllm_disagg.handlers.services import build_generate
-from trtllm_disagg.testing.hard_edges import GENERATION_TRANSFER_ERROR, PESSIMISTIC
-from trtllm_disagg.testing.mounted import mounted_recording_llm
-from trtllm_disagg.testing.recording import LLM, RequestError, Script
-from trtllm_disagg.testing.recording_result import scripted_token
 from trtllm_disagg.types import Generate, GenerateRequest, PhaseRequest, RequestContext, TokenChunk, Usage
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

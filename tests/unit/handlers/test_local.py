@@ -11,9 +11,10 @@ import pytest
 from tests.support.handling import PROMPT, collect, expected_tokens, request, tokens_of, until
 from tests.support.recording_pair import leftover_tasks, recording_engine
 from tests.support.stage_client import FakeContext
-from trtllm_disagg.embedded.api.result import RequestOutput as EmbeddedOutput
-from trtllm_disagg.embedded.ipc.messages import TokenOutput
 from trtllm_disagg.engine.engine import Engine
+from trtllm_disagg.engines.embedded.api.result import RequestOutput as EmbeddedOutput
+from trtllm_disagg.engines.embedded.ipc.messages import TokenOutput
+from trtllm_disagg.engines.recording.llm import LLM, RequestError, Script
 from trtllm_disagg.errors import (
     DisaggError,
     EngineError,
@@ -27,7 +28,6 @@ from trtllm_disagg.errors import (
 from trtllm_disagg.handlers.cancellation import num_in_background
 from trtllm_disagg.handlers.local import LocalAgg, LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.remote import DECODE
-from trtllm_disagg.testing.recording import LLM, RequestError, Script
 from trtllm_disagg.types import GenerateRequest, Handoff, TokenChunk
 from trtllm_disagg.wire.bodies import decode_request, encode_request
 

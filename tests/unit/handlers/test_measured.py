@@ -13,18 +13,18 @@ from tests.support.recording_pair import recording_engine
 from tests.support.stage_client import FakeContext
 from tests.unit.dynamo_runtime.test_engine_metrics import shown
 from trtllm_disagg.dynamo_runtime.request_metrics import RequestMetrics
-from trtllm_disagg.embedded.api.perf_metrics import (
+from trtllm_disagg.engines.embedded.api.perf_metrics import (
     FINISHED_REASON,
     MetricNames,
     RequestPerfMetrics,
     TimingMetrics,
     metrics_dict,
 )
-from trtllm_disagg.embedded.ipc.messages import Measured
+from trtllm_disagg.engines.embedded.ipc.messages import Measured
+from trtllm_disagg.engines.recording.llm import Script
 from trtllm_disagg.handlers.local import LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.remote import DECODE
 from trtllm_disagg.handlers.trace import ENGINE_DATA, REQUEST_TRACE_PREFIX, RequestSink, with_request_log
-from trtllm_disagg.testing.recording import Script
 from trtllm_disagg.types import Generate, GenerateRequest, Handoff, TokenChunk
 from trtllm_disagg.wire.bodies import decode_request, encode_request
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tests.support.handling import request
 from tests.support.recording_pair import recording_engine
 from trtllm_disagg.engine.llm_api import RequestOutput
+from trtllm_disagg.engines.recording.llm import CompletionOutput, Logprob
 from trtllm_disagg.errors import StageTimeoutError
 from trtllm_disagg.handlers.outputs import OutputCursor, newest_states
-from trtllm_disagg.testing.recording import CompletionOutput, Logprob
 from trtllm_disagg.types import PromptTokensDetails, TokenChunk, Usage
 
 Entry = dict[int, Logprob]

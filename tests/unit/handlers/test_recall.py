@@ -16,6 +16,9 @@ from tests.support.recording_pair import leftover_tasks
 from tests.support.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.config.thresholds import Live, Thresholds
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.engines.recording.hard_edges import PESSIMISTIC
+from trtllm_disagg.engines.recording.llm import Script
+from trtllm_disagg.engines.recording.mounted import mounted_recording_llm
 from trtllm_disagg.errors import (
     InvalidRequestError,
     OverloadedError,
@@ -38,9 +41,6 @@ from trtllm_disagg.handlers.recall import (
 )
 from trtllm_disagg.handlers.remote import RemoteDrain
 from trtllm_disagg.handlers.trace import RequestEnd, with_request_log
-from trtllm_disagg.testing.hard_edges import PESSIMISTIC
-from trtllm_disagg.testing.mounted import mounted_recording_llm
-from trtllm_disagg.testing.recording import Script
 from trtllm_disagg.types import MOST_ATTEMPTS, GenerateRequest, PhaseRequest, RequestContext, TokenChunk
 from trtllm_disagg.wire.bodies import decode_request
 

@@ -11,6 +11,8 @@ from tests.support.day_one import opened
 from tests.support.handling import collect, expected_tokens, raw_request, request, tokens_of, until
 from tests.support.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.engines.recording.hard_edges import PESSIMISTIC
+from trtllm_disagg.engines.recording.mounted import mounted_recording_llm
 from trtllm_disagg.errors import (
     DisaggError,
     EngineError,
@@ -23,8 +25,6 @@ from trtllm_disagg.handlers.chain import chain
 from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker, CircuitBreakerClient, StreamTimeouts
 from trtllm_disagg.handlers.remote import RemoteDecode, RemoteDrain, RemotePrefill
 from trtllm_disagg.handlers.services import build_generate
-from trtllm_disagg.testing.hard_edges import PESSIMISTIC
-from trtllm_disagg.testing.mounted import mounted_recording_llm
 from trtllm_disagg.types import (
     Generate,
     GenerateRequest,

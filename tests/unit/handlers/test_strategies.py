@@ -20,11 +20,11 @@ from tests.support.handling import (
 from tests.support.recording_pair import make_pair, recording_engine
 from tests.support.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.engines.recording.llm import LLM, DisaggregatedParams, Script
+from trtllm_disagg.engines.recording.result import EOS_TOKEN
 from trtllm_disagg.errors import InvalidRequestError
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.strategies import spec_of
-from trtllm_disagg.testing.recording import LLM, DisaggregatedParams, Script
-from trtllm_disagg.testing.recording_result import EOS_TOKEN
 from trtllm_disagg.types import GenerateRequest, TokenChunk
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

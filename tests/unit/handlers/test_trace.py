@@ -12,10 +12,10 @@ from tests.support.handling import collect, request, until
 from tests.support.recording_pair import recording_engine
 from tests.support.stage_client import FakeContext
 from trtllm_disagg.config.thresholds import Live
+from trtllm_disagg.engines.recording.llm import RequestError, Script
 from trtllm_disagg.errors import EngineError
 from trtllm_disagg.handlers.local import LocalAgg
 from trtllm_disagg.handlers.trace import REQUEST_TRACE_PREFIX, LinesTogether, RequestEnd, with_request_log
-from trtllm_disagg.testing.recording import RequestError, Script
 from trtllm_disagg.types import Generate
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

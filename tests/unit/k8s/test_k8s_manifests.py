@@ -18,13 +18,13 @@ import yaml
 
 from tests.support.deployments import DEMO_CONFIGS, ROOT
 from tests.support.kubernetes import Manifest, components, container, rendered
-from trtllm_disagg import cli
+from trtllm_disagg import DYNAMO_VERSION, cli
 from trtllm_disagg.config.args import add_worker_arguments, config_from_namespace, refuse_unknown_arguments
-from trtllm_disagg.deployment.plan import DYNAMO_VERSION, plan
-from trtllm_disagg.deployment.up_command import add_arguments as add_up_arguments
-from trtllm_disagg.deployment.up_command import config_from
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.strategies import STRATEGIES, spec_of
+from trtllm_disagg.tools.up.plan import plan
+from trtllm_disagg.tools.up.up_command import add_arguments as add_up_arguments
+from trtllm_disagg.tools.up.up_command import config_from
 
 CRDS = {file.stem: json.loads(file.read_text()) for file in Path(__file__).parent.glob("crds/*.json")}
 KUBERNETES = "1.37"

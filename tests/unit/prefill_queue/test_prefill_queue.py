@@ -12,6 +12,7 @@ from tests.support.queueing import Queueing, queueing, raising
 from tests.support.recording_pair import recording_engine
 from tests.support.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.engines.recording.llm import LLM
 from trtllm_disagg.errors import (
     DisaggError,
     EngineError,
@@ -25,7 +26,6 @@ from trtllm_disagg.handlers.recall import Recalls, recallable
 from trtllm_disagg.handlers.remote import NoStage
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.prefill_queue.broker import QueueLimits
-from trtllm_disagg.testing.recording import LLM
 from trtllm_disagg.types import GenerateRequest, Handoff, RequestContext, TokenChunk
 
 

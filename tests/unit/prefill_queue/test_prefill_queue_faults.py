@@ -14,6 +14,7 @@ import pytest
 from tests.support.handling import collect, expected_tokens, raw_request, request, tokens_of, until
 from tests.support.nats_server import NatsServer
 from tests.support.queueing import Queueing, blocked, queueing, raising
+from trtllm_disagg.engines.recording.llm import LLM
 from trtllm_disagg.errors import EngineError, InvalidRequestError, PeerUnavailableError, QueueUnusableError
 from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker, CircuitBreakerClient, StreamTimeouts
 from trtllm_disagg.handlers.remote import PREFILL, QUEUE_ID
@@ -28,7 +29,6 @@ from trtllm_disagg.prefill_queue.messages import (
     decode,
     encode,
 )
-from trtllm_disagg.testing.recording import LLM
 from trtllm_disagg.types import GenerateRequest, RequestContext, TokenChunk
 from trtllm_disagg.wire.bodies import encode_request
 

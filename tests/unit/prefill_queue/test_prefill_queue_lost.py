@@ -18,10 +18,10 @@ from nats.js.errors import NotFoundError
 from tests.support.handling import collect, expected_tokens, request, tokens_of, until
 from tests.support.queueing import Queueing, closing
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.engines.recording.llm import LLM
 from trtllm_disagg.errors import QueueUnusableError
 from trtllm_disagg.prefill_queue.broker import Broker, NatsClient, QueueLimits
 from trtllm_disagg.prefill_queue.messages import CONSUMER, Answer, FromPuller, decode
-from trtllm_disagg.testing.recording import LLM
 from trtllm_disagg.worker.pairing import Fingerprint, ModelIdentity, describe_worker, kind_of
 
 Hear = Callable[[Msg], Awaitable[None]]

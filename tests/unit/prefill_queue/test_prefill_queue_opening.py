@@ -14,14 +14,14 @@ import pytest
 
 from tests.support.nats_server import NatsServer
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
-from trtllm_disagg.deployment.brokers import nats_config_argv, nats_url, new_nats_password
-from trtllm_disagg.deployment.plan import LOOPBACK
 from trtllm_disagg.errors import ConfigError, QueueUnusableError
 from trtllm_disagg.prefill_queue import NoPrefillQueue, nats_queue, open_prefill_queue
 from trtllm_disagg.prefill_queue.broker import Broker, NatsClient, QueueLimits
 from trtllm_disagg.prefill_queue.messages import Names
 from trtllm_disagg.prefill_queue.nats_queue import NatsPrefillQueue
 from trtllm_disagg.strategies import switchable
+from trtllm_disagg.tools.up.brokers import nats_config_argv, nats_url, new_nats_password
+from trtllm_disagg.tools.up.plan import LOOPBACK
 from trtllm_disagg.types import GenerateRequest, RequestContext, TokenChunk
 
 

@@ -10,11 +10,11 @@ import pytest
 from tests.support.handling import PROMPT, collect, expected_tokens, request, tokens_of, until
 from tests.support.queueing import Queueing, blocked
 from tests.support.stage_client import FakeContext
+from trtllm_disagg.engines.recording.llm import LLM
 from trtllm_disagg.errors import (
     RequestCancelledError,
     StageTimeoutError,
 )
-from trtllm_disagg.testing.recording import LLM
 
 
 async def depth_is(queue: Queueing, depth: int) -> None:

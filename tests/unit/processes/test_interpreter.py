@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from trtllm_disagg.deployment.plan import DeploymentConfig, plan
-from trtllm_disagg.embedded.tensor_parallel.launch import core_launch
-from trtllm_disagg.kv_transfer.transports import why_no_cma
+from trtllm_disagg.engines.embedded.kv_transfer.transports import why_no_cma
+from trtllm_disagg.engines.embedded.tensor_parallel.launch import core_launch
 from trtllm_disagg.processes.interpreter import python
+from trtllm_disagg.tools.up.plan import DeploymentConfig, plan
 
 #: What workers, frontends and engines import: ours, of the standard library, and of others.
 PLANTED = ("yaml", "torch", "msgspec", "ctypes", "argparse", "prometheus_client", "uvloop", "sitecustomize")

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.tracing import collecting
-from trtllm_disagg.deployment.plan import LOOPBACK
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.tools.up.plan import LOOPBACK
 from trtllm_disagg.tracing.spans import NO_SPAN
 from trtllm_disagg.tracing.tracer import tracer_of
 

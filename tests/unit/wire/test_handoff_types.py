@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trtllm_disagg.embedded import DisaggregatedParams
+from trtllm_disagg.engines.embedded import DisaggregatedParams
 from trtllm_disagg.errors import HandoffRefusedError
 from trtllm_disagg.types import PrefillResult
 from trtllm_disagg.wire.bodies import decode_disaggregated_params

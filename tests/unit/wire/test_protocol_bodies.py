@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from trtllm_disagg.errors import ConfigError, HandoffRefusedError
 from trtllm_disagg.handlers.remote import DECODE, PREFILL
-from trtllm_disagg.kv_transfer.handle import KvHandle
 from trtllm_disagg.types import (
     Handoff,
     PhaseRequest,
@@ -26,6 +25,7 @@ from trtllm_disagg.types import (
 from trtllm_disagg.wire.bodies import decode_chunk, decode_request, encode_chunk
 from trtllm_disagg.wire.handoff_formats import result_of
 from trtllm_disagg.wire.handoff_protocols import PROTOCOLS, BootstrapProtocol, choose_protocol
+from trtllm_disagg.wire.kv_handle import KvHandle
 
 HANDLE = KvHandle(
     version=1,

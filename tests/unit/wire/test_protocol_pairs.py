@@ -24,9 +24,9 @@ from trtllm_disagg.errors import (
 )
 from trtllm_disagg.handlers.concurrent import Opened, concurrent
 from trtllm_disagg.handlers.services import build_generate
-from trtllm_disagg.kv_transfer.handle import join_endpoint
 from trtllm_disagg.types import Generate, GenerateRequest, Handoff, Rendezvous, RequestContext, TokenChunk
 from trtllm_disagg.wire.handoff_protocols import BootstrapProtocol
+from trtllm_disagg.wire.kv_handle import join_endpoint
 
 STYLES = {
     "dynamo": ScheduleStyle.CONTEXT_FIRST,

@@ -12,13 +12,13 @@ from tests.support.handling import ORDERS, collect, expected_tokens, raw_request
 from tests.support.recording_pair import make_pair
 from tests.unit.wire.test_protocol_bodies import ASKING, HANDED_OVER, PARAMS
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
+from trtllm_disagg.engines.recording.llm import LLM, RequestError, Script
 from trtllm_disagg.errors import (
     ConfigError,
     HandoffRefusedError,
     InvalidRequestError,
     PeerUnavailableError,
 )
-from trtllm_disagg.testing.recording import LLM, RequestError, Script
 from trtllm_disagg.types import PrefillResult, TokenChunk
 from trtllm_disagg.wire.bodies import decode_request
 from trtllm_disagg.wire.handoff_formats import result_of

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.handling import raw_request, request
-from trtllm_disagg import embedded
+from trtllm_disagg.engines import embedded
+from trtllm_disagg.engines.recording import llm as recording
 from trtllm_disagg.errors import HandoffRefusedError, InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.handlers.remote import DECODE
-from trtllm_disagg.testing import recording
 from trtllm_disagg.types import (
     Handoff,
     OutputOptions,

@@ -11,8 +11,8 @@ import pytest
 import trtllm_disagg
 from tests.conftest import Checkpoints
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.embedded.params.checkpoint import fingerprint
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.model_directory import fingerprint
 from trtllm_disagg.worker.model_facts import UNKNOWN_MODEL, ModelFacts
 from trtllm_disagg.worker.pairing import (
     Fingerprint,

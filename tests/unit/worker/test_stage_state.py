@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.handling import request, until
 from tests.support.stage_client import FakeContext
-from trtllm_disagg.commands import Command, decode_command
+from trtllm_disagg.admin.commands import Command, decode_command
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import ConfigError, InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.handlers.services import LiveState

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.unit.worker.test_pairing import described
-from trtllm_disagg.commands import DescribedInstance
+from trtllm_disagg.admin.commands import DescribedInstance
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.worker.pairing import ModelIdentity

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trtllm_disagg.commands import DescribedInstance
+from trtllm_disagg.admin.commands import DescribedInstance
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.worker.pairing import ModelIdentity
 from trtllm_disagg.worker.startup_checks import ModelNameGuard

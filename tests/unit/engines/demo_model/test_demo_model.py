@@ -1,0 +1,492 @@
+"""`trtllm-disagg demo-model` with a recipe that takes a moment instead of a minute."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import random
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trtllm_disagg.engines import demo_model
+from trtllm_disagg.engines.demo_model import Recipe, building, corpus, tokenizer, training
+from trtllm_disagg.engines.demo_model import corpus as conversations
+from trtllm_disagg.engines.demo_model.building import build_demo_model
+from trtllm_disagg.errors import ConfigError
+
+TINY = Recipe(
+    vocab_size=320,
+    hidden_size=32,
+    intermediate_size=48,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    max_positions=256,
+    window=32,
+    batch=4,
+    steps=6,
+    warmup_steps=2,
+    threads=1,
+)
+FILES = {
+    "config.json",
+    "demo_model.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_demo_model(tmp_path_factory.mktemp("demo") / "model", recipe=TINY)
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
+    """Replaces the training by one small file; lists the recipes that were built."""
+    built: list[Recipe] = []
+
+    def make_model(directory: Path, recipe: Recipe) -> None:
+        built.append(recipe)
+        (directory / "config.json").write_text(str(recipe.seed))
+        (directory / building.MARKER).write_text(json.dumps(recipe.marker()))
+
+    monkeypatch.setattr(building, "make_model", make_model)
+    return built
+
+
+def weights(directory: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return dict(load_file(directory / "model.safetensors"))
+
+
+def same_weights(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(bool((one[name] == other[name]).all()) for name in one)
+
+
+def names(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
+# What is made.
+
+
+def test_demo_model_folder_has_all_files_readable(model_dir: Path) -> None:
+    assert names(model_dir) == FILES
+    assert all(path.stat().st_mode & 0o044 == 0o044 for path in model_dir.iterdir())
+
+
+def test_transformers_loads_the_demo_model_with_the_recipes_sizes(model_dir: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    config = model.config
+    assert (config.vocab_size, config.hidden_size, config.num_hidden_layers) == (320, 32, 2)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 16)
+    assert (config.max_position_embeddings, config.tie_word_embeddings) == (256, True)
+    assert (model.generation_config.bos_token_id, model.generation_config.eos_token_id) == (0, 1)
+
+
+def test_the_tokenizer_gives_every_text_back(model_dir: Path) -> None:
+    from transformers import AutoTokenizer
+
+    loaded = AutoTokenizer.from_pretrained(model_dir)
+    for text in ("The with statement", "  two  spaces\n\ttab", "żółw 🐢 \x00"):
+        assert loaded.decode(loaded.encode(text)) == text
+    assert loaded.convert_tokens_to_ids(list(tokenizer.SPECIAL_TOKENS)) == [0, 1, 2, 3, 4]
+    assert (loaded.bos_token, loaded.eos_token, len(loaded)) == ("<|bos|>", "<|eos|>", 320)
+
+
+def test_the_chat_template_writes_what_the_model_was_trained_on(model_dir: Path) -> None:
+    from transformers import AutoTokenizer
+
+    loaded = AutoTokenizer.from_pretrained(model_dir)
+    talk = [("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello!"), ("user", "Bye")]
+    messages = [{"role": role, "content": text} for role, text in talk]
+    rendered = loaded.apply_chat_template(messages, tokenize=False)
+    assert rendered == tokenizer.render_conversation(talk)
+    prompt = loaded.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert prompt == rendered + "<|assistant|>"
+    assert rendered == "<|bos|><|system|>Be brief.<|user|>Hi<|assistant|>Hello!<|eos|><|user|>Bye"
+
+
+def test_the_chat_template_takes_a_list_of_text_parts(model_dir: Path) -> None:
+    from transformers import AutoTokenizer
+
+    parts = [{"type": "text", "text": "He"}, {"type": "text", "text": "llo"}]
+    loaded = AutoTokenizer.from_pretrained(model_dir)
+    rendered = loaded.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
+    assert rendered == "<|bos|><|user|>Hello"
+
+
+def test_the_frontend_finds_template_and_special_tokens_in_tokenizer_config(model_dir: Path) -> None:
+    config = json.loads((model_dir / "tokenizer_config.json").read_text())
+    assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert config["chat_template"] == tokenizer.CHAT_TEMPLATE
+    assert {entry["content"] for entry in config["added_tokens_decoder"].values()} == set(
+        tokenizer.SPECIAL_TOKENS
+    )
+
+
+# Training.
+
+
+def test_the_same_recipe_gives_the_same_weights_and_another_seed_others(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    import torch
+
+    torch.manual_seed(99)  # whatever the process did before must not matter
+    again = build_demo_model(tmp_path / "again", recipe=TINY)
+    other = build_demo_model(tmp_path / "other", recipe=replace(TINY, seed=1))
+    assert same_weights(weights(model_dir), weights(again))
+    assert not same_weights(weights(model_dir), weights(other))
+
+
+def test_training_learns_and_leaves_the_process_as_it_was() -> None:
+    import torch
+
+    source = corpus.articles()[:40]
+    recipe = replace(TINY, steps=40, threads=2)
+    vocabulary = tokenizer.train_tokenizer([article.passage for article in source], recipe.vocab_size)
+    losses: list[float] = []
+    before = (torch.get_num_threads(), torch.get_rng_state().tolist())
+    training.train(recipe, source, vocabulary, lambda step, steps, loss: losses.append(loss))
+    assert (torch.get_num_threads(), torch.get_rng_state().tolist()) == before
+    assert len(losses) == recipe.steps
+    assert sum(losses[-5:]) / 5 < losses[0] - 1
+
+
+@pytest.fixture(scope="module")
+def some_articles() -> list[corpus.Article]:
+    return corpus.articles()[:40]
+
+
+@pytest.fixture(scope="module")
+def vocabulary(some_articles: list[corpus.Article]) -> Any:
+    return tokenizer.train_tokenizer(
+        conversations.documents(some_articles, random.Random(0)), TINY.vocab_size
+    )
+
+
+def test_every_nth_training_step_is_one_long_window(
+    some_articles: list[corpus.Article], vocabulary: Any
+) -> None:
+    recipe = replace(TINY, steps=6, long_every=3)
+    shapes = [tuple(tokens.shape) for tokens, _ in training.batches(recipe, some_articles, vocabulary)]
+    assert shapes == [(4, 32), (4, 32), (1, 128)] * 2
+
+
+def test_every_window_begins_with_a_document(some_articles: list[corpus.Article], vocabulary: Any) -> None:
+    for tokens, _ in training.batches(TINY, some_articles, vocabulary):
+        assert (tokens[:, 0] == vocabulary.token_to_id(tokenizer.BOS)).all()
+
+
+def test_only_questions_and_system_prompts_are_not_learned() -> None:
+    bos, eos, user, assistant, system, text = range(6)
+    talk = [
+        bos,
+        system,
+        text,
+        user,
+        text,
+        text,
+        assistant,
+        text,
+        eos,
+        user,
+        text,
+        assistant,
+        text,
+        eos,
+        bos,
+        text,
+    ]
+    is_said = training.said(talk, [user, system], assistant)
+    assert [at for at, learned in enumerate(is_said) if learned] == [0, 7, 8, 12, 13, 14, 15]
+
+
+def test_the_learning_rate_rises_stays_and_falls_to_nothing() -> None:
+    import torch
+
+    recipe = replace(TINY, steps=20, warmup_steps=4, full_share=0.5)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
+    rates = []
+    for step in range(20):
+        training.scale_learning_rates([optimizer], recipe, step)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates[:4] == sorted(rates[:4])
+    assert rates[3:11] == [0.5] * 8
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[-1] == pytest.approx(0.5 / 10)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (32, 96), (96, 32)])
+def test_an_update_has_the_directions_of_the_gradient_and_equal_strengths(shape: tuple[int, int]) -> None:
+    import torch
+
+    from trtllm_disagg.engines.demo_model.training import orthogonal
+
+    generator = torch.Generator().manual_seed(1)
+    # Singular values from 1 down to 1/200, as gradients have them.
+    u, _, v = torch.linalg.svd(torch.randn(2, *shape, generator=generator), full_matrices=False)
+    values = torch.logspace(0, -2.3, min(shape))
+    made = orthogonal(u * values @ v)
+    strengths = torch.diagonal(u.mT @ made @ v.mT, dim1=-2, dim2=-1)
+    assert strengths.min() > 0.4
+    assert strengths.max() < 1.7
+    torch.testing.assert_close(made, u * strengths[:, None] @ v, atol=1e-3, rtol=0)
+
+
+def test_muon_moves_tall_matrices_further_and_shrinks_all() -> None:
+    import torch
+
+    from trtllm_disagg.engines.demo_model.training import Muon
+
+    tall, flat = torch.ones(64, 16), torch.ones(16, 64)
+    optimizer = Muon([tall.requires_grad_(), flat.requires_grad_()], lr=0.1, weight_decay=0.5)
+    for matrix in (tall, flat):
+        matrix.grad = torch.eye(*matrix.shape)
+    optimizer.step()
+    # Weight decay takes a twentieth; an update is larger by the square root of height to width, if that is above one.
+    assert tall[40, 0].item() == pytest.approx(0.95, abs=1e-3)
+    assert 0.04 < 0.95 - flat[0, 0].item() < 0.17
+    assert 0.95 - tall[0, 0].item() == pytest.approx(2 * (0.95 - flat[0, 0].item()), rel=1e-3)
+
+
+# The text.
+
+
+def test_corpus_has_prose_and_subjects_of_python_articles() -> None:
+    articles = {article.title: article for article in corpus.articles()}
+    assert not any("::=" in article.passage for article in articles.values())
+    assert articles["len"].answer("len()") == "About len(): Return the number of items in a container."
+    the_with = articles['The "with" statement']
+    assert the_with.subjects == ("the with statement", 'the "with" statement')
+    assert the_with.answer("it").startswith('About it: The "with" statement is used to wrap')
+    assert sum(article.asked for article in articles.values()) > 150
+
+
+@pytest.mark.parametrize(
+    ("paragraph", "expected"),
+    [
+        ("   expr ::= a\n", ""),
+        ("New in version 3.10.", ""),
+        ("x = 1\nif x:\n    y()", "x = 1\nif x:\n    y()"),
+        (
+            "A line that is as long as lines of wrapped prose are well-\nknown (see section Calls) to be.",
+            "A line that is as long as lines of wrapped prose are well-known to be.",
+        ),
+        (
+            "Sets\n   These represent mutable sets, in a line long enough.\n   They are created by set().",
+            "Sets: These represent mutable sets, in a line long enough. They are created by set().",
+        ),
+    ],
+)
+def test_unwrap_joins_lines_of_a_paragraph(paragraph: str, expected: str) -> None:
+    assert corpus.unwrap(paragraph) == expected
+
+
+def test_drop_announcement_removes_a_last_sentence_with_a_colon() -> None:
+    section = ["It is a statement. The syntax is:"]
+    corpus.drop_announcement(section)
+    assert section == ["It is a statement."]
+    corpus.drop_announcement(section)
+    assert section == ["It is a statement."]
+    alone = ["Syntax:"]
+    corpus.drop_announcement(alone)
+    assert alone == []
+
+
+def test_each_round_of_conversations_covers_all_articles_with_other_questions() -> None:
+    source = [article for article in corpus.articles() if article.asked]
+    order = random.Random(3)
+    rounds = [conversations.conversations(source, order) for _ in range(2)]
+    asked = [sorted(text for talk in talks for role, text in talk if role == "user") for talks in rounds]
+    expected = len(source) + 2 * len(conversations.FAMILIAR) + 2 * len(conversations.SMALL_TALK)
+    assert [len(questions) for questions in asked] == [expected] * 2
+    assert asked[0] != asked[1]
+    assert all(talk[-1][0] == "assistant" for talks in rounds for talk in talks)
+
+
+# The folder.
+
+
+def test_building_the_demo_model_prints_each_phase(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build_demo_model(tmp_path / "model", recipe=TINY)
+    said = [line.removeprefix("demo-model: ") for line in capsys.readouterr().out.splitlines()]
+    assert said[0] == f"making a model in {tmp_path}/model, once; it takes about a minute"
+    assert [line for line in said if not line[0].isupper()][1:5] == [
+        "reading Python's documentation",
+        "making a tokenizer",
+        "loading torch",
+        said[4],
+    ]
+    assert said[4].startswith("training on ")
+
+
+def test_second_build_of_the_demo_model_returns_at_once(
+    tmp_path: Path, stand_in: list[Recipe], capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / "a" / "model"
+    assert build_demo_model(directory, recipe=TINY) == directory
+    assert f"{directory} is ready" in capsys.readouterr().out
+    assert build_demo_model(directory, recipe=TINY) == directory
+    assert capsys.readouterr().out == f"demo-model: {directory} is up to date\n"
+    assert stand_in == [TINY]
+
+
+def test_another_recipe_replaces_the_model(tmp_path: Path, stand_in: list[Recipe]) -> None:
+    directory = tmp_path / "model"
+    build_demo_model(directory, recipe=TINY)
+    (directory / "leftover").touch()
+    build_demo_model(directory, recipe=replace(TINY, seed=7))
+    assert (directory / "config.json").read_text() == "7"
+    assert names(directory) == {"config.json", building.MARKER}
+    assert names(tmp_path) == {"model", ".model.lock"}
+
+
+def test_an_empty_folder_is_filled(tmp_path: Path, stand_in: list[Recipe]) -> None:
+    (tmp_path / "model").mkdir()
+    build_demo_model(tmp_path / "model", recipe=TINY)
+    assert building.is_complete(tmp_path / "model", TINY)
+
+
+def test_a_folder_with_other_files_is_refused_and_kept(tmp_path: Path, stand_in: list[Recipe]) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(ConfigError, match=r"DIR: .* is not allowed; expected a new or empty folder"):
+        build_demo_model(tmp_path, recipe=TINY)
+    with pytest.raises(ConfigError, match="DIR: "):
+        build_demo_model(tmp_path / "thesis.txt", recipe=TINY)
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+    assert stand_in == []
+
+
+@pytest.mark.parametrize("marker", ["", "[]", "{}", '{"digest": "of another recipe"}'])
+def test_folder_with_a_damaged_marker_is_not_complete(
+    tmp_path: Path, marker: str, stand_in: list[Recipe]
+) -> None:
+    (tmp_path / building.MARKER).write_text(marker)
+    assert not building.is_complete(tmp_path, TINY)
+
+
+def test_recipe_digest_depends_on_its_fields() -> None:
+    assert replace(TINY, seed=1).digest != TINY.digest
+    assert replace(TINY, revision=TINY.revision + 1).digest != TINY.digest
+    assert replace(TINY).digest == TINY.digest
+
+
+def test_a_killed_build_leaves_no_model_and_the_next_one_succeeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    directory = tmp_path / "model"
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "train", killed)
+        with pytest.raises(KeyboardInterrupt):
+            build_demo_model(directory, recipe=TINY)
+    assert not directory.exists()
+    build_demo_model(directory, recipe=TINY)
+    assert names(directory) == FILES
+    assert names(tmp_path) == {"model", ".model.lock"}
+
+
+def test_two_builders_at_once_make_one_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[Path] = []
+
+    def make_model(directory: Path, recipe: Recipe) -> None:
+        built.append(directory)
+        time.sleep(0.2)
+        (directory / building.MARKER).write_text(json.dumps(recipe.marker()))
+
+    monkeypatch.setattr(building, "make_model", make_model)
+    directory = tmp_path / "model"
+    build_it = functools.partial(build_demo_model, directory, recipe=TINY)
+    builders = [threading.Thread(target=build_it) for _ in range(2)]
+    for builder in builders:
+        builder.start()
+    for builder in builders:
+        builder.join()
+    assert len(built) == 1
+    assert names(directory) == {building.MARKER}
+
+
+# The command.
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    demo_model.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def test_the_command_builds_the_default_recipe(tmp_path: Path, stand_in: list[Recipe]) -> None:
+    assert demo_model.run(parse(str(tmp_path / "model"))) == 0
+    assert stand_in == [demo_model.DEFAULT_RECIPE]
+
+
+def test_a_folder_that_cannot_be_made_is_a_wrong_setting(tmp_path: Path, stand_in: list[Recipe]) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot make a model at"):
+        demo_model.run(parse(str(tmp_path / "file" / "model")))
+
+
+@pytest.mark.parametrize("module", ["demo_model", "demo_model.building", "demo.both_orders"])
+def test_importing_demo_model_loads_no_torch(module: str) -> None:
+    heavy = {"torch", "transformers", "tokenizers"}
+    script = f"import sys, trtllm_disagg.{module}; print({heavy} & set(sys.modules))"
+    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert answer.stdout == "set()\n"
+
+
+def test_progress_is_a_line_every_few_seconds_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", "0")
+    from trtllm_disagg.engines.demo_model.building import progress_report
+
+    now = 7.0
+    with progress_report(lambda: now) as report:
+        for step in range(1, 101):
+            report(step, 100, 5 - step / 50)
+            now += 0.25
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [
+        "demo-model: step 1/100, loss 4.98",
+        "demo-model: step 21/100, loss 4.58, 20 s left",
+    ]
+    assert lines[-1] == "demo-model: step 100/100, loss 3.00, 0 s left"
+    assert len(lines) == 6
+
+
+def test_progress_is_a_bar_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    from trtllm_disagg.engines.demo_model.building import progress_report
+
+    with progress_report() as report:
+        report(50, 100, 4.25)
+    shown = capsys.readouterr().out
+    assert "50/100" in shown
+    assert "loss 4.25" in shown

@@ -1,0 +1,521 @@
+"""The sender's control channel, over real sockets: within a host, and between hosts that have the same key."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.support.clock import Clock
+from tests.support.meeting import wait_until
+from tests.support.pools import NETWORK
+from tests.support.strangers import as_stranger, require
+from trtllm_disagg.engines.embedded.kv_transfer.access import (
+    Network,
+    PeerAuthentication,
+    PeerGoneError,
+    SameUserAuthentication,
+)
+from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout, PeerMetadata
+from trtllm_disagg.engines.embedded.kv_transfer.control import ControlClient, ControlServer, LeaseTable
+from trtllm_disagg.engines.embedded.kv_transfer.listener import MAX_MESSAGE_BYTES, Limits
+from trtllm_disagg.engines.embedded.kv_transfer.messages import Finish
+from trtllm_disagg.errors import ConfigError, KvTransferError
+from trtllm_disagg.wire.kv_handle import VERSION, KvHandle, split_endpoint
+
+METADATA = PeerMetadata("prefill-1", "SHARED_MEMORY", KvLayout("m", 4, 32, 2, 16, "float32"), 8, b"address")
+SECONDS = 5.0
+GET_METADATA = msgspec.msgpack.encode({"type": "card"})
+#: A limit of each kind that a test reaches soon.
+TIGHT = Limits(connections=3, newcomers=4, greeting=0.3, idle=0.3, frame=0.3)
+
+
+class Server:
+    def __init__(
+        self,
+        authentication: PeerAuthentication,
+        limits: Limits | None = None,
+        leases: LeaseTable | None = None,
+    ) -> None:
+        self.authentication = authentication
+        self.leases = LeaseTable(60.0) if leases is None else leases
+        #: The engine was told of a lease that ended; it may be slow to listen.
+        self.ended = threading.Event()
+        self.listens = threading.Event()
+        self.listens.set()
+        self.control = ControlServer(authentication, self.leases, self._tell, limits)
+        self.control.start(METADATA)
+
+    def _tell(self) -> None:
+        self.listens.wait(2 * SECONDS)
+        self.ended.set()
+
+    def lease(self, request_id: int = 1) -> KvHandle:
+        lease = self.leases.grant(request_id, [1, 2])
+        handle = KvHandle(
+            VERSION, METADATA.sender, self.control.endpoint, lease.id, b"y" * 16, b"p" * 16, 9, [1, 2], 0
+        )
+        lease.digest = handle.digest()
+        return handle
+
+    def connect(self) -> socket.socket:
+        """As a peer does."""
+        return self.authentication.connect(self.control.endpoint, SECONDS)
+
+
+@pytest.fixture(params=["one host", "network"])
+def authentication(request: pytest.FixtureRequest) -> PeerAuthentication:
+    return SameUserAuthentication() if request.param == "one host" else NETWORK.authentication()
+
+
+@pytest.fixture
+def server(authentication: PeerAuthentication) -> Iterator[Server]:
+    made = Server(authentication)
+    yield made
+    made.control.close()
+
+
+@pytest.fixture
+def tight(authentication: PeerAuthentication) -> Iterator[Server]:
+    made = Server(authentication, TIGHT)
+    yield made
+    made.control.close()
+
+
+@pytest.fixture
+def client(authentication: PeerAuthentication) -> Iterator[ControlClient]:
+    made = ControlClient(authentication)
+    yield made
+    made.close()
+
+
+def exchange(connection: socket.socket, payload: bytes) -> bytes:
+    connection.sendall(struct.pack("<I", len(payload)) + payload)
+    (length,) = struct.unpack("<I", receive(connection, 4))
+    return receive(connection, length)
+
+
+def receive(connection: socket.socket, size: int) -> bytes:
+    got = b""
+    while len(got) < size and (part := connection.recv(size - len(got))):
+        got += part
+    return got
+
+
+def is_hung_up(connection: socket.socket) -> bool:
+    """The server says nothing any more."""
+    connection.settimeout(SECONDS)
+    try:
+        return connection.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+def test_a_card_comes_as_it_was_given(server: Server, client: ControlClient) -> None:
+    assert client.metadata(server.lease().endpoint, SECONDS) == METADATA
+
+
+def test_confirming_ends_the_lease_and_wakes_the_engine(server: Server, client: ControlClient) -> None:
+    handle = server.lease()
+    assert client.finish(handle, SECONDS)
+    assert server.ended.wait(SECONDS)
+    assert len(server.leases) == 0
+    assert not client.finish(handle, SECONDS)
+
+
+def test_finish_is_answered_before_the_senders_engine_is_notified(
+    server: Server, client: ControlClient
+) -> None:
+    server.listens.clear()
+    assert client.finish(server.lease(), SECONDS)
+    assert not server.ended.is_set()
+    server.listens.set()
+    assert server.ended.wait(SECONDS)
+
+
+class SlowLeases(LeaseTable):
+    def __init__(self) -> None:
+        super().__init__(60.0)
+        self.has_finished, self.goes_on = threading.Event(), threading.Event()
+
+    def finish(self, lease_id: bytes, digest: bytes) -> bool:
+        is_held = super().finish(lease_id, digest)
+        self.has_finished.set()
+        self.goes_on.wait(SECONDS)
+        return is_held
+
+
+def test_a_receiver_that_hangs_up_before_its_answer_wakes_the_senders_engine_all_the_same(
+    authentication: PeerAuthentication,
+) -> None:
+    leases = SlowLeases()
+    server = Server(authentication, leases=leases)
+    handle, connection = server.lease(), server.connect()
+    question = msgspec.msgpack.encode(Finish(handle.lease, handle.digest()))
+    connection.sendall(struct.pack("<I", len(question)) + question)
+    assert leases.has_finished.wait(SECONDS)
+    connection.close()
+    leases.goes_on.set()
+    assert server.ended.wait(SECONDS)
+    server.control.close()
+
+
+def test_a_changed_handle_is_not_confirmed_and_ends_nothing(server: Server, client: ControlClient) -> None:
+    handle = server.lease()
+    assert not client.finish(msgspec.structs.replace(handle, blocks=[1, 3]), SECONDS)
+    assert len(server.leases) == 1
+    assert client.finish(handle, SECONDS)
+
+
+def test_begin_is_true_only_for_the_unchanged_handle_of_a_held_lease(
+    server: Server, client: ControlClient
+) -> None:
+    handle = server.lease()
+    assert client.begin(handle, SECONDS)
+    assert len(server.leases) == 1
+    assert not client.begin(msgspec.structs.replace(handle, blocks=[1, 3]), SECONDS)
+    assert client.finish(handle, SECONDS)
+    assert not client.begin(handle, SECONDS)
+
+
+def test_begin_after_the_leases_end_raises_a_transfer_error(server: Server, client: ControlClient) -> None:
+    server.leases.seconds = 0.0
+    with pytest.raises(KvTransferError, match="ended before the KV was read"):
+        client.begin(server.lease(), SECONDS)
+
+
+def test_releasing_ends_the_lease(server: Server, client: ControlClient) -> None:
+    client.release(server.lease(), SECONDS)
+    assert len(server.leases) == 0
+    assert server.ended.wait(SECONDS)
+
+
+def test_no_peer_is_answered_after_close(server: Server, client: ControlClient) -> None:
+    handle = server.lease()
+    client.metadata(handle.endpoint, SECONDS)
+    server.control.close()
+    for _ in range(2):  # on the connection that was there, and on a new one
+        with pytest.raises(KvTransferError, match="control channel"):
+            client.finish(handle, SECONDS)
+    with pytest.raises(PeerGoneError):
+        client.finish(handle, SECONDS)
+    assert len(server.leases) == 1
+
+
+def test_a_client_connects_again_after_its_connection_broke(tight: Server, client: ControlClient) -> None:
+    handle = tight.lease()
+    client.metadata(handle.endpoint, SECONDS)
+    wait_until(lambda: tight.control.num_connections == 0)  # the server has hung up on an idle peer
+    with pytest.raises(KvTransferError):
+        client.metadata(handle.endpoint, SECONDS)
+    assert client.metadata(handle.endpoint, SECONDS) == METADATA
+
+
+def test_connections_to_peers_of_long_ago_are_closed_when_another_peer_is_met(
+    authentication: PeerAuthentication,
+) -> None:
+    clock, servers = Clock(), [Server(authentication) for _ in range(3)]
+    client = ControlClient(authentication, clock)
+    old, busy, new = (server.control for server in servers)
+    client.metadata(old.endpoint, SECONDS)
+    client.metadata(busy.endpoint, SECONDS)
+    clock.now = 50.0
+    client.metadata(busy.endpoint, SECONDS)
+    clock.now = 70.0
+    client.metadata(new.endpoint, SECONDS)
+    wait_until(lambda: old.num_connections == 0)
+    assert (busy.num_connections, new.num_connections) == (1, 1)
+    client.close()
+    for server in servers:
+        server.control.close()
+
+
+class WatchedSocket:
+    """A connection that calls `on_close` before it is closed."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self.on_close: Callable[[], object] = lambda: None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
+
+    def close(self) -> None:
+        self.on_close()
+        self._connection.close()
+
+
+class Watched(SameUserAuthentication):
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[str, list[WatchedSocket]] = {}
+
+    def connect(self, endpoint: str, timeout: float) -> Any:
+        connection = WatchedSocket(super().connect(endpoint, timeout))
+        self.made.setdefault(endpoint, []).append(connection)
+        return connection
+
+
+def test_a_connection_that_is_made_while_old_ones_are_closed_stays() -> None:
+    authentication, clock, servers = Watched(), Clock(), [Server(SameUserAuthentication()) for _ in range(3)]
+    client = ControlClient(authentication, clock)
+    first, old, second = (server.control.endpoint for server in servers)
+    for endpoint in (first, old, second):
+        client.metadata(endpoint, SECONDS)
+    clock.now = 100.0
+    authentication.made[old][0].on_close = lambda: client.metadata(second, SECONDS)
+    client.metadata(first, SECONDS)
+    client.metadata(second, SECONDS)
+    assert {endpoint: len(made) for endpoint, made in authentication.made.items()} == {
+        first: 2,
+        old: 1,
+        second: 2,
+    }
+    client.close()
+    for server in servers:
+        server.control.close()
+
+
+def test_a_peer_for_which_there_is_no_thread_is_refused_and_the_next_one_served(
+    server: Server, client: ControlClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(KvTransferError):
+            client.metadata(server.control.endpoint, SECONDS)
+    assert client.metadata(server.control.endpoint, SECONDS) == METADATA
+    assert server.control.num_connections == 1
+
+
+def test_control_request_without_an_answer_times_out(
+    client: ControlClient, authentication: PeerAuthentication
+) -> None:
+    listener, endpoint = authentication.listen()
+    with listener, pytest.raises(KvTransferError, match=r"no answer within 0\.1 s"):
+        client.finish(msgspec.structs.replace(HANDLE, endpoint=endpoint), 0.1)
+
+
+HANDLE = KvHandle(VERSION, "s", "tcp://127.0.0.1:1", b"l" * 16, b"y" * 16, b"p" * 16, 1, [0], 0)
+
+
+@pytest.mark.parametrize(
+    "message", [b"", b"garbage", b"\x81\xa4type\xa3\xff\xff\xff", msgspec.msgpack.encode({"type": "x"})]
+)
+def test_an_unreadable_message_ends_its_connection_and_no_other(
+    server: Server, client: ControlClient, message: bytes
+) -> None:
+    endpoint = server.lease().endpoint
+    client.metadata(endpoint, SECONDS)
+    with server.connect() as connection:
+        connection.sendall(struct.pack("<I", len(message)) + message)
+        assert is_hung_up(connection)
+    assert client.metadata(endpoint, SECONDS) == METADATA
+
+
+def test_invalid_messages_are_logged_once_a_minute(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        for _ in range(20):
+            with server.connect() as connection:
+                connection.sendall(struct.pack("<I", 3) + b"bad")
+                assert is_hung_up(connection)
+    assert sum("hung up on" in record.message for record in caplog.records) == 1
+
+
+def test_oversized_control_message_closes_the_connection(server: Server, client: ControlClient) -> None:
+    with server.connect() as connection:
+        connection.sendall(struct.pack("<I", MAX_MESSAGE_BYTES + 1))
+        assert is_hung_up(connection)
+    assert client.metadata(server.lease().endpoint, SECONDS) == METADATA
+
+
+@pytest.mark.parametrize("said", [b"", b"\x10"], ids=["idle", "half a frame"])
+def test_connection_that_falls_silent_is_closed(tight: Server, said: bytes) -> None:
+    with tight.connect() as connection:
+        connection.sendall(said)
+        assert is_hung_up(connection)
+    wait_until(lambda: tight.control.num_connections == 0)
+
+
+def test_connection_beyond_the_limit_is_closed_until_another_one_ends(
+    tight: Server, client: ControlClient
+) -> None:
+    held = [tight.connect() for _ in range(TIGHT.connections)]
+    for connection in held:
+        connection.settimeout(SECONDS)
+        assert exchange(connection, GET_METADATA)
+    with tight.connect() as one_too_many:
+        assert is_hung_up(one_too_many)
+    for connection in held:
+        connection.close()
+    wait_until(lambda: tight.control.num_connections == 0)
+    assert client.metadata(tight.control.endpoint, SECONDS) == METADATA
+
+
+def test_one_slow_peer_does_not_delay_another(server: Server, client: ControlClient) -> None:
+    with server.connect() as slow:
+        slow.sendall(b"\x10")
+        assert client.metadata(server.lease().endpoint, SECONDS) == METADATA
+
+
+def test_closing_leaves_no_thread(authentication: PeerAuthentication, client: ControlClient) -> None:
+    before = set(threading.enumerate())
+    server = Server(authentication)
+    client.metadata(server.lease().endpoint, SECONDS)
+    server.control.close()
+    for thread in set(threading.enumerate()) - before:
+        if thread.name.startswith("kv-control"):
+            thread.join(SECONDS)
+            assert not thread.is_alive()
+
+
+def test_an_address_with_a_zone_is_refused_at_the_start() -> None:
+    with pytest.raises(ConfigError, match=r"embedded\.transfer_host: '::1%1'.*without a zone"):
+        Network("::1%1", b"k" * 32).authentication().listen()
+
+
+def test_an_ipv6_address_is_shown_in_brackets() -> None:
+    authentication = Network("::1", b"k" * 32).authentication()
+    server = Server(authentication)
+    try:
+        assert server.control.endpoint.startswith("tcp://[::1]:")
+        client = ControlClient(authentication)
+        assert client.metadata(server.control.endpoint, SECONDS) == METADATA
+        client.close()
+    finally:
+        server.control.close()
+
+
+# -- on one host: the same user only
+
+_CONNECT = """
+import json, socket, struct, sys
+connection = socket.socket(socket.AF_UNIX)
+connection.settimeout(10)
+try:
+    connection.connect(b"\\0" + sys.argv[1].encode())
+    connection.sendall(struct.pack("<I", 10) + b"\\x81\\xa4type\\xa4card")
+    got = connection.recv(1)
+except OSError as error:
+    got = b""
+print(json.dumps(got.hex()))
+"""
+
+_TAKE_THE_NAME = """
+import json, os, signal, socket, sys
+taken = socket.socket(socket.AF_UNIX)
+taken.bind(b"\\0" + sys.argv[1].encode())
+taken.listen(8)
+if os.fork() == 0:
+    sys.stdout.close()
+    os.close(1)
+    os.close(2)
+    connection, _ = taken.accept()
+    connection.recv(1)
+    os._exit(0)
+print(json.dumps(True))
+"""
+
+
+def place_of(endpoint: str) -> tuple[str, int]:
+    place = split_endpoint(endpoint)
+    assert place is not None
+    return place
+
+
+def abstract_name(endpoint: str) -> str:
+    name, number = place_of(endpoint)
+    return f"{name.removeprefix('@')}:{number}"
+
+
+def test_another_user_gets_no_answer() -> None:
+    require()
+    server = Server(SameUserAuthentication())
+    try:
+        name = abstract_name(server.control.endpoint)
+        assert as_stranger(_CONNECT, name) == ""
+        assert server.control.num_connections == 0
+        client = ControlClient(server.authentication)
+        assert client.metadata(server.control.endpoint, SECONDS) == METADATA
+        client.close()
+    finally:
+        server.control.close()
+
+
+def test_socket_name_taken_over_by_another_user_is_refused() -> None:
+    require()
+    server = Server(SameUserAuthentication())
+    server.control.close()
+    assert as_stranger(_TAKE_THE_NAME, abstract_name(server.control.endpoint))
+    client = ControlClient(SameUserAuthentication())
+    with pytest.raises(PeerGoneError, match=f"runs as uid 65534, this one as {os.geteuid()}"):
+        client.metadata(server.control.endpoint, SECONDS)
+    client.close()
+
+
+# -- between hosts: the same key only
+
+
+def test_a_peer_with_another_key_is_refused_by_either_end(caplog: pytest.LogCaptureFixture) -> None:
+    server = Server(NETWORK.authentication())
+    try:
+        client = ControlClient(Network("127.0.0.1", b"another key" * 4).authentication())
+        with pytest.raises(KvTransferError, match=r"does not have the key of embedded\.transfer_key_file"):
+            client.metadata(server.control.endpoint, SECONDS)
+        client.close()
+    finally:
+        server.control.close()
+
+
+@pytest.mark.parametrize(
+    "said", [b"GET / HTTP/1.1\r\n\r\n", struct.pack("<I", 10) + GET_METADATA, os.urandom(4096)]
+)
+def test_bytes_that_are_no_tls_are_answered_by_a_tls_alert_at_most(said: bytes) -> None:
+    server = Server(NETWORK.authentication())
+    try:
+        place = place_of(server.control.endpoint)
+        with socket.create_connection(place, timeout=SECONDS) as connection:
+            connection.sendall(said)
+            got = b""
+            try:
+                while part := connection.recv(4096):
+                    got += part
+            except ConnectionError:
+                pass
+        assert len(got) <= 7, "a TLS alert"
+        assert METADATA.address not in got
+        wait_until(lambda: server.control.num_connections == 0)
+    finally:
+        server.control.close()
+
+
+def test_peer_connects_during_a_flood_of_silent_connections() -> None:
+    server = Server(NETWORK.authentication())
+    place = place_of(server.control.endpoint)
+    flood = [socket.create_connection(place, timeout=SECONDS) for _ in range(3 * Limits().newcomers)]
+    try:
+        client = ControlClient(server.authentication)
+        assert client.metadata(server.control.endpoint, SECONDS) == METADATA
+        client.close()
+        wait_until(lambda: server.control.num_connections <= Limits().newcomers + 1)
+    finally:
+        for connection in flood:
+            connection.close()
+        server.control.close()
+
+
+def test_local_and_network_engines_refuse_each_others_endpoints() -> None:
+    local, network = ControlClient(SameUserAuthentication()), ControlClient(NETWORK.authentication())
+    with pytest.raises(KvTransferError, match="is on another host"):
+        local.metadata("tcp://127.0.0.1:9", SECONDS)
+    with pytest.raises(KvTransferError, match="accepts peers on its own host only"):
+        network.metadata("unix://@name:1", SECONDS)

@@ -1,0 +1,105 @@
+"""What one peer can do to a prefill engine's book of offers, and for how long; and that none of them is overlooked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.support.clock import Clock
+from trtllm_disagg.engines.embedded.kv_transfer.messages import MAX_OFFER_SECONDS, Offer, Withdraw, new_ticket
+from trtllm_disagg.engines.embedded.kv_transfer.push import OfferBook
+
+LAYOUT = b"y" * 16
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def book(clock: Clock) -> OfferBook:
+    return OfferBook("prefill-1", LAYOUT, lambda: None, stop_seconds=1.0, clock=clock)
+
+
+def offer(request: int, **changes: Any) -> Offer:
+    made = Offer(
+        request=request,
+        ticket=new_ticket(),
+        prefill="prefill-1",
+        decode="decode-1",
+        endpoint="unix://@decode:1",
+        layout=LAYOUT,
+        prompt=b"p" * 16,
+        blocks=[0],
+        num_known=0,
+        seconds=MAX_OFFER_SECONDS,
+    )
+    return msgspec.structs.replace(made, **changes)
+
+
+def fill(book: OfferBook, peer: str, first: int) -> int:
+    """How many offers of this peer are taken. It gives itself another name each time."""
+    for number in range(first, first + 5000):
+        if book.offered(offer(number, decode=f"decode-{number}"), peer) == b"full":
+            return number - first
+    raise AssertionError("without end")
+
+
+def test_offers_of_one_peer_are_limited_and_leave_room_for_others(book: OfferBook) -> None:
+    assert fill(book, "pid 1", 0) == 1024
+    assert book.offered(offer(9000), "pid 2") == b"ok"
+
+
+def test_offers_of_all_peers_are_limited_until_old_ones_expire(book: OfferBook, clock: Clock) -> None:
+    taken = [fill(book, f"pid {peer}", 10_000 * peer) for peer in range(5)]
+    assert taken == [1024, 1024, 1024, 1024, 0]
+    clock.now = MAX_OFFER_SECONDS
+    assert book.offered(offer(1), "pid 9") == b"ok"
+
+
+@pytest.mark.parametrize("seconds", [1e6, MAX_OFFER_SECONDS + 1, float("inf"), float("nan"), -1.0])
+def test_offer_without_a_valid_duration_is_not_decoded(seconds: float) -> None:
+    message = msgspec.msgpack.encode(offer(1, seconds=seconds))
+    with pytest.raises(msgspec.ValidationError, match="seconds"):
+        msgspec.msgpack.decode(message, type=Offer)
+
+
+def test_offer_that_comes_while_the_engine_looks_for_news_is_news_at_its_next_look(
+    book: OfferBook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    news = book._has_news
+    seen = news.is_set
+
+    def look() -> bool:
+        monkeypatch.undo()
+        was_set = seen()
+        book.offered(offer(1), "pid 1")
+        return was_set
+
+    monkeypatch.setattr(news, "is_set", look)
+    assert [book.take_news() for _ in range(3)] == [False, True, False]
+
+
+class Compared(int):
+    """A request id that counts how often it is compared with another one."""
+
+    count = 0
+
+    def __eq__(self, other: object) -> bool:
+        self.count += 1
+        return int(self) == other
+
+    __hash__ = int.__hash__
+
+
+def test_a_request_is_looked_for_among_thousands_of_withdrawn_ones_by_few_comparisons(
+    book: OfferBook,
+) -> None:
+    for number in range(1, 5001):
+        book.withdrawn(Withdraw("prefill-1", number, new_ticket()))
+    last, forgotten, strange = Compared(5000), Compared(1), Compared(9000)
+    assert [book.was_abandoned_by_decode(each) for each in (last, forgotten, strange)] == [True, False, False]
+    assert max(each.count for each in (last, forgotten, strange)) < 10

@@ -1,0 +1,330 @@
+"""Pulls from several senders at once: a sender that stalls delays no other's."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from tests.support.clock import Clock
+from tests.support.meeting import wait_until
+from tests.support.pools import LAYOUT
+from trtllm_disagg.engines.embedded.kv_transfer.access import SameUserAuthentication
+from trtllm_disagg.engines.embedded.kv_transfer.base import KvTimeouts, PeerMetadata
+from trtllm_disagg.engines.embedded.kv_transfer.peers import (
+    MAX_PEER_THREADS,
+    LateTransfer,
+    LateTransfers,
+    Peers,
+    PeerThreads,
+)
+from trtllm_disagg.engines.embedded.kv_transfer.pull import KvReceiver, KvSender, Pull
+from trtllm_disagg.errors import KvTransferError
+from trtllm_disagg.wire.kv_handle import KvHandle, decode_handle
+
+
+class NoBytes:
+    """A transport that has nothing to move."""
+
+    name = "NONE"
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    def serve(self, sender: str) -> bytes:
+        return b""
+
+    def read(self, peer: PeerMetadata, remote: np.ndarray, local: np.ndarray, timeout: float) -> int:
+        return 0
+
+    def write(self, peer: PeerMetadata, remote: np.ndarray, local: np.ndarray, timeout: float) -> int:
+        raise AssertionError("not asked for here")
+
+    def forget(self, peer: PeerMetadata) -> None:
+        """Nothing is remembered."""
+
+    def progress(self) -> None:
+        """No peer connects."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@dataclass(slots=True)
+class Stalled:
+    """A process that takes connections and says nothing."""
+
+    listener: socket.socket
+    endpoint: str
+
+    def num_connected(self) -> int:
+        self.listener.setblocking(False)
+        with contextlib.ExitStack() as stack, contextlib.suppress(BlockingIOError):
+            for count in itertools.count():
+                connected = count
+                stack.enter_context(self.listener.accept()[0])
+        return connected
+
+
+@pytest.fixture
+def sender() -> Iterator[KvSender]:
+    made = KvSender(
+        NoBytes(),
+        LAYOUT,
+        8,
+        authentication=SameUserAuthentication(),
+        timeouts=KvTimeouts(),
+        on_lease_ended=lambda: None,
+    )
+    made.start()
+    yield made
+    made.close()
+
+
+def peers_with(timeouts: KvTimeouts) -> Peers:
+    return Peers(
+        NoBytes(),
+        LAYOUT,
+        authentication=SameUserAuthentication(),
+        timeouts=timeouts,
+        on_change=lambda: None,
+    )
+
+
+@pytest.fixture
+def peers() -> Peers:
+    return peers_with(KvTimeouts())
+
+
+@pytest.fixture
+def stalled() -> Iterator[Stalled]:
+    listener, endpoint = SameUserAuthentication().listen()
+    with listener:
+        yield Stalled(listener, endpoint)
+
+
+def handoff(sender: KvSender, request_id: int) -> KvHandle:
+    return decode_handle(
+        sender.lease(request_id, [request_id], prompt_digest=b"p" * 16, num_tokens=1, seed=0, cached_tokens=0)
+    )
+
+
+def test_a_stalled_sender_delays_no_other(sender: KvSender, peers: Peers, stalled: Stalled) -> None:
+    finished = threading.Semaphore(0)
+    receiver = KvReceiver(peers, on_finished=finished.release)
+    good = handoff(sender, 1)
+    stuck = msgspec.structs.replace(good, endpoint=stalled.endpoint)
+    try:
+        receiver.start(Pull(handle=stuck, remote=[1], local=[1]))
+        receiver.start(Pull(handle=good, remote=[1], local=[1]))
+
+        # The good one comes first: the question to the other peer may take five seconds.
+        assert finished.acquire(timeout=20)
+        (first,) = receiver.take_finished()
+        assert (first.handle, first.outcome.error) == (good, None)
+        assert finished.acquire(timeout=30)
+        (second,) = receiver.take_finished()
+        assert second.handle == stuck
+        assert isinstance(second.outcome.error, KvTransferError)
+    finally:
+        peers.close()
+
+
+def test_pulls_behind_one_without_an_answer_end_with_it_and_ask_no_more(
+    sender: KvSender, stalled: Stalled
+) -> None:
+    clock, finished = Clock(), threading.Semaphore(0)
+
+    def one_has_ended() -> None:
+        clock.now += 2.0
+        finished.release()
+
+    impatient = peers_with(KvTimeouts(control=0.2, transfer=1.0))
+    receiver = KvReceiver(impatient, on_finished=one_has_ended, clock=clock)
+    stuck = msgspec.structs.replace(handoff(sender, 1), endpoint=stalled.endpoint)
+    try:
+        for _ in range(5):
+            receiver.start(Pull(handle=stuck, remote=[1], local=[1]))
+        assert all(finished.acquire(timeout=20) for _ in range(5))
+    finally:
+        impatient.close()
+    first, *others = (str(pull.outcome.error) for pull in receiver.take_finished())
+    assert "no answer within 0.2 s" in first
+    assert {error.partition(" was ")[2] for error in others} == {
+        "busy, or did not answer, for 1 s: its KV was not read"
+    }
+    assert stalled.num_connected() == 1
+
+
+def test_a_pull_whose_request_was_aborted_reads_nothing_and_gives_the_lease_back(
+    sender: KvSender, peers: Peers
+) -> None:
+    finished = threading.Semaphore(0)
+    receiver = KvReceiver(peers, on_finished=finished.release)
+    try:
+        receiver.start(Pull(handle=handoff(sender, 1), remote=[1], local=[1], is_wanted=lambda: False))
+        assert finished.acquire(timeout=20)
+        (pull,) = receiver.take_finished()
+        assert "aborted" in str(pull.outcome.error)
+        wait_until(lambda: not len(sender.leases))
+        assert peers.metadata.loads == 0
+    finally:
+        peers.close()
+
+
+def test_the_number_of_workers_is_bounded(sender: KvSender, peers: Peers) -> None:
+    finished = threading.Semaphore(0)
+    receiver = KvReceiver(peers, on_finished=finished.release)
+    before = threading.active_count()
+    try:
+        for port in range(1, 101):
+            nowhere = msgspec.structs.replace(handoff(sender, port), endpoint=f"unix://@nowhere:{port}")
+            receiver.start(Pull(handle=nowhere, remote=[1], local=[1]))
+        for _ in range(100):
+            assert finished.acquire(timeout=30)
+        assert len(receiver.take_finished()) == 100
+        assert threading.active_count() - before <= 64
+    finally:
+        peers.close()
+
+
+def test_a_new_peer_has_a_thread_of_its_own_after_many_that_are_gone() -> None:
+    workers, ended, go = PeerThreads(), threading.Semaphore(0), threading.Event()
+
+    def stall() -> None:
+        go.wait(20)
+
+    try:
+        for port in range(100):
+            workers.submit(f"unix://@gone:{port}", ended.release)
+            assert ended.acquire(timeout=20)
+        workers.submit("unix://@stalls:1", stall)
+        workers.submit("unix://@well:1", ended.release)
+        assert ended.acquire(timeout=10)
+    finally:
+        go.set()
+        workers.close()
+
+
+def test_a_known_peer_does_not_wait_for_as_many_that_do_not_answer() -> None:
+    """Forged handoffs may name any number of endpoints that accept and say nothing."""
+    known = [f"tcp://well:{port}" for port in range(40)]
+    workers, ended, go = PeerThreads(known.__contains__), threading.Semaphore(0), threading.Event()
+
+    def stall() -> None:
+        go.wait(20)
+
+    try:
+        for endpoint in known:
+            workers.submit(endpoint, ended.release)
+            assert ended.acquire(timeout=20)
+        for port in range(2 * MAX_PEER_THREADS):
+            workers.submit(f"tcp://silent:{port}", stall)
+        for endpoint in known[-MAX_PEER_THREADS // 2 :]:
+            workers.submit(endpoint, ended.release)
+            assert ended.acquire(timeout=10)
+    finally:
+        go.set()
+        workers.close()
+
+
+def test_more_known_peers_than_threads_take_turns() -> None:
+    workers, ran = PeerThreads(lambda endpoint: True), queue.SimpleQueue[int]()
+    try:
+        for number in range(2 * MAX_PEER_THREADS):
+            workers.submit(f"tcp://well:{number}", ran.put, number)
+            assert ran.get(timeout=20) == number
+    finally:
+        workers.close()
+
+
+def test_peers_for_which_the_system_has_no_thread_share_one_and_their_late_transfers_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    workers, ran, ended = PeerThreads(), queue.SimpleQueue[int](), threading.Event()
+    late = LateTransfers(workers, ended.set, seconds=60.0)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            for number in range(4):
+                workers.submit(f"unix://@refused:{number % 2}", ran.put, number)
+            assert [ran.get(timeout=20) for _ in range(4)] == [0, 1, 2, 3]
+            late.add(LateTransfer("unix://@refused:0", lambda: True))
+            assert ended.wait(20)
+        workers.submit("unix://@later:1", ran.put, 4)
+        assert ran.get(timeout=20) == 4
+    finally:
+        late.close()
+        workers.close()
+
+
+def test_work_submitted_for_one_peer_runs_in_order() -> None:
+    workers, ran = PeerThreads(), queue.SimpleQueue[int]()
+    try:
+        for number in range(300):
+            workers.submit("unix://@one:1", ran.put, number)
+            workers.submit(f"unix://@other:{number}", threading.Event().set)
+        assert [ran.get(timeout=20) for _ in range(300)] == list(range(300))
+    finally:
+        workers.close()
+
+
+def test_a_peers_work_runs_on_one_thread_when_a_thread_becomes_free_meanwhile() -> None:
+    """Two threads would mix up the answers on the peer's one connection."""
+    workers, ended = PeerThreads(), threading.Semaphore(0)
+    busy = [threading.Event() for _ in range(MAX_PEER_THREADS - 1)]
+    started, go, second = threading.Event(), threading.Event(), threading.Event()
+
+    def first() -> None:
+        started.set()
+        go.wait(20)
+
+    def stay_busy(number: int) -> None:
+        busy[number].wait(20)
+        ended.release()
+
+    try:
+        for number in range(len(busy)):
+            workers.submit(f"unix://@busy:{number}", stay_busy, number)
+        workers.submit("unix://@late:1", first)
+        assert started.wait(20)
+        for number in range(2):
+            busy[number].set()
+            assert ended.acquire(timeout=20)
+            workers.submit(f"unix://@busy:{number}", ended.release)
+            assert ended.acquire(timeout=20)
+        workers.submit("unix://@late:1", second.set)
+        assert not second.wait(0.2)
+        go.set()
+        assert second.wait(20)
+    finally:
+        for event in (go, *busy):
+            event.set()
+        workers.close()
+
+
+def test_work_that_raises_is_logged_and_the_next_one_runs(caplog: pytest.LogCaptureFixture) -> None:
+    workers, ran = PeerThreads(), threading.Event()
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    try:
+        workers.submit("unix://@one:1", fail)
+        workers.submit("unix://@one:1", ran.set)
+        assert ran.wait(20)
+    finally:
+        workers.close()
+    assert "work for the peer unix://@one:1 failed unexpectedly" in caplog.text

@@ -1,0 +1,261 @@
+"""A checkpoint that transformers loads, and that would answer as another model, is refused by name before that."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.conftest import Checkpoints
+from trtllm_disagg.engines.embedded.model.model_loader import load_model
+from trtllm_disagg.engines.embedded.params.model_config import FAMILIES
+from trtllm_disagg.engines.embedded.params.model_shape import read_shape
+from trtllm_disagg.errors import ConfigError
+
+Weights = dict[str, torch.Tensor]
+MakeModel = Callable[..., Path]
+
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+@pytest.fixture
+def make_model(checkpoints: Checkpoints, tmp_path: Path) -> MakeModel:
+    """A checkpoint to damage."""
+    return lambda family="llama": Path(shutil.copytree(checkpoints(family), tmp_path / family))
+
+
+def edit(file: Path, **changes: Any) -> None:
+    """`...` takes a key out."""
+    content = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
+
+
+def save(model: Path, weights: Weights) -> None:
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+
+
+def refusal(model: Path) -> str:
+    with pytest.raises(ConfigError) as refused:
+        read_shape(model, "auto")
+    assert "\n" not in str(refused.value)
+    assert str(model) in str(refused.value)
+    return str(refused.value)
+
+
+# -- config.json
+
+STATED = (
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "rms_norm_eps",
+    "vocab_size",
+)
+
+
+@pytest.mark.parametrize("key", STATED)
+def test_config_json_key_with_a_family_default_is_refused_when_missing(
+    make_model: MakeModel, key: str
+) -> None:
+    model = make_model()
+    edit(model / "config.json", **{key: ...})
+    assert f"config.json {key}: None is not allowed" in refusal(model)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *((key, value) for key in STATED for value in (0, -1, "64", 1e300 * 1e10, True)),
+        ("hidden_size", 10**12),
+        ("max_position_embeddings", 10**15),
+        ("num_hidden_layers", 10**9),
+        ("head_dim", 0),
+        ("head_dim", 15),
+        ("num_key_value_heads", 0),
+        ("num_attention_heads", 5),
+        ("rms_norm_eps", float("nan")),
+        ("rope_theta", 0.0),
+        ("rope_theta", "10000"),
+        ("sliding_window", -3),
+        ("layer_types", ["full_attention"]),
+        ("hidden_act", "sideways"),
+        ("rope_scaling", "linear"),
+        ("quantization_config", {"quant_method": "fp8"}),
+        ("quantization_config", {"quant_method": "unknown"}),
+    ],
+)
+def test_impossible_config_json_value_is_refused(make_model: MakeModel, key: str, value: object) -> None:
+    model = make_model()
+    edit(model / "config.json", **{key: value})
+    assert re.search(
+        rf"config\.json (num_key_value_heads|{key}): .* is not allowed; expected", refusal(model)
+    )
+
+
+def test_text_that_is_not_utf_8_is_refused(make_model: MakeModel) -> None:
+    model = make_model()
+    edit(model / "config.json", attention_bias="\ud800")
+    assert "config.json is not a configuration" in refusal(model)
+
+
+@pytest.mark.parametrize("kind", ["sideways", "longrope"])
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+def test_rotations_that_are_not_served_are_refused(make_model: MakeModel, key: str, kind: str) -> None:
+    model = make_model()
+    edit(model / "config.json", **{key: {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}})
+    assert f"{key}.rope_type: '{kind}' is not allowed; expected one of default, linear" in refusal(model)
+
+
+def test_rope_factor_that_is_no_number_is_refused(make_model: MakeModel) -> None:
+    model = make_model()
+    edit(model / "config.json", rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": "x"})
+    assert "rope_parameters.factor: 'x' is not allowed; expected a number above 0" in refusal(model)
+
+
+def test_more_experts_per_token_than_experts_is_refused(make_model: MakeModel) -> None:
+    model = make_model("mixtral")
+    edit(model / "config.json", num_experts_per_tok=7)
+    assert "num_experts_per_tok: 7 is not allowed; expected at most the 6 experts" in refusal(model)
+
+
+@pytest.mark.parametrize("found", ["</s>", ["1"], {"a": 1}, 99_999, -1, True])
+def test_invalid_eos_token_id_is_refused(make_model: MakeModel, found: object) -> None:
+    model = make_model()
+    edit(model / "generation_config.json", eos_token_id=found)
+    assert "generation_config.json eos_token_id: " in refusal(model)
+
+
+def test_a_quantised_checkpoint_of_tensorrt_llm_is_refused(make_model: MakeModel) -> None:
+    model = make_model()
+    (model / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    assert "hf_quant_config.json says that the checkpoint is quantised" in refusal(model)
+
+
+@pytest.mark.parametrize("text", ["[]", "[" * 50_000, "{"], ids=["list", "deep", "half"])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json"])
+def test_a_file_that_is_no_object_is_refused_by_its_name(make_model: MakeModel, name: str, text: str) -> None:
+    model = make_model()
+    (model / name).write_text(text)
+    assert name in refusal(model)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"model": {"vocab": {"a": "b"}}}', '{"model": [1]}', '{"added_tokens": [{}]}']
+)
+def test_a_tokenizer_without_a_vocabulary_is_refused(make_model: MakeModel, text: str) -> None:
+    model = make_model()
+    (model / "tokenizer.json").write_text(text)
+    assert "tokenizer.json is no tokenizer" in refusal(model)
+
+
+# -- weights
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_weight_too_few_or_too_many_or_of_another_shape_is_refused(
+    make_model: MakeModel, family: str
+) -> None:
+    model = make_model(family)
+    weights = load_file(model / "model.safetensors")
+    last = max(name for name in weights if name.startswith("model.layers.3") and name != NORM)
+    for name in (QUERY, NORM, last):
+        save(model, {key: weight for key, weight in weights.items() if key != name})
+        assert f"lacks 1 weights that its config.json asks for: {name}" in refusal(model)
+        save(model, weights | {name: weights[name][1:].clone()})
+        assert f"{name} has shape {list(weights[name][1:].shape)}, where" in refusal(model)
+    for name in ("model.layers.1.self_attn.o_proj.bias", "model.layers.4.input_layernorm.weight"):
+        save(model, weights | {name: torch.ones(64)})
+        assert f"has 1 weights that its config.json has no place for: {name}" in refusal(model)
+    save(model, weights | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
+    read_shape(model, "auto")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn])
+def test_weights_that_are_no_plain_floats_are_refused(make_model: MakeModel, dtype: torch.dtype) -> None:
+    """They were cast, and served."""
+    model = make_model()
+    weights = load_file(model / "model.safetensors")
+    save(model, weights | {QUERY: weights[QUERY].to(dtype)})
+    assert re.search(rf"{QUERY} is of dtype \w+; expected one of F32, BF16, F16, F64", refusal(model))
+
+
+def test_a_model_with_packed_weights_is_refused_as_quantised(make_model: MakeModel) -> None:
+    model = make_model()
+    weights = load_file(model / "model.safetensors")
+    save(model, {name.replace("proj.weight", "proj.qweight"): weight for name, weight in weights.items()})
+    assert "is quantised (model.layers.0.mlp.down_proj.qweight" in refusal(model)
+
+
+def test_missing_expert_weights_are_refused_in_one_line(make_model: MakeModel) -> None:
+    """It says what it misses in a report of many lines, which is made one here."""
+    model = make_model("mixtral")
+    weights = load_file(model / "model.safetensors")
+    save(model, {name: weight for name, weight in weights.items() if ".experts." not in name})
+    with pytest.raises(ConfigError, match=r"lacks \d+ weights, or has them in another shape") as refused:
+        load_model(model, read_shape(model, "auto"), "modules")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"shape": [64, 63]},
+        {"shape": "64"},
+        {"shape": [-64, -64]},
+        {"data_offsets": [-5, 10]},
+        {"data_offsets": [0]},
+        {"dtype": 7},
+    ],
+    ids=str,
+)
+def test_safetensors_header_that_contradicts_the_file_is_refused(
+    make_model: MakeModel, changes: dict[str, Any]
+) -> None:
+    file = make_model() / "model.safetensors"
+    raw = file.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8 : 8 + length])
+    header[QUERY] |= changes
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
+    assert "is no safetensors file" in refusal(file.parent)
+
+
+# -- files
+
+
+def test_weight_index_with_paths_outside_the_model_is_refused(make_model: MakeModel) -> None:
+    model = make_model()
+    index = model / "model.safetensors.index.json"
+    names = load_file(model / "model.safetensors").keys()
+    for shard, words in (("../x", "names '../x'"), ("/etc/passwd", "names '/etc/passwd'")):
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(names, shard)}))
+        assert words in refusal(model)
+    shutil.copy(model / "model.safetensors", model / "other.safetensors")
+    save_file({"a": torch.ones(1)}, model / "other.safetensors")
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "other.safetensors")}))
+    assert "lacks lm_head.weight, which model.safetensors.index.json says is there" in refusal(model)
+
+
+def test_weights_under_another_file_name_are_refused(make_model: MakeModel) -> None:
+    model = make_model()
+    (model / "model.safetensors").rename(model / "weights.safetensors")
+    assert "has neither model.safetensors nor model.safetensors.index.json" in refusal(model)
+
+
+def test_a_directory_in_place_of_weights_is_refused(make_model: MakeModel) -> None:
+    model = make_model()
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors").mkdir()
+    assert "model.safetensors" in refusal(model)

@@ -1,0 +1,235 @@
+"""KV between modelled engines: what a transfer takes, what waits for it, and that every block comes back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.meeting import Duo
+from tests.support.modelled_cores import ModelledTestCore, VirtualClock, prompt_of
+from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout, PeerMetadata, ReadTimeoutError
+from trtllm_disagg.engines.modelled.clock import ScaledClock
+from trtllm_disagg.engines.modelled.link import LinkCost, LinkTransport
+from trtllm_disagg.errors import HandoffRefusedError, KvTransferError
+
+LAYOUT = KvLayout("m", 1, 32, 1, 1, "auto")
+#: 1 s a block, half a second of latency.
+COST = LinkCost(1.0, 0.5, 1.0)
+BLOCK_BYTES = 100
+
+
+class End:
+    """One engine's links."""
+
+    def __init__(self, name: str, clock: VirtualClock, cost: LinkCost = COST) -> None:
+        self.transport = LinkTransport(cost, BLOCK_BYTES, clock)
+        self.card = PeerMetadata(name, self.transport.name, LAYOUT, 100, self.transport.serve(name))
+        self._clock = clock
+
+    def seconds_to_read(self, peer: End, count: int, *, at: float) -> float:
+        """When so many blocks of a peer are here, asked for at this time, which may be an earlier one."""
+        self._clock.time = at
+        blocks = np.arange(count, dtype=np.int32)
+        assert self.transport.read(peer.card, blocks, blocks, 1e6) == count * BLOCK_BYTES
+        return self._clock.time
+
+
+@pytest.fixture
+def clock() -> VirtualClock:
+    return VirtualClock()
+
+
+@pytest.fixture
+def ends(clock: VirtualClock) -> Iterator[list[End]]:
+    made = [End(f"engine-{i}", clock) for i in range(4)]
+    yield made
+    for end in made:
+        end.transport.close()
+
+
+def test_a_transfer_takes_its_bytes_over_the_bandwidth_and_a_latency(ends: list[End]) -> None:
+    assert ends[0].seconds_to_read(ends[1], 4, at=10.0) == 14.5
+
+
+def test_two_reads_into_one_engine_queue_for_its_link(ends: list[End]) -> None:
+    assert ends[0].seconds_to_read(ends[1], 4, at=10.0) == 14.5
+    assert ends[0].seconds_to_read(ends[2], 2, at=11.0) == 16.5
+
+
+def test_two_reads_out_of_one_engine_queue_for_its_link(ends: list[End]) -> None:
+    assert ends[1].seconds_to_read(ends[0], 4, at=10.0) == 14.5
+    assert ends[2].seconds_to_read(ends[0], 2, at=11.0) == 16.5
+
+
+def test_transfers_over_different_links_do_not_wait(ends: list[End]) -> None:
+    assert ends[0].seconds_to_read(ends[1], 4, at=10.0) == 14.5
+    assert ends[2].seconds_to_read(ends[3], 4, at=10.0) == 14.5
+    # The other direction is another link.
+    assert ends[1].seconds_to_read(ends[0], 4, at=10.0) == 14.5
+
+
+def test_a_write_takes_the_same_links_as_a_read_from_there(ends: list[End], clock: VirtualClock) -> None:
+    blocks = np.arange(4, dtype=np.int32)
+    clock.time = 10.0
+    assert ends[0].transport.write(ends[1].card, blocks, blocks, 1e6) == 400
+    assert clock.time == 14.5
+    assert ends[2].seconds_to_read(ends[0], 1, at=10.0) == 15.5
+    assert ends[1].seconds_to_read(ends[3], 1, at=10.0) == 15.5
+
+
+def test_transfer_takes_the_bandwidth_of_the_slower_end(clock: VirtualClock, ends: list[End]) -> None:
+    slow = End("slow", clock, LinkCost(3.0, 0.0, 1.0))
+    assert slow.seconds_to_read(ends[0], 2, at=10.0) == 16.5
+    slow.transport.close()
+
+
+def test_a_transfer_that_the_timeout_does_not_allow_fails_when_it_is_over(
+    clock: VirtualClock, ends: list[End]
+) -> None:
+    blocks = np.arange(9, dtype=np.int32)
+    with pytest.raises(ReadTimeoutError, match=r"need 9\.5 s for 9 blocks; .* allows 3 s") as raised:
+        ends[0].transport.read(ends[1].card, blocks, blocks, 3.0)
+    assert clock.time == 103.0
+    assert not raised.value.may_land_later
+
+
+def test_transfer_from_a_closed_peer_raises_with_its_name(clock: VirtualClock, ends: list[End]) -> None:
+    gone = End("gone", clock)
+    gone.transport.close()
+    with pytest.raises(KvTransferError, match="gone is gone"):
+        ends[0].seconds_to_read(gone, 1, at=1.0)
+
+
+def test_a_peer_that_has_another_file_in_its_links_place_is_an_error_and_the_file_stays_as_it_is(
+    clock: VirtualClock, ends: list[End], tmp_path: Path
+) -> None:
+    gone = End("gone", clock)
+    before = {int(name) for name in os.listdir("/proc/self/fd")}
+    gone.transport.close()
+    kept = tmp_path / "kept"
+    kept.write_bytes(bytes(range(64)))
+    freed = [number for number in before if not os.path.exists(f"/proc/self/fd/{number}")]
+    with ExitStack() as files:
+        # The kernel gives the lowest free number.
+        while any(not os.path.exists(f"/proc/self/fd/{number}") for number in freed):
+            files.enter_context(kept.open("r+b"))
+        with pytest.raises(KvTransferError, match=r"gone is gone: .* is no link"):
+            ends[0].seconds_to_read(gone, 1, at=1.0)
+    assert kept.read_bytes() == bytes(range(64))
+
+
+def test_a_peer_with_another_time_scale_is_refused(clock: VirtualClock, ends: list[End]) -> None:
+    slow = End("slow", clock, LinkCost(1.0, 0.5, 8.0))
+    with pytest.raises(HandoffRefusedError, match=r"time_scale is 1 here and 8 at slow"):
+        ends[0].seconds_to_read(slow, 1, at=1.0)
+    slow.transport.close()
+
+
+def test_transfers_in_both_directions_at_once_do_not_wait_for_each_other(ends: list[End]) -> None:
+    blocks = np.arange(1, dtype=np.int32)
+    one, two = ends[:2]
+
+    def write(pair: tuple[End, End]) -> None:
+        for _ in range(200):
+            pair[0].transport.write(pair[1].card, blocks, blocks, 1e6)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(write, [(one, two), (two, one)], timeout=60))
+
+
+# -- engines
+
+
+@pytest.fixture
+def duo() -> Iterator[Duo]:
+    clock = ScaledClock(1.0)
+    pair = Duo(ModelledTestCore(clock, max_num_tokens=128), ModelledTestCore(clock))
+    yield pair
+    pair.close()
+
+
+def hand_over(duo: Duo, length: int, max_tokens: int = 8, salt: int = 0) -> list[int]:
+    handoff = duo.prefill.prefill(prompt_of(length, salt))
+    answer = duo.decode.run(duo.decode.add_decode(prompt_of(length, salt), handoff, max_tokens))
+    assert answer.error is None, answer.error
+    return answer.tokens
+
+
+def test_modelled_handoff_gives_the_same_tokens_as_one_engine(duo: Duo) -> None:
+    alone = ModelledTestCore().generate(prompt_of(300), 8)
+    assert hand_over(duo, 300) == alone
+    assert duo.generate(prompt_of(300, salt=1), 8) == ModelledTestCore().generate(prompt_of(300, salt=1), 8)
+    duo.assert_idle()
+
+
+def test_blocks_cached_on_decode_are_not_moved_again(duo: Duo) -> None:
+    for _ in range(2):
+        hand_over(duo, 320)
+    moved = [statistics["totals"]["kvBytesPulled"] for statistics in duo.decode.stats]
+    block = 32 * 1000
+    assert moved[-1] == 10 * block
+    assert duo.decode.stats[-1]["totals"]["kvBytesSaved"] == 10 * block
+
+
+def test_a_slow_link_makes_decode_wait_and_prefill_go_on() -> None:
+    clock = ScaledClock(1.0)
+    slow = {"link_gb_per_second": 1e-3}  # 1 MB/s: 32 ms a block
+    duo = Duo(ModelledTestCore(clock, slow), ModelledTestCore(clock, slow))
+    handoff = duo.prefill.prefill(prompt_of(320))
+    begun = clock.now()
+    request = duo.decode.add_decode(prompt_of(320), handoff, 2)
+    duo.decode.step()
+    duo.prefill.generate(prompt_of(64, salt=5), 2)
+    assert not duo.decode.answers[request, 0].tokens
+    duo.decode.run(request)
+    assert clock.now() - begun >= 0.32
+    duo.assert_idle()
+    duo.close()
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    length=st.integers(1, 300),
+    generation_first=st.booleans(),
+    steps=st.integers(0, 6),
+    cancelled=st.sampled_from(["prefill", "decode", "both"]),
+)
+def test_a_cancel_at_any_point_gives_every_block_back(
+    length: int, generation_first: bool, steps: int, cancelled: str
+) -> None:
+    clock = ScaledClock(1.0)
+    slow = {"link_gb_per_second": 0.01}
+    duo = Duo(ModelledTestCore(clock, slow, max_num_tokens=64), ModelledTestCore(clock, slow))
+    ids: dict[str, int] = {}
+    if generation_first:
+        met = duo.both(prompt_of(length), 4)
+        assert met.prefill is not None
+        assert met.decode is not None
+        ids = {"prefill": met.prefill, "decode": met.decode}
+    else:
+        handoff = duo.prefill.prefill(prompt_of(length))
+        ids["prefill"] = max(request for request, _ in duo.prefill.answers)
+        ids["decode"] = duo.decode.add_decode(prompt_of(length), handoff, 4)
+    for _ in range(steps):
+        duo.step()
+    for side in ("prefill", "decode") if cancelled == "both" else (cancelled,):
+        getattr(duo, side).engine.abort(ids[side])
+    duo.assert_idle()
+    duo.close()
+
+
+def test_the_links_of_a_process_that_was_replaced_are_not_touched(ends: list[End]) -> None:
+    address = msgspec.msgpack.decode(ends[1].card.address)
+    address["process"]["started"] -= 1
+    ends[1].card = msgspec.structs.replace(ends[1].card, address=msgspec.msgpack.encode(address))
+    with pytest.raises(KvTransferError, match=r"engine-1 is gone \(pid \d+\)"):
+        ends[0].seconds_to_read(ends[1], 4, at=10.0)

@@ -1,0 +1,229 @@
+"""The recording stand-in for tensorrt_llm: behaves as the facts say, complains as TensorRT-LLM would."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import inspect
+from typing import Any
+
+import pytest
+
+from trtllm_disagg.engines import embedded
+from trtllm_disagg.engines.recording import llm as recording
+from trtllm_disagg.engines.recording.llm import (
+    LLM,
+    DisaggregatedParams,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+    Script,
+)
+from trtllm_disagg.engines.recording.result import EOS_TOKEN, scripted_token
+
+PROMPT = [11, 12, 13]
+NIXL = {"backend": "NIXL"}
+
+
+def make(**kwargs: Any) -> LLM:
+    return LLM("org/model", cache_transceiver_config=NIXL, **kwargs)
+
+
+async def tokens_of(result: RequestOutput) -> list[int]:
+    return list((await result.aresult()).outputs[0].token_ids)
+
+
+async def prefill(llm: LLM, **sampling: Any) -> RequestOutput:
+    params = DisaggregatedParams(request_type="context_only")
+    return await llm.generate_async(PROMPT, SamplingParams(**sampling), disaggregated_params=params).aresult()
+
+
+def handoff_of(result: RequestOutput) -> DisaggregatedParams:
+    handoff = result.outputs[0].disaggregated_params
+    assert handoff is not None
+    return dataclasses.replace(handoff, request_type="generation_only")
+
+
+# -- names and signatures
+
+
+def test_both_engines_offer_the_same_names() -> None:
+    names = set(recording.__all__) - {"Script"}
+    assert [name for name in sorted(names) if not hasattr(embedded, name)] == []
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "__init__",
+        "generate_async",
+        "get_kv_cache_events_async",
+        "get_stats_async",
+        "get_kv_cache_capacity",
+        "shutdown",
+        "_check_health",
+    ],
+)
+def test_both_engines_take_the_same_arguments(method: str) -> None:
+    ours, theirs = (
+        {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
+        for function in (getattr(embedded.LLM, method), getattr(LLM, method))
+    )
+    assert ours == theirs
+
+
+def test_an_unknown_keyword_is_refused() -> None:
+    unknown: list[dict[str, Any]] = [
+        {"max_num_token": 1},
+        {"embedded": {}},
+        {"kv_cache_config": {"xyz": 1}},
+    ]
+    for kwargs in unknown:
+        with pytest.raises(ValueError):
+            LLM("m", **kwargs)
+    with pytest.raises(ValueError, match="SHARED_MEMORY"):
+        LLM("m", cache_transceiver_config={"backend": "SHARED_MEMORY"})
+    with pytest.raises(TypeError):
+        make().generate_async(PROMPT, stream=True)  # type: ignore[call-arg]
+    with pytest.raises(TypeError):
+        SamplingParams(max_token=1)  # type: ignore[call-arg]
+
+
+# -- recording
+
+
+def test_every_call_is_recorded_with_what_was_given() -> None:
+    llm = LLM("m", max_batch_size=4, tensor_parallel_size=2)
+    sampling = SamplingParams(max_tokens=2)
+    llm.generate_async(PROMPT, sampling_params=sampling, streaming=True)
+    llm.get_kv_cache_capacity()
+    llm.shutdown()
+    assert LLM.instances == [llm]
+    assert [call.name for call in llm.calls] == ["LLM", "generate_async", "get_kv_cache_capacity", "shutdown"]
+    assert llm.calls[0].arguments == {"model": "m", "max_batch_size": 4, "tensor_parallel_size": 2}
+    given = {"inputs": PROMPT, "sampling_params": sampling, "streaming": True}
+    assert llm.calls_of("generate_async") == [given]
+
+
+# -- answers
+
+
+async def test_a_whole_run_streams_one_object_that_grows() -> None:
+    result = make().generate_async(PROMPT, SamplingParams(max_tokens=3), streaming=True)
+    seen = []
+    async for partial in result:
+        assert partial is result
+        seen.append(list(partial.outputs[0].token_ids))
+    assert [len(tokens) for tokens in seen] == [1, 2, 3]
+    assert seen[-1] == [scripted_token(PROMPT, position) for position in range(3)]
+    assert result.finished
+    assert result.outputs[0].finish_reason == "length"
+
+
+async def test_without_streaming_there_is_one_iteration() -> None:
+    result = make().generate_async(PROMPT, SamplingParams(max_tokens=3))
+    assert [len(partial.outputs[0].token_ids) async for partial in result] == [3]
+
+
+def test_an_answer_needs_no_event_loop() -> None:
+    assert len(make().generate_async("text", SamplingParams(max_tokens=3)).result().outputs[0].token_ids) == 3
+
+
+async def test_two_workers_give_the_tokens_of_one() -> None:
+    whole = await tokens_of(make().generate_async(PROMPT, SamplingParams(max_tokens=5)))
+    first = await prefill(make(), max_tokens=5)
+    assert first.outputs[0].token_ids == whole[:1]
+    assert first.outputs[0].finish_reason == "length"
+    handoff = handoff_of(first)
+    assert handoff.first_gen_tokens == whole[:1]
+    assert len(LLM.kv_store) == 1
+
+    second = make().generate_async(PROMPT, SamplingParams(max_tokens=5), disaggregated_params=handoff)
+    assert await tokens_of(second) == whole
+    assert second.cached_tokens == len(PROMPT)
+    assert len(LLM.kv_store) == 0
+
+
+async def test_both_phases_have_the_id_that_the_caller_gave() -> None:
+    params = DisaggregatedParams(request_type="CONTEXT_ONLY", disagg_request_id=77)
+    result = await make().generate_async(PROMPT, disaggregated_params=params).aresult()
+    assert handoff_of(result).ctx_request_id == 77
+
+
+async def test_kv_is_fetched_once_and_only_for_its_prompt() -> None:
+    handoff = handoff_of(await prefill(make()))
+    for prompt in ([1, 2, 3], PROMPT):
+        with pytest.raises(RequestError, match="kv cache transfer"):
+            await make().generate_async(prompt, disaggregated_params=handoff).aresult()
+
+
+async def test_aborted_prefill_releases_its_kv() -> None:
+    result = await prefill(make())
+    result.abort()
+    assert len(LLM.kv_store) == 0
+
+
+async def test_the_first_logprobs_come_from_prefill() -> None:
+    sampling = SamplingParams(max_tokens=2, logprobs=2)
+    first = await prefill(make(), max_tokens=2, logprobs=2)
+    handoff = handoff_of(first)
+    second = await make().generate_async(PROMPT, sampling, disaggregated_params=handoff).aresult()
+    whole = await make().generate_async(PROMPT, sampling).aresult()
+    assert second.outputs[0].logprobs == whole.outputs[0].logprobs
+    assert [len(entry) for entry in whole.outputs[0].logprobs] == [2, 2]
+
+
+async def test_choices_of_one_request_grow_by_turns() -> None:
+    result = make().generate_async(PROMPT, SamplingParams(n=2, max_tokens=2), streaming=True)
+    lengths = [tuple(output.length for output in partial.outputs) async for partial in result]
+    assert lengths == [(1, 0), (1, 1), (2, 1), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "tokens", "finish_reason", "stop_reason"),
+    [
+        ({}, [5, 6], "stop", None),
+        ({"ignore_eos": True}, [5, 6, EOS_TOKEN, 7], "length", None),
+        ({"stop_token_ids": [6]}, [5], "stop", 6),
+        ({"stop_token_ids": [6], "include_stop_str_in_output": True}, [5, 6], "stop", 6),
+        # `min_tokens` puts off the end token only, as in TensorRT-LLM's sampler.
+        ({"stop_token_ids": [6], "min_tokens": 3}, [5], "stop", 6),
+        ({"min_tokens": 3}, [5, 6, EOS_TOKEN, 7], "length", None),
+        ({"max_tokens": 1}, [5], "length", None),
+        ({"end_id": 5}, [], "stop", None),
+    ],
+)
+async def test_answer_ends_by_its_sampling_params(
+    sampling: dict[str, Any], tokens: list[int], finish_reason: str, stop_reason: int | None
+) -> None:
+    llm = make()
+    llm.scripts.append(Script(tokens=[5, 6, EOS_TOKEN, 7]))
+    output = (await llm.generate_async(PROMPT, SamplingParams(**sampling)).aresult()).outputs[0]
+    assert (output.token_ids, output.finish_reason, output.stop_reason) == (
+        tokens,
+        finish_reason,
+        stop_reason,
+    )
+
+
+async def test_abort_ends_a_running_request() -> None:
+    llm = make()
+    gate = asyncio.Semaphore(1)
+    llm.scripts.append(Script(gate=gate))
+    result = llm.generate_async(PROMPT, streaming=True)
+    await anext(result)
+    result.abort()
+    await anext(result)
+    assert result.is_aborted
+    assert result.outputs[0].finish_reason == "cancelled"
+    assert result.outputs[0].length == 1
+
+
+async def test_a_scripted_error_comes_out_of_the_iteration() -> None:
+    llm = make()
+    llm.scripts.append(Script(error=RequestError("boom"), error_at=1))
+    result = llm.generate_async(PROMPT, streaming=True)
+    await anext(result)
+    with pytest.raises(RequestError, match="boom"):
+        await anext(result)
+    assert [partial async for partial in result] == []

@@ -1,0 +1,249 @@
+"""`trtllm-disagg switch`: what is refused, the order of the steps, and half a switch."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from trtllm_disagg.admin.commands import Command, DescribedInstance, Switch
+from trtllm_disagg.config.worker_config import Role
+from trtllm_disagg.errors import ConfigError, DisaggError, PeerUnavailableError, StageTimeoutError
+from trtllm_disagg.strategies import spec_of, switchable
+from trtllm_disagg.tools.admin.switch_command import as_assumed_after, as_frontend_says, switch
+
+ROLES = {Role.PREFILL: (1, 2), Role.DECODE: (3, 4)}
+
+
+class FakeDeployment:
+    """Two workers of each role, and a frontend that learns of a change a few questions later. Every step is
+    written down, and after each of them some worker can be sent requests.
+    """
+
+    def __init__(self, strategy: str = "decode_first", lag: int = 3) -> None:
+        first = spec_of(strategy).entry_role
+        self.said: dict[int, dict[str, Any]] = {
+            i: {
+                "role": role.value,
+                "strategy": strategy,
+                "model": "m",
+                "registered": role.value == first,
+                "whole_requests": 0,
+            }
+            for role, ids in ROLES.items()
+            for i in ids
+        }
+        self.steps: list[tuple[str, int]] = []
+        #: What happens beside it, by the number of steps that were done.
+        self.after_step: dict[int, Callable[[], object]] = {}
+        self.fails_after: int | None = None
+        self.lag = lag
+        self.asked = dict.fromkeys(self.said, 0)
+
+    async def workers(self) -> list[DescribedInstance]:
+        for said in self.said.values():
+            said["whole_requests"] = max(0, said["whole_requests"] - 1)
+        return [DescribedInstance("dyn://n.c.e", i, dict(said)) for i, said in self.said.items()]
+
+    async def send(self, endpoint_id: str, instance_id: int, command: Command) -> dict[str, Any]:
+        if self.fails_after == len(self.steps):
+            raise PeerUnavailableError("it is gone")
+        assert isinstance(command, Switch)
+        said = self.said[instance_id]
+        is_first = spec_of(command.to).entry_role == said["role"]
+        said |= {"strategy": command.to, "registered": is_first}
+        self.steps.append(("comes" if is_first else "leaves", instance_id))
+        assert self.serves, "no worker can be sent requests"
+        self.after_step.get(len(self.steps), lambda: None)()
+        return said
+
+    async def knows(self, model: str, instance_id: int) -> bool:
+        assert model == "m"
+        self.asked[instance_id] += self.said[instance_id]["registered"]
+        return self.asked[instance_id] > self.lag
+
+    @property
+    def serves(self) -> bool:
+        """Some worker is registered, and known to the frontend unless it was so from the start."""
+        return any(said["registered"] for said in self.said.values())
+
+    @property
+    def strategies(self) -> set[str]:
+        return {said["strategy"] for said in self.said.values()}
+
+
+async def run_switch(fake: FakeDeployment, to: str, timeout: float = 5.0) -> tuple[str, list[str]]:
+    lines: list[str] = []
+    return str(await switch(fake, fake.knows, to, timeout, lines.append)), lines
+
+
+async def test_a_new_first_stage_is_known_before_the_old_one_leaves() -> None:
+    fake = FakeDeployment("decode_first")
+    fake.said[3]["whole_requests"] = 4
+    line, lines = await run_switch(fake, "prefill_first")
+    assert fake.steps == [("comes", 1), ("comes", 2), ("leaves", 3), ("leaves", 4)]
+    assert all(fake.asked[i] > fake.lag for i in ROLES[Role.PREFILL])
+    assert fake.said[3]["whole_requests"] == 0
+    assert line.startswith("switched m to prefill_first in ")
+    assert "still run" not in line
+    assert any("the frontend sends requests to" in text for text in lines)
+
+
+async def test_repeated_switches_end_in_the_asked_strategy_and_the_last_changes_nothing() -> None:
+    fake = FakeDeployment("decode_first")
+    for to in ("prefill_first", "decode_first", "auto"):
+        await run_switch(fake, to)
+        assert fake.strategies == {to}
+    fake.steps.clear()
+    line, _ = await run_switch(fake, "auto")
+    assert (line, fake.steps) == ("m runs auto already: decode 3, decode 4 first", [])
+
+
+@pytest.mark.parametrize("steps_done", range(4))
+@pytest.mark.parametrize("then", ["prefill_first", "decode_first"])
+async def test_switch_that_failed_midway_serves_and_the_next_one_completes_or_undoes_it(
+    steps_done: int, then: str
+) -> None:
+    fake = FakeDeployment("decode_first")
+    fake.fails_after = steps_done
+    with pytest.raises(PeerUnavailableError):
+        await run_switch(fake, "prefill_first")
+    assert fake.serves
+    fake.fails_after = None
+    await run_switch(fake, then)
+    assert fake.strategies == {then}
+    first = Role(spec_of(then).entry_role or "agg")
+    assert {i for i, said in fake.said.items() if said["registered"]} == set(ROLES[first])
+
+
+async def test_switch_times_out_and_keeps_the_old_first_stage_while_the_frontend_lacks_the_new() -> None:
+    fake = FakeDeployment("decode_first", lag=10**9)
+    with pytest.raises(StageTimeoutError, match="the old first stage stays"):
+        await run_switch(fake, "prefill_first", timeout=0.2)
+    assert all(fake.said[i]["registered"] for i in ROLES[Role.DECODE])
+
+
+@pytest.mark.parametrize(
+    ("to", "change", "named"),
+    [
+        ("sideways", {}, f"one of {', '.join(switchable())}"),
+        ("router", {}, f"one of {', '.join(switchable())}"),
+        ("agg", {}, f"one of {', '.join(switchable())}"),
+        ("prefill_first", {1: None, 2: None}, "there is no prefill worker, and .*there are: 2 decode"),
+        ("decode_first", {1: None, 2: None}, "there are: 2 decode"),
+        ("prefill_first", dict.fromkeys(range(1, 5)), "there is no prefill and no decode worker, .* none"),
+        ("prefill_first", {i: {"strategy": "router"} for i in range(1, 5)}, "under router"),
+        ("prefill_first", {4: {"role": "agg"}}, "1 agg"),
+        ("prefill_first", {4: {"model": "other"}}, "m, other"),
+        (
+            "prefill_first",
+            {2: {"fixed_by": ["--endpoint dyn://n.mine.generate"]}},
+            "prefill 2 was started with --endpoint dyn://n.mine.generate",
+        ),
+        ("prefill_first", {1: None, 2: None}, "not at one of its own by --endpoint"),
+        ("prefill_first", {4: {"role": "cook"}}, "instance 4 at dyn://n.c.e is no trtllm-disagg worker"),
+    ],
+)
+async def test_switch_that_is_not_possible_is_refused_before_any_worker_changes(
+    to: str, change: dict[int, Any], named: str
+) -> None:
+    fake = FakeDeployment("decode_first")
+    for instance_id, keys in change.items():
+        if keys is None:
+            del fake.said[instance_id]
+        else:
+            fake.said[instance_id] |= keys
+    with pytest.raises(ConfigError, match=named):
+        await run_switch(fake, to)
+    assert fake.steps == []
+
+
+async def test_a_worker_that_comes_during_a_switch_is_switched_too() -> None:
+    fake = FakeDeployment("decode_first")
+    late = fake.said[3] | {"registered": True}
+    fake.after_step[4] = lambda: fake.said.update({5: late}) or fake.asked.update({5: 0})
+    told: list[int] = []
+    lines: list[str] = []
+    await switch(fake, fake.knows, "prefill_first", 5.0, lines.append, lambda: told.append(len(fake.steps)))
+    assert fake.strategies == {"prefill_first"}
+    assert fake.steps[4:] == [("comes", 1), ("comes", 2), ("leaves", 3), ("leaves", 4), ("leaves", 5)]
+    assert told == [4, 9], "`up` hears of it before it can start one more worker under the old order"
+
+
+async def test_a_role_that_dies_during_the_switch_is_no_wrong_setting() -> None:
+    """Exit code 2 would say that nothing has begun."""
+    fake = FakeDeployment("decode_first")
+    fake.after_step[4] = lambda: [fake.said.pop(prefill) for prefill in ROLES[Role.PREFILL]]
+    with pytest.raises(
+        DisaggError, match=r"switched to prefill_first, .* there is no prefill worker"
+    ) as caught:
+        await run_switch(fake, "prefill_first")
+    assert not isinstance(caught.value, ConfigError)
+
+
+async def test_switch_undone_by_another_command_raises() -> None:
+    fake = FakeDeployment("decode_first")
+    other = {"strategy": "auto", "registered": True}
+    fake.after_step = {number: lambda: fake.said[3].update(other) for number in range(4, 40)}
+    with pytest.raises(DisaggError, match="decode 3 changed back meanwhile: another command"):
+        await run_switch(fake, "prefill_first")
+    assert fake.serves
+
+
+async def test_repeated_switch_still_updates_up() -> None:
+    fake = FakeDeployment("decode_first")
+    told: list[str] = []
+    await switch(fake, fake.knows, "decode_first", 5.0, told.append, lambda: told.append("up"))
+    assert (told, fake.steps) == (["up"], [])
+
+
+async def test_switch_outcome_names_requests_that_still_run() -> None:
+    fake = FakeDeployment("decode_first", lag=0)
+    fake.said[3]["whole_requests"] = 10**9
+    line, _ = await run_switch(fake, "prefill_first", timeout=0.2)
+    assert "requests still run on the old first stage" in line
+
+
+async def test_unknown_frontends_are_trusted_only_after_settle_seconds() -> None:
+    assert await as_assumed_after(0.0)("m", 1)
+    assert not await as_assumed_after(60.0)("m", 1)
+
+
+class _Answers(http.server.BaseHTTPRequestHandler):
+    """A frontend that knows instance 7, and serves chat only."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        pin = self.headers["x-dynamo-worker-instance-id"]
+        known = self.path == "/v1/chat/completions" and pin == "7" and body["model"] == "m"
+        answer = (
+            {"nvext": {"worker_id": {"decode_worker_id": 7}}} if known else {"message": "Invalid request"}
+        )
+        self.send_response(200 if known else 400)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def frontend_url() -> Iterator[str]:
+    with http.server.HTTPServer(("127.0.0.1", 0), _Answers) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+async def test_frontend_knows_a_worker_only_if_it_accepts_a_pin_to_it(frontend_url: str) -> None:
+    knows = as_frontend_says(frontend_url)
+    assert await knows("m", 7)
+    assert not await knows("m", 8)
+    assert not await knows("n", 7)
+    assert not await as_frontend_says("http://127.0.0.1:1")("m", 7)

@@ -1,0 +1,170 @@
+"""The arithmetic that all benchmarks share, and the JSON that they print."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from trtllm_disagg import cli
+from trtllm_disagg.console import Console
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.processes import steadily
+from trtllm_disagg.tools.bench import figures, machine
+from trtllm_disagg.tools.bench.figures import (
+    Column,
+    Figure,
+    Grid,
+    Rounds,
+    Sample,
+    Section,
+    paired_ratio,
+    to_json,
+)
+from trtllm_disagg.tools.bench.report import Bound, print_report, progress
+
+
+def test_on_80_columns_every_number_and_every_name_of_a_report_can_be_read() -> None:
+    names = ("GiB/s", "% of memcpy", "% of readv", "spread", "descriptors")
+    columns = [Column(name, "x" if name == "spread" else "", ".2f") for name in names]
+    row = {name: 1234.56 + at for at, name in enumerate(names)}
+    label = "process_vm_readv of scattered blocks"
+    long_name = "0.5b-fp32 SHARED_MEMORY contiguous share of memcpy"
+    judged = [Figure(long_name, 107.9, "%", ">= 85", True), Figure("other", 252.8, "GiB/s", "<= 9", False)]
+    section = Section("t", [Grid("g", ("",), columns, {(label,): row}, "{0} {column}")], figures=judged)
+    shown = io.StringIO()
+    print_report(Console(shown, paper=80), [section])
+    lines = shown.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in shown.getvalue()
+    words = shown.getvalue().split()
+    assert {*label.split(), *long_name.split(), "1234.56", "1237.56x", "1238.56", "107.9", "252.8"} <= {
+        *words
+    }
+    assert {"descriptors", "value", "missed"} <= {*words}
+
+
+@pytest.mark.parametrize(
+    ("comparison", "value", "bound", "ok"),
+    [
+        (">=", 1.62, 1.62, True),
+        (">=", 1.61, 1.62, False),
+        ("<=", 0.26, 0.26, True),
+        ("<=", 0.27, 0.26, False),
+        ("==", 0, 0, True),
+        ("==", 1, 0, False),
+    ],
+)
+def test_a_figure_knows_whether_it_meets_its_target(
+    comparison: str, value: float, bound: float, ok: bool
+) -> None:
+    figure = Bound("*", comparison, bound).judge(Figure("f", value, "x"))
+    assert (figure.target, figure.ok) == (f"{comparison} {bound:g}", ok)
+
+
+def test_every_number_of_a_grid_with_a_unit_is_a_figure_and_a_plotted_column_is_a_chart() -> None:
+    columns = (Column("ttft", "ms", is_plotted=True), Column("spread"), Column("best peer"))
+    rows: dict[tuple[str, str], dict[str, float | str]]
+    rows = {("smoke", "a"): {"ttft": 2.0, "spread": 0.1, "best peer": "b"}, ("smoke", "b"): {"ttft": 1.0}}
+    grid = Grid("title", ("scenario", "mode"), columns, rows, "{1} {column} of {0}")
+    assert grid.figures == [Figure("a ttft of smoke", 2.0, "ms"), Figure("b ttft of smoke", 1.0, "ms")]
+    assert [panel.series for panel in grid.panels if isinstance(panel, figures.Bars)] == [
+        {"a": {"smoke": 2.0}, "b": {"smoke": 1.0}}
+    ]
+
+
+def test_json_is_a_list_of_figures() -> None:
+    assert json.loads(to_json([Figure("ttft", 12.34567, "ms", "<= 20", True), Figure("wall", 2, "s")])) == [
+        {"figure": "ttft", "value": 12.35, "unit": "ms", "target": "<= 20", "ok": True},
+        {"figure": "wall", "value": 2.0, "unit": "s", "target": None, "ok": None},
+    ]
+
+
+def test_a_sample_is_its_median_and_the_distance_of_its_quartiles() -> None:
+    assert Sample((1.0, 2.0, 3.0, 4.0, 100.0)).median == 3.0
+    assert Sample((1.0, 2.0, 3.0, 4.0, 100.0)).spread == pytest.approx(2 / 3)
+    assert Sample((5.0,)).spread == 0.0
+    assert Sample((0.0, 0.0)).spread == 0.0
+
+
+def test_ratios_are_taken_in_pairs() -> None:
+    """A machine that was twice as slow in the second round changes nothing."""
+    ratio = paired_ratio([1.0, 2.0, 1.5], [2.0, 4.0, 3.0])
+    assert ratio.values == (0.5, 0.5, 0.5)
+    with pytest.raises(ValueError, match="zip"):
+        paired_ratio([1.0], [1.0, 2.0])
+
+
+def test_rounds_give_medians_and_ratios_of_neighbours() -> None:
+    measured = Rounds()
+    for slow in (1.0, 2.0, 10.0):
+        measured.note("a", {"ttft": 3.0 * slow, "cpu": 1.0})
+        measured.note("b", {"ttft": 2.0 * slow})
+    assert measured.subjects == ["a", "b"]
+    assert measured.medians("a") == {"ttft": 6.0, "cpu": 1.0}
+    assert measured.ratio("ttft", "a", "b").values == (1.5, 1.5, 1.5)
+
+
+def test_the_machine_is_described_without_names() -> None:
+    assert "cores (" in machine.describe_machine()
+    assert "GiB" in machine.describe_machine()
+    assert machine.load() >= 0
+
+
+def test_bench_on_one_core_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {3, 7, 9})
+    assert machine.two_cores() == (3, 7)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {3})
+    with pytest.raises(ConfigError, match="a core each"):
+        machine.two_cores()
+
+
+def test_progress_goes_to_stderr_a_line_each_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress("scenarios") as say:
+        say("starting")
+        say("measuring")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert [line.partition("] ")[2] for line in captured.err.splitlines()] == ["starting", "measuring"]
+
+
+class Watched(io.StringIO):
+    """Told when a line with `text` was written."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text, self.seen = text, threading.Event()
+
+    def write(self, line: str) -> int:
+        if self.text in line:
+            self.seen.set()
+        return super().write(line)
+
+
+def test_progress_is_repeated_during_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steadily, "SECONDS", 0.01)
+    stderr = Watched("starting llama.cpp: 0 s")
+    monkeypatch.setattr(sys, "stderr", stderr)
+    with progress("engine") as say:
+        say("starting llama.cpp")
+        assert stderr.seen.wait(30), stderr.getvalue()
+
+
+@pytest.mark.parametrize("benchmark", ["scenarios", "transfer"])
+def test_a_plot_without_matplotlib_is_refused_before_anything_runs(
+    benchmark: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(figures, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match="matplotlib is not installed"):
+        cli.run(["bench", benchmark, "--plot", str(tmp_path / "plot.png")])
+
+
+def test_an_unknown_benchmark_or_flag_is_refused() -> None:
+    with pytest.raises(ConfigError, match="invalid choice: 'nothing'"):
+        cli.run(["bench", "nothing"])
+    with pytest.raises(ConfigError, match="unknown flag --repetition; did you mean --repetitions"):
+        cli.run(["bench", "scenarios", "--repetition", "3"])

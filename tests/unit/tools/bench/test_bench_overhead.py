@@ -1,0 +1,308 @@
+"""`bench overhead`: does the client read streams right, does every number reach its place, does the real thing run?"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from trtllm_disagg import cli
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.strategies import STRATEGIES
+from trtllm_disagg.tools.bench.figures import Rounds
+from trtllm_disagg.tools.bench.http_client import (
+    BadAnswerError,
+    Connection,
+    StreamedAnswer,
+    ask_all,
+    completion_request,
+)
+from trtllm_disagg.tools.bench.machine import cpu_seconds
+from trtllm_disagg.tools.bench.overhead import BASELINE, Load, cpu_quantities, section_of
+from trtllm_disagg.tools.bench.report import TOO_SHORT, figures_of, print_report, wide_console
+
+HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def event(text: str) -> bytes:
+    return b"data: " + json.dumps({"choices": [{"text": text}]}).encode() + b"\n\n"
+
+
+def chunked(*parts: bytes) -> bytes:
+    return b"".join(f"{len(part):x}\r\n".encode() + part + b"\r\n" for part in (*parts, b""))
+
+
+STREAM = HEAD + chunked(event("ab"), event("c")[:9], event("c")[9:], b"data: [DONE]\n\n")
+
+
+# -- the client
+
+
+async def answer_in_pieces(pieces: Sequence[bytes], seconds: float = 10.0) -> StreamedAnswer:
+    """What the client makes of an answer that arrives in these pieces, each read by itself."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connection = await Connection.open(*server.getsockname())
+        try:
+            asked = asyncio.create_task(connection.ask(completion_request("m", [1], 3), seconds))
+            await asyncio.sleep(0)
+            for piece in pieces:
+                connection.data_received(piece)
+                await asyncio.sleep(0)
+            return await asked
+        finally:
+            connection.close()
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("step", [1, 7, len(STREAM) - 2, len(STREAM)])
+async def test_a_stream_is_read_and_has_an_end_however_it_is_cut(step: int) -> None:
+    answer = await answer_in_pieces([STREAM[at : at + step] for at in range(0, len(STREAM), step)])
+    assert answer.text() == "abc"
+    assert answer.asked < answer.first <= answer.ended
+
+
+async def test_a_header_that_ends_in_0_is_no_end_of_a_stream() -> None:
+    head = HEAD.removesuffix(b"\r\n") + b"x-queued: 0\r\n\r\n"
+    answer = await answer_in_pieces([head, STREAM.removeprefix(HEAD)])
+    assert answer.text() == "abc"
+
+
+@pytest.mark.parametrize("step", [3, 1000])
+async def test_a_refused_request_ends_with_its_reason_though_no_last_chunk_follows(step: int) -> None:
+    refused = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 9\r\n\r\nnot ready"
+    with pytest.raises(BadAnswerError, match=r"HTTP.*503.*not ready"):
+        await answer_in_pieces([refused[at : at + step] for at in range(0, len(refused), step)])
+
+
+async def test_an_answer_without_an_end_is_an_error_after_a_while() -> None:
+    with pytest.raises(BadAnswerError, match=r"no whole answer after 0\.01 s"):
+        await answer_in_pieces([STREAM[:-7]], seconds=0.01)
+
+
+async def test_a_request_on_a_connection_that_the_server_has_closed_is_an_error() -> None:
+    async def serve_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(STREAM)
+        writer.close()
+        await writer.wait_closed()
+
+    async with await asyncio.start_server(serve_once, "127.0.0.1", 0) as server:
+        connection = await Connection.open("127.0.0.1", server.sockets[0].getsockname()[1])
+        request = completion_request("m", [1], 3)
+        assert (await connection.ask(request)).text() == "abc"
+        with pytest.raises(BadAnswerError, match="hung up"):
+            await connection.ask(request)
+        with pytest.raises(BadAnswerError, match="hung up"):
+            await connection.ask(request)
+
+
+def test_a_stream_without_its_last_event_is_an_error() -> None:
+    with pytest.raises(BadAnswerError, match="no end"):
+        StreamedAnswer(0.0, raw=bytearray(HEAD + chunked(event("ab")))).text()
+
+
+async def test_connections_are_used_again_and_no_more_of_them_than_there_are() -> None:
+    asked: list[int] = []
+    running = most = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal running, most
+        while head := await reader.readuntil(b"\r\n\r\n") if not reader.at_eof() else b"":
+            length = int(head.lower().partition(b"content-length:")[2].split()[0])
+            asked.append(json.loads(await reader.readexactly(length))["max_tokens"])
+            running += 1
+            most = max(most, running)
+            await asyncio.sleep(0)
+            running -= 1
+            writer.write(STREAM)
+            if len(asked) >= 6:
+                break
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        connections = [await Connection.open("127.0.0.1", port) for _ in range(2)]
+        answers = await ask_all(connections, [completion_request("m", [1, 2], n) for n in range(1, 7)])
+        for connection in connections:
+            connection.close()
+    assert sorted(asked) == [1, 2, 3, 4, 5, 6]
+    assert most <= 2
+    assert [answer.text() for answer in answers] == ["abc"] * 6
+    assert all(answer.asked < answer.first <= answer.ended for answer in answers)
+
+
+def test_cpu_time_is_the_process_own() -> None:
+    before, spent = cpu_seconds(os.getpid()), time.process_time()
+    while time.process_time() < spent + 0.1:
+        pass
+    assert 0.05 <= cpu_seconds(os.getpid()) - before <= 0.5
+
+
+# -- the report
+
+
+def measured(*strategies: tuple[str, Sequence[float], Sequence[float], float]) -> Rounds:
+    """Of each its name, TTFTs, throughputs and microseconds of CPU a token."""
+    rounds = Rounds()
+    for strategy, ttfts, throughputs, cpu in strategies:
+        roles = ("agg",) if strategy == "agg" else ("prefill", "decode")
+        others = {"itl": 0.2, "ttft_together": 30.0, "chunks": 0.1}
+        cpus = {f"{role} worker CPU per token": cpu for role in roles}
+        for ttft, throughput in zip(ttfts, throughputs, strict=True):
+            rounds.note(strategy, {"ttft": ttft, "throughput": throughput, **others, **cpus})
+    return rounds
+
+
+def test_targets_are_of_neighbours_in_time() -> None:
+    outcomes = measured(
+        ("agg", [1, 1, 1], [9, 9, 9], 10.0),
+        ("prefill_first", [3, 30, 4], [80, 8, 70], 31.0),
+        ("decode_first", [2.5, 29, 4], [90, 10, 110], 40.0),
+        ("router", [2.5, 29.5, 2], [100, 10, 100], 40.0),
+    )
+    with_target = {
+        f.figure: (round(f.value, 6), f.target, f.ok) for f in figures_of([section_of(outcomes)]) if f.target
+    }
+    assert with_target == {
+        "prefill_first prefill worker CPU per token": (31.0, "<= 30", False),
+        "prefill_first TTFT - router": (0.5, "<= 1", True),
+        "prefill_first tok/s / router": (0.8, ">= 0.9", False),
+        "decode_first TTFT - router": (0.0, "<= 1", True),
+        "decode_first tok/s / router": (1.0, ">= 0.9", True),
+    }
+
+
+def test_traces_are_judged_by_neighbours_in_time_that_are_not_traced() -> None:
+    outcomes = measured(
+        ("decode_first, none traced", [1, 1, 1], [100, 10, 100], 40.0),
+        ("decode_first, 1% traced", [1, 1, 1], [97, 9.9, 99], 42.0),
+        ("decode_first, every traced", [1, 1, 1], [90, 9, 90], 44.0),
+    )
+    for subject, beside in zip(outcomes.subjects, (3.0, 3.03, 3.3), strict=True):
+        outcomes.values[subject]["workers' CPU by the frontend's"] = [beside] * 3
+    figures = {f.figure: f for f in figures_of([section_of(outcomes)])}
+    one_percent = figures["decode_first, 1% traced: tok/s / none"]
+    assert (round(one_percent.value, 6), one_percent.target, one_percent.ok) == (0.99, ">= 0.98", True)
+    assert figures["decode_first, every traced: tok/s / none"].value == pytest.approx(0.9)
+    assert figures["decode_first, 1% traced: decode worker CPU per token / none"].value == pytest.approx(1.05)
+    by_the_frontends = figures["decode_first, 1% traced: workers' CPU by the frontend's / none"]
+    assert by_the_frontends.value == pytest.approx(1.01)
+
+
+def test_workers_whose_cpu_time_is_below_the_clocks_tick_are_compared() -> None:
+    outcomes = measured(
+        ("decode_first, none traced", [1, 1], [100, 100], 0.0),
+        ("decode_first, every traced", [1, 1], [90, 90], 0.0),
+        (BASELINE, [1, 1], [90, 90], 0.0),
+    )
+    none = cpu_quantities({"prefill": 0.0, "decode": 0.0}, 0.0, 100)
+    for subject in outcomes.subjects:
+        outcomes.values[subject] |= {quantity: [value] * 2 for quantity, value in none.items()}
+    figures = {f.figure: f.value for f in figures_of([section_of(outcomes)])}
+    assert figures["decode_first, every traced: decode worker CPU per token / none"] == 1.0
+    assert figures["decode_first, every traced decode worker CPU per token"] == pytest.approx(100.0)
+
+
+def test_overhead_ratios_pair_agg_with_agg_and_orders_with_router() -> None:
+    outcomes = measured(
+        ("agg", [1, 1, 1], [30, 3, 30], 10.0),
+        ("prefill_first", [2, 20, 2], [24, 2, 20], 31.0),
+        ("dynamo.trtllm agg", [2, 20, 4], [20, 2, 10], 20.0),
+        ("dynamo.trtllm router", [4, 40, 4], [20, 2, 20], 62.0),
+    )
+    for subject in outcomes.subjects:
+        outcomes.values[subject]["workers' CPU per token"] = [40.0 if "dynamo" in subject else 10.0] * 3
+    ratios = {f.figure: f.value for f in figures_of([section_of(outcomes)]) if " / dynamo.trtllm" in f.figure}
+    assert ratios == {
+        "agg: tok/s / dynamo.trtllm agg": pytest.approx(1.5),
+        "agg: TTFT / dynamo.trtllm agg": pytest.approx(0.25),
+        "agg: TTFT, many / dynamo.trtllm agg": 1.0,
+        "agg: workers' CPU per token / dynamo.trtllm agg": 0.25,
+        "prefill_first: tok/s / dynamo.trtllm router": 1.0,
+        "prefill_first: TTFT / dynamo.trtllm router": 0.5,
+        "prefill_first: TTFT, many / dynamo.trtllm router": 1.0,
+        "prefill_first: workers' CPU per token / dynamo.trtllm router": 0.25,
+    }
+
+
+def test_without_what_dynamos_worker_imports_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The meta path as Python documents it: a module of None cannot be found.
+    monkeypatch.setitem(sys.modules, "blake3", None)
+    with pytest.raises(ConfigError, match=r"--upstream: dynamo.trtllm needs blake3; pip install"):
+        cli.run(["bench", "overhead", "--quick", "--upstream"])
+
+
+def test_met_and_missed_targets_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    outcomes = measured(("prefill_first", [3], [80], 31.0), ("router", [2.5], [80], 1.0))
+    print_report(wide_console(), [section_of(outcomes)])
+    output = capsys.readouterr().out
+    rows = [line.replace("│", " ").split() for line in output.splitlines()]
+    assert [
+        "prefill_first",
+        "prefill",
+        "worker",
+        "CPU",
+        "per",
+        "token",
+        "31",
+        "us",
+        "<=",
+        "30",
+        "missed",
+    ] in rows
+    assert ["prefill_first", "tok/s", "/", "router", "1", "x", ">=", "0.9", "met"] in rows
+    assert "2 of 3 targets are met." in output
+
+
+def test_the_table_fits_80_columns_with_whole_headers(capsys: pytest.CaptureFixture[str]) -> None:
+    outcomes = measured(*((strategy, [123.4], [12345], 312.0) for strategy in STRATEGIES))
+    print_report(wide_console(), [section_of(outcomes, TOO_SHORT)])
+    table = capsys.readouterr().out.partition("An engine that")[2].partition("Workers, and")[0]
+    assert max(map(len, table.splitlines())) <= 80
+    for word in ("order", "TTFT", "ITL", "tok/s", "many", "chunks", "/token", "us/token"):
+        assert word in table
+    assert "…" not in table
+
+
+@pytest.mark.parametrize(("tokens", "requests"), [(8, 1536), (128, 96), (1000, 96)])
+def test_load_of_shorter_answers_has_more_requests(tokens: int, requests: int) -> None:
+    load = Load.of(tokens, concurrency=4)
+    assert (load.together, load.together_tokens, load.concurrency) == (requests, tokens, 4)
+    assert Load.of(128, 32) == Load()
+
+
+def test_a_quick_run_is_not_judged(capsys: pytest.CaptureFixture[str]) -> None:
+    outcomes = measured(("prefill_first", [3], [80], 31.0), ("router", [2.5], [80], 1.0))
+    print_report(wide_console(), [section_of(outcomes, TOO_SHORT)])
+    assert capsys.readouterr().out.endswith("No target is judged: the run is too short.\n")
+
+
+# -- the real thing
+
+
+def test_dynamos_own_worker_gives_the_same_answers_beside_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        cli.run(["bench", "overhead", "--quick", "--json", "--strategy", "prefill_first", "--upstream"]) == 0
+    )
+    figures = {entry["figure"]: entry["value"] for entry in json.loads(capsys.readouterr().out)}
+    assert figures["dynamo.trtllm router chunks"] == pytest.approx(1.0)
+    assert figures["prefill_first: tok/s / dynamo.trtllm router"] > 0
+    assert figures["prefill_first: workers' CPU per token / dynamo.trtllm router"] > 0
+
+
+def test_real_deployments_give_the_same_answers_and_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["bench", "overhead", "--quick", "--json", "--strategy", "prefill_first", "router"]) == 0
+    figures = {entry["figure"]: entry for entry in json.loads(capsys.readouterr().out)}
+    for name in ("prefill_first", "router"):
+        assert figures[f"{name} ttft"]["value"] > 0
+        assert figures[f"{name} throughput"]["value"] > 0
+        assert 0 < figures[f"{name} chunks"]["value"] <= 1.5
+    assert figures["prefill_first tok/s / router"]["value"] > 0
+    assert {entry["target"] for entry in figures.values()} == {None}

@@ -1,0 +1,83 @@
+"""What `bench scenarios` says: has every pair its ratio, is a missed target named, does a table fit?"""
+
+from __future__ import annotations
+
+import pytest
+
+from trtllm_disagg.tools.bench.figures import Figure
+from trtllm_disagg.tools.bench.report import figures_of, print_report, wide_console
+from trtllm_disagg.tools.bench.scenarios import Outcome, report_of
+from trtllm_disagg.tools.bench.seed_scenarios import SCALES, SEED_SCENARIOS
+from trtllm_disagg.tools.bench.servers import CONDITIONAL, DISAGG
+
+
+def outcome_of(throughputs: dict[str, list[float]]) -> Outcome:
+    outcome = Outcome("seed", SEED_SCENARIOS[3])
+    for mode, values in throughputs.items():
+        for value in values:
+            times = {
+                "wall": 1.0,
+                "ttft": 100 / value,
+                "ttft_p99": 1.0,
+                "itl_p99": 1.0,
+                "latency": 200 / value,
+            }
+            outcome.measured.note(mode, {"throughput": value, **times})
+    return outcome
+
+
+def test_ratios_are_medians_of_neighbours() -> None:
+    outcome = outcome_of({"mono-2t": [100.0, 10.0, 100.0], DISAGG: [200.0, 20.0, 150.0]})
+    ratios = [outcome.ratio(DISAGG, "mono-2t", column) for column in ("throughput", "ttft", "latency")]
+    assert ratios == [2.0, 0.5, 0.5]
+
+
+def test_every_pair_has_its_ratios_and_the_better_mode_has_the_targets() -> None:
+    values = {"mono-2t": [100.0], "mono-1t": [50.0], DISAGG: [75.0], CONDITIONAL: [125.0]}
+    figures = {figure.figure: figure for figure in figures_of(report_of([outcome_of(values)]))}
+    expected = {f"{mode}/mono-2t": values[mode][0] / 100 for mode in (DISAGG, CONDITIONAL)}
+    expected |= {f"{mode}/mono-1t": values[mode][0] / 50 for mode in (DISAGG, CONDITIONAL)}
+    for pair, ratio in expected.items():
+        assert figures[f"seed long_prompts throughput {pair}"] == Figure(
+            f"seed long_prompts throughput {pair}", ratio, "x"
+        )
+        assert figures[f"seed long_prompts ttft {pair}"].value == pytest.approx(1 / ratio)
+    for against, ratio, ok in (("mono-2t", 1.25, False), ("mono-1t", 2.5, True)):
+        best = figures[f"seed long_prompts throughput best disaggregated/{against}"]
+        assert (best.value, best.ok) == (ratio, ok)
+        assert figures[f"seed long_prompts ttft best disaggregated/{against}"].value == pytest.approx(
+            1 / ratio
+        )
+    assert sum(figure.target is not None for figure in figures.values()) == 4 + 1
+
+
+def test_a_missed_target_is_named_in_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = outcome_of({"mono-2t": [100.0], DISAGG: [50.0], CONDITIONAL: [80.0]})
+    print_report(wide_console(), report_of([outcome]))
+    output = capsys.readouterr().out
+    missed = "seed long_prompts throughput best disaggregated/mono-2t 0.8 x >= 1.62 missed"
+    lines = [line.replace("│", " ").split() for line in output.splitlines()]
+    assert missed.split() in lines
+    assert "the post's" in output
+    assert "1.62x" in output
+    assert ["mono-2t", CONDITIONAL, "0.80x", "1.25x", "1.00x", "1.25x"] in lines
+
+
+@pytest.mark.parametrize("modes", [(DISAGG,), ("mono-2t", DISAGG, CONDITIONAL, "mono-1t")])
+def test_report_shows_the_scenarios_size_with_any_number_of_modes(
+    modes: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = outcome_of({mode: [50.0] for mode in modes})
+    outcome.scenario = SCALES["1k"].scenarios[1]
+    print_report(wide_console(), report_of([outcome]))
+    output = capsys.readouterr().out
+    assert all(label in output for label in ("staggered_arrivals", "8 x 614p/128g", "every 256 ms"))
+    assert "…" not in output
+
+
+@pytest.mark.parametrize("mode", [DISAGG, "mono-2t"])
+def test_one_mode_alone_has_no_ratios(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = outcome_of({mode: [50.0]})
+    print_report(wide_console(), report_of([outcome]))
+    assert "in pairs" not in capsys.readouterr().out
+    assert not any("/" in figure.figure for figure in figures_of(report_of([outcome])))

@@ -1,0 +1,121 @@
+"""What `trtllm-disagg demo` says and keeps when an answer fails or differs: with a stand-in for the deployments."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+from trtllm_disagg import cli
+from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.strategies import orders
+from trtllm_disagg.tools.demo import both_orders
+from trtllm_disagg.tools.demo.both_orders import ChatAnswer, show_both_orders, stream_chat
+from trtllm_disagg.tools.up.plan import DeploymentConfig
+
+ARGUMENTS = argparse.Namespace(model="m/m", question="?", max_tokens=2, engine_configs=Path("/none"))
+
+
+@pytest.fixture(autouse=True)
+def no_deployment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    @contextmanager
+    def deployment(config: DeploymentConfig, status: object) -> Iterator[SimpleNamespace]:
+        config.run_dir.mkdir()
+        (config.run_dir / "decode-0.log").touch()
+        yield SimpleNamespace(base_url="http://127.0.0.1:1")
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(both_orders, "deployment_in_background", deployment)
+    monkeypatch.setattr(both_orders, "servable_model", Path)
+    monkeypatch.setattr(both_orders, "trace_of", lambda deployment, answer: None)
+
+
+def kept(said: str) -> list[str]:
+    (directory,) = re.findall(r"[Tt]he logs are kept in (\S+)", said)
+    return sorted(str(log.relative_to(directory)) for log in Path(directory).rglob("*.log"))
+
+
+def test_answer_that_fails_leaves_the_logs_and_names_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*args: object, **options: object) -> ChatAnswer:
+        raise ConnectionError("the answer has failed")
+
+    monkeypatch.setattr(both_orders, "stream_chat", fails)
+    with pytest.raises(ConnectionError):
+        show_both_orders(ARGUMENTS)
+    assert kept(capsys.readouterr().err) == ["prefill_first/decode-0.log"]
+
+
+@pytest.mark.parametrize(("texts", "code"), [("same", ExitCode.DONE), ("differ", ExitCode.FAILED)])
+def test_logs_of_both_orders_are_kept_and_named_only_when_their_answers_differ(
+    texts: str,
+    code: ExitCode,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    told: list[str] = []
+
+    def answers(*args: object, **options: object) -> ChatAnswer:
+        told.append("again")
+        return ChatAnswer(str(len(told)) if texts == "differ" else "same", 0.0, 0.0, 0.0)
+
+    monkeypatch.setattr(both_orders, "stream_chat", answers)
+    assert show_both_orders(ARGUMENTS) is code
+    said = capsys.readouterr().out
+    if code is ExitCode.DONE:
+        assert list(tmp_path.iterdir()) == []
+    else:
+        assert kept(said) == sorted(f"{order.name}/decode-0.log" for order in orders())
+
+
+class Answers(BaseHTTPRequestHandler):
+    status: ClassVar[int]
+    body: ClassVar[bytes]
+
+    def do_POST(self) -> None:
+        self.send_response(self.status)
+        self.send_header("content-length", str(len(self.body)))
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "reason"),
+    [
+        (503, b'{"message": "no worker"}', 'HTTP Error 503: Service Unavailable: {"message": "no worker"}'),
+        (200, b'data: {"message": "the worker is gone"}\n\n', "the worker is gone"),
+    ],
+    ids=["refused", "midway"],
+)
+def test_failed_answer_ends_with_the_frontends_reason(
+    status: int,
+    body: bytes,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(Answers, "status", status, raising=False)
+    monkeypatch.setattr(Answers, "body", body, raising=False)
+    with HTTPServer(("127.0.0.1", 0), Answers) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr(cli, "run", lambda argv: stream_chat(url, "m", "?", max_tokens=1))
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["demo"])
+        thread.join()
+    assert ended.value.code == ExitCode.FAILED
+    assert capsys.readouterr().err == f"error: the answer has failed: {reason}\n"

@@ -1,0 +1,265 @@
+"""A frontend's pages and answers, over HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.unit.tools.doctor.test_command import status_of
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.tools.doctor.frontend import (
+    Answer,
+    AnswerTrace,
+    FrontendClient,
+    Instance,
+    ProbeFailedError,
+    Sizes,
+    fresh_prompt,
+)
+from trtllm_disagg.tools.doctor.this_machine import listener
+from trtllm_disagg.tools.up.plan import LOOPBACK
+from trtllm_disagg.tools.up.ports import free_http_port
+
+#: As Dynamo 1.6.1 writes them.
+ANSWER = {
+    "usage": {"prompt_tokens": 100, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 96}},
+    "nvext": {
+        "worker_id": {
+            "prefill_worker_id": 1,
+            "prefill_dp_rank": 0,
+            "decode_worker_id": 2,
+            "decode_dp_rank": 0,
+        },
+        "engine_data": {
+            "disagg": {
+                "strategy": "decode_first",
+                "reason": "always",
+                "prefill_instance": "f2",
+                "kv_transfer_ms": 1.9,
+                "kv_transfer_bytes": 98304,
+            }
+        },
+        "timing": {"ttft_ms": 23.8, "kv_hit_rate": 0.25},
+    },
+}
+METRICS = """\
+dynamo_frontend_model_kv_cache_block_size{model="demo"} 32
+dynamo_frontend_model_context_length{model="demo"} 4096
+"""
+HEALTH = {
+    "status": "healthy",
+    "instances": [
+        {
+            "component": "decode",
+            "endpoint": "generate",
+            "namespace": "dynamo",
+            "instance_id": 2**63 + 1,
+            "transport": {"tcp": "127.0.0.1:34013/421f/dynamo/decode/generate"},
+            "device_type": "cuda",
+        }
+    ],
+}
+
+
+class Pages(ThreadingHTTPServer):
+    """Path -> status and body; what is asked of it is kept."""
+
+    def __init__(self) -> None:
+        super().__init__((LOOPBACK, 0), _Handler)
+        self.pages: dict[str, tuple[int, Any]] = {}
+        self.asked: list[tuple[str, Any]] = []
+        #: Bytes that each answer announces and does not have.
+        self.num_missing = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://{LOOPBACK}:{self.server_port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Pages
+
+    def do_GET(self) -> None:
+        status, body = self.server.pages.get(self.path, (404, {"message": "Not Found"}))
+        content = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(content) + self.server.num_missing))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.server.asked.append((self.path, body))
+        self.do_GET()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Not into the tests' output."""
+
+
+@pytest.fixture
+def pages() -> Iterator[Pages]:
+    with Pages() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_an_answer_is_read_as_dynamo_writes_it(pages: Pages) -> None:
+    pages.pages["/v1/completions"] = (200, ANSWER)
+    trace = AnswerTrace("decode_first", "always", [], "f2", None, 98304)
+    answer = FrontendClient(pages.url, 5).ask("demo", "a b", ("disagg:auto",))
+    assert answer == Answer(100, 96, 0.25, 1, 2, trace)
+    (_, body) = pages.asked[0]
+    assert (body["model"], body["prompt"], body["nvext"]["annotations"]) == ("demo", "a b", ["disagg:auto"])
+
+
+def test_an_answer_without_more_is_all_unknown(pages: Pages) -> None:
+    pages.pages["/v1/completions"] = (200, {"usage": {"prompt_tokens": 5}})
+    assert FrontendClient(pages.url, 5).ask("demo", "a") == Answer(5, 0, None, None, None, None)
+
+
+def test_a_model_that_is_served_as_chat_only_is_asked_so(pages: Pages) -> None:
+    pages.pages["/v1/chat/completions"] = (200, ANSWER)
+    assert FrontendClient(pages.url, 5).ask("demo", "a b").prompt_tokens == 100
+    assert pages.asked[1][1]["messages"] == [{"role": "user", "content": "a b"}]
+
+
+def test_http_error_of_the_frontend_is_raised_with_status_and_message(pages: Pages) -> None:
+    pages.pages["/v1/completions"] = (503, {"message": "no instance", "code": 503})
+    with pytest.raises(ProbeFailedError, match="503: no instance"):
+        FrontendClient(pages.url, 5).ask("demo", "a")
+
+
+def test_instances_and_sizes_are_read_or_unknown(pages: Pages) -> None:
+    frontend = FrontendClient(pages.url, 5)
+    assert (frontend.instances(), frontend.sizes("demo")) == (None, Sizes())
+    pages.pages |= {"/health": (200, HEALTH), "/metrics": (200, METRICS)}
+    (instance,) = frontend.instances() or []
+    assert (instance.instance_id, instance.component, instance.address) == (
+        2**63 + 1,
+        "decode",
+        ("127.0.0.1", 34013),
+    )
+    assert frontend.sizes("demo") == Sizes(32, 4096)
+    assert frontend.sizes("other") == Sizes()
+
+
+def test_a_prompt_fills_blocks_and_fits_the_model() -> None:
+    assert len(fresh_prompt(Sizes(32, 4096)).split()) == 160
+    assert len(fresh_prompt(Sizes(64, None)).split()) == 320
+    assert len(fresh_prompt(Sizes(32, 100)).split()) == 48
+    assert len(fresh_prompt(Sizes(10**9, None)).split()) == 1 << 14
+    assert fresh_prompt(Sizes()) != fresh_prompt(Sizes())
+
+
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8000", "ftp://host", "http://", "nonsense", "http://h:99999", "http://h:abc"]
+)
+def test_invalid_url_is_refused_by_name(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"--url.*the URL of a frontend"):
+        FrontendClient(url, 5)
+
+
+def test_url_without_a_listener_exits_with_2_and_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of("--url", f"http://{LOOPBACK}:{free_http_port(LOOPBACK, 0)}") == 2
+    assert (
+        "expected the URL of a frontend that answers ([Errno 111] Connection refused)"
+        in capsys.readouterr().err
+    )
+
+
+def test_server_that_is_no_frontend_exits_with_2_and_the_reason(
+    pages: Pages, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pages.pages["/v1/models"] = (200, "<html>")
+    assert status_of("--url", pages.url) == 2
+    assert "what is there has no list of models" in capsys.readouterr().err
+
+
+DEEP = '{"x":' + "[" * 100_000
+
+
+@pytest.mark.parametrize("id", ["\x1b[31mred", "\ud800", "two\nlines"])
+def test_model_that_no_terminal_can_show_is_no_list_of_models(pages: Pages, id: str) -> None:
+    pages.pages["/v1/models"] = (200, {"data": [{"id": id}]})
+    with pytest.raises(ConfigError, match="what is there has no list of models"):
+        FrontendClient(pages.url, 5).models()
+
+
+def test_pages_of_a_server_that_is_no_frontend_are_refused_or_unknown(pages: Pages) -> None:
+    frontend = FrontendClient(pages.url, 5)
+    pages.pages |= dict.fromkeys(("/v1/models", "/health", "/v1/completions"), (200, DEEP))
+    pages.pages["/metrics"] = (200, METRICS.replace("4096", "9" * 5000))
+    with pytest.raises(ConfigError, match="what is there has no list of models"):
+        frontend.models()
+    assert (frontend.instances(), frontend.sizes("demo")) == (None, Sizes(32, None))
+    with pytest.raises(ProbeFailedError, match="recursion"):
+        frontend.ask("demo", "a")
+    pages.pages["/v1/completions"] = (500, DEEP)
+    with pytest.raises(ProbeFailedError, match=r'500: {"x":\['):
+        frontend.ask("demo", "a")
+
+
+def test_answers_that_end_too_early_are_failures(pages: Pages) -> None:
+    pages.num_missing = 1
+    pages.pages |= {"/v1/models": (200, {"data": []}), "/v1/completions": (500, {"message": "out of memory"})}
+    frontend = FrontendClient(pages.url, 5)
+    with pytest.raises(ConfigError, match="IncompleteRead"):
+        frontend.models()
+    with pytest.raises(ProbeFailedError, match="500: IncompleteRead"):
+        frontend.ask("demo", "a")
+
+
+def test_address_with_a_port_of_many_digits_is_none() -> None:
+    assert Instance("n", "c", "generate", 1, {"tcp": "127.0.0.1:" + "9" * 5000}).address is None
+
+
+def test_a_frontend_that_cannot_be_looked_into_leaves_the_rest_not_known(
+    pages: Pages, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("DYN_DISCOVERY_BACKEND", "ETCD_ENDPOINTS"):
+        monkeypatch.delenv(variable, raising=False)
+    pages.pages["/v1/models"] = (200, {"data": [{"id": "demo"}]})
+    pages.pages["/v1/completions"] = (200, ANSWER)
+    assert status_of("--url", pages.url + "/v1/", "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["model"], said["errors"], said["notes"]) == ("demo", 0, 0)
+    verdicts = {row["rule"]: row["verdict"] for row in said["rows"]}
+    assert {rule for rule, verdict in verdicts.items() if verdict == "ok"} == {
+        "answers",
+        "order",
+        "both stages",
+        "KV moved",
+        "KV events",
+    }
+    assert said["not_known"] == len(verdicts) - 5 == 8
+
+
+def test_a_listener_of_this_user_is_found_and_a_closed_port_is_not(pages: Pages) -> None:
+    found = listener(LOOPBACK, pages.server_port)
+    assert found is not None
+    assert (found.pid, found.environ) == (os.getpid(), psutil.Process().environ())
+    assert not found.is_frontend
+    assert (found.open_files or 0) > 3
+    assert listener("192.0.2.1", pages.server_port) is None
+    with socket.socket() as held:  # so that no other test listens there meanwhile
+        held.bind((LOOPBACK, 0))
+        assert listener(LOOPBACK, held.getsockname()[1]) is None
+
+
+@pytest.mark.parametrize("argv", [[], ["prefill.yaml"], ["--url", "http://h", "a.yaml", "b.yaml"]])
+def test_doctor_with_neither_or_both_of_url_and_files_exits_with_2(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of(*argv) == 2
+    assert "--url" in capsys.readouterr().err

@@ -1,0 +1,423 @@
+"""One pair that is fine, and for each rule that pair broken there and nowhere else."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trtllm_disagg.config.worker_config import Role
+from trtllm_disagg.engine.trtllm_version import TrtllmVersion
+from trtllm_disagg.tools.doctor.diagnosis import Row, diagnose
+from trtllm_disagg.tools.doctor.pair import Pair, PlannedDeployment, side_of
+from trtllm_disagg.tools.doctor.rules import RULES
+
+PREFILL: dict[str, Any] = {
+    "max_seq_len": 16384,
+    "max_num_tokens": 8192,
+    "enable_chunked_prefill": True,
+    "disable_overlap_scheduler": True,
+    "kv_cache_config": {"dtype": "fp8", "enable_block_reuse": True},
+    "cache_transceiver_config": {
+        "backend": "NIXL",
+        "transceiver_runtime": "PYTHON",
+        "max_tokens_in_buffer": 16384,
+        "kv_transfer_timeout_ms": 60000,
+    },
+}
+DECODE = PREFILL | {"disable_overlap_scheduler": False, "max_batch_size": 128}
+
+ON_CPP = {"cache_transceiver_config.transceiver_runtime": "CPP"}
+#: No key at all, where None is a value.
+GONE = object()
+
+
+def changed(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Dotted keys."""
+    content = copy.deepcopy(base)
+    for key, value in changes.items():
+        *way, name = key.split(".")
+        owner = content
+        for part in way:
+            owner = owner.setdefault(part, {})
+        owner[name] = value
+        if value is GONE:
+            del owner[name]
+    return content
+
+
+def diagnosed(
+    prefill: dict[str, Any] | None = None,
+    decode: dict[str, Any] | None = None,
+    *,
+    gpus: tuple[str, str] = ("", ""),
+    version: str = "1.3.0rc29",
+    **deployment: Any,
+) -> list[Row]:
+    asked = PlannedDeployment(TrtllmVersion.parse(version), **deployment)
+    prefill_side, decode_side = (
+        side_of(role, f"{role}.yaml", changed(base, changes or {}), None, asked, tuple(own.split()))
+        for role, base, changes, own in (
+            (Role.PREFILL, PREFILL, prefill, gpus[0]),
+            (Role.DECODE, DECODE, decode, gpus[1]),
+        )
+    )
+    return diagnose(Pair(prefill_side, decode_side, asked))
+
+
+def findings(rows: list[Row]) -> dict[str, str]:
+    return {row.rule: row.verdict for row in rows if row.verdict != "ok"}
+
+
+def test_a_matching_pair_has_no_error_and_no_note() -> None:
+    rows = diagnosed()
+    assert findings(rows) == {}
+    assert [row.rule for row in rows] == [*(rule.name for rule in RULES), "worker"]
+
+
+TRANSCEIVER = "cache_transceiver_config"
+ROLES = ("prefill", "decode")
+#: Rule, its verdict, what to write instead, and what breaks it.
+BROKEN: list[tuple[str, str, str, dict[str, Any]]] = [
+    (
+        "keys",
+        "error",
+        "kv_cache_config.tokens_per_block",
+        {"decode": {"kv_cache_config.tokens_per_blocks": 32}},
+    ),
+    ("keys", "error", "expected NIXL", {"prefill": {f"{TRANSCEIVER}.backend": "nixl"}}),
+    ("keys", "error", "max_batch_size: 'many'", {"decode": {"max_batch_size": "many"}}),
+    ("keys", "error", "moe_config.backend", {"decode": {"moe_config.bakend": "TRTLLM"}}),
+    ("keys", "note", "prefill: frobnicate is no argument", {"prefill": {"frobnicate": 1}}),
+    ("TensorRT-LLM", "error", "1.3.0rc22 or newer", {"version": "1.3.0rc21"}),
+    ("TensorRT-LLM", "note", "up to 1.3.0rc29", {"version": "1.4.0"}),
+    (
+        "transceiver",
+        "error",
+        "decode: cache_transceiver_config: {backend: NIXL}",
+        {"decode": {TRANSCEIVER: None}},
+    ),
+    (
+        "backend",
+        "error",
+        "the same cache_transceiver_config.backend",
+        {
+            "prefill": {f"{TRANSCEIVER}.transceiver_runtime": "CPP", f"{TRANSCEIVER}.backend": "UCX"},
+            "decode": {f"{TRANSCEIVER}.transceiver_runtime": "CPP"},
+        },
+    ),
+    (
+        "backend",
+        "error",
+        "NIXL or UCX on both sides",
+        {
+            side: {f"{TRANSCEIVER}.transceiver_runtime": "CPP", f"{TRANSCEIVER}.backend": "MPI"}
+            for side in ROLES
+        },
+    ),
+    ("backend", "note", "name the backend", {"decode": {f"{TRANSCEIVER}.backend": "DEFAULT"}}),
+    (
+        "transceiver_runtime",
+        "error",
+        "the same transceiver_runtime",
+        {"decode": {f"{TRANSCEIVER}.transceiver_runtime": "CPP"}},
+    ),
+    (
+        "transceiver_runtime",
+        "note",
+        "decided by each worker",
+        {"decode": {f"{TRANSCEIVER}.transceiver_runtime": GONE}},
+    ),
+    (
+        "transceiver_runtime",
+        "error",
+        "PYTHON on both sides",
+        {
+            "schedule_style": "generation_first",
+            "prefill": {f"{TRANSCEIVER}.transceiver_runtime": "CPP"},
+            "decode": {f"{TRANSCEIVER}.transceiver_runtime": "CPP"},
+        },
+    ),
+    (
+        "max_tokens_in_buffer",
+        "error",
+        "prefill and decode: cache_transceiver_config.max_tokens_in_buffer: 16384",
+        {side: ON_CPP | {f"{TRANSCEIVER}.max_tokens_in_buffer": 4096} for side in ("prefill", "decode")},
+    ),
+    (
+        "max_tokens_in_buffer",
+        "error",
+        "a multiple of tokens_per_block",
+        {side: ON_CPP | {f"{TRANSCEIVER}.max_tokens_in_buffer": 16400} for side in ("prefill", "decode")},
+    ),
+    (
+        "max_tokens_in_buffer",
+        "error",
+        "prefill and decode: cache_transceiver_config.max_tokens_in_buffer: 16384",
+        {side: ON_CPP | {f"{TRANSCEIVER}.max_tokens_in_buffer": 0} for side in ("prefill", "decode")},
+    ),
+    (
+        "max_tokens_in_buffer",
+        "note",
+        "longer prompts come through",
+        {"prefill": {f"{TRANSCEIVER}.max_tokens_in_buffer": 4096}},
+    ),
+    (
+        "max_tokens_in_buffer",
+        "note",
+        "longer prompts come through",
+        {
+            side: ON_CPP | {f"{TRANSCEIVER}.max_tokens_in_buffer": 4096, f"{TRANSCEIVER}.backend": "UCX"}
+            for side in ("prefill", "decode")
+        },
+    ),
+    (
+        "max_tokens_in_buffer",
+        "note",
+        "at least the longest prompt",
+        {"decode": {f"{TRANSCEIVER}.max_tokens_in_buffer": GONE}},
+    ),
+    (
+        "kv_transfer_timeout_ms",
+        "error",
+        "prefill and decode: cache_transceiver_config.kv_transfer_timeout_ms: 60000",
+        {
+            side: {f"{TRANSCEIVER}.kv_transfer_timeout_ms": None, f"{TRANSCEIVER}.transceiver_runtime": "CPP"}
+            for side in ("prefill", "decode")
+        },
+    ),
+    (
+        "kv_transfer_timeout_ms",
+        "note",
+        "the same kv_transfer_timeout_ms",
+        {"decode": {f"{TRANSCEIVER}.kv_transfer_timeout_ms": 1000}},
+    ),
+    (
+        "keys",
+        "error",
+        "kv_transfer_timeout_ms: None: expected a finite",
+        {"decode": {f"{TRANSCEIVER}.kv_transfer_timeout_ms": None}},
+    ),
+    (
+        "keys",
+        "error",
+        "transceiver_runtime: 'PYTHON': expected CPP or auto with backend UCX",
+        {side: {f"{TRANSCEIVER}.backend": "UCX"} for side in ("prefill", "decode")},
+    ),
+    ("overlap scheduler", "note", "PR 10755", {"prefill": {"disable_overlap_scheduler": False}}),
+    ("KV dtype", "error", "the same kv_cache_config.dtype", {"decode": {"kv_cache_config.dtype": "auto"}}),
+    ("dtype", "error", "the same dtype", {"decode": {"dtype": "float16"}}),
+    (
+        "attention window",
+        "error",
+        "max_attention_window",
+        {"prefill": {"kv_cache_config.max_attention_window": [4096, 32768]}},
+    ),
+    (
+        "tokens_per_block",
+        "error",
+        "tokens_per_block: 64 on both sides",
+        {"prefill": {"kv_cache_config.tokens_per_block": 64}},
+    ),
+    ("tokens_per_block", "error", "--kv-block-size 32", {"kv_block_size": 16}),
+    (
+        "tokens_per_block",
+        "note",
+        "blocks of 64",
+        {side: {"kv_cache_config.tokens_per_block": 64} for side in ("prefill", "decode")},
+    ),
+    (
+        "KV events",
+        "note",
+        "decode: enable_block_reuse",
+        {"decode": {"kv_cache_config.enable_block_reuse": False}},
+    ),
+    (
+        "KV events",
+        "note",
+        "prefill: enable_block_reuse",
+        {"strategy": "prefill_first", "prefill": {"kv_cache_config.enable_block_reuse": False}},
+    ),
+    (
+        "KV events",
+        "error",
+        "polls its events",
+        {"decode": {"kv_cache_config.kv_events_config": {"enable_kv_cache_events": True}}},
+    ),
+    ("max_beam_width", "error", "decode: max_beam_width: 1", {"decode": {"max_beam_width": 4}}),
+    (
+        "speculative decoding",
+        "error",
+        "the same speculative_config",
+        {"prefill": {"speculative_config": {"decoding_type": "MTP", "num_nextn_predict_layers": 1}}},
+    ),
+    (
+        "max_num_tokens",
+        "error",
+        "max_num_tokens: 16384",
+        {"prefill": {"enable_chunked_prefill": False}},
+    ),
+    ("max_seq_len", "error", "decode: max_seq_len: 16384", {"decode": {"max_seq_len": 8192}}),
+    ("max_seq_len", "note", "above 16384 tokens", {"decode": {"max_seq_len": 32768}}),
+    ("model", "note", "two names", {"prefill": {"model": "org/m-FP4"}, "decode": {"model": "org/m-FP8"}}),
+    (
+        "model",
+        "error",
+        "the same revision",
+        {side: {"model": "org/m", "revision": commit} for side, commit in zip(ROLES, "ab", strict=True)},
+    ),
+    ("tokenizer", "error", "the same tokenizer", {"prefill": {"tokenizer": "org/other"}}),
+    ("parallelism", "note", "pipeline stages", {"decode": {"pipeline_parallel_size": 2}}),
+    ("parallelism", "error", "prefill: context_parallel_size: 1", {"prefill": {"context_parallel_size": 2}}),
+    ("GPUs", "error", "both have 0", {"gpus": ("0", "0")}),
+    (
+        "GPUs",
+        "error",
+        "decode: 2 GPUs for TP2 PP1",
+        {"gpus": ("0", "1"), "decode": {"tensor_parallel_size": 2}},
+    ),
+    (
+        "GPUs",
+        "error",
+        "decode: 2 GPUs for TP1 PP1 CP2",
+        {"gpus": ("0", "1"), "prefill": ON_CPP, "decode": {"context_parallel_size": 2} | ON_CPP},
+    ),
+    (
+        "GPUs",
+        "note",
+        "both share GPU 0",
+        {
+            "gpus": ("0", "0"),
+            **{side: {"kv_cache_config.free_gpu_memory_fraction": 0.4} for side in ("prefill", "decode")},
+        },
+    ),
+    (
+        "CUDA graphs",
+        "note",
+        "more than 64 requests",
+        {"decode": {"cuda_graph_config": {"max_batch_size": 64}}},
+    ),
+    ("CUDA graphs", "note", "without CUDA graphs", {"decode": {"cuda_graph_config": None}}),
+    (
+        "guided decoding",
+        "error",
+        "the same guided_decoding_backend",
+        {"decode": {"guided_decoding_backend": "xgrammar"}},
+    ),
+    ("NIXL plugins", "error", "not /no/such/folder", {"environ": {"NIXL_PLUGIN_DIR": "/no/such/folder"}}),
+]
+
+
+@pytest.mark.parametrize(
+    ("rule", "verdict", "instead", "change"),
+    BROKEN,
+    ids=[f"{name}-{verdict}" for name, verdict, *_ in BROKEN],
+)
+def test_pair_with_one_fault_gets_exactly_that_finding(
+    rule: str, verdict: str, instead: str, change: dict[str, Any]
+) -> None:
+    rows = diagnosed(**change)
+    assert findings(rows) == {rule: verdict}
+    (row,) = (row for row in rows if row.rule == rule)
+    assert instead in row.instead
+    assert row.why
+
+
+def test_every_rule_has_a_pair_that_breaks_it() -> None:
+    of_flags = {"flags", "strategy"}  # in test_command.py
+    assert {rule.name for rule in RULES} - of_flags == {name for name, *_ in BROKEN}
+
+
+def test_older_tensorrt_llm_gets_findings_of_its_missing_features() -> None:
+    """Its transfers have no end by default, and its context servers do not overlap."""
+    rows = diagnosed(
+        {"disable_overlap_scheduler": False, f"{TRANSCEIVER}.kv_transfer_timeout_ms": GONE}, version="1.2.1"
+    )
+    assert findings(rows) == {
+        "TensorRT-LLM": "error",
+        "kv_transfer_timeout_ms": "error",
+        "overlap scheduler": "error",
+    }
+
+
+BOTH_ON_AUTO = {f"{TRANSCEIVER}.transceiver_runtime": "auto", f"{TRANSCEIVER}.max_tokens_in_buffer": 4096}
+
+
+@pytest.mark.parametrize(("version", "verdict"), [("1.3.0rc29", "note"), ("1.3.0rc22", "error")])
+def test_a_small_buffer_is_an_error_where_auto_is_the_cpp_transceiver(version: str, verdict: str) -> None:
+    rows = diagnosed(BOTH_ON_AUTO, BOTH_ON_AUTO, version=version)
+    assert findings(rows)["max_tokens_in_buffer"] == verdict
+
+
+def test_zero_max_tokens_in_buffer_of_the_python_transceiver_has_no_finding() -> None:
+    no_bound = {f"{TRANSCEIVER}.max_tokens_in_buffer": 0}
+    assert findings(diagnosed(no_bound, no_bound)) == {}
+
+
+def test_empty_engine_files_give_notes_and_backend_nixl() -> None:
+    asked = PlannedDeployment()
+    prefill, decode = (side_of(role, f"{role}.yaml", {}, None, asked) for role in (Role.PREFILL, Role.DECODE))
+    rows = diagnose(Pair(prefill, decode, asked))
+    assert findings(rows) == {
+        "transceiver": "note",
+        "max_tokens_in_buffer": "note",
+        "overlap scheduler": "note",
+        "max_num_tokens": "note",
+    }
+    (row,) = (row for row in rows if row.rule == "transceiver")
+    assert row.prefill == "NIXL"
+
+
+def test_setting_that_only_the_worker_refuses_is_the_row_worker(tmp_path: Path) -> None:
+    """A file that passes all rules, and that the worker refuses all the same."""
+    (tmp_path / "decode.yaml").write_text("backend: _autodeploy\n")
+    asked = PlannedDeployment()
+    prefill = side_of(Role.PREFILL, "prefill.yaml", PREFILL, None, asked)
+    decode = side_of(Role.DECODE, str(tmp_path / "decode.yaml"), DECODE, None, asked)
+    rows = diagnose(Pair(prefill, decode, asked))
+    assert findings(rows) == {"worker": "error"}
+    assert "expected pytorch" in rows[-1].instead or "'pytorch'" in rows[-1].instead
+
+
+#: As in TensorRT-LLM's features/helix.md.
+HELIX: dict[str, Any] = {
+    "context_parallel_size": 2,
+    "cp_config": {"cp_type": "HELIX", "tokens_per_block": 32},
+}
+
+
+def test_context_parallelism_at_decode_has_no_finding() -> None:
+    assert findings(diagnosed(prefill=ON_CPP, decode=HELIX | ON_CPP)) == {}
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "instead"),
+    [
+        pytest.param(HELIX | ON_CPP, ON_CPP, "prefill: context_parallel_size: 1", id="at prefill"),
+        pytest.param({}, HELIX, "transceiver_runtime: CPP", id="on the Python transceiver"),
+    ],
+)
+def test_context_parallelism_that_cannot_work_is_an_error(
+    prefill: dict[str, Any], decode: dict[str, Any], instead: str
+) -> None:
+    rows = diagnosed(prefill=prefill, decode=decode)
+    assert findings(rows) == {"parallelism": "error"}
+    (row,) = (row for row in rows if row.rule == "parallelism")
+    assert instead in row.instead
+
+
+def test_gpus_beyond_those_that_a_worker_takes_are_not_shared() -> None:
+    assert findings(diagnosed(gpus=("0 1 2", "1 2"))) == {}
+    assert findings(diagnosed(gpus=("1 2", "1 0"))) == {"GPUs": "error"}
+
+
+@pytest.mark.parametrize("name", ["gms_config", "checkpoint_format", "enable_tokenization_cache"])
+def test_argument_known_to_tensorrt_llm_only_has_no_finding(name: str) -> None:
+    assert findings(diagnosed({name: {}})) == {}
+
+
+def test_several_faults_give_a_finding_each() -> None:
+    rows = diagnosed({"max_beam_width": 2}, {"max_seq_len": 100, "dtype": "float16"})
+    assert findings(rows) == {"max_beam_width": "error", "max_seq_len": "error", "dtype": "error"}

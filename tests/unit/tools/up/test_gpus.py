@@ -1,0 +1,177 @@
+"""The GPUs of each worker of a deployment."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.tools.up.for_scripts import require_room
+from trtllm_disagg.tools.up.gpus import NO_GPUS, Gpus, gpus_of
+from trtllm_disagg.tools.up.plan import (
+    BEYOND_DRAIN_SECONDS,
+    GPU_STARTUP_SECONDS,
+    STARTUP_SECONDS,
+    DeploymentConfig,
+    plan,
+    same_again,
+    worker_arguments,
+)
+
+DEVICES = "CUDA_VISIBLE_DEVICES"
+EIGHT = ",".join(map(str, range(8)))
+
+
+def config_of(tmp_path: Path, **changes: Any) -> DeploymentConfig:
+    settings: dict[str, Any] = {
+        "strategy": "prefill_first",
+        "model": "toy/llama",
+        "served_model_name": "toy",
+    }
+    return DeploymentConfig(**settings | {"run_dir": tmp_path / "run"} | changes)
+
+
+def yaml(path: Path, tp: int = 1, fraction: float = 0.85, pp: int = 1) -> Path:
+    path.write_text(
+        f"tensor_parallel_size: {tp}\npipeline_parallel_size: {pp}\n"
+        f"kv_cache_config: {{free_gpu_memory_fraction: {fraction}}}\n"
+        "cache_transceiver_config: {backend: DEFAULT}\n"
+    )
+    return path
+
+
+def deployment(
+    tmp_path: Path, prefill: dict[str, Any], decode: dict[str, Any], **changes: Any
+) -> DeploymentConfig:
+    files = {
+        role: yaml(tmp_path / f"{role}.yaml", **sizes)
+        for role, sizes in (("prefill", prefill), ("decode", decode))
+    }
+    return config_of(tmp_path, engine="tensorrt_llm", engine_configs=files, **changes)
+
+
+def gpus(
+    config: DeploymentConfig, environ: dict[str, str] | None = None, present: tuple[str, ...] = ()
+) -> Gpus:
+    return gpus_of(worker_arguments(config), config.gpu_devices, environ or {}, lambda: present)
+
+
+def planned(config: DeploymentConfig, **kwargs: Any) -> dict[str, str | None]:
+    config = replace(config, gpus=gpus(config, **kwargs))
+    specs = plan(config, system_ports=range(20000, 20020), environ={})
+    return {spec.name: spec.env.get(DEVICES) for spec in specs if spec.role != "frontend"}
+
+
+def test_each_worker_gets_the_number_of_gpus_of_its_engine_config(tmp_path: Path) -> None:
+    config = deployment(
+        tmp_path, {"tp": 2}, {"tp": 1, "pp": 2}, prefill_workers=2, decode_workers=2, gpu_devices=EIGHT
+    )
+    assert planned(config) == {"prefill-0": "0,1", "prefill-1": "2,3", "decode-0": "6,7", "decode-1": "4,5"}
+
+
+def test_without_a_list_the_roles_variables_then_cudas_then_the_machine_decide(tmp_path: Path) -> None:
+    config = deployment(tmp_path, {}, {})
+    assert planned(config, present=("0", "1", "2")) == {"prefill-0": "0", "decode-0": "2"}
+    assert planned(config, environ={DEVICES: "4,5"}, present=("0",)) == {"prefill-0": "4", "decode-0": "5"}
+    of_roles = {DEVICES: "4,5", "PREFILL_" + DEVICES: "1,2", "DECODE_" + DEVICES: "3"}
+    assert planned(config, environ=of_roles) == {"prefill-0": "1", "decode-0": "3"}
+    by_flag = replace(config, gpu_devices="6,7")
+    assert planned(by_flag, environ=of_roles) == {"prefill-0": "6", "decode-0": "7"}
+
+
+def test_cudas_empty_list_has_no_gpus(tmp_path: Path) -> None:
+    none = {"prefill-0": None, "decode-0": None}
+    assert planned(deployment(tmp_path, {}, {}), environ={DEVICES: ""}, present=("0", "1")) == none
+
+
+def test_workers_get_no_gpu_list_when_no_gpu_is_known(tmp_path: Path) -> None:
+    assert planned(deployment(tmp_path, {}, {})) == {"prefill-0": None, "decode-0": None}
+
+
+def test_workers_share_a_gpu_where_their_shares_of_its_memory_fit(tmp_path: Path) -> None:
+    config = deployment(tmp_path, {"fraction": 0.4}, {"fraction": 0.45}, gpu_devices="0")
+    assert planned(config) == {"prefill-0": "0", "decode-0": "0"}
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "devices", "words"),
+    [
+        (
+            {},
+            {},
+            "0",
+            "--gpus: '0' is not allowed; .*one more decode worker.*0.85 of GPU 0.*other workers have 0.85",
+        ),
+        ({"tp": 4}, {}, "0,1", "--gpus: '0,1' is not allowed; .*at least 4: each prefill worker"),
+        ({}, {}, "0,0", "--gpus: '0,0' is not allowed; .*different GPUs"),
+        ({}, {}, "0,,1", "--gpus: '0,,1' is not allowed"),
+    ],
+    ids=["memory", "too few", "twice", "a gap"],
+)
+def test_gpus_that_do_not_suffice_are_refused_by_name(
+    prefill: dict[str, Any], decode: dict[str, Any], devices: str, words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        planned(deployment(tmp_path, prefill, decode, gpu_devices=devices))
+
+
+def test_the_embedded_engine_gets_none_and_refuses_a_list(tmp_path: Path) -> None:
+    config = config_of(tmp_path, engine="embedded")
+    assert gpus(config, environ={DEVICES: "0,1"}) == NO_GPUS
+    with pytest.raises(ConfigError, match=r"--gpus: '0' is not allowed.*--engine tensorrt_llm"):
+        gpus(replace(config, gpu_devices="0"))
+
+
+def test_a_worker_that_is_started_again_has_its_own_gpus(tmp_path: Path) -> None:
+    config = deployment(tmp_path, {}, {}, gpu_devices="0,1,2", prefill_workers=2)
+    config = replace(config, gpus=gpus(config))
+    specs = {spec.name: spec for spec in plan(config, system_ports=range(20000, 20020), environ={})}
+    assert same_again(specs["prefill-1"], config, {}, specs.values()).env[DEVICES] == "1"
+
+
+def test_a_worker_that_comes_later_gets_the_gpus_of_one_that_left(tmp_path: Path) -> None:
+    config = deployment(tmp_path, {"tp": 2}, {"tp": 2}, gpu_devices=EIGHT)
+    there = gpus(config)
+    taken: list[tuple[str, dict[str, str]]] = [("prefill", {DEVICES: "2,3"}), ("decode", {DEVICES: "6,7"})]
+    assert there.environment("prefill", taken) == {DEVICES: "0,1"}
+    assert there.environment("decode", taken) == {DEVICES: "4,5"}
+
+
+def test_with_gpus_a_deployment_may_take_longer_to_load(tmp_path: Path) -> None:
+    config = deployment(tmp_path, {}, {}, gpu_devices="0,1")
+    assert config.startup_seconds == STARTUP_SECONDS
+    assert replace(config, gpus=gpus(config)).startup_seconds == GPU_STARTUP_SECONDS
+    assert replace(config, startup_timeout=7.0, gpus=gpus(config)).startup_seconds == 7
+
+
+def test_with_gpus_a_stop_leaves_time_for_the_engines_shutdown(tmp_path: Path) -> None:
+    config = deployment(tmp_path, {}, {}, gpu_devices="0,1", drain_seconds=20.0)
+    assert config.stop_seconds == 20 + BEYOND_DRAIN_SECONDS
+    on_gpus = replace(config, gpus=gpus(config))
+    assert on_gpus.stop_seconds == 20 + BEYOND_DRAIN_SECONDS + 60
+    assert on_gpus.beyond_drain_seconds == BEYOND_DRAIN_SECONDS + 60
+    longer = replace(config, worker_args=("--engine-health-shutdown-timeout", "90"))
+    assert replace(longer, gpus=gpus(longer)).stop_seconds == 20 + BEYOND_DRAIN_SECONDS + 90
+    assert replace(on_gpus, stop_timeout=7.0).stop_seconds == 7
+
+
+def test_workers_that_scripts_start_take_the_first_gpus_of_their_lists(tmp_path: Path) -> None:
+    config = deployment(tmp_path, {"fraction": 0.6}, {"fraction": 0.6})
+    workers = worker_arguments(config)
+    require_room(workers, {"PREFILL_" + DEVICES: "0,1", "DECODE_" + DEVICES: "1,0"})
+    with pytest.raises(
+        ConfigError, match=r"'4' is not allowed; expected GPUs of their own.*0\.6 for prefill"
+    ):
+        require_room(workers, {DEVICES: "4,5"})
+
+
+def test_workers_that_scripts_start_with_too_few_gpus_are_refused_by_name(tmp_path: Path) -> None:
+    workers = worker_arguments(deployment(tmp_path, {}, {"tp": 2}))
+    few = {"PREFILL_" + DEVICES: "0", "DECODE_" + DEVICES: "1"}
+    with pytest.raises(
+        ConfigError, match="DECODE_CUDA_VISIBLE_DEVICES: '1' is not allowed; expected at least 2"
+    ):
+        require_room(workers, few)

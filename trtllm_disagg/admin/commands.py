@@ -1,0 +1,235 @@
+"""The commands that a running deployment executes, and their encoding.
+
+One set of types for both receivers: a worker (over Dynamo's request plane, signed with the deployment's key) and `up`
+(over a socket in its run directory that only its user may open). To a worker a command travels as a request with the
+one key CONTROL. No client of a frontend can send it: the frontend refuses unknown keys, and every request that it sends
+has tokens, which no command has.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from trtllm_disagg.admin.keys import AdminKey
+from trtllm_disagg.config.worker_config import Role, flag_of
+from trtllm_disagg.errors import CommandRefusedError, ConfigError, InvalidRequestError
+from trtllm_disagg.strategies import require_switchable
+
+CONTROL = "trtllm_disagg.control"
+
+
+class Describe(msgspec.Struct, frozen=True, tag_field="command", tag="describe", forbid_unknown_fields=True):
+    """Asks for the description of a worker, or of a deployment."""
+
+
+class Switch(msgspec.Struct, frozen=True, tag_field="command", tag="switch", forbid_unknown_fields=True):
+    """A worker becomes the stage that its role has under the strategy `to`; `up` also starts new workers so."""
+
+    to: str
+
+
+class Set(msgspec.Struct, frozen=True, tag_field="command", tag="set", forbid_unknown_fields=True):
+    """Sets all thresholds in `values`, or none when one is refused by its name; `up` also starts new workers so."""
+
+    values: dict[str, int | float | str | bool]
+
+
+class Scale(msgspec.Struct, frozen=True, tag_field="command", tag="scale", forbid_unknown_fields=True):
+    """For `up` alone: the number of workers to run, by role."""
+
+    workers: dict[str, int]
+
+
+Command = Describe | Switch | Set
+UpCommand = Describe | Switch | Set | Scale
+
+
+def is_control(request: Mapping[str, Any]) -> bool:
+    return CONTROL in request and "token_ids" not in request
+
+
+def encode_command(command: Command) -> dict[str, Any]:
+    return {CONTROL: msgspec.to_builtins(command)}
+
+
+def decode_command(raw: Any) -> Command:
+    """For a worker. Raises InvalidRequestError, which names the wrong key and what is allowed."""
+    try:
+        command: Command = msgspec.convert(raw, Command)
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(
+            f"{CONTROL}: {error}; expected a command of describe, switch, set"
+        ) from None
+    if isinstance(command, Switch):
+        try:
+            require_switchable(command.to, "to")
+        except ConfigError as error:
+            raise InvalidRequestError(str(error)) from None
+    return command
+
+
+def decode_up_command(line: bytes) -> UpCommand:
+    """For `up`: one line of JSON. Raises ConfigError, which names what is wrong and what is allowed."""
+    try:
+        command: UpCommand = msgspec.json.decode(line, type=UpCommand)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"command: {error}; expected one of describe, switch, set, scale") from None
+    return command
+
+
+class Description(msgspec.Struct, frozen=True):
+    """The part of a worker's description that `switch` needs."""
+
+    role: Role
+    strategy: str
+    model: str
+    #: The worker is registered with frontends, which may send it requests.
+    registered: bool = False
+    #: Number of requests from frontends that the worker is answering.
+    whole_requests: int = 0
+    #: Flags of the worker's start that keep it from being switched.
+    fixed_by: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedInstance:
+    """A worker and its description, which has the keys of `Description` and more if it is of this package."""
+
+    endpoint_id: str
+    instance_id: int
+    description: dict[str, Any]
+
+
+# Every process that can open a connection to a worker's endpoint can send it commands. So a command that changes
+# something carries a signature over the command, the instance that it is for, the time, and a nonce. Describe does not.
+
+#: How far the clocks of two hosts may differ, and how long a worker remembers a nonce.
+VALID_SECONDS = 60.0
+
+Clock = Callable[[], float]
+
+
+class SignedCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A command as sent. `payload` is the JSON of a `SignedPayload`, byte for byte as it was signed."""
+
+    payload: str = msgspec.field(name="order")
+    key: str
+    signature: str
+
+
+class SignedPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`command` for the worker `instance_id`; `at` is in seconds since the epoch."""
+
+    command: dict[str, Any]
+    instance_id: int
+    at: float
+    nonce: str
+
+
+class Signer(Protocol):
+    def request(self, command: Command, instance_id: int) -> dict[str, Any]:
+        """The request that carries the command to the worker `instance_id`."""
+        ...
+
+
+class Verifier(Protocol):
+    def command_of(self, raw: Any) -> Command:
+        """Raises CommandRefusedError without a valid signature, InvalidRequestError when `raw` is no command."""
+        ...
+
+
+class NoKeySigner:
+    """Sends commands unsigned: workers execute only Describe."""
+
+    def request(self, command: Command, instance_id: int) -> dict[str, Any]:
+        return encode_command(command)
+
+
+class KeySigner:
+    def __init__(self, key: AdminKey, clock: Clock = time.time) -> None:
+        self._key = key
+        self._clock = clock
+
+    def request(self, command: Command, instance_id: int) -> dict[str, Any]:
+        plain = encode_command(command)
+        payload = SignedPayload(plain[CONTROL], instance_id, self._clock(), secrets.token_hex(16))
+        text = msgspec.json.encode(payload).decode()
+        signed = SignedCommand(text, self._key.id, self._key.signature(text))
+        return {CONTROL: msgspec.to_builtins(signed)}
+
+
+class KeyVerifier:
+    """Accepts each command once, only for `instance_id`, and at most VALID_SECONDS after it was signed."""
+
+    def __init__(self, key: AdminKey, instance_id: int, clock: Clock = time.time) -> None:
+        self._key = key
+        self._instance_id = instance_id
+        self._clock = clock
+        #: Nonce -> when its command expires by itself.
+        self._seen: dict[str, float] = {}
+
+    def command_of(self, raw: Any) -> Command:
+        if not _is_signed(raw):
+            return _unsigned(raw, f"this worker takes commands signed with the key {self._key.id} only")
+        signed = _convert(raw, SignedCommand)
+        if not self._key.has_signed(signed.payload, signed.signature):
+            raise CommandRefusedError(
+                f"{CONTROL}: signed with another key ({signed.key[:12]!r}) than this worker's ({self._key.id})"
+            )
+        try:
+            payload = msgspec.json.decode(signed.payload, type=SignedPayload)
+        except msgspec.DecodeError as error:  # of another version
+            raise InvalidRequestError(f"{CONTROL}: {error}") from None
+        self._require_fresh(payload)
+        return decode_command(payload.command)
+
+    def _require_fresh(self, payload: SignedPayload) -> None:
+        now = self._clock()
+        if payload.instance_id != self._instance_id:
+            raise CommandRefusedError(
+                f"{CONTROL}: signed for another worker, instance {payload.instance_id:x}"
+            )
+        if not abs(now - payload.at) <= VALID_SECONDS:
+            raise CommandRefusedError(
+                f"{CONTROL}: signed {now - payload.at:.0f} s ago by this worker's clock; expected at most "
+                f"{VALID_SECONDS:g} (do the clocks of the two hosts agree?)"
+            )
+        self._seen = {nonce: until for nonce, until in self._seen.items() if until >= now}
+        if payload.nonce in self._seen:
+            raise CommandRefusedError(f"{CONTROL}: this worker has had this command already")
+        self._seen[payload.nonce] = payload.at + VALID_SECONDS
+
+
+class NoKeyVerifier:
+    """For a worker that was started without a key."""
+
+    def command_of(self, raw: Any) -> Command:
+        why = f"this worker has no key and takes no commands; start it with {flag_of('admin_key_file')} FILE"
+        if _is_signed(raw):
+            raise CommandRefusedError(f"{CONTROL}: {why}")
+        return _unsigned(raw, why)
+
+
+def _is_signed(raw: Any) -> bool:
+    return isinstance(raw, dict) and "signature" in raw
+
+
+def _unsigned(raw: Any, why_not: str) -> Command:
+    """Accepts an unsigned command only if it changes nothing."""
+    command = decode_command(raw)
+    if not isinstance(command, Describe):
+        raise CommandRefusedError(f"{CONTROL}: not signed; {why_not}")
+    return command
+
+
+def _convert(raw: Any, kind: type[SignedCommand]) -> SignedCommand:
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(f"{CONTROL}: {error}") from None

@@ -1,0 +1,153 @@
+"""Builds a demo model in a folder: only once, completely, and safe against a kill or a second builder. Progress of the
+training is a bar on a terminal and occasional lines elsewhere.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from trtllm_disagg.console import Console
+from trtllm_disagg.engines.demo_model.corpus import articles, documents
+from trtllm_disagg.engines.demo_model.recipe import DEFAULT_RECIPE, Recipe
+from trtllm_disagg.engines.demo_model.tokenizer import save_tokenizer, train_tokenizer
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.processes.steadily import SECONDS, steadily
+
+if TYPE_CHECKING:
+    from trtllm_disagg.engines.demo_model.training import Report
+
+# Written last, so a folder with this file is complete.
+MARKER = "demo_model.json"
+
+
+def say(text: str) -> None:
+    Console(soft_wrap=True).print(f"demo-model: {text}", markup=False)
+
+
+@contextmanager
+def progress_report(clock: Callable[[], float] = time.monotonic) -> Iterator[Report]:
+    console = Console()
+    if not console.is_terminal:
+        yield line_report(clock)
+        return
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.2f}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(TextColumn("training"), *columns, console=console) as bar:
+        task = bar.add_task("training", total=None, loss=float("nan"))
+        yield lambda step, steps, loss: bar.update(task, completed=step, total=steps, loss=loss)
+
+
+def line_report(clock: Callable[[], float]) -> Report:
+    first = last = 0.0
+
+    def report(step: int, steps: int, loss: float) -> None:
+        nonlocal first, last
+        now = clock()
+        if step == 1:
+            # The first step warms up, so its time is not used for the estimate.
+            first = last = now
+            say(f"step {step}/{steps}, loss {loss:.2f}")
+        elif now - last >= SECONDS or step == steps:
+            last = now
+            left = (now - first) / (step - 1) * (steps - step)
+            say(f"step {step}/{steps}, loss {loss:.2f}, {left:.0f} s left")
+
+    return report
+
+
+def build_demo_model(directory: Path, *, recipe: Recipe = DEFAULT_RECIPE) -> Path:
+    """Makes the model in `directory`, in about a minute, unless it is there already. Returns the path.
+
+    A folder with a demo model of another recipe is replaced. A folder with anything else in it is refused.
+    """
+    directory = Path(os.path.expanduser(directory)).absolute()
+    if is_complete(directory, recipe):
+        say(f"{directory} is up to date")
+        return directory
+    refuse_foreign_folder(directory)
+    say(f"making a model in {directory}, once; it takes about a minute")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with only_builder(directory):
+        if is_complete(directory, recipe):
+            say(f"{directory} was just made by another process")
+            return directory
+        unfinished = empty_sibling(directory, "unfinished")
+        make_model(unfinished, recipe)
+        put_in_place(unfinished, directory)
+    say(f"{directory} is ready")
+    return directory
+
+
+def is_complete(directory: Path, recipe: Recipe) -> bool:
+    try:
+        marker = json.loads((directory / MARKER).read_text())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return False
+    return isinstance(marker, dict) and marker.get("digest") == recipe.digest
+
+
+def refuse_foreign_folder(directory: Path) -> None:
+    if not directory.exists() or (directory / MARKER).is_file():
+        return
+    if not directory.is_dir() or any(directory.iterdir()):
+        raise ConfigError.bad_value(
+            "DIR", str(directory), "a new or empty folder, or one that holds a demo model"
+        )
+
+
+def make_model(directory: Path, recipe: Recipe) -> None:
+    with steadily("reading Python's documentation", say):
+        source = articles()
+        corpus = documents(source, random.Random(recipe.seed))
+    with steadily("making a tokenizer", say):
+        tokenizer = train_tokenizer(corpus, recipe.vocab_size)
+    # Set before torch is loaded. Spinning threads make training three times slower on a busy machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    with steadily("loading torch", say):
+        from trtllm_disagg.engines.demo_model.training import save_weights, train
+    say(f"training on {len(corpus)} documents, {recipe.steps} steps of {recipe.batch * recipe.window} tokens")
+    with progress_report() as report:
+        model = train(recipe, source, tokenizer, report)
+    save_weights(model, directory)
+    save_tokenizer(tokenizer, directory, recipe)
+    (directory / MARKER).write_text(json.dumps(recipe.marker(), indent=2))
+
+
+@contextmanager
+def only_builder(directory: Path) -> Iterator[None]:
+    """Waits for any other builder of the same folder. The kernel drops the lock of a builder that dies."""
+    with (directory.parent / f".{directory.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def empty_sibling(directory: Path, purpose: str) -> Path:
+    """A fresh folder beside `directory`, so that a rename stays within one file system."""
+    sibling = directory.parent / f".{directory.name}.{purpose}"
+    shutil.rmtree(sibling, ignore_errors=True)
+    sibling.mkdir()
+    return sibling
+
+
+def put_in_place(finished: Path, directory: Path) -> None:
+    """A reader sees the old model, for an instant none, then the new one; never a mixture."""
+    outdated = empty_sibling(directory, "outdated")
+    if directory.exists():
+        directory.rename(outdated)
+    finished.rename(directory)
+    shutil.rmtree(outdated, ignore_errors=True)

@@ -1,0 +1,68 @@
+"""The embedded engine: TensorRT-LLM's LLM API on torch, CPU by default.
+
+Same names, fields, defaults and errors as `tensorrt_llm`, for the subset that text workers use. Importing
+this does not import torch; the model runs in a process of its own.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from trtllm_disagg.engines.embedded.api.llm import DEFAULT_REQUEST_PRIORITY, LLM
+from trtllm_disagg.engines.embedded.api.result import (
+    CompletionOutput,
+    GenerationResult,
+    Logprob,
+    RequestError,
+    RequestOutput,
+)
+from trtllm_disagg.engines.embedded.params.llm_args import (
+    CacheTransceiverConfig,
+    CapacitySchedulerPolicy,
+    ContextChunkingPolicy,
+    CudaGraphConfig,
+    DynamicBatchConfig,
+    KvCacheConfig,
+    LlmArgs,
+    LoadFormat,
+    SchedulerConfig,
+)
+from trtllm_disagg.engines.embedded.params.request_params import (
+    DisaggregatedParams,
+    DisaggScheduleStyle,
+    GuidedDecodingParams,
+    SamplingParams,
+    SchedulingParams,
+    get_global_disagg_request_id,
+)
+
+__all__ = [
+    "DEFAULT_REQUEST_PRIORITY",
+    "LLM",
+    "CacheTransceiverConfig",
+    "CapacitySchedulerPolicy",
+    "CompletionOutput",
+    "ContextChunkingPolicy",
+    "CudaGraphConfig",
+    "DisaggScheduleStyle",
+    "DisaggregatedParams",
+    "DynamicBatchConfig",
+    "GenerationResult",
+    "GuidedDecodingParams",
+    "KvCacheConfig",
+    "LlmArgs",
+    "LoadFormat",
+    "Logprob",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "SchedulerConfig",
+    "SchedulingParams",
+    "get_global_disagg_request_id",
+]
+
+if not TYPE_CHECKING:  # a type checker would take every name for defined
+
+    def __getattr__(name: str) -> Any:
+        """The rest of TensorRT-LLM's names, for clients that find this module instead of `tensorrt_llm`."""
+        from trtllm_disagg.engines.embedded.mount import find_name
+
+        return find_name(name)

@@ -1,0 +1,136 @@
+"""What a request took, as TensorRT-LLM tells it: `request_perf_metrics` of an output, `metrics_dict` and
+`time_breakdown_metrics` of a result.
+
+Source: TensorRT-LLM's RequestPerfMetrics, MetricNames and their clients in Dynamo.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from enum import Enum
+from typing import Any
+
+from trtllm_disagg.engines.embedded.ipc.messages import Measured
+
+#: The key of `metrics_dict` that is no MetricNames.
+FINISHED_REASON = "finished_reason"
+
+
+class MetricNames(Enum):
+    """Keys of `metrics_dict`; seconds, but for the number of tokens."""
+
+    TTFT = "ttft"
+    TPOT = "tpot"
+    E2E = "e2e"
+    REQUEST_QUEUE_TIME = "request_queue_time"
+    PREFILL_TIME = "prefill_time"
+    DECODE_TIME = "decode_time"
+    INFERENCE_TIME = "inference_time"
+    GENERATION_TOKENS = "generation_tokens"
+
+
+@dataclass(slots=True)
+class TimingMetrics:
+    """Since the start of this machine's monotonic clock; zero for what did not happen."""
+
+    arrival_time: timedelta = timedelta()
+    #: generation_only: when its KV was there.
+    first_scheduled_time: timedelta = timedelta()
+    first_token_time: timedelta = timedelta()
+    last_token_time: timedelta = timedelta()
+    #: Transfer of KV to this engine, from its request on. With schedule_style GENERATION_FIRST that is before prefill.
+    kv_cache_transfer_start: timedelta = timedelta()
+    kv_cache_transfer_end: timedelta = timedelta()
+    #: Bytes that came.
+    kv_cache_size: int = 0
+
+
+@dataclass(slots=True)
+class KvCacheMetrics:
+    """Blocks, when the request was admitted."""
+
+    num_total_allocated_blocks: int = 0
+    num_new_allocated_blocks: int = 0
+    num_reused_blocks: int = 0
+    num_missed_blocks: int = 0
+
+    @property
+    def kv_cache_hit_rate(self) -> float:
+        total = self.num_reused_blocks + self.num_missed_blocks
+        return self.num_reused_blocks / total if total else 0.0
+
+
+@dataclass(slots=True)
+class SpeculativeDecodingMetrics:
+    """Zeros, because there is no speculative decoding."""
+
+    acceptance_rate: float = 0.0
+    total_accepted_draft_tokens: int = 0
+    total_draft_tokens: int = 0
+
+
+@dataclass(slots=True)
+class RequestPerfMetrics:
+    timing_metrics: TimingMetrics = field(default_factory=TimingMetrics)
+    kv_cache_metrics: KvCacheMetrics = field(default_factory=KvCacheMetrics)
+    speculative_decoding: SpeculativeDecodingMetrics = field(default_factory=SpeculativeDecodingMetrics)
+    #: Steps of the engine: the first and the last one that the request was in.
+    first_iter: int | None = None
+    last_iter: int | None = None
+    iter: int | None = None
+
+
+def request_perf_metrics(measured: Measured) -> RequestPerfMetrics:
+    return RequestPerfMetrics(
+        TimingMetrics(
+            arrival_time=timedelta(seconds=measured.arrival),
+            first_scheduled_time=timedelta(seconds=measured.first_scheduled),
+            first_token_time=timedelta(seconds=measured.first_token),
+            last_token_time=timedelta(seconds=measured.last_token),
+            kv_cache_transfer_start=timedelta(seconds=measured.transfer_start),
+            kv_cache_transfer_end=timedelta(seconds=measured.transfer_end),
+            kv_cache_size=measured.transfer_bytes,
+        ),
+        KvCacheMetrics(
+            num_total_allocated_blocks=measured.admission.allocated,
+            num_new_allocated_blocks=measured.admission.allocated,
+            num_reused_blocks=measured.admission.reused,
+            num_missed_blocks=measured.admission.missed,
+        ),
+        first_iter=measured.first_step,
+        last_iter=measured.last_step,
+        iter=measured.last_step,
+    )
+
+
+def time_breakdown(measured: Measured) -> dict[str, list[dict[str, float]]]:
+    """`time_breakdown_metrics` of a result: of the steps of its prompt when each began, and when the last one ended."""
+    chunks = [{"forward_start_time": began} for began in measured.chunks]
+    if chunks and measured.first_token:
+        chunks[-1]["token_time"] = measured.first_token
+    return {"ctx_chunk_metrics": chunks}
+
+
+def metrics_dict(
+    measured: Measured, finish_reason: str, num_tokens: int, *, only_choice: bool
+) -> dict[Any, Any]:
+    """Keys are MetricNames, and FINISHED_REASON. What did not happen is left out; so are, when a request has several
+    choices, the numbers that would be counted once for each.
+    """
+    scheduled, first, last = measured.first_scheduled, measured.first_token, measured.last_token
+    spans = {
+        MetricNames.TTFT: (measured.arrival, first),
+        MetricNames.E2E: (measured.arrival, last),
+        MetricNames.REQUEST_QUEUE_TIME: (measured.arrival, scheduled),
+        MetricNames.PREFILL_TIME: (scheduled, first),
+        MetricNames.DECODE_TIME: (first, last),
+        MetricNames.INFERENCE_TIME: (scheduled, last),
+    }
+    metrics: dict[Any, Any] = {FINISHED_REASON: finish_reason}
+    metrics |= {name: end - begin for name, (begin, end) in spans.items() if begin and end > begin}
+    if only_choice and num_tokens:
+        metrics[MetricNames.GENERATION_TOKENS] = num_tokens
+        if num_tokens > 1 and last > first:
+            metrics[MetricNames.TPOT] = (last - first) / (num_tokens - 1)
+    return metrics

@@ -1,0 +1,204 @@
+"""An embedded engine's core, made from the arguments of LLM(...)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trtllm_disagg.engines.embedded.connector.connector import KvConnector
+from trtllm_disagg.engines.embedded.connector.two_sided import TwoSidedConnector, timeouts_of
+from trtllm_disagg.engines.embedded.core.engine_core import EngineCore, NoGuides
+from trtllm_disagg.engines.embedded.core.warm_up import warm_up
+from trtllm_disagg.engines.embedded.cpu_kernels.cpu import this_cpu
+from trtllm_disagg.engines.embedded.ipc.messages import Ready
+from trtllm_disagg.engines.embedded.kv_cache.block_manager import KvEventLog
+from trtllm_disagg.engines.embedded.kv_cache.pool import KvPool, LocalKvMemory
+from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout, KvTimeouts, StagingTransport
+from trtllm_disagg.engines.embedded.kv_transfer.host import new_memory
+from trtllm_disagg.engines.embedded.model.forward import ModelRunner, choose_forward
+from trtllm_disagg.engines.embedded.model.model_loader import load_model
+from trtllm_disagg.engines.embedded.model.rows import TILE, Sampled
+from trtllm_disagg.engines.embedded.model.sampler import prompt_logprobs, sample
+from trtllm_disagg.engines.embedded.model.sizing import (
+    PoolShape,
+    choose_device,
+    kv_layout,
+    longest_sequence,
+    new_pool,
+    num_kv_blocks,
+)
+from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs
+from trtllm_disagg.engines.embedded.params.model_shape import ModelShape, max_seq_len, read_shape
+from trtllm_disagg.engines.embedded.params.supported_args import scope_of
+from trtllm_disagg.engines.embedded.scheduler.scheduler import Row, create_blocks, create_scheduler
+from trtllm_disagg.engines.embedded.scheduler.sequence import Sequence
+from trtllm_disagg.engines.embedded.scheduler.statistics import IterationStats
+from trtllm_disagg.engines.embedded.tensor_parallel.group import OtherRank, use_cpus
+from trtllm_disagg.engines.embedded.tensor_parallel.team import Runner, SingleRank, Team, open_team
+from trtllm_disagg.engines.embedded.tensor_parallel.transfers import TeamTransport, transport_of
+from trtllm_disagg.processes.activity import LOADING, Reporter
+
+if TYPE_CHECKING:
+    from trtllm_disagg.engines.embedded.core.core_process import CoreProcess
+    from trtllm_disagg.engines.embedded.guided_decoding.guides import Guides
+
+log = logging.getLogger(__name__)
+
+
+class SamplingModel:
+    """A model's logits, and a draw from them."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+
+    def run(self, rows: list[Row]) -> list[Sampled]:
+        logits = self.runner.run(rows)
+        sampling = [row.sequence for row in rows if row.samples]
+        if any(row.num_scored for row in rows):
+            return _with_prompts(logits, [row for row in rows if row.num_logits], sampling)
+        if sampling:
+            return sample(logits, sampling)
+        if logits.is_cuda:
+            # Nothing has waited for the device, and the KV of this step may be moved at once.
+            torch.cuda.current_stream(logits.device).synchronize()
+        return []
+
+    def close(self) -> None:
+        self.runner.close()
+
+
+def _with_prompts(logits: torch.Tensor, rows: list[Row], sampling: list[Sequence]) -> list[Sampled]:
+    ends = list(accumulate(row.num_logits for row in rows))
+    last = [end - 1 for row, end in zip(rows, ends, strict=True) if row.samples]
+    tokens = iter(sample(logits[last], sampling) if sampling else ())
+    made = [next(tokens) if row.samples else Sampled(None, None) for row in rows]
+    for row, end, one in zip(rows, ends, made, strict=True):
+        if row.num_scored:
+            count = row.sequence.sampling.prompt_logprobs or 0
+            one.of_prompt = prompt_logprobs(logits[end - row.num_scored : end], row.scored(one.token), count)
+    return made
+
+
+def for_process(arguments: dict[str, Any], process: CoreProcess, reporter: Reporter) -> EngineCore:
+    """The core in a process that is the engine, or its rank 0."""
+    args = LlmArgs.model_validate(arguments)
+    team = open_team(args, process.fail)
+    use_cpus(args, rank=0)
+    return build_core(args, process.wake, team, reporter)
+
+
+def build_core(
+    args: LlmArgs,
+    wake: Callable[[], None],
+    team: SingleRank | Team | None = None,
+    reporter: Reporter | None = None,
+    *,
+    transport: StagingTransport | None = None,
+    timeouts: KvTimeouts | None = None,
+) -> EngineCore:
+    """`wake` is called from other threads when a transfer ended and `step` has something to do.
+
+    `transport` and `timeouts`: for KV transfer, instead of those of `args`.
+    """
+    reporter = reporter or Reporter()
+    team = team or SingleRank()
+    device = choose_device(args.embedded.device, team.size)
+    shape = read_shape(Path(args.model), args.dtype)
+    plan = choose_forward(Path(args.model), args.embedded, shape, device, this_cpu())
+    for remark in plan.remarks:
+        log.info("%s", remark)
+    kv_config = args.kv_cache_config
+    size = kv_config.tokens_per_block
+    num_blocks = num_kv_blocks(args, shape, device)
+    longest, wanted_length = longest_sequence(args, shape, num_blocks), max_seq_len(args, shape)
+    if longest < wanted_length:
+        log.info("max_seq_len is %d, and not %d: the KV pool holds no more tokens", longest, wanted_length)
+    events = KvEventLog(kv_config.event_buffer_max_size, longest)
+    blocks = create_blocks(kv_config, num_blocks, events)
+    team.start(plan.told_to_all(args), num_blocks)
+    reporter.tell(LOADING)
+    model = load_model(Path(args.model), shape, plan.kind)
+    team.shard(model)
+    wanted = new_pool(shape, num_blocks, size, device, team.size)
+    layout = kv_layout(shape, size)
+    connector, kv = _create_connector(
+        args, layout, wanted, wake, team.others, transport=transport, timeouts=timeouts
+    )
+    scheduler = create_scheduler(args, blocks, team.memory(LocalKvMemory(kv)), TILE)
+    pool = KvPool(kv)
+    with plan.ops.reporting_compilation(reporter):
+        forward = plan.make_forward(model, pool, longest, reporter)
+        runner = team.broadcasting(ModelRunner(forward, pool, plan.ops))
+        reporter.tell("warming up")
+        warm_up(runner, Path(args.model), num_blocks, size)
+    ready = Ready(
+        num_blocks=num_blocks,
+        tokens_per_block=size,
+        vocab_size=shape.config.vocab_size,
+        max_seq_len=longest,
+        transport=connector.transport,
+        end_ids=shape.end_ids,
+        endpoint=connector.endpoint,
+        pids=team.pids,
+        is_exact=plan.is_exact,
+    )
+    return EngineCore(
+        ready=ready,
+        blocks=blocks,
+        events=events,
+        scheduler=scheduler,
+        connector=connector,
+        model=SamplingModel(runner),
+        guides=create_guides(args, shape),
+        stats=IterationStats(args, torch.cuda.memory_allocated),
+        block_bytes=kv.nbytes // num_blocks,
+        close_last=team.close,
+    )
+
+
+def create_guides(args: LlmArgs, shape: ModelShape) -> Guides | NoGuides:
+    """What guiding needs is imported only where an engine guides."""
+    if args.guided_decoding_backend is None:
+        return NoGuides()
+    from trtllm_disagg.engines.embedded.guided_decoding.grammars import read_guide_tokenizer
+    from trtllm_disagg.engines.embedded.guided_decoding.guides import Guides
+
+    tokenizer = read_guide_tokenizer(Path(args.tokenizer or args.model))
+    return Guides(tokenizer, shape.config.vocab_size, shape.end_ids)
+
+
+def _create_connector(
+    args: LlmArgs,
+    layout: KvLayout,
+    pool: PoolShape,
+    wake: Callable[[], None],
+    others: Seq[OtherRank] = (),
+    *,
+    transport: StagingTransport | None = None,
+    timeouts: KvTimeouts | None = None,
+) -> tuple[KvConnector, torch.Tensor]:
+    """The connector and the pool, which must live in memory that the transport can serve.
+
+    `others` are the other ranks, with pools of their own. `transport` and `timeouts` instead of those of `args`.
+    """
+    config = args.cache_transceiver_config
+    if config is None or config.backend is None:
+        return KvConnector(), new_memory(pool.shape, pool.dtype, pool.device)
+    team = TeamTransport(transport or transport_of(args, config.backend, pool.device), others)
+    kv = team.allocate(pool.shape, pool.dtype, pool.device)
+    connector = TwoSidedConnector(
+        team,
+        layout,
+        pool.num_blocks,
+        authentication=scope_of(args).authentication(),
+        timeouts=timeouts or timeouts_of(config),
+        takes_offers=args.tensor_parallel_size == 1,
+        wake=wake,
+    )
+    return connector, kv

@@ -1,0 +1,230 @@
+"""Products of a few rows with a packed weight, at the speed at which memory delivers the weight.
+
+The weight is oneDNN's own packed copy (linear.py): panels of 64 outputs, in a panel one line of 64 weights for
+each input (float32), or for each pair of inputs (bfloat16). The inner loop is generated as vector code: `rows` x 64
+sums stay in registers while the panel streams by. Sums run over the inputs in order, in blocks of `block` inputs
+and their totals are added up: that is what oneDNN does, so the bits are the same whichever of the two runs. With
+fewer or narrower registers a panel is read in parts, one behind the other: the same sums.
+
+More rows take several passes. All of them go through a short piece of the panel before any goes on, so that only the
+first waits for memory, and each prefetches its share of the piece that follows. Between pieces sums lie in memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from trtllm_disagg.engines.embedded.cpu_kernels.arithmetic import Arithmetic, outlined
+from trtllm_disagg.engines.embedded.cpu_kernels.compiled import compiled
+from trtllm_disagg.engines.embedded.cpu_kernels.cpu import first_level_cache, this_cpu
+from trtllm_disagg.engines.embedded.cpu_kernels.gemm_amx import multiply_tiles
+from trtllm_disagg.engines.embedded.cpu_kernels.llvm_ir import (
+    CACHE_LINE,
+    FLOATS,
+    I64,
+    LANES,
+    constant,
+    emit_prefetch,
+    pointer,
+)
+from trtllm_disagg.engines.embedded.cpu_kernels.parallel import in_parts
+
+PANEL = 64
+#: More rows than this in one pass do not fit the registers.
+_MOST = 6
+_VECTORS = PANEL // LANES
+#: At least so many products of two numbers for a thread that takes a part: some 20 us.
+_PRODUCTS_OF_A_PART = 1 << 20
+#: Bytes of a panel that one step, four bytes of a row of x, is multiplied with.
+_STEP_BYTES = 4 * PANEL
+
+
+def _vectors_at_once(rows: int) -> int:
+    """How many of a panel's vectors are summed up at a time: as many sums as fit the registers beside every row's input
+    and two weights.
+    """
+    registers, floats = this_cpu().vector_registers
+    each = -(-LANES // floats)
+    fitting = (n for n in (_VECTORS, _VECTORS // 2) if rows * n * each + rows + 2 <= registers)
+    return next(fitting, 1)
+
+
+def _prefetches(rows: int) -> bool:
+    """One or two rows that read whole lines, one after the other, leave it to the processor, which does it better."""
+    return rows > 2 or _vectors_at_once(rows) < _VECTORS
+
+
+def _steps_in_cache(bytes_: int) -> int:
+    """A power of two: it, as much again that is prefetched, and the rows' inputs have room in so many bytes."""
+    return 1 << ((bytes_ // 3 // _STEP_BYTES).bit_length() - 1)
+
+
+#: Steps of a piece. Up to three passes with wide registers wait for memory more than they compute: their weights stay
+#: in the first-level cache, at the price of sums that are stored more often (docs/log.md).
+_FEW_PASSES = 3
+_SHORT, _LONG = _steps_in_cache(first_level_cache()), 256
+if this_cpu().level != "avx512":
+    _SHORT = _LONG
+_FEWEST_PREFETCHING = next(rows for rows in range(1, _MOST) if _prefetches(rows))
+
+
+def _pass_of(rows: int) -> Any:
+    """`rows` rows through a piece of one panel, as a function that numba code can call:
+
+    (x as an array, (address of the rows, their stride, weights, steps, kept sums, continue?, out, row stride of out,
+    add?, prefetched address, bytes a prefetch)), addresses and strides in bytes. `continue?` 0: sums begin with zero,
+    else with the kept ones, (rows, 64). `add?` 0: out is written, else added to.
+    """
+    at_once = _vectors_at_once(rows)
+
+    def emit(b: Any, arithmetic: Arithmetic, *arguments: Any) -> None:
+        *given, prefetched, by = arguments
+        for first in range(0, _VECTORS, at_once):
+            before = b.mul(b.mul(given[3], by), I64(first))
+            vectors = range(first, first + at_once)
+            values = [*given, b.add(prefetched, before), by]
+            _emit_pass(b, arithmetic, rows, vectors, *values)
+
+    return outlined(f"gemm_{rows}", emit, 11)
+
+
+def _emit_pass(
+    b: Any,
+    arithmetic: Arithmetic,
+    rows: int,
+    vectors: range,
+    x: Any,
+    x_stride: Any,
+    weights: Any,
+    steps: Any,
+    kept: Any,
+    continues: Any,
+    out: Any,
+    out_stride: Any,
+    add: Any,
+    prefetched: Any,
+    by: Any,
+) -> None:
+    def sums_at(address: Any, stride: Any) -> list[list[Any]]:
+        starts = [b.add(address, b.mul(stride, I64(r))) for r in range(rows)]
+        return [[pointer(b, b.add(start, I64(CACHE_LINE * v)), FLOATS) for v in vectors] for start in starts]
+
+    starts = [b.add(x, b.mul(x_stride, I64(r))) for r in range(rows)]
+    before, load = b.block, b.append_basic_block("load")
+    loop, after = b.append_basic_block("steps"), b.append_basic_block("sums")
+    b.cbranch(b.icmp_signed("!=", continues, I64(0)), load, loop)
+    b.position_at_end(load)
+    kept_sums = [[b.load(place, align=4) for place in row] for row in sums_at(kept, I64(4 * PANEL))]
+    b.branch(loop)
+    b.position_at_end(loop)
+    step, line, offset, soon = (b.phi(I64) for _ in range(4))
+    totals = [[b.phi(FLOATS) for _ in vectors] for _ in range(rows)]
+    if _prefetches(rows):
+        for i in range(len(vectors)):
+            emit_prefetch(b, b.add(soon, b.mul(by, I64(i))), arithmetic.cache_level)
+    inputs = [arithmetic.emit_input(b, b.add(start, offset)) for start in starts]
+    sums: list[list[Any]] = [[] for _ in range(rows)]
+    for i, v in enumerate(vectors):
+        line_weights = arithmetic.emit_weights(b, b.add(line, I64(CACHE_LINE * v)))
+        for r in range(rows):
+            sums[r].append(arithmetic.emit_sum(b, totals[r][i], inputs[r], line_weights))
+    advances = (
+        (step, I64(0), I64(1)),
+        (line, weights, I64(_STEP_BYTES)),
+        (offset, I64(0), I64(4)),
+        (soon, prefetched, b.mul(by, I64(len(vectors)))),
+    )
+    for counter, start, amount in advances:
+        counter.add_incoming(start, before)
+        counter.add_incoming(start, load)
+        counter.add_incoming(b.add(counter, amount), loop)
+    for total_row, kept_row, row in zip(totals, kept_sums, sums, strict=True):
+        for total, old, new in zip(total_row, kept_row, row, strict=True):
+            total.add_incoming(constant(FLOATS, 0.0), before)
+            total.add_incoming(old, load)
+            total.add_incoming(new, loop)
+    b.cbranch(b.icmp_signed("<", b.add(step, I64(1)), steps), loop, after)
+    b.position_at_end(after)
+    adds = b.icmp_signed("!=", add, I64(0))
+    for places, row in zip(sums_at(out, out_stride), sums, strict=True):
+        for place, new in zip(places, row, strict=True):
+            b.store(b.select(adds, b.fadd(b.load(place, align=4), new), new), place, align=4)
+
+
+_pass_1, _pass_2, _pass_3, _pass_4, _pass_5, _pass_6 = (_pass_of(rows) for rows in range(1, _MOST + 1))
+
+
+@compiled()
+def multiply(x: Any, weight: Any, block: Any, out: Any, first: Any, last: Any) -> None:
+    """out (rows, at least 64 * last) float32 = x (rows, inputs) float32, or bfloat16 as uint16, by panels `first` to
+    `last` of the weight at address `weight`. x and out have their rows' elements side by side; for bfloat16 `block` is
+    even. A negative one is `gemm_amx.as_block` of a weight that lies as tiles need it.
+    """
+    if block < 0:
+        multiply_tiles(x, weight, out, 2 * first, min(2 * last, -block))
+        return
+    rows, inputs = x.shape
+    item, x_stride, out_stride = x.itemsize, x.strides[0], out.strides[0]
+    passes = (rows + _MOST - 1) // _MOST
+    # Passes of equal rows: each has time for an equal share of the prefetches (docs/log.md).
+    fewest, larger = rows // passes, rows % passes
+    by = (CACHE_LINE + passes - 1) // passes
+    piece = _SHORT if passes <= _FEW_PASSES else _LONG
+    if rows < _FEWEST_PREFETCHING:
+        piece = block
+    kept = np.empty(rows * PANEL + 16 if block * item > 4 * piece else 16, np.float32)
+    aligned = -kept.ctypes.data % CACHE_LINE
+    for panel in range(first, last):
+        for start in range(0, inputs, block):
+            steps = min(block, inputs - start) * item // 4
+            for step in range(0, steps, piece):
+                here = min(piece, steps - step)
+                w = weight + (panel * inputs + start) * item * PANEL + step * _STEP_BYTES
+                prefetched = w + here * _STEP_BYTES
+                # From the array each time: numba frees one that is not named any more, though its address is in use.
+                kept_at = kept.ctypes.data + aligned
+                to, to_stride, add = kept_at, 4 * PANEL, 0
+                if step + here == steps:
+                    to, to_stride, add = out.ctypes.data + 4 * PANEL * panel, out_stride, start
+                row = 0
+                for number in range(passes):
+                    count = fewest + (1 if number < larger else 0)
+                    a = x.ctypes.data + row * x_stride + item * start + 4 * step
+                    k, o = kept_at + row * 4 * PANEL, to + row * to_stride
+                    _run_pass(count, x, (a, x_stride, w, here, k, step, o, to_stride, add, prefetched, by))
+                    prefetched += here * _VECTORS * by
+                    row += count
+
+
+@compiled(inner=True)
+def multiply_part(part: Any, panels: Any, x: Any, weight: Any, block: Any, out: Any) -> None:
+    first = part * panels
+    multiply(x, weight, block, out, first, min(first + panels, out.shape[1] // PANEL))
+
+
+_multiply_in_parts = in_parts(multiply_part)
+
+
+def multiply_by_all(x: np.ndarray, weight: int, block: int, out: np.ndarray) -> None:
+    """`multiply` by every panel, on several threads where there is enough for them to do."""
+    num_panels = out.shape[1] // PANEL
+    panels = -(-_PRODUCTS_OF_A_PART // max(1, x.size * PANEL))
+    _multiply_in_parts(-(-num_panels // panels), panels, x, weight, block, out)
+
+
+@compiled(inline="always")
+def _run_pass(count: Any, x: Any, addresses: Any) -> None:
+    if count == 1:
+        _pass_1(x, addresses)
+    elif count == 2:
+        _pass_2(x, addresses)
+    elif count == 3:
+        _pass_3(x, addresses)
+    elif count == 4:
+        _pass_4(x, addresses)
+    elif count == 5:
+        _pass_5(x, addresses)
+    else:
+        _pass_6(x, addresses)

@@ -1,0 +1,212 @@
+"""Grammars: written for llguidance from GuidedDecodingParams, and compiled by it for one model's tokens.
+
+A process that only tries them imports this: no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import llguidance
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
+from tokenizers import Tokenizer
+
+from trtllm_disagg.engines.embedded.params.checkpoint import read_json
+from trtllm_disagg.engines.embedded.params.request_params import GuidedDecodingParams
+from trtllm_disagg.errors import ConfigError, InvalidRequestError
+
+_CACHED_CHECKS = 256
+#: llguidance looks ahead for text that nothing else can replace, which has no end where a rule has none: `/a+/ start`.
+#: One grammar that says so is enough for all that it refers to, and the last word counts.
+_NO_LOOKING_AHEAD = '\n%llguidance {"no_forcing": true}\n'
+_SILENT = 0
+#: Else an error carries the parser's state.
+_LIMITS = LLParserLimits(verbose_errors=False)
+#: For errors of llguidance that a caller cannot understand.
+_EXPLANATIONS = {
+    "NoExtensionBias": "no token can begin an answer; is a rule of the grammar defined by itself alone?"
+}
+
+
+def grammar_of(params: GuidedDecodingParams) -> str | None:
+    """None when no option is set. Raises ValueError naming the option and what is wrong with it."""
+    for option, make in _MAKERS.items():
+        given = getattr(params, option)
+        if given is None or given is False:
+            continue
+        try:
+            grammar = make(given)
+            _check(grammar)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ValueError(f"SamplingParams.guided_decoding.{option}: {error}") from None
+        return grammar
+    return None
+
+
+@functools.lru_cache(maxsize=_CACHED_CHECKS)
+def _check(grammar: str) -> None:
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar)
+    if is_error:
+        raise ValueError(messages[0].strip())
+
+
+def _from_json(schema: Any) -> str:
+    """A schema as text, as a dict, or as a pydantic model."""
+    if hasattr(schema, "model_json_schema"):
+        schema = schema.model_json_schema()
+    if isinstance(schema, str):
+        schema = json.loads(schema)
+    return llguidance.grammar_from("json_schema", json.dumps(schema))
+
+
+def _from_grammar(text: str) -> str:
+    """Lark, as llguidance has it, or GBNF."""
+    return llguidance.grammar_from("grammar", text) + _NO_LOOKING_AHEAD
+
+
+def _from_structural_tag(text: str) -> str:
+    """TensorRT-LLM's form: structures (begin, schema, end), each begun by one of the triggers."""
+    tag = json.loads(text)
+    if not isinstance(tag, dict) or not tag.get("structures") or not tag.get("triggers"):
+        raise ValueError("llguidance needs `structures` (begin, schema, end) and `triggers`")
+    grammar = StructTag.to_grammar([_structure(item, tag["triggers"]) for item in tag["structures"]])
+    if not grammar.startswith("{"):
+        return grammar + _NO_LOOKING_AHEAD
+    # Some schemas are Lark: a list of grammars, which begins with the one of the tags.
+    several = json.loads(grammar)
+    several["grammars"][0]["lark_grammar"] += _NO_LOOKING_AHEAD
+    return json.dumps(several)
+
+
+def _structure(item: Any, triggers: Seq[str]) -> StructTag:
+    if not isinstance(item, dict):
+        raise ValueError(f"{item!r} in `structures` is not an object")
+    begin = str(item.get("begin") or "")
+    trigger = next((t for t in triggers if t and begin.startswith(t)), None)
+    if trigger is None:
+        raise ValueError(f"begin {begin!r} does not start with one of the triggers {list(triggers)}")
+    return StructTag(
+        trigger=trigger, begin=begin, grammar=item.get("schema") or {}, end=str(item.get("end") or "")
+    )
+
+
+#: By field of GuidedDecodingParams.
+_MAKERS: dict[str, Callable[[Any], str]] = {
+    "json": _from_json,
+    "json_object": lambda _: _from_json({"type": "object"}),
+    "regex": functools.partial(llguidance.grammar_from, "regex"),
+    "grammar": _from_grammar,
+    "structural_tag": _from_structural_tag,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GuideTokenizer:
+    """What guided decoding needs to know of a model's tokenizer."""
+
+    #: The content of a tokenizer.json.
+    text: str
+    #: How many tokens it knows, added ones too.
+    size: int
+    eos_token_id: int | None
+
+
+def read_guide_tokenizer(directory: Path) -> GuideTokenizer:
+    """transformers takes a second and 100 MB to read the same. It is asked when tokenizer.json is not all there is
+    to know. Raises ConfigError for a tokenizer that cannot guide.
+    """
+    file, config = directory / "tokenizer.json", _settings(directory)
+    if not file.exists():
+        return _read_with_transformers(directory)
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises Exception itself
+        raise ConfigError(f"guided_decoding_backend: cannot read {file}: {error}") from error
+    if not _knows(tokenizer, config.get("added_tokens_decoder")):
+        return _read_with_transformers(directory)
+    end = config.get("eos_token")
+    content = end.get("content") if isinstance(end, dict) else end
+    return _of(tokenizer, tokenizer.token_to_id(content) if isinstance(content, str) else None)
+
+
+def _settings(directory: Path) -> dict[str, Any]:
+    file = directory / "tokenizer_config.json"
+    return read_json(file) if file.exists() else {}
+
+
+def _knows(tokenizer: Tokenizer, added: Any) -> bool:
+    """Some list tokens in tokenizer_config.json that tokenizer.json lacks."""
+    return not added or (
+        isinstance(added, dict)
+        and all(
+            isinstance(token, dict) and tokenizer.id_to_token(int(number)) == token.get("content")
+            for number, token in added.items()
+        )
+    )
+
+
+def _read_with_transformers(directory: Path) -> GuideTokenizer:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            f"guided_decoding_backend: {directory} has a slow tokenizer; a tokenizer.json is needed"
+        )
+    return _of(Tokenizer.from_str(tokenizer.backend_tokenizer.to_str()), tokenizer.eos_token_id)
+
+
+def _of(tokenizer: Tokenizer, end: int | None) -> GuideTokenizer:
+    # llguidance tokenizes single pieces of text.
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return GuideTokenizer(tokenizer.to_str(), tokenizer.get_vocab_size(with_added_tokens=True), end)
+
+
+class Matchers:
+    """Grammars, compiled by llguidance for one model's tokens, and what they bar in a row of its logits."""
+
+    def __init__(self, tokenizer: GuideTokenizer, vocab_size: int, end_ids: Seq[int]) -> None:
+        """Raises ConfigError for a tokenizer that cannot guide."""
+        known: Seq[int | None] = end_ids or [tokenizer.eos_token_id]
+        # A tokenizer may know more tokens than the model.
+        self.end_ids = tuple(token for token in known if token is not None and token < vocab_size)
+        if not self.end_ids:
+            raise ConfigError("guided_decoding_backend: neither the model nor its tokenizer has an end token")
+        try:
+            self.tokens = LLTokenizer(
+                tokenizer.text, n_vocab=max(vocab_size, tokenizer.size), eos_token=list(self.end_ids)
+            )
+        except ValueError as error:
+            raise ConfigError(f"guided_decoding_backend: the tokenizer cannot guide: {error}") from error
+        self._size = vocab_size
+        self._words = np.zeros(-(-self.tokens.vocab_size // 32), dtype=np.uint32)
+
+    def compile(self, grammar: str) -> LLMatcher:
+        """Raises InvalidRequestError for a grammar that does not fit this tokenizer, or is too big."""
+        matcher = LLMatcher(self.tokens, grammar, log_level=_SILENT, limits=_LIMITS)
+        # Its copies know what it knows by now: the first mask takes longest.
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            raise InvalidRequestError(f"guided decoding: {sentence(matcher.get_error())}")
+        return matcher
+
+    def forbidden_tokens(self, matcher: LLMatcher) -> np.ndarray:
+        """(vocabulary) bool: True for what its grammar does not let come next."""
+        matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+        allowed = self._words.view(np.uint8)
+        barred = np.unpackbits(~allowed, count=self._size, bitorder="little")
+        return barred.view(np.bool_)
+
+
+def sentence(error: str) -> str:
+    """What llguidance says, for a caller."""
+    first = error.strip().partition("\n")[0]
+    return _EXPLANATIONS.get(first, first)

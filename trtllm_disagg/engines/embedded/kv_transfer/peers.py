@@ -1,0 +1,396 @@
+"""What an engine keeps for each peer: its metadata, a thread, and its late transfers.
+
+Transfers in all directions use `Peers`, which loads the peer's metadata and reports how each transfer has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+from trtllm_disagg.engines.embedded.kv_transfer.access import PeerAuthentication, PeerGoneError
+from trtllm_disagg.engines.embedded.kv_transfer.base import (
+    KvLayout,
+    KvTimeouts,
+    KvTransport,
+    PeerMetadata,
+    ReadTimeoutError,
+)
+from trtllm_disagg.engines.embedded.kv_transfer.control import ControlClient
+from trtllm_disagg.engines.embedded.kv_transfer.messages import FromDecode, FromPrefill
+from trtllm_disagg.errors import DisaggError, HandoffRefusedError, KvTransferError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: Of one engine, the one that peers share (_OTHERS) included.
+MAX_PEER_THREADS = 64
+#: The key of the thread that all further peers share. It runs from the start: the system may have none left later.
+_OTHERS = "others"
+#: The peers that restart come under new names; the metadata of the old ones must not pile up.
+_MAX_KNOWN = 1024
+_BUSY_SECONDS = 0.001
+_IDLE_SECONDS = 0.02
+
+
+def take_all(arrivals: queue.SimpleQueue[T]) -> list[T]:
+    """Empty the queue without waiting; return its items."""
+    found: list[T] = []
+    with contextlib.suppress(queue.Empty):
+        while True:
+            found.append(arrivals.get_nowait())
+    return found
+
+
+class PeerMetadataCache:
+    """Peers' metadata by endpoint; loaded at the first contact, dropped when the peer is lost or has restarted. Used on
+    the peer's thread.
+    """
+
+    def __init__(self, client: ControlClient, check: Callable[[PeerMetadata], None], seconds: float) -> None:
+        """`check` raises a DisaggError for a peer with KV that does not fit ours; `seconds`: timeout of a load."""
+        self._client = client
+        self._check = check
+        self._seconds = seconds
+        self.known: dict[str, PeerMetadata] = {}
+        #: How often a peer was asked.
+        self.loads = 0
+
+    def of(self, endpoint: str) -> PeerMetadata:
+        """The metadata of the engine that is, or was last seen, at this endpoint."""
+        return self.known.get(endpoint) or self._load(endpoint)
+
+    def of_sender(self, endpoint: str, name: str) -> PeerMetadata:
+        """The metadata of the engine `name`. Raises KvTransferError when another engine is at the endpoint now."""
+        metadata = self.known.get(endpoint)
+        if metadata is None or metadata.sender != name:
+            metadata = self._load(endpoint)
+        if metadata.sender != name:
+            raise KvTransferError(f"the handoff is from {name}, but {metadata.sender} is at {endpoint} now")
+        return metadata
+
+    def drop(self, endpoint: str) -> PeerMetadata | None:
+        return self.known.pop(endpoint, None)
+
+    def _load(self, endpoint: str) -> PeerMetadata:
+        metadata = self._client.metadata(endpoint, self._seconds)
+        self._check(metadata)
+        self.loads += 1
+        if len(self.known) >= _MAX_KNOWN:
+            self.known.pop(next(iter(self.known)), None)
+        self.known[endpoint] = metadata
+        return metadata
+
+
+class PeerThreads:
+    """One thread per peer runs its work in order: a peer that stalls delays no other peer's transfers."""
+
+    def __init__(self, is_known: Callable[[str], bool] = lambda endpoint: False) -> None:
+        """`is_known`: a transfer with the peer at this endpoint has begun before. Up to half of the threads stay with
+        such peers, those of the last transfers: forged endpoints that do not answer cannot make these wait.
+        """
+        self._is_known = is_known
+        #: Each thread's work, the one used last at the end; None ends it.
+        self._queues: dict[str, queue.SimpleQueue[Callable[[], None] | None]] = {}
+        self._threads: list[threading.Thread] = []
+        #: The number of calls that each thread has not finished.
+        self._pending: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._start(_OTHERS)
+
+    def submit(self, endpoint: str, work: Callable[..., None], *args: Any) -> None:
+        """Callable from any thread. After `close` the work is dropped."""
+        with self._lock:
+            if not self._closed:
+                key = self._place_for(endpoint)
+                self._pending[key] += 1
+                self._queues[key].put(partial(work, *args))
+
+    def close(self) -> None:
+        """Wait for running work; drop the work that has not begun."""
+        with self._lock:
+            self._closed = True
+            for waiting in self._queues.values():
+                take_all(waiting)
+                waiting.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _place_for(self, endpoint: str) -> str:
+        """The key of the peer's thread. When there are too many peers (restarts, forgeries), idle threads end; when all
+        are busy, or the system has no more, one thread is shared by all further peers, until it has done all their
+        work: two threads for one peer would share its connection.
+        """
+        if endpoint in self._queues:
+            self._queues[endpoint] = self._queues.pop(endpoint)
+            return endpoint
+        if len(self._queues) >= MAX_PEER_THREADS:
+            self._end_idle_threads()
+        if len(self._queues) < MAX_PEER_THREADS and not self._pending[_OTHERS]:
+            with contextlib.suppress(RuntimeError):
+                self._start(endpoint)
+                return endpoint
+        return _OTHERS
+
+    def _end_idle_threads(self) -> None:
+        kept = {_OTHERS, *[key for key in self._queues if self._is_known(key)][-MAX_PEER_THREADS // 2 :]}
+        for idle in [key for key in self._queues if key not in kept and not self._pending[key]]:
+            self._queues.pop(idle).put(None)
+
+    def _start(self, key: str) -> None:
+        waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        thread = threading.Thread(target=self._run, args=(key, waiting), name="kv-peer", daemon=True)
+        thread.start()
+        self._threads = [thread, *(each for each in self._threads if each.is_alive())]
+        self._queues[key] = waiting
+
+    def _run(self, key: str, waiting: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+        while (work := waiting.get()) is not None:
+            try:
+                work()
+            except Exception:
+                log.exception("work for the peer %s failed unexpectedly", key)
+            with self._lock:
+                self._pending[key] -= 1
+                if not self._pending[key]:
+                    del self._pending[key]
+
+
+@dataclass(slots=True, eq=False)
+class LateTransfer:
+    """A transfer that was given up while it may still touch blocks of this engine."""
+
+    endpoint: str
+    #: Called on the peer's thread, repeatedly until it returns True: then no byte of the transfer can land any more.
+    has_ended: Callable[[], bool]
+    ended: bool = False
+
+
+class LateTransfers:
+    """Every late transfer of the engine, in either direction. Each is checked at once, and then every `seconds`, until
+    it has ended.
+    """
+
+    def __init__(self, threads: PeerThreads, on_change: Callable[[], None], seconds: float) -> None:
+        """`seconds` pass between two checks."""
+        self._threads = threads
+        self._on_change = on_change
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        #: Transfers that have not ended; the value: a check is under way.
+        self._late: dict[LateTransfer, bool] = {}
+        self._reported: set[LateTransfer] = set()
+        self._news: queue.SimpleQueue[LateTransfer] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._poll_late, name="kv-late", daemon=True)
+        self._thread.start()
+
+    def __bool__(self) -> bool:
+        return bool(self._late)
+
+    def add(self, late: LateTransfer) -> None:
+        with self._lock:
+            self._late[late] = False
+        self._ask_all()
+
+    def take_news(self) -> list[LateTransfer]:
+        """Transfers that have ended since the last call; and, once each, those still running at their first check."""
+        return take_all(self._news)
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join(timeout=5)
+
+    def _poll_late(self) -> None:
+        while not self._closed.wait(self._seconds):
+            self._ask_all()
+
+    def _ask_all(self) -> None:
+        with self._lock:
+            waiting = [late for late, is_asked in self._late.items() if not is_asked]
+            self._late |= dict.fromkeys(waiting, True)
+        for late in waiting:
+            self._threads.submit(late.endpoint, self._ask, late)
+
+    def _ask(self, late: LateTransfer) -> None:
+        try:
+            has_ended = late.has_ended()
+        except Exception:
+            log.exception("asking whether a late KV transfer with %s has ended failed", late.endpoint)
+            has_ended = False
+        with self._lock:
+            is_news = has_ended or late not in self._reported
+            if has_ended:
+                late.ended = True
+                del self._late[late]
+                self._reported.discard(late)
+            else:
+                self._late[late] = False
+                self._reported.add(late)
+        if is_news:
+            self._news.put(late)
+            self._on_change()
+
+
+class DeathWatch:
+    """Decides whether an engine's process has ended, and can send no more bytes. Used on the peer's thread."""
+
+    def __init__(self, client: ControlClient, endpoint: str, timeouts: KvTimeouts) -> None:
+        self._client = client
+        self._endpoint = endpoint
+        self._timeouts = timeouts
+        #: When the engine was first found to be gone, if it has been each time since.
+        self._gone_since: float | None = None
+
+    def is_dead(self, name: str) -> bool:
+        """True once the engine `name` has not listened there for `KvTimeouts.dead` seconds."""
+        if not self._is_gone(name):
+            self._gone_since = None
+            return False
+        now = time.monotonic()
+        self._gone_since = now if self._gone_since is None else self._gone_since
+        return now - self._gone_since >= self._timeouts.dead
+
+    def _is_gone(self, name: str) -> bool:
+        try:
+            return self._client.metadata(self._endpoint, self._timeouts.control).sender != name
+        except PeerGoneError:
+            return True
+        except KvTransferError:  # slow, or stopped
+            return False
+
+
+class Outcome(NamedTuple):
+    """How a transfer has ended. `late`: the failed transfer may still write into its destination blocks."""
+
+    error: DisaggError | None = None
+    late: LateTransfer | None = None
+
+
+SUCCESS = Outcome()
+
+
+class Peers:
+    """What transfers share in either direction. `peer_with`, `attempt` and `send` run on the peer's thread."""
+
+    def __init__(
+        self,
+        transport: KvTransport,
+        layout: KvLayout,
+        *,
+        authentication: PeerAuthentication,
+        timeouts: KvTimeouts,
+        on_change: Callable[[], None],
+    ) -> None:
+        """`on_change` is called from other threads when `late.take_news` has new entries."""
+        self.transport = transport
+        self.layout = layout
+        self.timeouts = timeouts
+        self.client = ControlClient(authentication)
+        self.metadata = PeerMetadataCache(self.client, self._require_fits, timeouts.control)
+        self.threads = PeerThreads(self.metadata.known.__contains__)
+        self.late = LateTransfers(self.threads, on_change, timeouts.ask)
+
+    def peer_with(self, endpoint: str, name: str, blocks: list[int]) -> PeerMetadata:
+        """The engine `name`. Raises HandoffRefusedError for KV that does not fit ours, or for blocks
+        that the peer does not have; KvTransferError when the peer cannot be reached.
+        """
+        metadata = self.metadata.of_sender(endpoint, name)
+        if max(blocks, default=-1) >= metadata.num_blocks:
+            raise HandoffRefusedError(
+                f"the handoff names block {max(blocks)}; the other engine has {metadata.num_blocks}"
+            )
+        return metadata
+
+    def attempt(self, endpoint: str, name: str, transfer: Callable[[], None]) -> Outcome:
+        """A transfer with the engine `name`. Never raises, because this engine waits for the transfer's end. After a
+        failure the next transfer with this peer starts without cached state.
+        """
+        late = None
+        try:
+            transfer()
+            return SUCCESS
+        except ReadTimeoutError as timeout:
+            error: DisaggError = KvTransferError(str(timeout))
+            if timeout.may_land_later:
+                watch, has_ended = self.death_watch(endpoint), timeout.has_ended
+                late = LateTransfer(endpoint, lambda: has_ended() or watch.is_dead(name))
+        except Exception as raised:
+            error = as_disagg_error(raised, endpoint)
+        if isinstance(error, KvTransferError):
+            metadata = self.metadata.drop(endpoint)
+            try:
+                if metadata is not None and late is None:
+                    self.transport.forget(metadata)
+            except Exception:
+                log.exception("cleaning up after a KV transfer with %s failed", endpoint)
+        return Outcome(error, late)
+
+    def death_watch(self, endpoint: str) -> DeathWatch:
+        return DeathWatch(self.client, endpoint, self.timeouts)
+
+    def send(self, endpoint: str, message: FromDecode | FromPrefill) -> bytes:
+        """Return the peer's answer. Raises KvTransferError."""
+        return self.client.send(endpoint, message, self.timeouts.control)
+
+    def close(self) -> None:
+        self.late.close()
+        self.threads.close()
+        self.client.close()
+
+    def _require_fits(self, metadata: PeerMetadata) -> None:
+        self.layout.require_same(metadata.layout)
+        if metadata.transport != self.transport.name:
+            raise HandoffRefusedError(
+                f"the other engine moves KV by {metadata.transport}, this one by {self.transport.name}; "
+                "set the same cache_transceiver_config.backend on both"
+            )
+
+
+def as_disagg_error(error: Exception, endpoint: str) -> DisaggError:
+    """Log an unexpected error, and turn it into a KvTransferError."""
+    if isinstance(error, DisaggError):
+        return error
+    log.error("a KV transfer with %s failed unexpectedly", endpoint, exc_info=error)
+    return KvTransferError(f"{type(error).__name__}: {error}")
+
+
+class ProgressThread:
+    """Calls the transport's `progress`, because peers connect, read and write through an agent without a thread.
+
+    The thread is fast while a peer is expected, and slow otherwise. It never stops: a reader learns only afterwards
+    that its lease had ended, and a read that never ends costs the receiver the blocks that it reads into.
+    """
+
+    def __init__(self, transport: KvTransport, is_busy: Callable[[], bool]) -> None:
+        self._transport = transport
+        self._is_busy = is_busy
+        self._expected = threading.Event()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="kv-progress", daemon=True)
+        self._thread.start()
+
+    def expect_peer(self) -> None:
+        """A peer may read or write from now on."""
+        self._expected.set()
+
+    def close(self) -> None:
+        self._closed = True
+        self._expected.set()
+        self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        while not self._closed:
+            self._expected.wait(_BUSY_SECONDS if self._is_busy() else _IDLE_SECONDS)
+            self._expected.clear()
+            self._transport.progress()

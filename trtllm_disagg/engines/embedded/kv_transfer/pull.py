@@ -1,0 +1,175 @@
+"""CONTEXT_FIRST, both ends: `KvSender` leases a finished prefill's blocks, `KvReceiver` reads them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import queue
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from trtllm_disagg.engines.embedded.kv_transfer.access import PeerAuthentication
+from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout, KvTimeouts, KvTransport, PeerMetadata
+from trtllm_disagg.engines.embedded.kv_transfer.control import ControlServer, LeaseTable, MessageHandlers
+from trtllm_disagg.engines.embedded.kv_transfer.peers import SUCCESS, Outcome, Peers, ProgressThread, take_all
+from trtllm_disagg.errors import HandoffRefusedError, KvTransferError
+from trtllm_disagg.wire.kv_handle import VERSION, KvHandle
+
+
+class KvSender:
+    """Keeps the blocks of finished context_only requests until a receiver has read them."""
+
+    def __init__(
+        self,
+        transport: KvTransport,
+        layout: KvLayout,
+        num_blocks: int,
+        *,
+        authentication: PeerAuthentication,
+        timeouts: KvTimeouts,
+        on_lease_ended: Callable[[], None],
+    ) -> None:
+        self._layout = layout
+        # The random part tells this process from an earlier one with the same pid on the same host.
+        self.name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self.leases = LeaseTable(timeouts.transfer)
+        self._control = ControlServer(authentication, self.leases, on_lease_ended)
+        self.endpoint = self._control.endpoint
+        address = transport.serve(self.name)
+        self._metadata = PeerMetadata(self.name, transport.name, layout, num_blocks, address)
+        self._expects: Callable[[], bool] = lambda: False
+        self.progress_thread = ProgressThread(transport, lambda: len(self.leases) > 0 or self._expects())
+
+    def start(
+        self, handlers: MessageHandlers | None = None, expects: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Answer peers from now on. `handlers` answer the messages that are not about leases; `expects` returns True
+        when a peer other than the holder of a lease may read or write here.
+        """
+        self._expects = expects
+        self._control.start(self._metadata, handlers)
+
+    def lease(
+        self,
+        request_id: int,
+        blocks: list[int],
+        *,
+        prompt_digest: bytes,
+        num_tokens: int,
+        seed: int,
+        cached_tokens: int,
+    ) -> bytes:
+        """Hold the blocks; return the `opaque_state` that lets a receiver read them."""
+        lease = self.leases.grant(request_id, blocks)
+        handle = KvHandle(
+            version=VERSION,
+            sender=self.name,
+            endpoint=self.endpoint,
+            lease=lease.id,
+            layout=self._layout.fingerprint(),
+            prompt=prompt_digest,
+            num_tokens=num_tokens,
+            blocks=blocks,
+            seed=seed,
+            cached_tokens=cached_tokens,
+        )
+        lease.digest = handle.digest()
+        self.progress_thread.expect_peer()
+        return handle.encode()
+
+    def close(self) -> None:
+        self.progress_thread.close()
+        self._control.close()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Pull:
+    """One request's read. Each block of `remote` is read into the block of `local` at the same index."""
+
+    handle: KvHandle
+    remote: list[int]
+    local: list[int]
+    #: Returns False when the request has been aborted: a pull that has not begun does not begin then.
+    is_wanted: Callable[[], bool] = lambda: True
+    #: The pull does not begin after this time. Set by `KvReceiver.start`.
+    end: float = math.inf
+    bytes_moved: int = 0
+    #: With `late`, the read may still write into `local`: those blocks must not be used before it has ended.
+    outcome: Outcome = SUCCESS
+
+
+class KvReceiver:
+    """Reads blocks beside the engine's thread, which goes on with its steps; `take_finished` returns the ended reads.
+
+    Each sender has a thread of its own for one pull at a time: a sender that stalls delays no other sender's pulls.
+    """
+
+    def __init__(
+        self, peers: Peers, on_finished: Callable[[], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._peers = peers
+        self._on_finished = on_finished
+        self._clock = clock
+        self._finished: queue.SimpleQueue[Pull] = queue.SimpleQueue()
+
+    def start(self, pull: Pull) -> None:
+        pull.end = self._clock() + self._peers.timeouts.transfer
+        self._peers.threads.submit(pull.handle.endpoint, self._run, pull)
+
+    def release(self, handle: KvHandle) -> None:
+        """Tell the sender that its blocks will not be read; best effort, its lease ends by itself."""
+        self._peers.threads.submit(handle.endpoint, self._release, handle)
+
+    def take_finished(self) -> list[Pull]:
+        return take_all(self._finished)
+
+    # -- on the sender's thread
+
+    def _run(self, pull: Pull) -> None:
+        handle = pull.handle
+        if reason := self._why_not(pull):
+            pull.outcome = Outcome(KvTransferError(reason))
+        else:
+            pull.outcome = self._peers.attempt(handle.endpoint, handle.sender, lambda: self._pull(pull))
+        self._finished.put(pull)
+        self._on_finished()
+        # The engine does not wait for that. It frees the blocks if the sender is still alive and the lease not over.
+        if isinstance(pull.outcome.error, KvTransferError) and self._clock() < pull.end:
+            self._release(handle)
+
+    def _why_not(self, pull: Pull) -> str:
+        """Why the pull does not begin any more; else empty."""
+        if not pull.is_wanted():
+            return "the request was aborted before its KV was read"
+        if self._clock() >= pull.end:
+            seconds = self._peers.timeouts.transfer
+            return f"{pull.handle.sender} was busy, or did not answer, for {seconds:g} s: its KV was not read"
+        return ""
+
+    def _pull(self, pull: Pull) -> None:
+        handle, client, timeouts = pull.handle, self._peers.client, self._peers.timeouts
+        sender = self._peers.peer_with(handle.endpoint, handle.sender, pull.remote)
+        if handle.layout != self._peers.layout.fingerprint():
+            raise HandoffRefusedError("the handoff names another KV layout than its prefill worker has")
+        if pull.local:
+            _require_held(handle, client.begin(handle, timeouts.control))
+            blocks = np.asarray(pull.remote, np.int32), np.asarray(pull.local, np.int32)
+            pull.bytes_moved = self._peers.transport.read(sender, *blocks, timeouts.transfer)
+        _require_held(handle, client.finish(handle, timeouts.control))
+
+    def _release(self, handle: KvHandle) -> None:
+        with contextlib.suppress(KvTransferError):
+            self._peers.client.release(handle, self._peers.timeouts.control)
+
+
+def _require_held(handle: KvHandle, is_held: bool) -> None:
+    if not is_held:
+        raise HandoffRefusedError(
+            f"prefill worker {handle.sender} does not hold this handoff (stale, used before, or forged)"
+        )

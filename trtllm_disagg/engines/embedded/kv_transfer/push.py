@@ -1,0 +1,351 @@
+"""GENERATION_FIRST, the prefill engine's end: `OfferBook` keeps decode's offers, `KvPusher` fills their blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import msgspec
+import numpy as np
+
+from trtllm_disagg.engines.embedded.kv_transfer.base import PeerMetadata
+from trtllm_disagg.engines.embedded.kv_transfer.messages import (
+    Failure,
+    Notice,
+    Offer,
+    Reply,
+    StillOffered,
+    Watch,
+    Withdraw,
+)
+from trtllm_disagg.engines.embedded.kv_transfer.peers import SUCCESS, Outcome, Peers, take_all
+from trtllm_disagg.errors import KvTransferError
+from trtllm_disagg.wire.kv_handle import is_endpoint
+
+_REMEMBERED = 4096
+_MAX_OFFERS = 4096
+#: Offers of one peer: more than its batch holds, but several peers are needed to fill the book.
+_MAX_OFFERS_OF_PEER = 1024
+GIVEN_UP = "the decode worker has given up on this request"
+
+
+class Push:
+    """One accepted offer. Every write runs inside `operation`, so that `stopped` is exact."""
+
+    def __init__(self, offer: Offer) -> None:
+        self.offer = offer
+        self.bytes_moved = 0
+        #: Decode has given up.
+        self.is_withdrawn = False
+        #: Set when nothing is written now and nothing will be.
+        self.stopped = threading.Event()
+        self._lock = threading.Lock()
+        self._operations = 0
+        self._closed = False
+        #: A write timed out and may still arrive: `stopped` stays unset until `landed`.
+        self.may_land_later = False
+
+    @contextlib.contextmanager
+    def operation(self) -> Iterator[bool]:
+        """Yields False when the push was closed before: then nothing may be written."""
+        with self._lock:
+            allowed = not self._closed
+            self._operations += allowed
+        try:
+            yield allowed
+        finally:
+            with self._lock:
+                self._operations -= allowed
+                self._stop_if_due()
+
+    def close(self) -> None:
+        """No operation begins any more."""
+        with self._lock:
+            self._closed = True
+            self._stop_if_due()
+
+    def landed(self) -> None:
+        """The late write has ended."""
+        with self._lock:
+            self.may_land_later = False
+            self._stop_if_due()
+
+    def _stop_if_due(self) -> None:
+        if self._closed and not self._operations and not self.may_land_later:
+            self.stopped.set()
+
+
+class _Remembered:
+    """The last ids that were added. The engine looks for every waiting request at each offer, so a look takes the same
+    time however many there are.
+    """
+
+    def __init__(self) -> None:
+        self._ids: OrderedDict[Hashable, None] = OrderedDict()
+
+    def add(self, each: Hashable) -> None:
+        self._ids[each] = None
+        self._ids.move_to_end(each)
+        if len(self._ids) > _REMEMBERED:
+            self._ids.popitem(last=False)
+
+    def __contains__(self, each: Hashable) -> bool:
+        return each in self._ids
+
+
+class _Open(NamedTuple):
+    offer: Offer
+    end: float
+    peer: str
+
+
+class OfferBook:
+    """Thread-safe. Offers arrive on the control channel, before or after the request that they belong to."""
+
+    def __init__(
+        self,
+        name: str,
+        layout: bytes,
+        on_news: Callable[[], None],
+        stop_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """A withdrawal waits `stop_seconds` for a write that has begun."""
+        self._stop_seconds = stop_seconds
+        self._name = name
+        self._layout = layout
+        self._on_news = on_news
+        self._clock = clock
+        self._lock = threading.Lock()
+        #: The offers that no request has taken yet, by request.
+        self._open: dict[int, _Open] = {}
+        self._pushes: dict[bytes, Push] = {}
+        self._withdrawn = _Remembered()
+        #: Requests that decode, or prefill, has abandoned before the offer and the request were both here.
+        self._abandoned_by_decode = _Remembered()
+        self._abandoned_by_prefill = _Remembered()
+        self._has_news = threading.Event()
+
+    # -- the control channel's threads
+
+    def offered(self, offer: Offer, peer: str) -> bytes:
+        """OK, or the reason of the refusal. `peer` is the control channel's name for it, which it cannot choose."""
+        if offer.prefill != self._name:
+            return Reply.STRANGER
+        if (
+            offer.layout != self._layout
+            or offer.num_known > len(offer.blocks)
+            or not is_endpoint(offer.endpoint)
+        ):
+            return Reply.UNFIT
+        with self._lock:
+            self._drop_void()
+            if offer.ticket in self._withdrawn:
+                return Reply.WITHDRAWN
+            if offer.request in self._abandoned_by_prefill:
+                return Reply.ABANDONED
+            if offer.request in self._open or any(
+                push.offer.request == offer.request for push in self._pushes.values()
+            ):
+                return Reply.TAKEN
+            of_peer = sum(1 for known in self._open.values() if known.peer == peer)
+            if len(self._open) >= _MAX_OFFERS or of_peer >= _MAX_OFFERS_OF_PEER:
+                return Reply.FULL
+            self._open[offer.request] = _Open(offer, self._clock() + offer.seconds, peer)
+        self._wake_engine()
+        return Reply.OK
+
+    def withdrawn(self, withdraw: Withdraw) -> bytes:
+        """STOPPED: the blocks are decode's own again. BUSY: not yet, ask again. STRANGER: this is another engine."""
+        if withdraw.prefill != self._name:
+            return Reply.STRANGER
+        with self._lock:
+            self._withdrawn.add(withdraw.ticket)
+            known = self._open.get(withdraw.request)
+            if known is not None and known.offer.ticket == withdraw.ticket:
+                del self._open[withdraw.request]
+            push = self._pushes.get(withdraw.ticket)
+            if push is None:
+                self._abandoned_by_decode.add(withdraw.request)
+        if push is None:
+            self._wake_engine()
+            return Reply.STOPPED
+        push.is_withdrawn = True
+        push.close()
+        self._wake_engine()
+        return Reply.STOPPED if push.stopped.wait(self._stop_seconds) else Reply.BUSY
+
+    def watched(self, watch: Watch) -> bytes:
+        """The tickets that this engine does not work on, as a msgpack list."""
+        if watch.prefill != self._name:
+            return msgspec.msgpack.encode(watch.tickets)
+        with self._lock:
+            known = {entry.offer.ticket for entry in self._open.values()} | self._pushes.keys()
+        return msgspec.msgpack.encode([ticket for ticket in watch.tickets if ticket not in known])
+
+    @property
+    def open_offers(self) -> list[Offer]:
+        """The offers that no request has taken yet."""
+        with self._lock:
+            return [entry.offer for entry in self._open.values()]
+
+    # -- the engine's thread
+
+    def take_news(self) -> bool:
+        """Something was offered or withdrawn since the last call."""
+        if not self._has_news.is_set():
+            return False
+        # Cleared only when it was seen: an offer may come between the two, and would wake the engine for nothing.
+        self._has_news.clear()
+        return True
+
+    def take(self, request: int) -> Push | None:
+        """Turn the request's offer into a push, kept until `forget`; None without an offer."""
+        with self._lock:
+            known = self._open.pop(request, None)
+            if known is None or known.end <= self._clock():
+                return None
+            push = self._pushes[known.offer.ticket] = Push(known.offer)
+            return push
+
+    def was_abandoned_by_decode(self, request: int) -> bool:
+        """Decode has withdrawn this request before its offer was taken here."""
+        with self._lock:
+            return request in self._abandoned_by_decode
+
+    def abandon(self, request: int) -> None:
+        """Prefill gives up on the request: its offer is dropped, and a later one is refused."""
+        with self._lock:
+            self._abandoned_by_prefill.add(request)
+            self._open.pop(request, None)
+
+    def forget(self, push: Push) -> None:
+        """Decode has its notice or its failure message. A push with a write that may still land is kept: until then a
+        withdrawal has to find it.
+        """
+        with self._lock:
+            if not push.may_land_later:
+                self._pushes.pop(push.offer.ticket, None)
+
+    def _wake_engine(self) -> None:
+        self._has_news.set()
+        self._on_news()
+
+    def _drop_void(self) -> None:
+        now = self._clock()
+        for request in [request for request, known in self._open.items() if known.end <= now]:
+            del self._open[request]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One step of a push has ended: decode's prefix was read; decode accepted the notice; all writes of a failed push
+    have stopped; decode was sent the failure; or a transfer failed.
+    """
+
+    push: Push
+    kind: Literal["read", "delivered", "stopped", "failure_sent", "failed"]
+    outcome: Outcome = SUCCESS
+    #: This engine's blocks that a late read may still fill; a late write fills decode's.
+    filled: tuple[int, ...] = ()
+
+
+class KvPusher:
+    """Runs each push's moves in order on its decode engine's thread, beside the engine's thread."""
+
+    def __init__(self, peers: Peers, on_finished: Callable[[], None]) -> None:
+        self._peers = peers
+        self._on_finished = on_finished
+        self._finished: queue.SimpleQueue[Move] = queue.SimpleQueue()
+        #: Number of writes that have ended.
+        self.writes = 0
+
+    def read(self, push: Push, first: int, local: list[int]) -> None:
+        """Read decode's blocks, from index `first` on, into the blocks `local`."""
+        self._submit(push, lambda: self._read(push, first, local), local)
+
+    def write(self, push: Push, first: int, local: list[int]) -> None:
+        """Write the blocks `local` into decode's blocks, from index `first` on."""
+        self._submit(push, lambda: self._write(push, first, local))
+
+    def deliver(self, push: Push, notice: Notice) -> None:
+        """Send the notice after all writes, with `bytes_moved` filled in."""
+        self._submit(push, lambda: self._deliver(push, notice))
+
+    def fail(self, push: Push, reason: str) -> None:
+        """Begin no further move, and send decode a Failure if it can be reached."""
+        push.close()
+        self._peers.threads.submit(push.offer.endpoint, self._send_failure, push, reason)
+
+    def take_finished(self) -> list[Move]:
+        return take_all(self._finished)
+
+    def _submit(self, push: Push, move: Callable[[], None], filled: Sequence[int] = ()) -> None:
+        """`filled`: blocks of this engine that the move writes into."""
+        self._peers.threads.submit(push.offer.endpoint, self._run, push, move, tuple(filled))
+
+    # -- on the decode engine's thread
+
+    def _run(self, push: Push, move: Callable[[], None], filled: tuple[int, ...]) -> None:
+        with push.operation() as allowed:
+            outcome = Outcome(KvTransferError(GIVEN_UP))
+            if allowed:
+                outcome = self._peers.attempt(push.offer.endpoint, push.offer.decode, move)
+                if outcome.error is None:
+                    return
+                if outcome.late is not None and not filled:
+                    push.may_land_later = True
+                push.close()
+        self._finish(Move(push, "failed", outcome, filled))
+
+    def _read(self, push: Push, first: int, local: list[int]) -> None:
+        self._peers.transport.read(*self._blocks(push, first, local), self._peers.timeouts.transfer)
+        # As with a lease: decode, which holds the blocks, confirms afterwards that they were untouched.
+        if self._send(push, StillOffered(push.offer.ticket)) != Reply.HELD:
+            raise KvTransferError(GIVEN_UP)
+        self._finish(Move(push, "read"))
+
+    def _write(self, push: Push, first: int, local: list[int]) -> None:
+        blocks = self._blocks(push, first, local)
+        push.bytes_moved += self._peers.transport.write(*blocks, self._peers.timeouts.transfer)
+        self.writes += 1
+
+    def _deliver(self, push: Push, notice: Notice) -> None:
+        notice = msgspec.structs.replace(notice, bytes_moved=push.bytes_moved)
+        try:
+            answer = self._send(push, notice)
+        except KvTransferError:  # the connection may have been an old one
+            answer = self._send(push, notice)
+        if answer != Reply.TAKEN:
+            raise KvTransferError(GIVEN_UP)
+        push.close()
+        self._finish(Move(push, "delivered"))
+
+    def _send_failure(self, push: Push, reason: str) -> None:
+        # All moves of a peer run on this one thread, so none of them is under way now.
+        self._finish(Move(push, "stopped"))
+        with contextlib.suppress(KvTransferError):
+            self._send(push, Failure(push.offer.ticket, reason[:1000], push.stopped.is_set()))
+        self._finish(Move(push, "failure_sent"))
+
+    def _blocks(
+        self, push: Push, first: int, local: list[int]
+    ) -> tuple[PeerMetadata, np.ndarray, np.ndarray]:
+        """Arguments of a transport: decode's metadata, its blocks from index `first` on, and the blocks `local`."""
+        offer = push.offer
+        remote = offer.blocks[first : first + len(local)]
+        decode = self._peers.peer_with(offer.endpoint, offer.decode, remote)
+        return decode, np.asarray(remote, np.int32), np.asarray(local, np.int32)
+
+    def _send(self, push: Push, message: Notice | Failure | StillOffered) -> bytes:
+        return self._peers.send(push.offer.endpoint, message)
+
+    def _finish(self, move: Move) -> None:
+        self._finished.put(move)
+        self._on_finished()

@@ -1,0 +1,245 @@
+"""GENERATION_FIRST, the decode engine's end: blocks are offered, and a prefill engine writes into them.
+
+Decode may give up at any moment. It uses its blocks again only when the writer has confirmed that it stopped, or is
+known to be dead; until then the blocks stay with the writer, which is asked repeatedly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from trtllm_disagg.engines.embedded.kv_transfer.access import PeerGoneError
+from trtllm_disagg.engines.embedded.kv_transfer.messages import (
+    MAX_OFFER_SECONDS,
+    Failure,
+    Notice,
+    Offer,
+    Reply,
+    StillOffered,
+    Watch,
+    Withdraw,
+    new_ticket,
+)
+from trtllm_disagg.engines.embedded.kv_transfer.peers import LateTransfer, Peers, as_disagg_error
+from trtllm_disagg.errors import DisaggError, HandoffRefusedError, KvTransferError, OverloadedError
+from trtllm_disagg.wire.kv_handle import UNIX, UNREADABLE, scheme_of
+
+_REMEMBERED = 4096
+_tickets = msgspec.msgpack.Decoder(list[bytes])
+_REFUSALS = {
+    Reply.UNFIT.value: "their layout, count or endpoint does not fit its engine",
+    Reply.TAKEN.value: "this disagg_request_id was offered before",
+    Reply.STRANGER.value: "another engine is at that endpoint now",
+    Reply.WITHDRAWN.value: "the decode worker has withdrawn them",
+    Reply.BAD.value: "its engine takes no offers",
+}
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Expected:
+    """The KV of one request, expected from a prefill engine that may not have begun."""
+
+    endpoint: str
+    request: int
+    prompt: bytes
+    blocks: list[int]
+    num_known: int
+    seconds: float
+    ticket: bytes = field(default_factory=new_ticket)
+    #: Name of the prefill engine; empty until the blocks are offered to it.
+    prefill: str = ""
+    notice: Notice | None = None
+    error: DisaggError | None = None
+    #: Prefill does not write into the blocks any more.
+    stopped: bool = False
+
+
+class PushReceiver:
+    """The table of expectations. One leaves it exactly once: by a notice, by a failure, or when decode gives up."""
+
+    def __init__(
+        self,
+        name: str,
+        endpoint: str,
+        peers: Peers,
+        *,
+        on_news: Callable[[], None],
+        on_busy: Callable[[], None],
+    ) -> None:
+        """`on_busy` is called when a peer may write here from now on."""
+        self._name = name
+        self._endpoint = endpoint
+        self._peers = peers
+        self._on_busy = on_busy
+        self._on_news = on_news
+        self._lock = threading.Lock()
+        self._waiting: dict[bytes, Expected] = {}
+        #: Tickets of accepted notices: prefill sends one again when the answer was lost.
+        self._accepted: deque[bytes] = deque(maxlen=_REMEMBERED)
+        self._closed = threading.Event()
+        self._watching: set[str] = set()
+        self._watcher = threading.Thread(target=self._watch_all, name="kv-watch", daemon=True)
+        self._watcher.start()
+
+    # -- the engine's thread
+
+    def expect(self, expected: Expected) -> None:
+        with self._lock:
+            self._waiting[expected.ticket] = expected
+        self._on_busy()
+        self._peers.threads.submit(expected.endpoint, self._offer, expected)
+
+    def give_up(self, expected: Expected) -> LateTransfer | None:
+        """None when the blocks may be used again; else the transfer that may still write into them."""
+        with self._lock:
+            self._waiting.pop(expected.ticket, None)
+            if expected.stopped:
+                return None
+        watch = self._peers.death_watch(expected.endpoint)
+        # The offer may still be on its way: only behind it, on the peer's thread, is prefill's name known.
+        late = LateTransfer(
+            expected.endpoint, lambda: self._withdraw(expected) or watch.is_dead(expected.prefill)
+        )
+        self._peers.late.add(late)
+        return late
+
+    def decline(self, endpoint: str, request: int) -> None:
+        """Tell prefill that it gets no offer for this request; best effort, because prefill's wait has a deadline."""
+        self._peers.threads.submit(endpoint, self._decline, endpoint, request)
+
+    @property
+    def is_busy(self) -> bool:
+        """True while a peer may write here."""
+        return bool(self._waiting or self._peers.late)
+
+    def close(self) -> None:
+        self._closed.set()
+        self._watcher.join(timeout=5)
+
+    # -- the control channel's threads
+
+    def noticed(self, notice: Notice) -> bytes:
+        return self._settle(notice.ticket, notice=notice, stopped=True)
+
+    def failed(self, failure: Failure) -> bytes:
+        error = KvTransferError(f"prefill: {failure.reason}")
+        return self._settle(failure.ticket, error=error, stopped=failure.stopped)
+
+    def still_offered(self, question: StillOffered) -> bytes:
+        return Reply.HELD if question.ticket in self._waiting else Reply.GONE
+
+    def _settle(
+        self, ticket: bytes, *, notice: Notice | None = None, error: DisaggError | None = None, stopped: bool
+    ) -> bytes:
+        with self._lock:
+            expected = self._waiting.pop(ticket, None)
+            if expected is None:
+                return Reply.TAKEN if notice is not None and ticket in self._accepted else Reply.GONE
+            if notice is not None:
+                self._accepted.append(ticket)
+            expected.notice, expected.error, expected.stopped = notice, error, stopped
+        self._on_news()
+        return Reply.TAKEN
+
+    # -- on the prefill engine's thread
+
+    def _offer(self, expected: Expected) -> None:
+        if expected.ticket not in self._waiting:
+            return
+        endpoint = expected.endpoint
+        try:
+            answer = self._send_offer(expected)
+            if answer == Reply.STRANGER:  # restarted since its metadata was loaded
+                self._peers.metadata.drop(endpoint)
+                answer = self._send_offer(expected)
+        except Exception as raised:
+            error = as_disagg_error(raised, endpoint)
+            is_lost = isinstance(error, KvTransferError)
+            if is_lost:
+                self._peers.metadata.drop(endpoint)
+            # Prefill may have accepted an offer although its answer was lost.
+            may_be_taken = is_lost and expected.prefill and not isinstance(error, PeerGoneError)
+            self._settle(expected.ticket, error=error, stopped=not may_be_taken)
+        else:
+            if answer != Reply.OK:
+                self._settle(expected.ticket, error=_refused(answer), stopped=True)
+
+    def _send_offer(self, expected: Expected) -> bytes:
+        expected.prefill = self._peers.metadata.of(expected.endpoint).sender
+        return self._peers.send(expected.endpoint, self._offer_of(expected))
+
+    def _offer_of(self, expected: Expected) -> Offer:
+        return Offer(
+            request=expected.request,
+            ticket=expected.ticket,
+            prefill=expected.prefill,
+            decode=self._name,
+            endpoint=self._endpoint,
+            layout=self._peers.layout.fingerprint(),
+            prompt=expected.prompt,
+            blocks=expected.blocks,
+            num_known=expected.num_known,
+            seconds=min(expected.seconds, MAX_OFFER_SECONDS),
+        )
+
+    def _decline(self, endpoint: str, request: int) -> None:
+        with contextlib.suppress(DisaggError):
+            prefill = self._peers.metadata.of(endpoint).sender
+            self._peers.send(endpoint, Withdraw(prefill, request, new_ticket()))
+
+    def _withdraw(self, expected: Expected) -> bool:
+        """True once prefill cannot write into the blocks any more."""
+        if not expected.prefill:  # given up before it was offered: prefill waits for nothing
+            self._decline(expected.endpoint, expected.request)
+            return True
+        question = Withdraw(expected.prefill, expected.request, expected.ticket)
+        try:
+            return self._peers.send(expected.endpoint, question) == Reply.STOPPED
+        except PeerGoneError:
+            # On one host a process writes by system calls, and none outlives it. Between hosts what it has sent may
+            # still be on its way.
+            return scheme_of(expected.endpoint) == UNIX
+        except KvTransferError:
+            return False
+
+    # -- is the writer alive?
+
+    def _watch_all(self) -> None:
+        while not self._closed.wait(self._peers.timeouts.ask):
+            with self._lock:
+                waiting = [e for e in self._waiting.values() if e.prefill]
+            for endpoint, prefill in {(e.endpoint, e.prefill) for e in waiting}:
+                mine = [e.ticket for e in waiting if e.prefill == prefill and e.endpoint == endpoint]
+                if endpoint not in self._watching:  # one question at a time
+                    self._watching.add(endpoint)
+                    self._peers.threads.submit(endpoint, self._watch, endpoint, prefill, mine)
+
+    def _watch(self, endpoint: str, prefill: str, tickets: list[bytes]) -> None:
+        self._watching.discard(endpoint)
+        try:
+            lost = _tickets.decode(self._peers.send(endpoint, Watch(prefill, tickets)))
+            reason = f"prefill worker {prefill} ended this request without a notice or a failure message"
+        except PeerGoneError:
+            lost, reason = tickets, f"prefill worker {prefill} is gone"
+        except (KvTransferError, *UNREADABLE):
+            return  # the peer may come back; every expectation has a deadline
+        # Not known to have stopped: a withdrawal asks that first. Requests that ended while the question was on its way
+        # do not show that their engine has lost any.
+        replies = [self._settle(ticket, error=KvTransferError(reason), stopped=False) for ticket in lost]
+        if Reply.TAKEN in replies:
+            self._peers.metadata.drop(endpoint)
+
+
+def _refused(answer: bytes) -> DisaggError:
+    if answer == Reply.FULL:
+        return OverloadedError("the prefill worker has too many offers")
+    if answer == Reply.ABANDONED:
+        return KvTransferError("the prefill worker has given up on this request")
+    reason = _REFUSALS.get(answer) or answer.decode(errors="replace")[:100]
+    return HandoffRefusedError(f"the prefill worker does not take these blocks: {reason}")

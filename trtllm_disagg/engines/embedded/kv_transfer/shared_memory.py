@@ -1,0 +1,169 @@
+"""Same-host transport: the pool lives in an anonymous shared memory file that peers map.
+
+memfd rather than /dev/shm: nothing is left behind by `kill -9`. Peers open it through /proc, which needs the
+same user and pid namespace; that is what "same host" means here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import torch
+
+from trtllm_disagg.engines.embedded.kv_transfer.access import TransferScope
+from trtllm_disagg.engines.embedded.kv_transfer.base import (
+    PeerMetadata,
+    common_runs,
+    decoded_address,
+    require_running,
+)
+from trtllm_disagg.errors import ConfigError, KvTransferError
+from trtllm_disagg.processes.proc_stat import ProcessMark, own_mark
+
+
+class _Address(msgspec.Struct, frozen=True):
+    process: ProcessMark
+    fd: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class _Mapping:
+    address: _Address
+    memory: mmap.mmap
+    blocks: np.ndarray  # (num_blocks, block_bytes) uint8
+
+    def close(self) -> None:
+        self.blocks = np.empty((0, 0), np.uint8)
+        with contextlib.suppress(BufferError):
+            self.memory.close()
+
+
+class SharedMemoryTransport:
+    name = "SHARED_MEMORY"
+
+    def __init__(self, scope: TransferScope) -> None:
+        """Whatever the scope, only processes of this user on this host can map the pool."""
+        self._fd = -1
+        self._memory: mmap.mmap | None = None
+        self._blocks = np.empty((0, 0), np.uint8)
+        self._peers: dict[str, _Mapping] = {}
+        #: Those that this engine writes to as well.
+        self._writable: dict[str, _Mapping] = {}
+        # Each peer has a thread, and each of them changes these.
+        self._lock = threading.Lock()
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if device.type != "cpu":
+            raise ConfigError.bad_value(
+                "cache_transceiver_config.backend",
+                self.name,
+                "NIXL on a CUDA device; shared memory is for the CPU",
+            )
+        nbytes = math.prod(shape) * dtype.itemsize
+        self._fd = os.memfd_create("trtllm-disagg-kv", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, nbytes)
+        # Every page from the start; otherwise each block's first write would pay for its pages.
+        self._memory = mmap.mmap(self._fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        pool = torch.frombuffer(self._memory, dtype=dtype).view(shape)
+        self._blocks = pool.view(torch.uint8).numpy().reshape(shape[0], -1)
+        return pool
+
+    def serve(self, sender: str) -> bytes:
+        address = _Address(own_mark(), self._fd, self._blocks.nbytes)
+        return msgspec.msgpack.encode(address)
+
+    def read(
+        self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
+    ) -> int:
+        source = self._mapping(peer, self._peers, os.O_RDONLY).blocks
+        return _copy(source, remote_blocks, self._blocks, local_blocks)
+
+    def write(
+        self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
+    ) -> int:
+        target = self._mapping(peer, self._writable, os.O_RDWR).blocks
+        return _copy(self._blocks, local_blocks, target, remote_blocks)
+
+    @contextlib.contextmanager
+    def fetched(
+        self, peer: PeerMetadata, blocks: np.ndarray, block_bytes: int, timeout: float
+    ) -> Iterator[np.ndarray]:
+        theirs = self._mapping(peer, self._peers, os.O_RDONLY).blocks
+        if theirs.shape[1] != block_bytes:
+            raise KvTransferError(
+                f"blocks of {peer.sender} have {theirs.shape[1]} bytes; {block_bytes} expected"
+            )
+        yield theirs[blocks]
+
+    def forget(self, peer: PeerMetadata) -> None:
+        for mappings in (self._peers, self._writable):
+            with self._lock:
+                mapping = mappings.pop(peer.sender, None)
+            if mapping is not None:
+                mapping.close()
+
+    def progress(self) -> None:
+        """Nothing to do: readers map the memory themselves."""
+
+    def close(self) -> None:
+        for mappings in (self._peers, self._writable):
+            for mapping in mappings.values():
+                mapping.close()
+            mappings.clear()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _mapping(self, peer: PeerMetadata, mappings: dict[str, _Mapping], access: int) -> _Mapping:
+        """The peer's pool, mapped once for each kind of access. A dead peer's memory lives on here, so its process
+        is asked for first.
+        """
+        address = decoded_address(peer, _Address)
+        require_running(peer, address.process)
+        mapping = mappings.get(peer.sender)
+        if mapping is None:
+            self._unmap_the_dead(mappings)
+            try:
+                mapping = self._map(peer, address, access)
+            except (OSError, ValueError, OverflowError) as error:
+                raise KvTransferError(f"cannot map the KV pool of {peer.sender}: {error}") from error
+            with self._lock:
+                mappings[peer.sender] = mapping
+        return mapping
+
+    def _unmap_the_dead(self, mappings: dict[str, _Mapping]) -> None:
+        """A restarted worker comes under another name; the memory of the old one would stay with us."""
+        with self._lock:
+            dead = [name for name, each in mappings.items() if not each.address.process.is_running]
+            unmapped = [mappings.pop(name) for name in dead]
+        for mapping in unmapped:
+            mapping.close()
+
+    def _map(self, peer: PeerMetadata, address: _Address, access: int) -> _Mapping:
+        fd = os.open(f"/proc/{address.process.pid}/fd/{address.fd}", access | os.O_CLOEXEC)
+        writes = mmap.PROT_WRITE if access == os.O_RDWR else 0
+        try:
+            # Not MAP_POPULATE: the engine would stop until all of the peer's pool is mapped, 0.2 s per GiB.
+            memory = mmap.mmap(fd, address.nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | writes)
+        finally:
+            os.close(fd)
+        return _Mapping(address, memory, np.frombuffer(memory, np.uint8).reshape(peer.num_blocks, -1))
+
+
+def _copy(source: np.ndarray, from_blocks: np.ndarray, target: np.ndarray, to_blocks: np.ndarray) -> int:
+    """Returns the number of bytes."""
+    if source.shape[1] != target.shape[1]:
+        raise KvTransferError(f"blocks of {source.shape[1]} bytes do not fit those of {target.shape[1]}")
+    for start, length in common_runs(from_blocks, to_blocks):
+        begin, to = from_blocks[start], to_blocks[start]
+        target[to : to + length] = source[begin : begin + length]
+    return len(from_blocks) * int(source.shape[1])

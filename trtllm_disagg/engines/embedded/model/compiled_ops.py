@@ -1,0 +1,281 @@
+"""`LayerOps` by compiled kernels (layer_kernels.py, and the two attentions), float32 or bfloat16; and decode steps of a
+plain model in one compiled call (decode_step.py): its weights, its buffers and its threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager
+
+import numpy as np
+import torch
+
+from trtllm_disagg.engines.embedded.cpu_kernels import (
+    decode_attention,
+    decode_step,
+    layer_kernels,
+    prefill_attention,
+)
+from trtllm_disagg.engines.embedded.cpu_kernels.compiled import reporting_compilation
+from trtllm_disagg.engines.embedded.cpu_kernels.decode_step import (
+    DOWN,
+    HEAD,
+    OUTPUT,
+    QKV,
+    ROWS,
+    STOP,
+    Buffers,
+    Weights,
+)
+from trtllm_disagg.engines.embedded.cpu_kernels.gemm_small_m import PANEL
+from trtllm_disagg.engines.embedded.cpu_kernels.layer_kernels import as_array, parts_of
+from trtllm_disagg.engines.embedded.kv_cache.pool import KvPool
+from trtllm_disagg.engines.embedded.model.attention import StepLayout
+from trtllm_disagg.engines.embedded.model.layer_ops import LayerOps
+from trtllm_disagg.engines.embedded.model.linear import MOST_ROWS, PackedLinear, Panels
+from trtllm_disagg.engines.embedded.model.paged_rows import DecodeRows, PrefillRows
+from trtllm_disagg.engines.embedded.model.plain_model import PlainLayer, PlainModel
+from trtllm_disagg.engines.embedded.model.rows import ForwardRow
+from trtllm_disagg.processes.activity import Reporter
+
+log = logging.getLogger(__name__)
+
+
+class FusedDecode:
+    """One step at a time, called by one thread. `close` ends the other threads."""
+
+    max_rows = MOST_ROWS
+
+    def __init__(
+        self,
+        model: PlainModel,
+        products: list[list[PackedLinear]],
+        pool: KvPool,
+        dtype: torch.dtype,
+        num_threads: int,
+    ) -> None:
+        self._model = model  # owns the memory that the weights' addresses point to
+        self._tokens_per_block = pool.tokens_per_block
+        self._num_threads = num_threads
+        self._weights = _weights(model, products)
+        self._buffers = _buffers(model, products[0], pool, dtype, num_threads)
+        self._logits = torch.from_numpy(self._buffers.logits)[:, : products[0][HEAD].out_features]
+        decode_step.compile_ahead(num_threads, self._weights, self._buffers, self._tokens_per_block)
+        self._events = [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(1, num_threads)]
+        self.threads = [
+            threading.Thread(target=self._serve, args=(rank,), name="decode-step", daemon=True)
+            for rank in range(1, num_threads)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    @classmethod
+    def create(
+        cls, model: PlainModel, pool: KvPool, dtype: torch.dtype, num_threads: int
+    ) -> FusedDecode | None:
+        """Computes in `dtype`. None unless the kernels know every weight and fill whole panels. Not with several ranks,
+        either: then products have gathers between them.
+        """
+        products = [
+            [layer.qkv, layer.output, layer.gate_up, layer.down, model.head] for layer in model.layers
+        ]
+        packed = [[linear for linear in row if isinstance(linear, PackedLinear)] for row in products]
+        if any(len(row) < len(products[0]) for row in packed):
+            return None
+        if unfit := [linear for row in packed for linear in row if linear.panels is None]:
+            _log_unfused(unfit[0], "oneDNN has packed it in a way that the kernels do not know")
+            return None
+        odd = [linear for row in packed for linear in row[:HEAD] if linear.out_features % PANEL]
+        if odd := odd or [row[DOWN] for row in packed if row[DOWN].in_features % PANEL]:
+            _log_unfused(odd[0], f"not a multiple of {PANEL}")
+            return None
+        return cls(model, packed, pool, dtype, num_threads)
+
+    def __call__(self, tokens: Seq[int], layout: StepLayout) -> torch.Tensor:
+        """Logits (sampling rows, vocabulary) float32, valid until the next step. Every row decodes, MOST_ROWS at most.
+
+        A request that goes on after a pause has rows that do not sample: its own tokens once more.
+        """
+        buffers, rows = self._buffers, len(tokens)
+        assert layout.decode is not None
+        tables = layout.decode.tables
+        buffers.tokens[:rows] = tokens
+        buffers.positions[:rows] = layout.position_array
+        buffers.places[:rows] = layout.place_array
+        buffers.tables[:rows, : tables.shape[1]] = tables
+        buffers.control[ROWS] = rows
+        self._wake()
+        decode_step.decode(0, self._num_threads, self._weights, buffers, self._tokens_per_block)
+        return self._logits[:rows] if len(layout.last) == rows else self._logits[layout.last]
+
+    def close(self) -> None:
+        self._buffers.control[STOP] = 1
+        self._wake()
+        for thread in self.threads:
+            thread.join(timeout=5)
+        for event in self._events:
+            os.close(event)
+        self._events = []
+
+    def _wake(self) -> None:
+        for event in self._events:
+            os.eventfd_write(event, 1)
+
+    def _serve(self, rank: int) -> None:
+        event = self._events[rank - 1]
+        decode_step.serve(
+            rank, self._num_threads, self._weights, self._buffers, self._tokens_per_block, event
+        )
+
+
+def _log_unfused(linear: PackedLinear, why: str) -> None:
+    log.info(
+        "decode steps take many calls instead of one, and longer: a weight of %d outputs from %d inputs: %s",
+        linear.out_features,
+        linear.in_features,
+        why,
+    )
+
+
+def _weights(model: PlainModel, products: list[list[PackedLinear]]) -> Weights:
+    layers = model.layers
+    following = [layer.input_norm for layer in layers[1:]] + [model.final_norm]
+    biases = [np.stack([_bias(row[kind]) for row in products]) for kind in range(HEAD)]
+    return Weights(
+        embedding=as_array(model.embedding),
+        panels=np.array([[_panels(linear).address for linear in row] for row in products], np.int64),
+        blocks=np.array([[_panels(linear).block for linear in row] for row in products], np.int64),
+        qkv_bias=biases[0],
+        output_bias=biases[1],
+        gate_up_bias=biases[2],
+        down_bias=biases[3],
+        head_bias=_bias(products[0][HEAD]),
+        first_norm=layers[0].input_norm,
+        post_norm=np.stack([layer.post_norm for layer in layers]),
+        next_norm=np.stack(following),
+        q_norm=np.stack([layer.q_norm for layer in layers]),
+        k_norm=np.stack([layer.k_norm for layer in layers]),
+        eps=model.eps,
+        cos=model.cos,
+        sin=model.sin,
+        scale=np.array([layer.attention.scale for layer in layers], np.float32),
+        window=np.array([layer.attention.window or 0 for layer in layers], np.int64),
+    )
+
+
+def _buffers(
+    model: PlainModel, products: list[PackedLinear], pool: KvPool, dtype: torch.dtype, num_threads: int
+) -> Buffers:
+    size, dim = pool.tokens_per_block, pool.kv.shape[-1]
+    hidden, inner = products[OUTPUT].out_features, products[DOWN].in_features
+    longest = len(model.cos)
+
+    def floats(*shape: int) -> np.ndarray:
+        return np.zeros(shape, np.float32)
+
+    def stored(*shape: int) -> np.ndarray:
+        return as_array(torch.zeros(shape, dtype=dtype))
+
+    def numbers(*shape: int) -> np.ndarray:
+        return np.zeros(shape, np.int64)
+
+    attended = stored(MOST_ROWS, model.num_heads, dim)
+    return Buffers(
+        control=numbers(8),
+        tokens=numbers(MOST_ROWS),
+        positions=numbers(MOST_ROWS),
+        places=numbers(MOST_ROWS),
+        tables=numbers(MOST_ROWS, -(-longest // size)),
+        residual=floats(MOST_ROWS, hidden),
+        hidden=stored(MOST_ROWS, hidden),
+        qkv=floats(MOST_ROWS, products[QKV].out_features),
+        query=stored(MOST_ROWS, model.num_heads, dim),
+        attended=attended,
+        attended_flat=attended.reshape(MOST_ROWS, -1),
+        delta=floats(MOST_ROWS, hidden),
+        gate_up=floats(MOST_ROWS, 2 * inner),
+        activated=stored(MOST_ROWS, inner),
+        logits=floats(MOST_ROWS, -(-products[HEAD].out_features // PANEL) * PANEL),
+        scores=floats(num_threads, model.num_heads, longest),
+        pool=as_array(pool.rows),
+        like=stored(1),
+    )
+
+
+def _panels(linear: PackedLinear) -> Panels:
+    assert linear.panels is not None
+    return linear.panels
+
+
+def _bias(linear: PackedLinear) -> np.ndarray:
+    if linear.bias_values is None:
+        return np.empty(0, np.float32)
+    return linear.bias_values.float().numpy()
+
+
+class CompiledOps(LayerOps):
+    def reporting_compilation(self, reporter: Reporter) -> AbstractContextManager[None]:
+        return reporting_compilation(reporter)
+
+    def prepare(self, pool: KvPool, dtype: torch.dtype) -> None:
+        query, rows = as_array(torch.zeros(1, 1, 1, dtype=dtype)), as_array(pool.rows)
+        if not decode_attention.compile_heads_ahead(query, rows):
+            prefill_attention.compile_tile_ahead(query, rows)
+
+    def decode_rows(self, rows: Seq[ForwardRow], pool: KvPool) -> DecodeRows | None:
+        return DecodeRows.of(rows, pool)
+
+    def prefill_rows(self, rows: Seq[ForwardRow], pool: KvPool) -> PrefillRows | None:
+        return PrefillRows.of(rows, pool)
+
+    def fused_decode(self, model: PlainModel, pool: KvPool, dtype: torch.dtype) -> FusedDecode | None:
+        return FusedDecode.create(model, pool, dtype, torch.get_num_threads())
+
+    def add_rms_norm(
+        self,
+        x: torch.Tensor,
+        delta: torch.Tensor | None,
+        weight: np.ndarray,
+        eps: np.float32,
+        out: torch.Tensor,
+    ) -> None:
+        parts = parts_of(len(x))
+        if delta is None:
+            layer_kernels.rms_norm_in_parts(parts, x.numpy(), weight, eps, as_array(out))
+        else:
+            layer_kernels.add_rms_norm_in_parts(parts, x.numpy(), as_array(delta), weight, eps, as_array(out))
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        activated = gate_up.new_empty((len(gate_up), gate_up.shape[1] // 2))
+        layer_kernels.silu_mul_in_parts(parts_of(len(gate_up)), as_array(gate_up), as_array(activated))
+        return activated
+
+    def rotate_and_store(
+        self, qkv: torch.Tensor, layout: StepLayout, index: int, layer: PlainLayer, model: PlainModel
+    ) -> torch.Tensor:
+        pool = layout.pool
+        query = qkv.new_empty((len(qkv), model.num_heads, pool.kv.shape[-1]))
+        layer_kernels.rotate_and_store_in_parts(
+            parts_of(len(qkv)),
+            as_array(qkv),
+            layout.position_array,
+            layout.place_array,
+            model.cos,
+            model.sin,
+            layer.q_norm,
+            layer.k_norm,
+            model.eps,
+            as_array(pool.rows),
+            pool.key_row(index),
+            pool.value_row(index),
+            as_array(query),
+        )
+        return query
+
+    def weighted_sum(self, rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = rows.new_empty((len(places), rows.shape[1]))
+        layer_kernels.weighted_sum(as_array(rows), places.numpy(), weights.numpy(), as_array(out))
+        return out

@@ -1,0 +1,259 @@
+"""Runs the rows of a step through the model: one fused forward for decode rows and prefill chunks alike. In which
+dtype, by which products and kernels is decided once, before the model is loaded (`choose_forward`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from trtllm_disagg.engines.embedded.cpu_kernels.cpu import SETTING, CpuFeatures
+from trtllm_disagg.engines.embedded.kv_cache.pool import KvPool
+from trtllm_disagg.engines.embedded.model.activations import replace_activations
+from trtllm_disagg.engines.embedded.model.attention import StepLayout
+from trtllm_disagg.engines.embedded.model.layer_ops import LayerOps
+from trtllm_disagg.engines.embedded.model.model_loader import ForwardKind
+from trtllm_disagg.engines.embedded.model.pack import (
+    Pack,
+    TiledLinear,
+    convert_rest,
+    pack_experts,
+    pack_linears,
+)
+from trtllm_disagg.engines.embedded.model.plain_model import PlainLayer, PlainModel, supports, take_apart
+from trtllm_disagg.engines.embedded.model.rows import ForwardRow
+from trtllm_disagg.engines.embedded.params.checkpoint import count_weights
+from trtllm_disagg.engines.embedded.params.free_memory import available_bytes
+from trtllm_disagg.engines.embedded.params.llm_args import EmbeddedConfig, LlmArgs
+from trtllm_disagg.engines.embedded.params.model_config import ModelConfig
+from trtllm_disagg.engines.embedded.params.model_shape import ModelShape
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.processes.activity import Reporter
+
+#: Largest share of the available memory for float32 copies of bfloat16 weights.
+_MOST_OF_MEMORY = 0.8
+_KEY = "embedded.weights"
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardPlan:
+    config: ModelConfig
+    #: The plain forward, or transformers' modules.
+    kind: ForwardKind
+    #: dtype of all numbers between the weights, the KV pool and the logits.
+    dtype: torch.dtype
+    #: How products are computed; None: as transformers does.
+    pack: Pack | None = None
+    #: What lies between them.
+    ops: LayerOps = field(default_factory=LayerOps)
+    #: How they are held, on every rank.
+    weights: Literal["auto", "float32", "bfloat16"] = "auto"
+    #: For the log.
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def is_exact(self) -> bool:
+        """A token's bits depend on its request only, not on what else runs (test_exactness.py)."""
+        return self.pack is not None and self.dtype == torch.float32
+
+    def told_to_all(self, args: LlmArgs) -> LlmArgs:
+        """`args` with the decision that followed from the memory that is free now: every rank must have the same."""
+        embedded = args.embedded.model_copy(update={"weights": self.weights})
+        return args.model_copy(update={"embedded": embedded})
+
+    def make_forward(
+        self, model: Any, pool: KvPool, max_positions: int, reporter: Reporter | None = None
+    ) -> Forward:
+        """The model as a step calls it. `model` is load_model's, and cannot be used afterwards."""
+        if self.pack is None:
+            return HfForward(model.to(pool.kv.device), pool)
+        if self.kind == "plain":
+            self.ops.prepare(pool, self.dtype)
+            kv_heads = pool.kv.shape[-2]
+            plain = take_apart(model, self.config, max_positions, kv_heads, self.pack, reporter)
+            return PlainForward(plain, pool, self.dtype, self.ops)
+        pack_experts(model, self.pack, self.ops)
+        pack_linears(model, self.pack)
+        if self.dtype == torch.float32:
+            replace_activations(model)
+        convert_rest(model, self.dtype)
+        return HfForward(model, pool)
+
+
+def choose_forward(
+    directory: Path, config: EmbeddedConfig, shape: ModelShape, device: torch.device, cpu: CpuFeatures
+) -> ForwardPlan:
+    """With embedded.forward `transformers` its own modules run even where the plain forward could. Raises
+    ConfigError for embedded.weights that the model does not have.
+    """
+    if device.type == "cuda":
+        return ForwardPlan(shape.config, "modules", shape.torch_dtype)
+    if config.weights == "bfloat16" and shape.dtype != "bfloat16":
+        raise ConfigError.bad_value(_KEY, config.weights, "auto or float32, for a float32 model")
+    is_plain = config.forward == "auto" and supports(shape.config)
+    plan = ForwardPlan(
+        shape.config,
+        "plain" if is_plain else "modules",
+        torch.float32,
+        ops=_compiled_ops() if cpu.compiles else LayerOps(),
+        weights="float32",
+        remarks=(f"CPU level {cpu} ({SETTING} can lower it)",),
+    )
+    return _with_products(plan, directory, config, shape, cpu)
+
+
+def _compiled_ops() -> LayerOps:
+    """Imports numba, which need not be there otherwise."""
+    from trtllm_disagg.engines.embedded.model.compiled_ops import CompiledOps
+
+    return CompiledOps()
+
+
+def _with_products(
+    plan: ForwardPlan, directory: Path, config: EmbeddedConfig, shape: ModelShape, cpu: CpuFeatures
+) -> ForwardPlan:
+    library = _packed_linear() if cpu.compiles else None
+    if shape.dtype == "bfloat16":
+        if library is not None and cpu.has_bfloat16 and config.weights != "float32":
+            return replace(plan, dtype=torch.bfloat16, pack=library, weights="bfloat16")
+        said = "a bfloat16 model, computed in float32"
+        if config.weights == "bfloat16" or (config.weights == "auto" and not _has_room(directory)):
+            remark = f"{said}; its weights stay bfloat16, which makes every step slower ({_KEY})"
+            kept = partial(TiledLinear, kept=torch.bfloat16)
+            return replace(plan, pack=kept, weights="bfloat16", remarks=(*plan.remarks, remark))
+        plan = replace(plan, remarks=(*plan.remarks, f"{said}, its weights take twice their size"))
+    if library is not None:
+        return replace(plan, pack=partial(library, dtype=torch.float32))
+    is_slow = ("torch's own products, which are slower",) if cpu.compiles else ()
+    return replace(plan, pack=TiledLinear, remarks=(*plan.remarks, *is_slow))
+
+
+def _has_room(directory: Path) -> bool:
+    """Whether the memory has room for all weights as float32, and for a step."""
+    return 4 * count_weights(directory) < _MOST_OF_MEMORY * available_bytes()
+
+
+def _packed_linear() -> Callable[..., nn.Module] | None:
+    """None where torch's private operators are others than expected."""
+    from trtllm_disagg.engines.embedded.model.linear import PackedLinear, packing_works
+
+    return PackedLinear if packing_works() else None
+
+
+class Forward(Protocol):
+    """A model. It knows nothing of requests, phases or disaggregation."""
+
+    def __call__(self, tokens: list[int], layout: StepLayout) -> torch.Tensor:
+        """Logits of the tokens in `layout.last`: (so many, vocabulary). Valid until the next call."""
+
+    def close(self) -> None: ...
+
+
+class ModelRunner:
+    def __init__(self, forward: Forward, pool: KvPool, ops: LayerOps) -> None:
+        self.forward = forward
+        self.pool = pool
+        self._ops = ops
+
+    @property
+    def tokens_per_block(self) -> int:
+        return self.pool.tokens_per_block
+
+    @torch.inference_mode()
+    def run(self, rows: Seq[ForwardRow]) -> torch.Tensor:
+        """Logits (all `num_logits`, vocabulary), in the order of `rows`."""
+        tokens = [token for row in rows for token in row.tokens]
+        ops, pool = self._ops, self.pool
+        layout = StepLayout(rows, pool, ops.decode_rows(rows, pool), ops.prefill_rows(rows, pool))
+        return self.forward(tokens, layout)
+
+    def close(self) -> None:
+        self.forward.close()
+
+
+class HfForward:
+    """Any decoder of transformers, its modules unmodified, over our attention."""
+
+    def __init__(self, model: Any, pool: KvPool) -> None:
+        self._model = model
+        self._device = pool.kv.device
+
+    def __call__(self, tokens: list[int], layout: StepLayout) -> torch.Tensor:
+        """Logits of the tokens in `layout.last`: (so many, vocabulary)."""
+        output = self._model(
+            input_ids=torch.tensor([tokens], device=self._device),
+            position_ids=layout.positions,
+            use_cache=False,
+            # transformers keeps just these positions for the head; softcaps and the like stay theirs.
+            logits_to_keep=layout.last,
+            paged=layout,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    def close(self) -> None:
+        """Nothing runs beside it."""
+
+
+class PlainForward:
+    """The forward of a plain decoder family on the CPU: four matrix products a layer, one operation between each.
+
+    Same numbers as transformers' own modules (test_families.py), at a fraction of their operations. Where `LayerOps`
+    has one, a step in which every row decodes is one compiled call (compiled_ops.py).
+    """
+
+    def __init__(self, model: PlainModel, pool: KvPool, dtype: torch.dtype, ops: LayerOps) -> None:
+        """Computes in `dtype`, as the products of `model` do."""
+        self._model = model
+        self._dtype = dtype
+        self._ops = ops
+        self.fused = ops.fused_decode(model, pool, dtype)
+
+    def __call__(self, tokens: list[int], layout: StepLayout) -> torch.Tensor:
+        """Logits of the tokens in `layout.last`: (so many, vocabulary). Valid until the next step."""
+        if self.fused is not None and layout.all_decode and len(tokens) <= self.fused.max_rows:
+            return self.fused(tokens, layout)
+        model, layers = self._model, self._model.layers
+        x = model.embedding[torch.tensor(tokens)].float()
+        hidden = torch.empty(x.shape, dtype=self._dtype)
+        self._ops.add_rms_norm(x, None, layers[0].input_norm, model.eps, hidden)
+        for i, layer in enumerate(layers):
+            is_last = i == len(layers) - 1
+            # (tokens, hidden) -> (tokens, heads * dim)
+            query = self._ops.rotate_and_store(layer.qkv(hidden), layout, i, layer, model)
+            attended = layout.attend_stored(layer.attention, query, last_only=is_last)
+            attended = attended.view(len(tokens), -1)
+            if is_last:
+                # Only of these are logits wanted.
+                attended, x = attended[layout.last], x[layout.last]
+                hidden = torch.empty(x.shape, dtype=self._dtype)
+            norm = model.final_norm if is_last else layers[i + 1].input_norm
+            self._feed_forward(layer, attended, x, hidden, norm)
+        logits: torch.Tensor = model.head(hidden)
+        return logits
+
+    def close(self) -> None:
+        if self.fused is not None:
+            self.fused.close()
+
+    def _feed_forward(
+        self,
+        layer: PlainLayer,
+        attended: torch.Tensor,
+        residual: torch.Tensor,
+        hidden: torch.Tensor,
+        next_norm: np.ndarray,
+    ) -> None:
+        """Adds attention and feed-forward to the residual; `hidden` becomes the next layer's normalised input."""
+        ops, eps = self._ops, self._model.eps
+        ops.add_rms_norm(residual, layer.output(attended), layer.post_norm, eps, hidden)
+        activated = ops.silu_mul(layer.gate_up(hidden))
+        ops.add_rms_norm(residual, layer.down(activated), next_norm, eps, hidden)

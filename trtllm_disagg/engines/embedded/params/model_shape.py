@@ -1,0 +1,152 @@
+"""A model's properties without loading torch: from config.json, the weights' headers and the arguments."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trtllm_disagg.engines.embedded.params.checkpoint import (
+    check_tokenizer,
+    check_weight_files,
+    read_json,
+)
+from trtllm_disagg.engines.embedded.params.free_memory import available_bytes
+from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs
+from trtllm_disagg.engines.embedded.params.model_config import (
+    ModelConfig,
+    check_config,
+    end_ids,
+    read_config,
+    read_plain_config,
+)
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.model_directory import fingerprint
+
+if TYPE_CHECKING:
+    import torch
+
+_CONFIG = "config.json"
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The properties of a model that the engine needs."""
+
+    config: ModelConfig
+    end_ids: list[int]
+    #: float32 or bfloat16: the weights' dtype in the checkpoint and the KV pool's, whatever dtype computes.
+    dtype: str
+    #: Hash of configuration and weights: two workers of one deployment must agree on it.
+    fingerprint: str
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's KV."""
+        config = self.config
+        numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        return numbers * _ITEM_BYTES[self.dtype]
+
+
+def read_shape(directory: Path, dtype: str) -> ModelShape:
+    """Raises ConfigError for what cannot be served, before anything big is loaded."""
+    config = read_config(directory)
+    shape = _shape_of(directory, config, dtype)
+    check_tokenizer(directory / "tokenizer.json", config.vocab_size)
+    return shape
+
+
+def check_arguments(arguments: dict[str, Any]) -> None:
+    """`check_model` for the arguments of LLM(...); one that is a name on the hub is left to the engine."""
+    args = LlmArgs.model_validate(arguments)
+    if (Path(args.model) / _CONFIG).is_file():
+        check_model(args)
+
+
+def check_model(args: LlmArgs) -> None:
+    """What is wrong with the model, or with its arguments for the model, in milliseconds; the engine checks all of it.
+
+    Raises ConfigError. A tokenizer may be large, and a configuration may need transformers: they are the engine's.
+    """
+    directory = Path(args.model)
+    raw = read_json(directory / _CONFIG)
+    check_config(directory / _CONFIG, raw)
+    if (config := read_plain_config(raw)) is None:
+        return
+    shape = _shape_of(directory, config, args.dtype)
+    max_seq_len(args, shape)
+    if args.embedded.device == "cpu" or args.tensor_parallel_size > 1 or not _has_cuda_driver():
+        require_memory(args, shape, available_bytes())
+
+
+def _shape_of(directory: Path, config: ModelConfig, dtype: str) -> ModelShape:
+    check_weight_files(directory, config, any_dtype=dtype != "auto")
+    raw = read_json(directory / _CONFIG)
+    return ModelShape(
+        config=config,
+        end_ids=_end_ids(directory, raw),
+        dtype=_dtype(raw, dtype),
+        fingerprint=fingerprint(directory),
+    )
+
+
+def max_seq_len(args: LlmArgs, shape: ModelShape) -> int:
+    """Tokens of prompt and answer together."""
+    if args.max_seq_len is None:
+        return shape.config.max_position_embeddings
+    if args.max_seq_len > shape.config.max_position_embeddings:
+        raise ConfigError.bad_value(
+            "max_seq_len",
+            args.max_seq_len,
+            f"at most the model's max_position_embeddings {shape.config.max_position_embeddings}",
+        )
+    return args.max_seq_len
+
+
+def require_memory(args: LlmArgs, shape: ModelShape, free: int) -> None:
+    """Raises ConfigError for a stated size that `free` bytes are not enough for."""
+    wanted, most = args.kv_cache_config.max_tokens, free // shape.token_bytes
+    if wanted is not None and wanted > most:
+        raise ConfigError.bad_value(
+            "kv_cache_config.max_tokens",
+            wanted,
+            f"at most {most}: a KV token of this model takes {shape.token_bytes} bytes, and {free >> 20} MiB are free",
+        )
+
+
+def _end_ids(directory: Path, config: dict[str, Any]) -> list[int]:
+    """End-of-sequence ids: generation_config.json's when it has some, else config.json's."""
+    generation = directory / "generation_config.json"
+    found = read_json(generation).get("eos_token_id") if generation.exists() else None
+    if found is not None:
+        return end_ids(generation, found, config["vocab_size"])
+    return end_ids(directory / _CONFIG, config.get("eos_token_id"), config["vocab_size"])
+
+
+def _dtype(config: dict[str, Any], wanted: str) -> str:
+    said = config.get("dtype") or config.get("torch_dtype") or "float32"
+    name = said if wanted == "auto" else wanted
+    if isinstance(name, str) and name in _ITEM_BYTES:
+        return name
+    expected = f"one of {', '.join(_ITEM_BYTES)} on the embedded engine"
+    if wanted == "auto":
+        allowed = f"{expected}, to which the weights are converted: config.json says {said!r}"
+        raise ConfigError.bad_value("dtype", wanted, allowed)
+    raise ConfigError.bad_value("dtype", name, f"auto or {expected}")
+
+
+def _has_cuda_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,290 @@
+"""A sequence: one choice of one request while the engine works on it."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from trtllm_disagg.engines.embedded.ipc.messages import (
+    NOT_ADMITTED,
+    AddRequest,
+    Admission,
+    LogprobEntry,
+    Measured,
+    ReceivedHandoff,
+    Rendezvous,
+    SamplingSpec,
+)
+from trtllm_disagg.engines.embedded.kv_cache.memory import Saved
+from trtllm_disagg.wire.kv_handle import KvHandle
+
+if TYPE_CHECKING:
+    from trtllm_disagg.engines.embedded.guided_decoding.guides import Guide
+
+
+#: Seconds.
+Clock = Callable[[], float]
+
+
+class NullRequestTimer:
+    """Measures nothing; for requests without `return_perf_metrics`."""
+
+    def scheduled(self, step: int) -> None:
+        """The choice is part of this engine step."""
+
+    def has_token(self, step: int) -> None:
+        """The choice has one more token."""
+
+    def transfer_began(self) -> None:
+        """The transfer of the choice's KV has been requested."""
+
+    def transfer_ended(self, num_bytes: int) -> None:
+        """The choice's KV has arrived, in `num_bytes`."""
+
+    def snapshot(self, admission: Admission) -> Measured | None:
+        """The measurements so far."""
+        return None
+
+
+class RequestTimer(NullRequestTimer):
+    """Measures the phases and the KV of one choice, for requests with `return_perf_metrics`."""
+
+    def __init__(self, arrived: float, clock: Clock = time.monotonic) -> None:
+        """`arrived` is a time of `clock`."""
+        self._clock = clock
+        self._measured = Measured(arrived)
+
+    def scheduled(self, step: int) -> None:
+        measured = self._measured
+        if measured.first_step is None:
+            measured.first_step = step
+            measured.first_scheduled = measured.first_scheduled or self._clock()
+        if not measured.first_token:
+            measured.chunks.append(self._clock())
+
+    def has_token(self, step: int) -> None:
+        measured = self._measured
+        measured.last_token, measured.last_step = self._clock(), step
+        measured.first_token = measured.first_token or measured.last_token
+
+    def transfer_began(self) -> None:
+        self._measured.transfer_start = self._clock()
+
+    def transfer_ended(self, num_bytes: int) -> None:
+        # The choice has waited until now; its first token may precede its first step.
+        measured = self._measured
+        measured.transfer_end = measured.first_scheduled = self._clock()
+        measured.transfer_bytes = num_bytes
+
+    def snapshot(self, admission: Admission) -> Measured | None:
+        self._measured.admission = admission
+        return self._measured
+
+
+NO_TIMER = NullRequestTimer()
+
+
+#: Seeds for requests without one. The system's generator would cost a system call for each.
+_seeds = random.Random()
+
+
+class Status(Enum):
+    WAITING = auto()  # no blocks yet
+    RECEIVING = auto()  # generation_only: its KV is on the way
+    RUNNING = auto()
+    PAUSED = auto()  # preempted: its tokens are kept, its blocks are not
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """`tokens` is prompt + output; the KV of the first `num_computed` of them is in `blocks`."""
+
+    request_id: int
+    index: int
+    request_type: str
+    tokens: list[int]
+    num_prompt: int
+    sampling: SamplingSpec
+    seed: int
+    cache_salt: str = ""
+    priority: float = 0.5
+    handoff: ReceivedHandoff | None = None
+    handle: KvHandle | None = None
+    rendezvous: Rendezvous | None = None
+    #: Restricts the next token to those that the grammar allows.
+    guide: Guide | None = None
+    timer: NullRequestTimer = NO_TIMER
+    admission: Admission = NOT_ADMITTED
+    stream_interval: int = 1
+    #: The number of last tokens that were not sent to the client yet, and their logprobs.
+    num_unsent: int = 0
+    unsent_logprobs: list[LogprobEntry] = field(default_factory=list)
+
+    arrived: float = field(default_factory=time.monotonic)
+    status: Status = Status.WAITING
+    aborted: bool = False
+    #: The position of its first admission among all sequences, from 0.
+    admission_number: int = -1
+    #: Its saved KV while it is paused, if the swap space had room.
+    saved: Saved | None = None
+    blocks: list[int] = field(default_factory=list)
+    #: Keys of the prompt's full blocks, once computed.
+    prompt_keys: list[bytes] | None = None
+    #: Keys of the full blocks with committed content; a prefix of `blocks`.
+    keys: list[bytes] = field(default_factory=list)
+    num_computed: int = 0
+    #: Prompt tokens with KV found in the cache (of the prefill side, when there was one).
+    num_cached: int = 0
+    #: context_only: the number of the prompt's first blocks that can be fetched from decode instead of computed.
+    num_fetchable: int = 0
+    #: Logprobs of the prompt's first positions, if requested (`SamplingSpec.prompt_logprobs`).
+    prompt_logprobs: list[LogprobEntry] = field(default_factory=list)
+
+    @classmethod
+    def from_request(
+        cls, request: AddRequest, index: int, handle: KvHandle | None, clock: Clock = time.monotonic
+    ) -> Sequence:
+        seed = request.sampling.seed
+        if seed is None:
+            seed = handle.seed if handle is not None else _seeds.getrandbits(63)
+        return cls(
+            request_id=request.request_id,
+            index=index,
+            request_type=request.request_type,
+            tokens=list(request.prompt),
+            num_prompt=len(request.prompt),
+            sampling=request.sampling,
+            seed=seed & (2**63 - 1),
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            handoff=request.handoff,
+            handle=handle,
+            rendezvous=request.rendezvous,
+            timer=NO_TIMER if request.arrived is None else RequestTimer(request.arrived, clock),
+            arrived=clock(),
+            stream_interval=request.stream_interval,
+        )
+
+    @property
+    def measured(self) -> Measured | None:
+        """The measurements so far; None for a request that is not measured."""
+        return self.timer.snapshot(self.admission)
+
+    @property
+    def salt(self) -> bytes:
+        """The parent of its first block's key: longer than a key, so that it is never equal to one."""
+        return hashlib.blake2b(self.cache_salt.encode(), digest_size=32).digest() if self.cache_salt else b""
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def holds_back_tokens(self) -> bool:
+        """True while the last tokens wait for more of them (`stream_interval`); the first one is sent at once."""
+        return self.num_output > 1 and self.num_output % self.stream_interval != 0
+
+    @property
+    def num_silent(self) -> int:
+        """How many of its next tokens will be held back for later ones, and cannot end the answer."""
+        spec, count = self.sampling, self.num_output
+        if self.guide is not None or spec.end_ids or spec.stop_words or not count:
+            return 0
+        return min(self.stream_interval - count % self.stream_interval, spec.max_tokens - count) - 1
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+    @property
+    def in_prefill(self) -> bool:
+        return self.num_computed < self.num_prompt
+
+    @property
+    def num_scored(self) -> int:
+        """The number of first prompt positions whose logprobs are not requested, or are there already."""
+        return self.num_prompt if self.sampling.prompt_logprobs is None else len(self.prompt_logprobs)
+
+    @property
+    def num_reusable(self) -> int:
+        """How many first prompt tokens may come from a cache: the last one's logits make the first token."""
+        return min(self.num_prompt - 1, self.num_scored)
+
+    @property
+    def has_first_token(self) -> bool:
+        """Its first output token is known, here or on the prefill side: no logits of the prompt are needed."""
+        return self.num_output > 0 or self.is_generation_only
+
+    @property
+    def is_context_only(self) -> bool:
+        return self.request_type == "context_only"
+
+    @property
+    def is_generation_only(self) -> bool:
+        return self.request_type == "generation_only"
+
+    @property
+    def wants_kv(self) -> bool:
+        """True when another engine's KV has to arrive before this sequence can run."""
+        return self.num_output == 0 and (self.is_generation_only or self.num_fetchable > len(self.keys))
+
+    @property
+    def is_filled(self) -> bool:
+        """True while a read fills its blocks, which are free only when that read has ended."""
+        return self.status is Status.RECEIVING and self.rendezvous is None
+
+    @property
+    def is_pinned(self) -> bool:
+        """True when its blocks are written to another engine while they are computed: it cannot be paused."""
+        return self.rendezvous is not None and self.is_context_only
+
+    @property
+    def max_kv_tokens(self) -> int:
+        """The most tokens with KV that it can need: the last output token's KV is never computed."""
+        if self.is_context_only:
+            return self.num_prompt
+        return self.num_prompt + self.sampling.max_tokens - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether the token that was just appended ends the answer, and whether it is sent to the client."""
+
+    emit: bool = True
+    #: Earlier tokens to take back: the start of a stop word that is complete only now.
+    trim: int = 0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+GO_ON = Verdict()
+LENGTH = Verdict(finish_reason="length")
+END = Verdict(emit=False, finish_reason="stop")
+#: The end token of a grammar, which `ignore_eos` does not extend.
+SHOWN_END = Verdict(finish_reason="stop")
+
+
+def judge(sequence: Sequence) -> Verdict:
+    """End tokens first, then stop words, then max_tokens; none of the first two before min_tokens, unless
+    the grammar allows no other token.
+    """
+    spec, guide = sequence.sampling, sequence.guide
+    if sequence.num_output > spec.min_tokens or (guide is not None and guide.exhausted):
+        if sequence.tokens[-1] in spec.end_ids:
+            return END
+        for word, reason in zip(spec.stop_words, spec.stop_reasons, strict=True):
+            if sequence.num_output >= len(word) and tuple(sequence.tokens[-len(word) :]) == word:
+                if spec.include_stop:
+                    return Verdict(finish_reason="stop", stop_reason=reason)
+                return Verdict(emit=False, trim=len(word) - 1, finish_reason="stop", stop_reason=reason)
+    if guide is not None and sequence.tokens[-1] in guide.model_ends:
+        return SHOWN_END
+    if sequence.num_output >= spec.max_tokens:
+        return LENGTH
+    return GO_ON

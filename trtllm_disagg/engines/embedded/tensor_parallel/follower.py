@@ -1,0 +1,146 @@
+"""The life of every rank but rank 0: load a part of the model, then sleep, and run a step whenever rank 0 sends one."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+import torch
+
+from trtllm_disagg.engines.embedded.cpu_kernels.cpu import this_cpu
+from trtllm_disagg.engines.embedded.kv_cache.memory import CopyStart, Drop, Restore, Save
+from trtllm_disagg.engines.embedded.kv_cache.pool import KvPool, LocalKvMemory
+from trtllm_disagg.engines.embedded.kv_transfer.host import new_memory
+from trtllm_disagg.engines.embedded.model.forward import ModelRunner, choose_forward
+from trtllm_disagg.engines.embedded.model.model_loader import load_model
+from trtllm_disagg.engines.embedded.model.sizing import PoolShape, choose_device, longest_sequence, new_pool
+from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs
+from trtllm_disagg.engines.embedded.params.model_shape import read_shape
+from trtllm_disagg.engines.embedded.tensor_parallel.group import (
+    Broken,
+    Build,
+    Built,
+    OtherRank,
+    RankCommand,
+    RankGroup,
+    Step,
+    Stop,
+    join_as_follower,
+    leave,
+    use_cpus,
+    watch,
+)
+from trtllm_disagg.engines.embedded.tensor_parallel.launch import IN_JOB
+from trtllm_disagg.engines.embedded.tensor_parallel.sharding import shard_model
+from trtllm_disagg.engines.embedded.tensor_parallel.transfers import TransferService, transport_of
+
+log = logging.getLogger(__name__)
+
+_commands = msgspec.msgpack.Decoder(RankCommand)
+
+
+def serve_as_follower() -> int:
+    """A rank of its own process, until rank 0 ends it, or ends."""
+    logging.basicConfig(level="INFO", format="%(levelname)s engine: %(message)s", stream=sys.stderr)
+    group, leader = join_as_follower()
+    # Also out of an MPI call that will never return. Nothing here needs to be closed.
+    watch(leader, _commands, lambda _last: os._exit(0))
+    if IN_JOB in sys.argv:
+        threading.Thread(target=_exit_with_parent, name="parent-watch", daemon=True).start()
+    status = follow(group, leader)
+    if status == 0 and IN_JOB in sys.argv:
+        leave()
+    return status
+
+
+def follow(group: RankGroup, leader: OtherRank) -> int:
+    """Serve as a rank of one engine, from Build to Stop. Returns the exit status."""
+    transfers = TransferService(leader.transfers)
+    try:
+        build = leader.commands.receive(_commands)
+        assert isinstance(build, Build)
+        shard = build_shard(build, group, transfers)
+    except EOFError:
+        return 1
+    except Exception as error:
+        transfers.fail(error)
+        log.debug("rank %d cannot start", group.rank, exc_info=True)
+        leader.commands.send(Broken(type(error).__name__, str(error)))
+        _wait_for_end(leader)
+        return 1
+    transfers.executed()
+    leader.commands.send(Built())
+    while True:
+        try:
+            command = leader.commands.receive(_commands)
+        except EOFError:
+            return 1
+        if isinstance(command, Stop):
+            return 0
+        try:
+            shard.execute(command)
+        except Exception as error:
+            log.exception("a step failed on rank %d", group.rank)
+            leader.lifeline.send(Broken(type(error).__name__, str(error)))
+            return 1
+        transfers.executed()
+
+
+def _exit_with_parent() -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(0)
+
+
+def _wait_for_end(leader: OtherRank) -> None:
+    """Rank 0 ends when it has read what is wrong; to die first would look like another reason."""
+    with contextlib.suppress(EOFError, OSError):
+        leader.commands.receive(_commands)
+
+
+class ShardOfEngine:
+    """Does what rank 0 does, in the same order."""
+
+    def __init__(self, runner: ModelRunner, memory: LocalKvMemory) -> None:
+        self._runner = runner
+        self._memory = memory
+
+    def execute(self, command: RankCommand) -> None:
+        match command:
+            case Step():
+                self._runner.run(command.rows)
+            case CopyStart() | Save() | Restore() | Drop():
+                self._memory.apply(command)
+
+
+def build_shard(build: Build, group: RankGroup, transfers: TransferService) -> ShardOfEngine:
+    """This rank's part, built as the engine core builds its own. Raises ConfigError like it."""
+    args = LlmArgs.model_validate(build.args)
+    use_cpus(args, group.rank)
+    device = choose_device(args.embedded.device, group.size)
+    shape = read_shape(Path(args.model), args.dtype)
+    plan = choose_forward(Path(args.model), args.embedded, shape, device, this_cpu())
+    model = load_model(Path(args.model), shape, plan.kind)
+    shard_model(model, group)
+    size = args.kv_cache_config.tokens_per_block
+    wanted = new_pool(shape, build.num_blocks, size, device, group.size)
+    kv = _allocate(args, wanted, group, transfers)
+    pool = KvPool(kv)
+    forward = plan.make_forward(model, pool, longest_sequence(args, shape, build.num_blocks))
+    return ShardOfEngine(ModelRunner(forward, pool, plan.ops), LocalKvMemory(kv))
+
+
+def _allocate(args: LlmArgs, wanted: PoolShape, group: RankGroup, transfers: TransferService) -> torch.Tensor:
+    """The pool, in memory that the transport can serve when there is one."""
+    config = args.cache_transceiver_config
+    if config is None or config.backend is None:
+        return new_memory(wanted.shape, wanted.dtype, wanted.device)
+    transport = transport_of(args, config.backend, wanted.device)
+    pool = transport.allocate(wanted.shape, wanted.dtype, wanted.device)
+    transfers.start(transport, pool, group.rank, group.size)
+    return pool

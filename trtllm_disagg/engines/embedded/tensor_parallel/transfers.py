@@ -1,0 +1,345 @@
+"""KV transfer with several ranks: every rank serves its own pool and reads into it, all when rank 0 says so.
+
+Rank 0 has the leases, the control channel and the requests. To those, its pool and those of the other ranks look
+like one transport. The commands have a socket and a thread of their own, since a read may take longer than a step. So
+they may overtake steps and copies of blocks: a read says how many of those it comes after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+
+import msgspec
+import numpy as np
+import torch
+
+from trtllm_disagg import errors
+from trtllm_disagg.engines.embedded.kv_transfer.base import PeerMetadata, ReadTimeoutError, StagingTransport
+from trtllm_disagg.engines.embedded.kv_transfer.peers import MAX_PEER_THREADS
+from trtllm_disagg.engines.embedded.kv_transfer.transports import create_transport, needs_cma
+from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs
+from trtllm_disagg.engines.embedded.params.supported_args import scope_of
+from trtllm_disagg.engines.embedded.tensor_parallel.group import Channel, OtherRank
+from trtllm_disagg.engines.embedded.tensor_parallel.shards import (
+    Shard,
+    ShardReader,
+    join_addresses,
+    shards_of,
+)
+from trtllm_disagg.errors import ConfigError, KvTransferError
+
+_GRACE_SECONDS = 5.0
+
+
+def transport_of(args: LlmArgs, backend: str, device: torch.device) -> StagingTransport:
+    """The transport that `backend` means on this rank. Raises ConfigError as `create_transport`."""
+    scope = scope_of(args)
+    return create_transport(
+        backend, scope, needs_cma=needs_cma(scope, device.type), on_gpu=device.type == "cuda"
+    )
+
+
+class Serve(msgspec.Struct, tag="serve"):
+    id: int
+    sender: str
+
+
+class Read(msgspec.Struct, tag="read"):
+    id: int
+    metadata: PeerMetadata
+    #: int32 block ids.
+    remote: bytes
+    local: bytes
+    timeout: float
+    #: How many of the other commands (group.py) must have been executed: they may use the blocks that it fills.
+    after: int = 0
+
+
+class HasEnded(msgspec.Struct, tag="has-ended"):
+    """Asks whether a read that may land later has ended."""
+
+    id: int
+    read: int
+
+
+class Forget(msgspec.Struct, tag="forget"):
+    metadata: PeerMetadata
+
+
+class Tick(msgspec.Struct, tag="tick"):
+    """A receiver may be connecting."""
+
+
+class Close(msgspec.Struct, tag="close"):
+    pass
+
+
+TransferCommand = Serve | Read | HasEnded | Forget | Tick | Close
+
+
+class Done(msgspec.Struct):
+    """The answer to Serve, Read and HasEnded."""
+
+    id: int
+    moved: int = 0
+    address: bytes = b""
+    #: Of Serve: the name of this rank's transport.
+    transport: str = ""
+    error: str = ""
+    kind: str = ""
+    may_land_later: bool = False
+
+
+_commands = msgspec.msgpack.Decoder(TransferCommand)
+_answers = msgspec.msgpack.Decoder(Done)
+
+
+class TeamTransport:
+    """`KvTransport` over the pools of all ranks. With one rank, too: a sender may have another number of them."""
+
+    def __init__(self, transport: StagingTransport, others: Sequence[OtherRank]) -> None:
+        self.name = transport.name
+        self._transport = transport
+        self._helpers = [_Helper(other) for other in others]
+        self._reader: ShardReader | None = None
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Rank 0's pool; the others make theirs themselves."""
+        pool = self._transport.allocate(shape, dtype, device)
+        self._reader = ShardReader(self._transport, pool, 0, 1 + len(self._helpers))
+        return pool
+
+    def serve(self, sender: str) -> bytes:
+        shards = [Shard(sender, self._transport.serve(sender))]
+        for helper in self._helpers:
+            name = f"{sender}/{helper.rank}"
+            served = _require(helper.serve(name).result())
+            if served.transport != self.name:
+                raise ConfigError.bad_value(
+                    "cache_transceiver_config.backend",
+                    "DEFAULT",
+                    f"a transport by its name: rank 0 finds {self.name} here, rank {helper.rank} {served.transport}",
+                )
+            shards.append(Shard(name, served.address))
+        return join_addresses(shards)
+
+    def read(
+        self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
+    ) -> int:
+        """All ranks at the same time. Ends when the last one has ended, whatever became of the others."""
+        assert self._reader is not None
+        reads = [helper.read(peer, remote_blocks, local_blocks, timeout) for helper in self._helpers]
+        parts: list[Callable[[], int]] = [
+            partial(self._reader.read, peer, remote_blocks, local_blocks, timeout),
+            *(read.moved for read in reads),
+        ]
+        moved, failures = 0, list[Exception]()
+        for part in parts:
+            try:
+                moved += part()
+            except Exception as error:  # whatever it is, the other ranks' reads may still land
+                failures.append(error)
+        late = [e for e in failures if isinstance(e, ReadTimeoutError) and e.may_land_later]
+        if late:
+            raise ReadTimeoutError(
+                str(late[0]), may_land_later=True, has_ended=lambda: all(e.has_ended() for e in late)
+            )
+        if failures:
+            raise failures[0]
+        return moved
+
+    def write(
+        self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
+    ) -> int:
+        """Between engines of one rank each; the core refuses GENERATION_FIRST for others."""
+        if self._helpers or len(shards_of(peer)) > 1:
+            raise KvTransferError("KV is pushed between engines of tensor_parallel_size 1 only")
+        return self._transport.write(peer, remote_blocks, local_blocks, timeout)
+
+    def forget(self, peer: PeerMetadata) -> None:
+        assert self._reader is not None
+        for helper in self._helpers:
+            helper.tell(Forget(peer))
+        with contextlib.suppress(KvTransferError):
+            self._reader.forget(peer)
+
+    def progress(self) -> None:
+        for helper in self._helpers:
+            helper.tell(Tick())
+        self._transport.progress()
+
+    def close(self) -> None:
+        for helper in self._helpers:
+            helper.tell(Close())
+        self._transport.close()
+
+
+def _require(done: Done) -> Done:
+    """Raise what the other rank raised."""
+    if not done.kind:
+        return done
+    if done.kind == ReadTimeoutError.__name__:
+        raise ReadTimeoutError(done.error, may_land_later=done.may_land_later)
+    raise errors.named(done.kind, done.error) or KvTransferError(f"{done.kind}: {done.error}")
+
+
+class _RankRead:
+    """Another rank's part of a read."""
+
+    def __init__(self, helper: _Helper, command: Read) -> None:
+        self._helper = helper
+        self._command = command
+        self._answer = helper.ask(command)
+
+    def moved(self) -> int:
+        """Wait for its end. Raises as KvTransport.read."""
+        if not wait([self._answer], self._command.timeout + _GRACE_SECONDS).done:
+            raise self._late("a rank did not say that its read has ended")
+        done = self._answer.result()
+        if done.may_land_later:
+            raise self._late(done.error)
+        return _require(done).moved
+
+    def _late(self, message: str) -> ReadTimeoutError:
+        return ReadTimeoutError(message, may_land_later=True, has_ended=self._has_ended)
+
+    def _has_ended(self) -> bool:
+        if not self._answer.done():
+            return False
+        return not self._answer.result().may_land_later or self._helper.has_ended(self._command.id)
+
+
+class _Helper:
+    """Rank 0's end of another rank's transfers. Thread-safe."""
+
+    def __init__(self, other: OtherRank) -> None:
+        self.rank = other.rank
+        self._other = other
+        self._channel = other.transfers
+        self._ids = itertools.count()
+        self._lock = threading.Lock()
+        self._pending: dict[int, Future[Done]] = {}
+        threading.Thread(target=self._receive, name=f"kv-rank-{other.rank}", daemon=True).start()
+
+    def serve(self, sender: str) -> Future[Done]:
+        return self.ask(Serve(next(self._ids), sender))
+
+    def read(self, peer: PeerMetadata, remote: np.ndarray, local: np.ndarray, timeout: float) -> _RankRead:
+        ids = remote.tobytes(), local.tobytes()
+        command = Read(next(self._ids), peer, *ids, timeout, self._other.settled)
+        return _RankRead(self, command)
+
+    def has_ended(self, read: int) -> bool:
+        """Of a read that may land later. False when the rank does not say so in time."""
+        answer = self.ask(HasEnded(next(self._ids), read))
+        return bool(wait([answer], _GRACE_SECONDS).done) and not _require(answer.result()).may_land_later
+
+    def tell(self, command: msgspec.Struct) -> None:
+        with self._lock, contextlib.suppress(OSError):  # a rank that is gone ends the engine elsewhere
+            self._channel.send(command)
+
+    def ask(self, command: Serve | Read | HasEnded) -> Future[Done]:
+        future: Future[Done] = Future()
+        self._pending[command.id] = future
+        self.tell(command)
+        return future
+
+    def _receive(self) -> None:
+        with contextlib.suppress(OSError, EOFError):
+            while True:
+                done = self._channel.receive(_answers)
+                self._pending.pop(done.id).set_result(done)
+        for future in list(self._pending.values()):
+            future.set_exception(KvTransferError(f"rank {self.rank} of the engine is gone"))
+
+
+class TransferService:
+    """Another rank's end of these transfers: executes rank 0's commands on its own transport."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._lock = threading.Lock()
+        self._built: Future[tuple[StagingTransport, ShardReader]] = Future()
+        #: `ReadTimeoutError.has_ended` of reads that may land later, by the id of their command.
+        self._late: dict[int, Callable[[], bool]] = {}
+        self._num_executed = 0
+        self._progress = threading.Condition()
+        self._readers = ThreadPoolExecutor(MAX_PEER_THREADS, "kv-pull")
+        threading.Thread(target=self._serve, name="kv-commands", daemon=True).start()
+
+    def start(self, transport: StagingTransport, pool: torch.Tensor, rank: int, num_ranks: int) -> None:
+        self._built.set_result((transport, ShardReader(transport, pool, rank, num_ranks)))
+
+    def executed(self) -> None:
+        """This rank has executed one more of the other commands."""
+        with self._progress:
+            self._num_executed += 1
+            self._progress.notify_all()
+
+    def fail(self, error: Exception) -> None:
+        """This rank cannot be built; rank 0 may be waiting for it here."""
+        if not self._built.done():
+            self._built.set_exception(error)
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError, EOFError):
+            while not isinstance(command := self._channel.receive(_commands), Close):
+                self._execute(command)
+        self._readers.shutdown(cancel_futures=True)
+        if self._built.done() and self._built.exception() is None:
+            self._built.result()[0].close()
+
+    def _execute(self, command: TransferCommand) -> None:
+        match command:
+            case Serve():
+                self._answer(command.id, lambda: self._serve_pool(command))
+            case Read():
+                self._readers.submit(self._answer, command.id, lambda: self._read(command))
+            case HasEnded():
+                self._answer(command.id, lambda: self._has_ended_now(command))
+            case Tick():
+                self._transport.progress()
+            case Forget():
+                with contextlib.suppress(KvTransferError):
+                    self._built.result()[1].forget(command.metadata)
+
+    @property
+    def _transport(self) -> StagingTransport:
+        """Waits until there is one; raises what kept it."""
+        return self._built.result()[0]
+
+    def _serve_pool(self, command: Serve) -> Done:
+        transport = self._transport
+        return Done(command.id, address=transport.serve(command.sender), transport=transport.name)
+
+    def _read(self, command: Read) -> Done:
+        end = time.monotonic() + command.timeout
+        with self._progress:
+            if not self._progress.wait_for(lambda: self._num_executed >= command.after, command.timeout):
+                raise KvTransferError(f"a rank was busy for {command.timeout:g} s: its KV was not read")
+        remote, local = (np.frombuffer(ids, np.int32) for ids in (command.remote, command.local))
+        _, reader = self._built.result()
+        left = max(0.0, end - time.monotonic())
+        return Done(command.id, moved=reader.read(command.metadata, remote, local, left))
+
+    def _has_ended_now(self, command: HasEnded) -> Done:
+        if command.read in self._late and self._late[command.read]():
+            del self._late[command.read]
+        return Done(command.id, may_land_later=command.read in self._late)
+
+    def _answer(self, command_id: int, work: Callable[[], Done]) -> None:
+        try:
+            done = work()
+        except Exception as error:  # rank 0 waits for an answer
+            done = Done(command_id, error=str(error), kind=type(error).__name__)
+            if isinstance(error, ReadTimeoutError) and error.may_land_later:
+                self._late[command_id] = error.has_ended
+                done.may_land_later = True
+        with self._lock, contextlib.suppress(OSError):
+            self._channel.send(done)

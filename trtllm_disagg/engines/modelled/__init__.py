@@ -1,0 +1,75 @@
+"""The modelled engine: the embedded engine with a clock in place of the model, and a link's in place of KV transfer.
+
+Step times are those of a GPU (docs/how-to/simulate-gpus.md). Everything else is real: API, scheduler, KV blocks, prefix
+cache, events, statistics, leases. Importing this imports neither torch nor the tables.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trtllm_disagg.engines.embedded import LLM as EmbeddedLLM
+from trtllm_disagg.engines.embedded.core.core_client import CoreClient
+from trtllm_disagg.engines.embedded.params.llm_args import EmbeddedConfig, core_args
+from trtllm_disagg.engines.embedded.params.supported_args import check_marks, in_directory
+from trtllm_disagg.engines.modelled.config import ModelledArgs, checked
+from trtllm_disagg.errors import ConfigError
+
+__all__ = ["LLM", "LlmArgs"]
+
+LlmArgs = ModelledArgs
+log = logging.getLogger(__name__)
+
+_BUILDER = "trtllm_disagg.engines.modelled.build:for_process"
+#: Nothing is computed.
+_NUM_THREADS = 1
+
+
+class LLM(EmbeddedLLM):
+    """`model` is a directory with a tokenizer; what is modelled is said under `modelled`. Raises ConfigError for what
+    no table covers, besides what the embedded engine raises.
+    """
+
+    args: ModelledArgs
+
+    def _read_args(self, model: str | Path, **given: Any) -> ModelledArgs:
+        own = checked(given.pop("modelled", None) or {})
+        args = in_directory(ModelledArgs(model=model, modelled=own, **given))
+        if args.embedded != EmbeddedConfig():
+            raise ConfigError.bad_value("embedded", given["embedded"], "no value, on the modelled engine")
+        if ignored := check_marks(args, "modelled"):
+            log.info("these settings have no effect on the modelled engine: %s", ", ".join(ignored))
+        if not (Path(args.model) / "config.json").is_file():
+            raise ConfigError.bad_value("model", str(args.model), "a directory with a config.json")
+        # To a caller its ranks are one engine: only the core knows which share of a request each has.
+        self._has_attention_dp = args.enable_attention_dp
+        return args.model_copy(update={"enable_attention_dp": False})
+
+    def _start_core(self) -> CoreClient:
+        return CoreClient(
+            core_args(self.args) | {"enable_attention_dp": self._has_attention_dp},
+            num_threads=_NUM_THREADS,
+            builder=_BUILDER,
+            on_report=self._on_report,
+            on_death=self._on_death,
+        )
+
+    def _now(self) -> float:
+        return time.monotonic() / self.time_scale
+
+    @property
+    def time_scale(self) -> float:
+        """Its clock runs so many times slower than this machine's (modelled engine only)."""
+        return self.args.modelled.time_scale
+
+
+if not TYPE_CHECKING:  # a type checker would take every name for defined
+
+    def __getattr__(name: str) -> Any:
+        """The rest of TensorRT-LLM's names is the embedded engine's."""
+        from trtllm_disagg.engines.embedded.mount import find_name
+
+        return find_name(name)

@@ -1,0 +1,250 @@
+"""A modelled engine's core, made from the arguments of LLM(...)."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from trtllm_disagg.engines.embedded.connector.connector import KvConnector
+from trtllm_disagg.engines.embedded.connector.two_sided import TwoSidedConnector, timeouts_of
+from trtllm_disagg.engines.embedded.core.engine_core import NoGuides
+from trtllm_disagg.engines.embedded.ipc.messages import Ready
+from trtllm_disagg.engines.embedded.kv_cache.block_manager import KvEventLog
+from trtllm_disagg.engines.embedded.kv_cache.memory import KvCommand
+from trtllm_disagg.engines.embedded.kv_transfer.access import OneHost
+from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout
+from trtllm_disagg.engines.embedded.scheduler.scheduler import create_blocks, create_scheduler
+from trtllm_disagg.engines.embedded.scheduler.statistics import IterationStats
+from trtllm_disagg.engines.modelled.clock import Clock, ScaledClock
+from trtllm_disagg.engines.modelled.config import ModelledArgs, ModelledConfig
+from trtllm_disagg.engines.modelled.core import ClockedModel, ModelledCore
+from trtllm_disagg.engines.modelled.factors import Factors, FactorsFile, FactorsNow
+from trtllm_disagg.engines.modelled.link import LinkCost, LinkTransport
+from trtllm_disagg.engines.modelled.step_times import StepPricer, StepTimes, StraightLines
+from trtllm_disagg.engines.modelled.tables import (
+    LONGEST_MEASURED_PROMPT,
+    MOST_CONTEXT,
+    PACKAGE,
+    GpuFacts,
+    open_tables,
+    read_model_config,
+)
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.processes.activity import Reporter
+
+if TYPE_CHECKING:
+    from trtllm_disagg.engines.embedded.core.core_process import CoreProcess
+
+
+log = logging.getLogger(__name__)
+
+#: Default where neither a table nor `modelled` has them: 400 Gb/s.
+_LINK_BYTES_PER_SECOND, _LINK_LATENCY = 50e9, 10e-6
+
+
+class NoMemory:
+    """Copies between blocks cost nothing."""
+
+    def apply(self, command: KvCommand) -> None:
+        """There is no KV."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """The GPUs of one engine, and their step times."""
+
+    times: StepTimes
+    facts: GpuFacts
+    #: Number of GPUs that share one sequence's KV, and number of such groups, which have requests of their own.
+    kv_gpus: int
+    num_ranks: int
+
+
+def for_process(arguments: dict[str, Any], process: CoreProcess, reporter: Reporter) -> ModelledCore:
+    args = ModelledArgs.model_validate(arguments)
+    return build_core(args, process.wake, ScaledClock(args.modelled.time_scale))
+
+
+def build_core(args: ModelledArgs, wake: Callable[[], None], clock: Clock) -> ModelledCore:
+    """`wake` is called from other threads when a transfer ended and `step` has something to do.
+
+    Raises ConfigError for what no table covers.
+    """
+    own, kv_config = args.modelled, args.kv_cache_config
+    if own.measured is None or own.model is not None:
+        _require_tables()
+    gpus = open_gpus(args)
+    raw = read_model_config(args)
+    size = kv_config.tokens_per_block
+    num_blocks = num_kv_blocks(args, gpus)
+    longest = _max_seq_len(args, raw, num_blocks * size)
+    events = KvEventLog(kv_config.event_buffer_max_size, longest)
+    blocks = create_blocks(kv_config, num_blocks, events)
+    block_bytes = gpus.facts.kv_bytes_per_token * size * gpus.kv_gpus
+    connector = _create_connector(args, gpus, raw, num_blocks, block_bytes, wake, clock)
+    model = ClockedModel(StepPricer(gpus.times, gpus.num_ranks), _factors(own), clock)
+    ready = Ready(
+        num_blocks=num_blocks,
+        tokens_per_block=size,
+        # The tokenizer's vocabulary; the tokenizer need not be the modelled model's.
+        vocab_size=_tokenizers_vocabulary(args),
+        max_seq_len=longest,
+        transport=connector.transport,
+        # No token ends an answer: it has as many as it may have.
+        end_ids=[],
+        endpoint=connector.endpoint,
+        pids=[os.getpid()],
+        is_exact=True,
+    )
+    _tell(args, gpus, num_blocks)
+    return ModelledCore(
+        ready=ready,
+        blocks=blocks,
+        events=events,
+        scheduler=create_scheduler(args, blocks, NoMemory(), size, model.now),
+        connector=connector,
+        model=model,
+        guides=NoGuides(),
+        stats=IterationStats(args),
+        block_bytes=block_bytes,
+        clock=model.now,
+        wall=clock,
+        time_scale=own.time_scale,
+    )
+
+
+def _factors(own: ModelledConfig) -> FactorsNow:
+    if own.factors_file is not None:
+        return FactorsFile(own.factors_file).now
+    fixed = Factors(own.prefill_factor, own.decode_factor)
+    return lambda: fixed
+
+
+def _require_tables() -> None:
+    if importlib.util.find_spec(PACKAGE) is None:
+        raise ConfigError(
+            "modelled: the tables of GPUs' step times are not installed: pip install 'trtllm-disagg[modelled]' "
+            "(or give step times of your own: modelled.measured in the engine YAML, and no modelled.model)"
+        )
+
+
+def open_gpus(args: ModelledArgs) -> Gpus:
+    """Raises ConfigError for what no table covers."""
+    own, ranks = args.modelled, args.tensor_parallel_size
+    kv_gpus, num_ranks = (1, ranks) if args.enable_attention_dp else (ranks, 1)
+    if (measured := own.measured) is not None:
+        facts = GpuFacts(
+            measured.kv_pool_tokens // num_ranks // args.kv_cache_config.tokens_per_block,
+            -(-measured.kv_bytes_per_token // kv_gpus),
+            _LINK_BYTES_PER_SECOND,
+            _LINK_LATENCY,
+        )
+        times: StepTimes = StraightLines(measured)
+    else:
+        _require_tables()
+        times, facts = open_tables(args)
+    if own.link_gb_per_second is not None:
+        facts = replace(facts, link_bytes_per_second=own.link_gb_per_second * 1e9)
+    if own.link_latency_us is not None:
+        facts = replace(facts, link_latency=own.link_latency_us / 1e6)
+    return Gpus(times, facts, kv_gpus, num_ranks)
+
+
+def num_kv_blocks(args: ModelledArgs, gpus: Gpus) -> int:
+    """The smaller of the tables' pool and kv_cache_config.max_tokens, in blocks."""
+    there, size = gpus.facts.kv_blocks * gpus.num_ranks, args.kv_cache_config.tokens_per_block
+    wanted = args.kv_cache_config.max_tokens
+    blocks = there if wanted is None else min(there, wanted // size)
+    if blocks < 1:
+        raise ConfigError.bad_value(
+            "kv_cache_config.max_tokens",
+            wanted,
+            f"at least one block of {size} tokens; the GPUs have {there} blocks",
+        )
+    return blocks
+
+
+def _max_seq_len(args: ModelledArgs, raw: dict[str, Any], pool_tokens: int) -> int:
+    """Tokens of prompt and answer together."""
+    positions = min(int(raw.get("max_position_embeddings") or MOST_CONTEXT), MOST_CONTEXT)
+    if args.max_seq_len is not None and args.max_seq_len > positions:
+        raise ConfigError.bad_value(
+            "max_seq_len", args.max_seq_len, f"at most the modelled model's {positions}"
+        )
+    return min(args.max_seq_len or positions, pool_tokens)
+
+
+def _create_connector(
+    args: ModelledArgs,
+    gpus: Gpus,
+    raw: dict[str, Any],
+    num_blocks: int,
+    block_bytes: int,
+    wake: Callable[[], None],
+    clock: Clock,
+) -> KvConnector:
+    config, own = args.cache_transceiver_config, args.modelled
+    if config is None or config.backend is None:
+        return KvConnector()
+    size, facts = args.kv_cache_config.tokens_per_block, gpus.facts
+    cost = LinkCost(
+        # Each GPU sends its own part; of ranks with requests of their own the links count as one.
+        facts.kv_bytes_per_token * size / facts.link_bytes_per_second / gpus.num_ranks,
+        facts.link_latency,
+        own.time_scale,
+    )
+    layout = KvLayout(
+        model=f"modelled {own.model or raw.get('model_type')}",
+        num_layers=int(raw.get("num_hidden_layers") or 0),
+        tokens_per_block=size,
+        num_kv_heads=int(raw.get("num_key_value_heads") or 0),
+        head_dim=int(raw.get("head_dim") or 0),
+        dtype=args.kv_cache_config.dtype,
+    )
+    timeouts = timeouts_of(config)
+    return TwoSidedConnector(
+        LinkTransport(cost, block_bytes, clock),
+        layout,
+        num_blocks,
+        authentication=OneHost().authentication(),
+        timeouts=replace(timeouts, transfer=timeouts.transfer * own.time_scale),
+        takes_offers=True,
+        wake=wake,
+    )
+
+
+def _tokenizers_vocabulary(args: ModelledArgs) -> int:
+    raw = read_model_config(
+        args.model_copy(update={"modelled": args.modelled.model_copy(update={"model": None})})
+    )
+    return int(raw["vocab_size"])
+
+
+def _tell(args: ModelledArgs, gpus: Gpus, num_blocks: int) -> None:
+    own = args.modelled
+    source = (
+        "measured steps"
+        if own.measured
+        else f"the tables of {own.system}, TensorRT-LLM {own.backend_version}"
+    )
+    log.warning(
+        "this engine SIMULATES %s on %d GPUs by %s: step times and KV transfers are modelled, tokens mean nothing",
+        own.model or args.model,
+        args.tensor_parallel_size,
+        source,
+    )
+    log.info(
+        "modelled: %d KV blocks, links of %.4g GB/s a GPU, clock %g times slower",
+        num_blocks,
+        gpus.facts.link_bytes_per_second / 1e9,
+        own.time_scale,
+    )
+    if own.measured is None and (args.max_seq_len or MOST_CONTEXT) > LONGEST_MEASURED_PROMPT:
+        log.info(
+            "modelled: prefill attention beyond %d tokens is extrapolated by the tables' library",
+            LONGEST_MEASURED_PROMPT,
+        )

@@ -1,0 +1,104 @@
+"""How long a GPU takes for a step."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from trtllm_disagg.engines.embedded.scheduler.scheduler import Row
+from trtllm_disagg.engines.modelled.config import MeasuredSteps
+from trtllm_disagg.engines.modelled.factors import Factors
+
+
+class Chunk(NamedTuple):
+    """A part of a prompt."""
+
+    tokens: int
+    #: Tokens of the prompt with KV that is there already.
+    before: int
+
+
+class StepParts(NamedTuple):
+    """Milliseconds of the parts of one step, which add up."""
+
+    #: All but attention, in which prefill's and decode's tokens are the same.
+    shared: float
+    prefill_attention: float = 0.0
+    decode_attention: float = 0.0
+
+    def seconds(self, prompt_tokens: int, num_decode: int, factors: Factors) -> float:
+        """Duration of the step. The shared part is scaled by the mean of both factors, weighted by tokens."""
+        tokens = prompt_tokens + num_decode
+        weight = (prompt_tokens * factors.prefill + num_decode * factors.decode) / tokens
+        milliseconds = (
+            self.shared * weight
+            + self.prefill_attention * factors.prefill
+            + self.decode_attention * factors.decode
+        )
+        return milliseconds / 1000
+
+
+class StepTimes(Protocol):
+    def parts(self, chunks: Sequence[Chunk], num_decode: int, context: int) -> StepParts:
+        """The parts of a step with these prompt chunks and `num_decode` decoding sequences, which have a mean of
+        `context` tokens before the new one.
+        """
+        ...
+
+
+class StraightLines:
+    """`StepTimes` by the straight lines of `MeasuredSteps`."""
+
+    def __init__(self, measured: MeasuredSteps) -> None:
+        self._measured = measured
+
+    def parts(self, chunks: Sequence[Chunk], num_decode: int, context: int) -> StepParts:
+        given = self._measured
+        prompt_tokens = sum(chunk.tokens for chunk in chunks)
+        seen = sum(chunk.tokens * (chunk.before + chunk.tokens / 2) for chunk in chunks)
+        linear = prompt_tokens * given.prefill_token_us + num_decode * given.decode_token_us
+        return StepParts(
+            given.step_ms + linear / 1000,
+            seen / 1024 * given.prefill_context_us / 1000,
+            num_decode * context / 1024 * given.decode_context_us / 1000,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepPricer:
+    """Computes the duration of a step from its rows."""
+
+    times: StepTimes
+    #: Ranks of attention DP: they take requests by turns, and the slowest one ends the step.
+    num_ranks: int = 1
+
+    def seconds(self, rows: Sequence[Row], factors: Factors) -> float:
+        return max(self._of_rank(own, factors) for own in self._by_rank(rows))
+
+    def _by_rank(self, rows: Sequence[Row]) -> Collection[Sequence[Row]]:
+        if self.num_ranks == 1:
+            return (rows,)
+        ranks: defaultdict[int, list[Row]] = defaultdict(list)
+        for row in rows:
+            ranks[row.sequence.admission_number % self.num_ranks].append(row)
+        return ranks.values()
+
+    def decode_steps(self, rows: Sequence[Row], factors: Factors) -> Iterator[float]:
+        """The durations of successive steps in which all rows decode."""
+        ranks = [(len(own), sum(row.num_computed for row in own)) for own in self._by_rank(rows)]
+        for later in itertools.count():
+            yield max(self._of_decodes(count, contexts + later * count, factors) for count, contexts in ranks)
+
+    def _of_decodes(self, num_decode: int, contexts: int, factors: Factors) -> float:
+        return self.times.parts((), num_decode, round(contexts / num_decode)).seconds(0, num_decode, factors)
+
+    def _of_rank(self, rows: Sequence[Row], factors: Factors) -> float:
+        # In the order of the scheduler, decode rows come first; a chunk may be of one token.
+        chunks = [Chunk(row.num_tokens, row.num_computed) for row in rows if row.in_prefill]
+        contexts = [row.num_computed for row in rows if not row.in_prefill]
+        num_decode = len(contexts)
+        parts = self.times.parts(chunks, num_decode, round(sum(contexts) / num_decode) if contexts else 0)
+        return parts.seconds(sum(chunk.tokens for chunk in chunks), num_decode, factors)

@@ -1,0 +1,445 @@
+"""What `recording.LLM.generate_async` returns, the script that it follows, and the pace."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from trtllm_disagg.engines.embedded.api.result import CompletionOutput, Logprob
+from trtllm_disagg.engines.embedded.params.request_params import (
+    DisaggregatedParams,
+    DisaggScheduleStyle,
+    SamplingParams,
+)
+from trtllm_disagg.engines.recording.hard_edges import HardEdges, RequestError
+from trtllm_disagg.engines.recording.state import KvHolder, Meeting
+from trtllm_disagg.engines.scripted_tokens import checksum, extended, token_after
+
+#: Never made by `scripted_token`; put it into a script to end an answer.
+EOS_TOKEN = 2
+_MAX_POSITIONS = 1 << 20
+_ENDPOINT = "tcp://prefill/"
+
+
+def scripted_token(prompt: Sequence[int], position: int, index: int = 0) -> int:
+    """The token at a position of an answer."""
+    return _Answer(prompt, index).token(position)
+
+
+class _Answer:
+    """Each token is a checksum of all before it."""
+
+    __slots__ = ("_sum", "_tokens")
+
+    def __init__(self, prompt: Sequence[int], index: int) -> None:
+        self._sum = checksum(prompt, index)
+        self._tokens: list[int] = []
+
+    def token(self, position: int) -> int:
+        return self.until(position + 1)[position]
+
+    def until(self, length: int) -> list[int]:
+        """At least so many."""
+        while len(self._tokens) < length:
+            self._tokens.append(token := token_after(self._sum))
+            self._sum = extended(self._sum, token)
+        return self._tokens
+
+
+class Pace(BaseModel):
+    """The key `recording` of the engine's arguments."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    #: So many are ready at once, as where an engine's core is ahead of its reader.
+    tokens_per_step: int = Field(1, ge=1)
+    #: Between the steps; 0: as fast as they are read. A late reader finds all that is due.
+    step_seconds: float = Field(0.0, ge=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """How one request goes. As it is: tokens of `scripted_token` up to max_tokens."""
+
+    tokens: Sequence[int] | None = None
+    """The whole answer, for every choice; it ends the request when it is used up."""
+    error: Exception | None = None
+    """Raised instead of the token at position `error_at`."""
+    error_at: int = 0
+    ends_with: str | None = None
+    """The finish reason at the end, instead of `stop` or `length`."""
+    prompt_logprobs: Sequence[Any] = ()
+    """Present for a request that asks for them."""
+    cached_tokens: int = 0
+    """Cached prompt tokens, where no KV was fetched."""
+    perf_metrics: Any = None
+    """The engine's measurements, for a request that asks for them."""
+    time_breakdown_metrics: Mapping[str, Any] | None = None
+    """The same, of its steps."""
+    gate: asyncio.Semaphore | None = None
+    """One permit lets one token through, so a test can look at a request that is half done."""
+
+
+#: The script of a request for which no test has one.
+AS_IT_IS = Script()
+
+
+class _Engine(Protocol):
+    num_running: int
+    fatal_error: BaseException | None
+    stands_still: bool
+    is_full: bool
+    may_abort: threading.Event
+
+    def step_ended(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """Settings that all requests of one engine share."""
+
+    edges: HardEdges
+    kv: KvHolder
+    engine: _Engine
+    pace: Pace
+    #: How long KV waits for a decode; None: for ever.
+    kv_seconds: float | None
+    is_python_transceiver: bool
+    #: The rank that all requests run on under attention DP, else None.
+    dp_rank: int | None
+    max_seq_len: int | None
+    #: True: only the length options of a request have an effect.
+    ignores_eos: bool
+
+
+_request_ids = itertools.count(1)
+
+
+class RequestOutput:
+    """One request. Iterating yields this same object, each time with what a step has added."""
+
+    def __init__(
+        self,
+        *,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        disaggregated_params: DisaggregatedParams | None,
+        streaming: bool,
+        script: Script,
+        settings: EngineSettings,
+    ) -> None:
+        self.request_id = next(_request_ids)
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self.outputs = [CompletionOutput(index=index) for index in range(sampling.n)]
+        self.context_logits: Any = None
+        self.cached_tokens = script.cached_tokens
+        self.decoding_iter = 0
+        self.metrics_dict: dict[str, Any] = {}
+        self.time_breakdown_metrics: Mapping[str, Any] | None = None
+        self.disaggregated_params: DisaggregatedParams | None = None
+        #: How many tokens were there at each abort.
+        self.aborts: list[int] = []
+        self._sampling = sampling
+        self._given = disaggregated_params or DisaggregatedParams(request_type="context_and_generation")
+        self._streaming = streaming
+        self._script = script
+        self._settings = settings
+        self._answers = [_Answer(prompt_token_ids, index) for index in range(sampling.n)]
+        self._held: bytes | None = None
+        self._meeting = self._rendezvous()
+        #: Set: it has left the engine's queue.
+        self._queued = asyncio.Event() if settings.engine.is_full else None
+        self._has_failed = False
+        self._runs = True
+        self._started: float | None = None
+        self._num_steps = 0
+        self._max_tokens = self._most_tokens()
+        self._ignores_eos = sampling.ignore_eos or settings.ignores_eos
+        #: Choices that have ended, and have no finish reason.
+        self._untold: set[int] = set()
+        self._steps = self._run()
+        #: Its tokens are all there is to it, so a whole step is made at once.
+        self._is_plain = (
+            script == AS_IT_IS
+            and self._ignores_eos
+            and sampling.logprobs is None
+            and sampling.n == 1
+            and self.request_type != "context_only"
+        )
+
+    @property
+    def finished(self) -> bool:
+        if self._has_failed:
+            return not self._settings.edges.never_finishes_after_error
+        return not any(map(self._goes_on, self.outputs))
+
+    def _goes_on(self, output: CompletionOutput) -> bool:
+        return output.finish_reason is None and output.index not in self._untold
+
+    def abort(self) -> None:
+        """End the request. On a finished context_only request, without hard edges: let go of the KV that it still
+        holds. On a generation_only request before its first output: the KV stays where it is (Dynamo #7489).
+        """
+        self.aborts.append(self.outputs[0].length)
+        if self._settings.edges.blocks_aborts_when_dead and self._settings.engine.fatal_error is not None:
+            self._settings.engine.may_abort.wait()
+        if self._held is not None and not self._settings.edges.keeps_kv_of_ended_requests:
+            self._settings.kv.release(self._held)
+        if self._meeting is not None:
+            self._meeting.wanted.set()
+            self._meeting.sent.set()
+        if self._queued is not None and not self._settings.edges.forgets_aborted_in_queue:
+            self._queued.set()
+        self._leave()
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self.finished:
+            raise StopAsyncIteration
+        settings, gate = self._settings, self._script.gate
+        while True:
+            if self._queued is not None:
+                await self._queued.wait()
+            if self._meeting is not None:
+                await self._meet(self._meeting)
+            steps = 1
+            if settings.pace.step_seconds and not self.aborts:
+                steps = await self._steps_due(settings.pace.step_seconds)
+            else:
+                # Another task gets its turn here, as it does while a real engine computes.
+                await asyncio.sleep(0)
+            if gate is not None and not self.aborts:
+                await gate.acquire()
+            if self._has_failed or settings.engine.stands_still or settings.engine.fatal_error is not None:
+                await asyncio.get_running_loop().create_future()  # nothing comes any more
+            self._advance(steps * settings.pace.tokens_per_step)
+            if self._streaming or self.finished:
+                return self
+
+    async def aresult(self) -> RequestOutput:
+        async for _ in self:
+            pass
+        return self
+
+    def result(self, timeout: float | None = None) -> RequestOutput:
+        """The finished request, for code without an event loop."""
+        while not self.finished:
+            self._advance(1)
+        return self
+
+    @property
+    def is_aborted(self) -> bool:
+        return bool(self.aborts)
+
+    @property
+    def request_type(self) -> str:
+        return self._given.request_type or "context_and_generation"
+
+    # -- GENERATION_FIRST
+
+    def _rendezvous(self) -> Meeting | None:
+        if self._given.schedule_style != DisaggScheduleStyle.GENERATION_FIRST:
+            return None
+        return self._settings.kv.meeting(self._given.disagg_request_id)
+
+    async def _meet(self, meeting: Meeting) -> None:
+        """Prefill waits until decode has made room, decode until prefill has sent (disaggregated_params.py,
+        _torch/pyexecutor/py_executor.py `DISAGG_CONTEXT_WAIT_SCHEDULER`).
+        """
+        if self.outputs[0].length:
+            return
+        if self.request_type == "context_only":
+            await meeting.wanted.wait()
+        else:
+            meeting.wanted.set()
+            await meeting.sent.wait()
+
+    # -- the pace
+
+    async def _steps_due(self, seconds: float) -> int:
+        loop = asyncio.get_running_loop()
+        if self._started is None:
+            self._started = loop.time()
+        await asyncio.sleep(max(0.0, self._started + (self._num_steps + 1) * seconds - loop.time()))
+        due = max(1, int((loop.time() - self._started) / seconds) - self._num_steps)
+        self._num_steps += due
+        return due
+
+    # -- the script
+
+    def _advance(self, count: int) -> None:
+        try:
+            if self._is_plain and self.decoding_iter and not self.aborts:
+                self._make(count)
+                return
+            for _ in range(count):
+                next(self._steps)
+                if self.finished:
+                    self._leave()
+                    return
+        except Exception:
+            self._has_failed = True
+            self._leave()
+            raise
+
+    def _make(self, count: int) -> None:
+        """The steps of a plain request, as `_step` would make them one by one."""
+        output, start = self.outputs[0], self.decoding_iter
+        end = self.decoding_iter = min(start + count, self._max_tokens)
+        output.token_ids += self._answers[0].until(end)[start:end]
+        if end == self._max_tokens:
+            self._end(output, "length")
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._runs:
+            self._runs = False
+            self._settings.engine.num_running -= 1
+            self._settings.engine.step_ended()
+
+    def _most_tokens(self) -> int:
+        if self.request_type == "context_only":
+            # The LLM API does this, whatever the caller asked for.
+            return 1
+        room = (self._settings.max_seq_len or _MAX_POSITIONS) - len(self.prompt_token_ids)
+        most = room if self._sampling.max_tokens is None else self._sampling.max_tokens
+        overruns = self.request_type == "generation_only" and self._settings.edges.decodes_past_a_limit_of_one
+        return max(2, most) if overruns else most
+
+    def _run(self) -> Iterator[None]:
+        """One token of one choice a step."""
+        self._check()
+        if self.request_type == "generation_only" and not self.is_aborted and self._meeting is None:
+            self._settings.kv.take(self._sender(), self.prompt_token_ids)
+            self.cached_tokens = len(self.prompt_token_ids)
+        for position in itertools.count():
+            for output in self.outputs:
+                if self._goes_on(output):
+                    self._step(output, position)
+                    if self._settings.edges.tells_the_last_end_alone and not self.finished:
+                        self._forget_end(output)
+                    yield
+
+    def _forget_end(self, output: CompletionOutput) -> None:
+        if output.finish_reason not in (None, "cancelled"):
+            output.finish_reason = None
+            self._untold.add(output.index)
+
+    def _sender(self) -> bytes | None:
+        settings, given = self._settings, self._given
+        is_found_by_id = settings.edges.tells_ctx_request_id_alone and settings.is_python_transceiver
+        return None if is_found_by_id and given.disagg_request_id is None else _sender_of(given)
+
+    def _check(self) -> None:
+        """Errors that only the engine's process notices."""
+        settings, length = self._settings, len(self.prompt_token_ids)
+        longest = settings.max_seq_len
+        if settings.edges.has_request_errors_for_length and longest is not None and length >= longest:
+            room = f"`default_max_tokens` ({longest - length})"
+            raise RequestError(
+                f"{room} must be greater than 0, {room} = max_seq_len ({longest}) - "
+                f"`splited_prompt_len` ({length}) - `query_token_len` (0)"
+            )
+        if self.request_type != "generation_only" or not settings.edges.needs_ctx_dp_rank:
+            return
+        if settings.dp_rank is not None and self._given.ctx_dp_rank is None:
+            raise RequestError(
+                f"ctx_dp_rank is None for request {self.request_id}; "
+                "disaggregated params may be missing context rank info"
+            )
+
+    def _step(self, output: CompletionOutput, position: int) -> None:
+        self.decoding_iter = position + 1
+        if self.is_aborted:
+            output.finish_reason = "cancelled"
+            return
+        if self._script.error is not None and position >= self._script.error_at:
+            raise self._script.error
+        token = self._token(output.index, position)
+        output.token_ids.append(token)
+        self._add_logprobs(output, token, position)
+        self._maybe_finish(output, token)
+        if self.request_type == "context_only" and output.finish_reason != "stop":
+            self._hand_off(output, token)
+
+    def _token(self, index: int, position: int) -> int:
+        if position == 0 and self.request_type == "generation_only" and self._given.first_gen_tokens:
+            return self._given.first_gen_tokens[0]
+        if self._script.tokens is not None:
+            return self._script.tokens[position]
+        return self._answers[index].token(position)
+
+    def _add_logprobs(self, output: CompletionOutput, token: int, position: int) -> None:
+        if self._sampling.logprobs is None:
+            return
+        carried = self._given.first_gen_log_probs
+        if position == 0 and self.request_type == "generation_only":
+            # Only the prefill side has computed them.
+            output.logprobs.append(dict(carried[0]) if carried else {})
+            return
+        count = max(self._sampling.logprobs, 1)
+        others = range(token, token + count)
+        output.logprobs.append({other: Logprob(-float(rank), rank) for rank, other in enumerate(others, 1)})
+        output.cumulative_logprob = (output.cumulative_logprob or 0.0) - 1.0
+
+    def _maybe_finish(self, output: CompletionOutput, token: int) -> None:
+        sampling = self._sampling
+        end_token = EOS_TOKEN if sampling.end_id is None else sampling.end_id
+        # TensorRT-LLM's sampler bans its end token until `min_tokens`, and looks for stop words at every token.
+        long_enough = output.length > (sampling.min_tokens or 0)
+        if token in (sampling.stop_token_ids or ()) and not self._ignores_eos:
+            output.finish_reason, output.stop_reason = "stop", token
+        elif token == end_token and not self._ignores_eos and long_enough:
+            output.finish_reason = "stop"
+        elif output.length >= self._max_tokens or output.length == len(self._script.tokens or range(0)):
+            output.finish_reason = "length"
+        if output.finish_reason is not None:
+            self._end(output, output.finish_reason)
+        if output.finish_reason == "stop" and not sampling.include_stop_str_in_output:
+            # TensorRT-LLM never returns the token that has ended an answer.
+            output.token_ids.pop()
+            del output.logprobs[output.length :]
+
+    def _end(self, output: CompletionOutput, reason: str) -> None:
+        if self._sampling.prompt_logprobs is not None:
+            output.prompt_logprobs = list(self._script.prompt_logprobs)
+        output.finish_reason = self._script.ends_with or reason
+        measured = self._sampling.return_perf_metrics
+        output.request_perf_metrics = self._script.perf_metrics if measured else None
+        self.time_breakdown_metrics = self._script.time_breakdown_metrics if measured else None
+
+    def _hand_off(self, output: CompletionOutput, token: int) -> None:
+        settings, given_id = self._settings, self._given.disagg_request_id
+        if self._meeting is not None:
+            self._meeting.sent.set()
+            return
+        self._held = settings.kv.hold(self.prompt_token_ids, settings.engine, settings.kv_seconds)
+        endpoint = _ENDPOINT + self._held.decode()
+        output.disaggregated_params = self.disaggregated_params = DisaggregatedParams(
+            request_type="context_only",
+            first_gen_tokens=[token],
+            first_gen_log_probs=list(output.logprobs) or None,
+            ctx_request_id=self.request_id if given_id is None else given_id,
+            disagg_request_id=None if settings.edges.tells_ctx_request_id_alone else given_id,
+            ctx_dp_rank=settings.dp_rank,
+            opaque_state=None if settings.is_python_transceiver else self._held,
+            ctx_info_endpoint=endpoint if settings.is_python_transceiver else None,
+        )
+
+
+def _sender_of(params: DisaggregatedParams) -> bytes | None:
+    endpoint = params.ctx_info_endpoint
+    if endpoint:
+        only = endpoint if isinstance(endpoint, str) else endpoint[0]
+        return only.removeprefix(_ENDPOINT).encode()
+    return params.opaque_state

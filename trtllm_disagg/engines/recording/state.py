@@ -1,0 +1,138 @@
+"""What the recording engine keeps between calls: statistics and events for its readers, and the KV of prefills."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from trtllm_disagg.engines.recording.hard_edges import GENERATION_TRANSFER_ERROR, RequestError
+
+# -- events and statistics
+
+_POLL_SECONDS = 0.1
+
+
+class News:
+    """All readers share one queue (executor/executor.py keeps one IterationResult of each kind)."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._queue: deque[dict[str, Any]] = deque()
+
+    def take(self, made: list[dict[str, Any]], timeout: float | None) -> AsyncIterator[dict[str, Any]]:
+        """The records so far; the iterator waits only when there are none."""
+        self._fetch(made)
+        return self._items(0 if self._queue else timeout)
+
+    def block_and_take(
+        self, made: list[dict[str, Any]], timeout: float | None
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Blocks the thread: the worker process is asked every 0.1 s until it has something."""
+        until = time.monotonic() + (timeout or 0)
+        while not made and (left := until - time.monotonic()) > 0:
+            time.sleep(min(_POLL_SECONDS, left))
+        self._fetch(made)
+        return self._items(timeout)
+
+    def _fetch(self, made: list[dict[str, Any]]) -> None:
+        self._queue.extend(made)
+        made.clear()
+
+    async def _items(self, timeout: float | None) -> AsyncIterator[dict[str, Any]]:
+        while True:
+            while self._queue:
+                yield self._queue.popleft()
+            if timeout == 0:
+                return
+            await asyncio.sleep(3600 if timeout is None else timeout)
+            if not self._queue:
+                return
+
+
+# -- KV of finished prefills
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """The two phases of one GENERATION_FIRST request. An abort sets them too, so that nothing waits on."""
+
+    wanted: asyncio.Event = field(default_factory=asyncio.Event)
+    sent: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class KvHolder:
+    """Where KV waits for a decode. This one is for worker processes: a decode needs only the handoff's fields."""
+
+    def meeting(self, request_id: int | None) -> Meeting:
+        raise NotImplementedError("the recording engine has no GENERATION_FIRST")
+
+    def hold(self, prompt: list[int], owner: object, seconds: float | None) -> bytes:
+        return b"nothing: the recording engine has no KV"
+
+    def release(self, name: bytes) -> None:
+        """There is nothing."""
+
+    def take(self, name: bytes | None, prompt: list[int]) -> None:
+        """It counts as there."""
+
+    def held_by(self, owner: object) -> int:
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    prompt: list[int]
+    owner: object
+    until: float
+
+
+class KvStore(KvHolder):
+    """Prompts by opaque state, for two workers of a test in one process."""
+
+    def __init__(self) -> None:
+        self._held: dict[bytes, _Held] = {}
+        self._names = itertools.count(1)
+        self._meetings: dict[int | None, Meeting] = {}
+
+    def meeting(self, request_id: int | None) -> Meeting:
+        """The same for both phases."""
+        return self._meetings.setdefault(request_id, Meeting())
+
+    def hold(self, prompt: list[int], owner: object = None, seconds: float | None = None) -> bytes:
+        """`seconds` None: for ever."""
+        name = f"kv-{next(self._names)}".encode()
+        until = float("inf") if seconds is None else time.monotonic() + seconds
+        self._held[name] = _Held(prompt, owner, until)
+        return name
+
+    def release(self, name: bytes) -> None:
+        self._held.pop(name, None)
+
+    def take(self, name: bytes | None, prompt: list[int]) -> None:
+        """Move the KV to the decode side. Raises RequestError for KV that is gone, or of another prompt."""
+        self._expire()
+        held = None if name is None else self._held.pop(name, None)
+        if held is None or held.prompt != prompt:
+            raise RequestError(GENERATION_TRANSFER_ERROR)
+
+    def held_by(self, owner: object) -> int:
+        self._expire()
+        return sum(held.owner is owner for held in self._held.values())
+
+    def __len__(self) -> int:
+        self._expire()
+        return len(self._held)
+
+    def clear(self) -> None:
+        self._held.clear()
+        self._meetings.clear()
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for name in [name for name, held in self._held.items() if held.until <= now]:
+            del self._held[name]

@@ -1,0 +1,1 @@
+"""The commands that change a running deployment: switch, set and scale."""

@@ -1,0 +1,266 @@
+"""The client of `switch` and `set`: finds the workers of a running deployment, and sends commands (`commands.py`),
+signed with the deployment's key, to them and to their `up`.
+
+A deployment is either that of an `up`, given by its run directory, or any other one, found by Dynamo's discovery.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, redirect_stderr
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from trtllm_disagg.admin.commands import (
+    Command,
+    Describe,
+    DescribedInstance,
+    Description,
+    KeySigner,
+    Signer,
+    UpCommand,
+)
+from trtllm_disagg.admin.keys import KEY_FILE, AdminKey, user_key
+from trtllm_disagg.config.args import argument_parser_of, whereabouts_of
+from trtllm_disagg.config.worker_config import FLAGS, Role, flag_of
+from trtllm_disagg.errors import ConfigError, DisaggError, StageTimeoutError
+from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.processes.steadily import without_silence
+
+if TYPE_CHECKING:
+    from trtllm_disagg.dynamo_runtime.controller import Controller
+
+
+KEY_FLAG = "--key-file"
+_KEY_VARIABLE = FLAGS["admin_key_file"].variables[0]
+#: Longer than the grace period that a worker waits until all frontends have removed it.
+_ANSWER_SECONDS = 60.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="run directory of a running `up`")
+    parser.add_argument(
+        "--namespace",
+        metavar="NAME",
+        help=f"without --run-dir: Dynamo namespace [{', '.join(FLAGS['namespace'].variables)}]",
+    )
+    parser.add_argument(
+        KEY_FLAG,
+        type=Path,
+        metavar="FILE",
+        help=f"key of the workers, as in their {flag_of('admin_key_file')} (default: that in --run-dir, or "
+        f"[{_KEY_VARIABLE}], or the one that the launch scripts make)",
+    )
+
+
+def say(text: str) -> None:
+    """Print progress to stderr; the outcome goes to stdout."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
+
+
+def signer(run_dir: Path | None, key_file: Path | None, environ: Mapping[str, str]) -> Signer:
+    """The signer of commands to workers. Raises ConfigError when there is no key."""
+    named = key_file or (run_dir and run_dir / KEY_FILE) or environ.get(_KEY_VARIABLE)
+    path = Path(named) if named else user_key(environ)
+    if not named and not path.exists():
+        raise ConfigError(
+            f"{KEY_FLAG} is missing: workers take commands only with their key, that of {flag_of('admin_key_file')}; "
+            "give that file, or --run-dir for the workers of an `up`"
+        )
+    return KeySigner(AdminKey.read(path, KEY_FLAG))
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    endpoint_id: str
+    instance_id: int
+    is_: Description
+
+    def __str__(self) -> str:
+        return f"{self.is_.role} {self.instance_id:x}"
+
+
+class Workers(Protocol):
+    """The part of `dynamo_runtime.Controller` that is used here."""
+
+    async def workers(self) -> Sequence[DescribedInstance]: ...
+
+    async def send(self, endpoint_id: str, instance_id: int, command: Command) -> dict[str, Any]: ...
+
+
+async def all_workers(workers: Workers) -> list[Worker]:
+    """All workers, described. Raises ConfigError when an instance is no worker of this package."""
+    return [_worker(each) for each in await workers.workers()]
+
+
+def _worker(instance: DescribedInstance) -> Worker:
+    try:
+        description = msgspec.convert(instance.description, Description)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"instance {instance.instance_id:x} at {instance.endpoint_id} is no trtllm-disagg worker: {error}"
+        ) from None
+    return Worker(instance.endpoint_id, instance.instance_id, description)
+
+
+class Up:
+    """The `up` of a deployment; this one stands for the `up` of workers that no `up` has started."""
+
+    @property
+    def url(self) -> str | None:
+        """The URL of its frontend; None where unknown."""
+        return None
+
+    def change_new_workers(self, command: UpCommand) -> None:
+        """Start further workers with the strategy or the thresholds of `command`. Raises a DisaggError."""
+
+    def starting(self) -> set[str]:
+        """The names of its workers that are not ready yet."""
+        return set()
+
+
+@dataclass(frozen=True, slots=True)
+class UpOfRunDir(Up):
+    run_dir: Path
+    #: Its answer to Describe.
+    described: Mapping[str, Any]
+
+    @property
+    def url(self) -> str:
+        return str(self.described["url"])
+
+    def change_new_workers(self, command: UpCommand) -> None:
+        try:
+            ask_up(self.run_dir, command)
+        except ConfigError as error:  # no wrong setting: this `up` answered before
+            raise DisaggError(f"workers were changed, but `up` knows nothing of it: {error}") from None
+
+    def starting(self) -> set[str]:
+        from trtllm_disagg.tools.up.run_dir import is_alive, read_processes
+
+        return {
+            each.name
+            for each in read_processes(self.run_dir)
+            if each.role in set(Role) and each.state == "starting" and is_alive(each)
+        }
+
+
+def ask_up(run_dir: Path, command: UpCommand, seconds: float = _ANSWER_SECONDS) -> Any:
+    """The answer of the `up` of `run_dir`. Raises a DisaggError, also when it sends nothing for `seconds`."""
+    from trtllm_disagg.tools.up.command_socket import send_to_up
+
+    try:
+        return send_to_up(run_dir, command, seconds=seconds)
+    except TimeoutError:
+        raise StageTimeoutError(
+            f"the `up` of {run_dir} has not answered for {seconds:g} s; it may be stopped (Ctrl-Z)"
+        ) from None
+
+
+#: The work of a command on the workers and their `up`.
+Change = Callable[[Workers, Up], Awaitable[ExitCode]]
+
+
+def change_deployment(args: argparse.Namespace, change: Change) -> ExitCode:
+    """Run `change`, while no other command changes the deployment of this run directory.
+
+    Returns the exit code of `change`, or 1 when it failed midway. Raises ConfigError for a wrong setting.
+    """
+    if args.run_dir is None:
+        return _change(args, change)
+    from trtllm_disagg.tools.up.run_dir import one_change_at_a_time
+
+    waits = partial(say, "waiting for another command that changes this deployment")
+    with one_change_at_a_time(args.run_dir, waits):
+        return _change(args, change)
+
+
+def _change(args: argparse.Namespace, change: Change) -> ExitCode:
+    if args.run_dir is None:
+        up, where = Up(), _whereabouts(args.namespace, os.environ)
+    else:
+        from trtllm_disagg.tools.up.plan import PLANES
+
+        described = ask_up(args.run_dir, Describe())
+        up, where = UpOfRunDir(args.run_dir, described), PLANES | {"namespace": described["namespace"]}
+        os.environ["DYN_FILE_KV"] = described["discovery"]
+    with_key = signer(args.run_dir, args.key_file, os.environ)
+
+    async def run() -> ExitCode:
+        async with _connected(where, with_key) as workers:
+            with without_silence(say, "waiting for the workers"):
+                return await change(workers, up)
+
+    try:
+        return asyncio.run(run())
+    except ConfigError:
+        raise
+    except DisaggError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return ExitCode.FAILED
+
+
+def _whereabouts(namespace: str | None, environ: Mapping[str, str]) -> dict[str, str]:
+    """`namespace`: the value of the flag, which is a whole name: no suffix is added."""
+    given = {"namespace": argument_parser_of("namespace")(namespace)} if namespace else {}
+    return whereabouts_of(environ) | given
+
+
+@asynccontextmanager
+async def _connected(where: Mapping[str, str], signer: Signer) -> AsyncIterator[Controller]:
+    """`where`: the values of WHEREABOUTS."""
+    with quiet_runtime(os.environ):
+        from trtllm_disagg.dynamo_runtime.controller import controller
+
+        async with controller(
+            backend=where["discovery_backend"],
+            request_plane=where["request_plane"],
+            event_plane=where["event_plane"],
+            namespace=where["namespace"],
+            signer=signer,
+            timeout=_ANSWER_SECONDS,
+        ) as workers:
+            yield workers
+
+
+_STDERR = 2
+
+
+@contextmanager
+def quiet_runtime(environ: MutableMapping[str, str]) -> Iterator[None]:
+    """Inside the block, Python's output to stderr is shown, and the log of Dynamo's runtime is not.
+
+    The runtime writes a line for each of its own requests at every level, `off` included, to descriptor 2. DYN_LOG
+    suppresses only what it writes later, at the end of the process, so its module must be imported inside the block.
+    A DYN_LOG that the user has set keeps the runtime's log.
+    """
+    if environ.get("DYN_LOG"):
+        yield
+        return
+    before = environ.get("DYN_LOG")
+    environ["DYN_LOG"] = "off"
+    sys.stderr.flush()
+    with os.fdopen(os.dup(_STDERR), "w", buffering=1) as ours, redirect_stderr(ours):
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), _STDERR)
+        try:
+            yield
+        finally:
+            os.dup2(ours.fileno(), _STDERR)
+            # The runtime has read the variable, and child processes must not inherit it.
+            if before is None:
+                del environ["DYN_LOG"]
+            else:
+                environ["DYN_LOG"] = before

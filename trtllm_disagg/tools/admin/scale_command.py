@@ -1,0 +1,39 @@
+"""`trtllm-disagg scale`: changes the number of workers of a running `up`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.tools.admin import client
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--run-dir", type=Path, required=True, metavar="DIR", help="run directory of a running `up`")
+    for role in ("prefill", "decode", "agg"):
+        add(f"--{role}", type=int, metavar="N", help=f"how many {role} workers (default: as they are)")
+    client.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> ExitCode:
+    """Raises ConfigError for a wrong setting, DisaggError when a new worker does not become ready."""
+    # Imported here because `--help` does not need them.
+    from trtllm_disagg.admin.commands import Scale
+    from trtllm_disagg.processes.steadily import without_silence
+    from trtllm_disagg.tools.up.command_socket import send_to_up
+
+    given = {"prefill": args.prefill, "decode": args.decode, "agg": args.agg}
+    workers = {role: count for role, count in given.items() if count is not None}
+    if not workers:
+        raise ConfigError("say how many: --prefill N, --decode N or --agg N")
+    with without_silence(client.say, "waiting for `up`") as say:
+        running = send_to_up(args.run_dir, Scale(workers), say)
+    if args.json:
+        print(json.dumps(running))
+    else:
+        print("scaled: " + ", ".join(f"{count} {role}" for role, count in running.items()))
+    return ExitCode.DONE

@@ -1,0 +1,369 @@
+"""`trtllm-disagg bench overhead`: what each order costs when the engine takes no time.
+
+Real frontends and worker processes with the recording engine. One deployment for each order; all run at once and are
+measured in turn in short rounds, so that a slow minute affects all. `router` is the chain that Dynamo's frontend
+orchestrates. With --upstream, Dynamo's own worker also serves agg and that chain, on the same engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from trtllm_disagg.config.settings import not_negative, positive_up_to
+from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.processes.interpreter import python
+from trtllm_disagg.strategies import STRATEGIES, orders, spec_of
+from trtllm_disagg.tools.bench.figures import Column, Figure, Grid, Rounds, Sample, Section, in_turn
+from trtllm_disagg.tools.bench.http_client import (
+    BadAnswerError,
+    Connection,
+    StreamedAnswer,
+    ask_all,
+    completion_request,
+)
+from trtllm_disagg.tools.bench.machine import cpu_seconds
+from trtllm_disagg.tools.bench.models import weightless_model
+from trtllm_disagg.tools.bench.report import (
+    TOO_SHORT,
+    Say,
+    add_choice,
+    add_number,
+    add_output_arguments,
+    run_benchmark,
+)
+from trtllm_disagg.tools.bench.upstream_worker import require_upstream
+from trtllm_disagg.tools.up.needs import check_deployment_limits
+from trtllm_disagg.tools.up.plan import DeploymentConfig
+
+if TYPE_CHECKING:
+    from trtllm_disagg.tools.up.lifecycle import Deployment
+
+T = TypeVar("T")
+BASELINE = "router"
+_WORKER_SIDE = [order.name for order in orders()]
+_MODEL = "recording"
+_PROMPT_TOKENS = 32
+#: Ends the name of a role's CPU time, in microseconds.
+_CPU = " worker CPU per token"
+#: A slow machine slows both, so this ratio is steadier than either time.
+_BESIDE_FRONTEND = "workers' CPU by the frontend's"
+_ALL_CPU = "workers' CPU per token"
+_TICK_SECONDS = 0.01
+#: How many requests are traced: keys of _SAMPLERS, which has the environment of a worker for each.
+_NONE, _EVERY = "none", "every"
+#: Begins the names of deployments of Dynamo's own worker.
+_UPSTREAM = "dynamo.trtllm "
+#: An idle prefill worker of Dynamo's waits 30 s before it ends.
+_UPSTREAM_STOP_SECONDS = 5.0
+_UPSTREAM_COMMAND = python("-m", "trtllm_disagg.tools.bench.upstream_worker")
+_SAMPLERS = {_NONE: "OTEL_TRACES_SAMPLER=always_off", "1%": "OTEL_TRACES_SAMPLE_RATIO=0.01", _EVERY: ""}
+_COLUMNS = (
+    Column("ttft", "ms", ".2f", "TTFT\nms", is_plotted=True),
+    Column("itl", "ms", ".3f", "ITL\nms", is_plotted=True),
+    Column("throughput", "tok/s", ".0f", "tok/s", is_plotted=True),
+    Column("ttft_together", "ms", ".1f", "TTFT ms,\nmany", is_plotted=True),
+    Column("chunks", "chunks/token", ".2f", "chunks\n/token"),
+    Column("CPU", header="CPU\nus/token"),
+)
+
+#: Tokens of an answer for which the targets are meant.
+_TOKENS = 128
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_output_arguments(parser)
+    add_choice(parser, "--strategy", STRATEGIES, "orders to compare")
+    parser.add_argument(
+        "--traced",
+        choices=_SAMPLERS,
+        nargs="+",
+        default=[_EVERY],
+        help="how many requests are traced; each order once for each of these (default: every)",
+    )
+    parser.add_argument(
+        "--upstream",
+        action="store_true",
+        help="also Dynamo's own worker, dynamo.trtllm, with the same engine: alone, and a pair of them",
+    )
+    add_number(parser, "--rounds", 24, "repetitions, all orders by turns", type=positive_up_to(10_000))
+    add_number(
+        parser,
+        "--concurrency",
+        32,
+        "requests at once, in the second half of a round",
+        type=positive_up_to(4096),
+    )
+    add_number(parser, "--tokens", _TOKENS, "of each answer there; the shorter, the more requests")
+    add_number(parser, "--tokens-per-step", 1, "ready at once in the engine")
+    add_number(parser, "--step-ms", 0.0, "between two steps; 0: at once", type=not_negative, metavar="X")
+    parser.add_argument(
+        "--quick", action="store_true", help="two small rounds: shows that all works, measures little"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The requests of one round: `alone` after each other, then `together` over `concurrency` connections."""
+
+    alone: int = 20
+    alone_tokens: int = 32
+    together: int = 96
+    together_tokens: int = _TOKENS
+    concurrency: int = 32
+
+    @classmethod
+    def of(cls, tokens: int, concurrency: int) -> Load:
+        """A load with at least as many requests, and as many tokens in all, as the default."""
+        together = max(cls().together, cls().together * cls().together_tokens // tokens)
+        return cls(together=together, together_tokens=tokens, concurrency=concurrency)
+
+
+def run(args: argparse.Namespace) -> ExitCode:
+    """Exit status 0. Raises BadAnswerError if an answer is incomplete or differs between two orders, and ConfigError if
+    --upstream cannot run here.
+    """
+    if args.upstream:
+        require_upstream()
+    run_benchmark(
+        "overhead",
+        args,
+        lambda say: asyncio.run(_measure(args, say)),
+        lambda measured: [section_of(measured, _not_judged_because(args))],
+    )
+    return ExitCode.DONE
+
+
+async def _measure(args: argparse.Namespace, say: Say) -> Rounds:
+    from trtllm_disagg.tools.up.run_dir import scratch_directory
+
+    measured = Rounds()
+    asked = Load.of(args.tokens, args.concurrency)
+    rounds = args.rounds
+    if args.quick:
+        asked, rounds = Load(4, 8, 8, 16, 4), 2
+    with scratch_directory("trtllm-disagg-overhead-") as scratch:
+        configs = dict(_configs(args, scratch.path))
+        for shortage in check_deployment_limits(list(configs.values())):
+            say(f"warning: {shortage}")
+        say(f"starting {', '.join(configs)}")
+        starting = (_subject(name, config, args) for name, config in configs.items())
+        async with _side_by_side(starting) as subjects:
+            for subject in subjects:
+                say(f"{subject.name}: warming up")
+                await subject.measure(asked)
+            texts: set[str] = set()
+            for number in range(rounds):
+                say(f"round {number + 1} of {rounds}")
+                for subject in in_turn(subjects, number):
+                    text, quantities = await subject.measure(asked)
+                    texts.add(text)
+                    measured.note(subject.name, quantities)
+            if len(texts) != 1:
+                raise BadAnswerError(f"the orders gave {len(texts)} different answers to the same prompt")
+            say("stopping")
+    return measured
+
+
+@asynccontextmanager
+async def _side_by_side(managers: Iterable[AbstractAsyncContextManager[T]]) -> AsyncIterator[list[T]]:
+    """Starts and stops all at the same time: a worker takes seconds for either."""
+    stacks = [(AsyncExitStack(), manager) for manager in managers]
+    try:
+        starts = [stack.enter_async_context(manager) for stack, manager in stacks]
+        started = await asyncio.gather(*starts, return_exceptions=True)
+        for failure in started:
+            if isinstance(failure, BaseException):
+                raise failure
+        yield [each for each in started if not isinstance(each, BaseException)]
+    finally:
+        await asyncio.gather(*(stack.aclose() for stack, _ in stacks))
+
+
+def _configs(args: argparse.Namespace, scratch: Path) -> Iterator[tuple[str, DeploymentConfig]]:
+    """The deployments to start, with the names of their subjects."""
+    for strategy, traced in product(args.strategy, args.traced):
+        name = subject_name(strategy, traced, args.traced)
+        sampler = ("env", _SAMPLERS[traced]) if _SAMPLERS[traced] else ()
+        config = _config(name, strategy, scratch, args)
+        yield name, replace(config, worker_command=(*sampler, *config.worker_command))
+    if args.upstream:
+        for strategy in dict.fromkeys(map(_as_upstream_has_it, args.strategy)):
+            name = _UPSTREAM + strategy
+            config = _config(name, strategy, scratch, args)
+            yield name, replace(config, worker_command=_UPSTREAM_COMMAND, stop_timeout=_UPSTREAM_STOP_SECONDS)
+
+
+def subject_name(strategy: str, traced: str, beside: Collection[str]) -> str:
+    return strategy if len(beside) == 1 else f"{strategy}, {traced} traced"
+
+
+def _strategy_of(subject: str) -> str:
+    return subject.partition(",")[0]
+
+
+def _as_upstream_has_it(strategy: str) -> str:
+    """Dynamo's own prefill and decode workers are called by its frontend."""
+    return BASELINE if spec_of(strategy).is_disaggregated else strategy
+
+
+def _config(name: str, strategy: str, scratch: Path, args: argparse.Namespace) -> DeploymentConfig:
+    place = scratch / re.sub(r"\W+", "-", name)
+    pace = {"tokens_per_step": args.tokens_per_step, "step_seconds": args.step_ms / 1000}
+    # For Dynamo's own worker, which sets no transceiver by itself.
+    engine_args = {"recording": pace, "cache_transceiver_config": {"backend": "DEFAULT"}}
+    return DeploymentConfig(
+        strategy=strategy,
+        model=str(weightless_model(place / "model")),
+        served_model_name=_MODEL,
+        run_dir=place / "run",
+        http_port=0,
+        engine="recording",
+        worker_args=("--override-engine-args", json.dumps(engine_args)),
+    )
+
+
+@asynccontextmanager
+async def _subject(name: str, config: DeploymentConfig, args: argparse.Namespace) -> AsyncIterator[Subject]:
+    from trtllm_disagg.tools.up.lifecycle import running_deployment
+
+    async with running_deployment(config) as deployment:
+        address = config.client_host, deployment.config.http_port
+        connections = [await Connection.open(*address) for _ in range(args.concurrency)]
+        try:
+            yield Subject(name, deployment, connections)
+        finally:
+            for connection in connections:
+                connection.close()
+
+
+class Subject:
+    """One deployment, and the connections to it."""
+
+    def __init__(self, name: str, deployment: Deployment, connections: list[Connection]) -> None:
+        self.name = name
+        self._workers = {p.role: p.pid for p in deployment.processes if p.role != "frontend"}
+        (self._frontend,) = (p.pid for p in deployment.processes if p.role == "frontend")
+        self._connections = connections
+
+    async def measure(self, asked: Load) -> tuple[str, dict[str, float]]:
+        """Measures one round. Returns the text of its long answers and the quantities of _COLUMNS and _CPU."""
+        prompt = [16 + place % 64 for place in range(_PROMPT_TOKENS)]
+        short = completion_request(_MODEL, prompt, asked.alone_tokens)
+        alone = await ask_all(self._connections[:1], [short] * asked.alone)
+        long = completion_request(_MODEL, prompt, asked.together_tokens)
+        before, of_frontend = self._cpu(), cpu_seconds(self._frontend)
+        together = await ask_all(self._connections[: asked.concurrency], [long] * asked.together)
+        after, of_frontend = self._cpu(), cpu_seconds(self._frontend) - of_frontend
+        texts = {answer.text() for answer in together}
+        num_tokens = asked.together * asked.together_tokens
+        if {len(text) for text in texts} != {asked.together_tokens}:
+            raise BadAnswerError(f"{self.name}: answers of {sorted(map(len, texts))} tokens")
+        (text,) = texts
+        wall = max(a.ended for a in together) - min(a.asked for a in together)
+        return text, {
+            "ttft": _median(alone, lambda a: 1000 * (a.first - a.asked)),
+            "itl": _median(alone, lambda a: 1000 * (a.ended - a.first) / (asked.alone_tokens - 1)),
+            "throughput": num_tokens / wall,
+            "ttft_together": _median(together, lambda a: 1000 * (a.first - a.asked)),
+            "chunks": _median(together, lambda a: len(a.events())) / asked.together_tokens,
+            **cpu_quantities({role: after[role] - before[role] for role in before}, of_frontend, num_tokens),
+        }
+
+    def _cpu(self) -> dict[str, float]:
+        return {role: cpu_seconds(pid) for role, pid in self._workers.items()}
+
+
+def cpu_quantities(of_workers: Mapping[str, float], of_frontend: float, num_tokens: int) -> dict[str, float]:
+    """From CPU seconds, those of workers by role. What shows no time has taken a tick: ratios need a number."""
+    roles = {role: seconds or _TICK_SECONDS for role, seconds in of_workers.items()}
+    return {
+        _BESIDE_FRONTEND: sum(roles.values()) / (of_frontend or _TICK_SECONDS),
+        _ALL_CPU: 1e6 * sum(roles.values()) / num_tokens,
+        **{role + _CPU: 1e6 * seconds / num_tokens for role, seconds in roles.items()},
+    }
+
+
+def _median(answers: list[StreamedAnswer], quantity: Callable[[StreamedAnswer], float]) -> float:
+    return Sample.of(quantity(answer) for answer in answers).median
+
+
+def _not_judged_because(args: argparse.Namespace) -> str:
+    if args.quick:
+        return TOO_SHORT
+    return "" if args.tokens == _TOKENS else f"targets are for answers of {_TOKENS} tokens"
+
+
+def section_of(measured: Rounds, not_judged_because: str = "") -> Section:
+    """The table fits a terminal of 80 columns."""
+    grid = Grid(
+        "An engine that takes no time (no real tokens), medians of paired rounds",
+        ("order",),
+        _COLUMNS,
+        {(strategy,): _cells(measured.medians(strategy)) for strategy in measured.subjects},
+        "{0} {column}",
+    )
+    cpu = [
+        Figure(f"{strategy} {quantity}", median, "us")
+        for strategy in measured.subjects
+        for quantity, median in measured.medians(strategy).items()
+        if quantity.endswith(_CPU)
+    ]
+    beside = [
+        figure
+        for against in (_against_baseline, _against_untraced, _against_upstream)
+        for subject in measured.subjects
+        for figure in against(measured, subject)
+    ]
+    title = f"Workers, and orders beside {BASELINE}"
+    return Section(title, [grid], figures=cpu + beside, not_judged_because=not_judged_because)
+
+
+def _cells(medians: dict[str, float]) -> dict[str, float | str]:
+    """One cell has the CPU times of all roles: there is no room for a column each."""
+    roles = [f"{name.removesuffix(_CPU)} {us:.0f}" for name, us in medians.items() if name.endswith(_CPU)]
+    return medians | {"CPU": "\n".join(roles)}
+
+
+def _against_baseline(measured: Rounds, subject: str) -> Iterator[Figure]:
+    if subject not in _WORKER_SIDE or BASELINE not in measured.subjects:
+        return
+    pairs = zip(measured.values[subject]["ttft"], measured.values[BASELINE]["ttft"], strict=True)
+    added = Sample.of(own - other for own, other in pairs)
+    yield Figure(f"{subject} TTFT - {BASELINE}", added.median, "ms")
+    yield _ratio(f"{subject} tok/s / {BASELINE}", measured, "throughput", subject, BASELINE)
+
+
+def _against_untraced(measured: Rounds, subject: str) -> Iterator[Figure]:
+    """The cost of traces, in tokens a second and in the workers' CPU, which varies less from minute to minute."""
+    untraced = f"{_strategy_of(subject)}, {_NONE} traced"
+    if untraced == subject or untraced not in measured.subjects:
+        return
+    yield _ratio(f"{subject}: tok/s / {_NONE}", measured, "throughput", subject, untraced)
+    for quantity in measured.values[subject]:
+        if quantity.endswith((_CPU, _BESIDE_FRONTEND)):
+            yield _ratio(f"{subject}: {quantity} / {_NONE}", measured, quantity, subject, untraced)
+
+
+def _against_upstream(measured: Rounds, subject: str) -> Iterator[Figure]:
+    """Our worker / Dynamo's: below 1x, a time is shorter and CPU is less."""
+    if subject.startswith(_UPSTREAM):
+        return
+    other = _UPSTREAM + _as_upstream_has_it(_strategy_of(subject))
+    if other not in measured.subjects:
+        return
+    quantities = {"throughput": "tok/s", "ttft": "TTFT", "ttft_together": "TTFT, many", _ALL_CPU: _ALL_CPU}
+    for quantity, said in quantities.items():
+        yield _ratio(f"{subject}: {said} / {other}", measured, quantity, subject, other)
+
+
+def _ratio(name: str, measured: Rounds, quantity: str, subject: str, other: str) -> Figure:
+    return Figure(name, measured.ratio(quantity, subject, other).median, "x")

@@ -1,0 +1,295 @@
+"""`trtllm-disagg bench scenarios`: monolithic and disaggregated serving of the same requests on the same two cores.
+
+Engines only: no frontend, no Dynamo. Sampling at temperature 1 with seeds, so the two must agree token by token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trtllm_disagg.config.settings import positive_up_to
+from trtllm_disagg.engines.embedded.kv_transfer.transports import on_one_host
+from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.model_directory import model_directory
+from trtllm_disagg.tools.bench.figures import Column, Figure, Grid, Rounds, Section, in_turn
+from trtllm_disagg.tools.bench.machine import two_cores
+from trtllm_disagg.tools.bench.models import NANOGPT_DIRECTORY, random_checkpoint, vocab_size
+from trtllm_disagg.tools.bench.report import Say, add_choice, add_number, add_output_arguments, run_benchmark
+from trtllm_disagg.tools.bench.seed_scenarios import SCALES, SEED_RATIOS, SEED_SCENARIOS, Scale, Scenario
+from trtllm_disagg.tools.bench.servers import DISAGG, DISAGGREGATED, MODES, Bench, Server, start_servers
+
+if TYPE_CHECKING:
+    from trtllm_disagg.engines.embedded import SamplingParams
+    from trtllm_disagg.tools.bench.servers import Answer
+
+
+@dataclass(slots=True)
+class Trace:
+    """The tokens of one request and when they came, in seconds from the beginning of the run."""
+
+    arrived: float
+    tokens: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+
+
+def measures_of(traces: Sequence[Trace]) -> dict[str, float]:
+    """The quantities of _COLUMNS, in their units, for one repetition of a mode."""
+    import numpy as np
+
+    wall = max(trace.times[-1] for trace in traces)
+    ttft = [1000 * (trace.times[0] - trace.arrived) for trace in traces]
+    latency = [1000 * (trace.times[-1] - trace.arrived) for trace in traces]
+    gaps = [1000 * (b - a) for trace in traces for a, b in itertools.pairwise(trace.times)]
+    return {
+        "wall": wall,
+        "throughput": sum(len(trace.tokens) for trace in traces) / wall,
+        "ttft": float(np.mean(ttft)),
+        "ttft_p99": float(np.percentile(ttft, 99)),
+        "itl_p99": float(np.percentile(gaps, 99)) if gaps else 0.0,
+        "latency": float(np.mean(latency)),
+    }
+
+
+async def drive(answer: Answer, scenario: Scenario, prompts: Sequence[list[int]]) -> list[Trace]:
+    """Sends each request at its time, whether or not earlier ones have ended."""
+    started = time.perf_counter()
+
+    async def one(number: int, prompt: list[int]) -> Trace:
+        trace = Trace(arrived=number * scenario.gap / 1000)
+        await asyncio.sleep(max(0.0, trace.arrived - (time.perf_counter() - started)))
+        async for tokens in answer(prompt, _sampling(number, scenario)):
+            trace.times += [time.perf_counter() - started] * len(tokens)
+            trace.tokens += tokens
+        return trace
+
+    return list(await asyncio.gather(*(one(i, prompt) for i, prompt in enumerate(prompts))))
+
+
+def mismatched_tokens(expected: Sequence[Trace], actual: Sequence[Trace]) -> int:
+    """Positions at which two runs of the same requests differ; a missing token differs."""
+    return sum(
+        a != b
+        for one, other in zip(expected, actual, strict=True)
+        for a, b in itertools.zip_longest(one.tokens, other.tokens)
+    )
+
+
+def _sampling(number: int, scenario: Scenario) -> SamplingParams:
+    from trtllm_disagg.engines.embedded import SamplingParams
+
+    return SamplingParams(
+        max_tokens=scenario.output_tokens,
+        temperature=1.0,
+        seed=1000 + number,
+        ignore_eos=True,
+        detokenize=False,
+    )
+
+
+_COLUMNS = (
+    Column("wall", "s", ".3f", "wall s"),
+    Column("throughput", "tok/s", ".0f", "gen tok/s", is_plotted=True),
+    Column("ttft", "ms", ".1f", "TTFT ms", is_plotted=True),
+    Column("ttft_p99", "ms", ".1f", "TTFT p99"),
+    Column("itl_p99", "ms", ".1f", "ITL p99 ms", is_plotted=True),
+    Column("latency", "ms", ".1f", "latency ms"),
+)
+_RATIOS = (
+    Column("throughput", "x", ".2f"),
+    Column("ttft", "x", ".2f", "TTFT"),
+    Column("itl_p99", "x", ".2f", "ITL p99"),
+    Column("latency", "x", ".2f"),
+)
+#: The post's strongest scenario. The target is to beat its ratios at any scale.
+_TARGET = "long_prompts"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_output_arguments(parser)
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="directory or Hugging Face name (default: random weights, 11M parameters)",
+    )
+    parser.add_argument(
+        "--scale",
+        choices=SCALES,
+        nargs="+",
+        default=["seed"],
+        help="prompts as in the article, or up to 1k or 4k tokens, which takes minutes (default: seed)",
+    )
+    add_choice(parser, "--scenario", [scenario.name for scenario in SEED_SCENARIOS], "workloads")
+    add_choice(parser, "--mode", MODES, "ways to serve them")
+    help = "of each workload, all modes by turns"
+    add_number(parser, "--repetitions", 5, help, type=positive_up_to(10_000))
+    parser.add_argument(
+        "--transport",
+        choices=on_one_host(),
+        default="NIXL",
+        help="of KV between the two engines (default: %(default)s)",
+    )
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The measurements of one scenario by mode, and how many tokens differ between modes."""
+
+    scale: str
+    scenario: Scenario
+    measured: Rounds = field(default_factory=Rounds)
+    mismatches: int = 0
+    compared: int = 0
+
+    def compare(self, traces: Mapping[str, Sequence[Trace]]) -> None:
+        """Compares the tokens of every mode with those of the first one."""
+        first, *others = traces.values()
+        for other in others:
+            self.mismatches += mismatched_tokens(first, other)
+            self.compared += sum(len(trace.tokens) for trace in first)
+
+    @property
+    def name(self) -> str:
+        return f"{self.scale} {self.scenario.name}"
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """Each disaggregated mode with each monolithic one."""
+        modes = self.measured.subjects
+        disaggregated = [mode for mode in modes if mode in DISAGGREGATED]
+        return [(mode, other) for other in modes if other not in DISAGGREGATED for mode in disaggregated]
+
+    def ratio(self, mode: str, against: str, column: str) -> float:
+        """The median of the ratios of each repetition."""
+        return self.measured.ratio(column, mode, against).median
+
+
+def run(args: argparse.Namespace) -> ExitCode:
+    """Exit status 1 when a token differs between two modes, else 0."""
+
+    def measure_all(say: Say) -> list[Outcome]:
+        model = model_directory(args.model) if args.model else random_checkpoint(NANOGPT_DIRECTORY)
+        return [outcome for name in args.scale for outcome in measure(SCALES[name], model, args, say)]
+
+    outcomes = run_benchmark("scenarios", args, measure_all, report_of)
+    return ExitCode.FAILED if any(outcome.mismatches for outcome in outcomes) else ExitCode.DONE
+
+
+def measure(scale: Scale, model: Path, args: argparse.Namespace, say: Say) -> list[Outcome]:
+    """Measures the chosen scenarios. Scenarios of one batch size share their engines."""
+    wanted = [scenario for scenario in scale.scenarios if scenario.name in args.scenario]
+    outcomes: dict[str, Outcome] = {}
+    by_batch = sorted(wanted, key=lambda scenario: -scenario.max_batch_size)
+    for max_batch_size, group in groupby(by_batch, key=lambda scenario: scenario.max_batch_size):
+        bench = Bench(model, scale, max_batch_size, args.transport, two_cores())
+        with ExitStack() as stack:
+            say(f"{scale.name}: starting engines for batches of {max_batch_size}")
+            servers = start_servers(bench, args.mode, stack)
+            for scenario in group:
+                outcomes[scenario.name] = _repeat(
+                    scale, scenario, servers, vocab_size(model), args.repetitions, say
+                )
+    return [outcomes[scenario.name] for scenario in wanted]
+
+
+def _repeat(
+    scale: Scale, scenario: Scenario, servers: dict[str, Server], vocabulary: int, repetitions: int, say: Say
+) -> Outcome:
+    """Measures all modes in turn, each time beginning with another one."""
+    outcome = Outcome(scale.name, scenario)
+    say(f"{scale.name} {scenario.name}: warming up")
+    warm_up = scenario.warm_up
+    outcome.compare(
+        {
+            m: asyncio.run(drive(s.answer, warm_up, warm_up.prompts(-1, vocabulary)))
+            for m, s in servers.items()
+        }
+    )
+    for repetition in range(repetitions):
+        prompts = scenario.prompts(repetition, vocabulary)
+        traces: dict[str, list[Trace]] = {}
+        for mode in in_turn(list(servers), repetition):
+            say(f"{scale.name} {scenario.name}: {mode}, repetition {repetition + 1} of {repetitions}")
+            traces[mode] = asyncio.run(drive(servers[mode].answer, scenario, prompts))
+            outcome.measured.note(mode, measures_of(traces[mode]))
+        outcome.compare(traces)
+    return outcome
+
+
+def report_of(outcomes: Sequence[Outcome]) -> list[Section]:
+    mismatches = sum(outcome.mismatches for outcome in outcomes)
+    compared = sum(outcome.compared for outcome in outcomes)
+    modes = [f"  {mode}: {MODES[mode].help}" for mode in outcomes[0].measured.subjects]
+    by_scale = groupby(outcomes, key=lambda outcome: outcome.scale)
+    return [
+        Section(remarks=modes),
+        *(_section_of(scale, list(group)) for scale, group in by_scale),
+        Section(
+            "Tokens that differ between modes",
+            figures=[Figure("token mismatches", mismatches, "tokens")],
+            remarks=[f"{mismatches} of {compared} tokens differ between modes."],
+        ),
+    ]
+
+
+def _section_of(scale: str, outcomes: Sequence[Outcome]) -> Section:
+    chunk, whole = SCALES[scale].chunk, SCALES[scale].whole_prompt
+    title = f"Scale {scale}: chunks of {chunk} prompt tokens a step, or {whole} where no prompt is cut"
+    rows = {(o.scenario.name, mode): _cells(o, mode) for o in outcomes for mode in o.measured.subjects}
+    grids = [
+        Grid(
+            title,
+            ("scenario", "mode"),
+            (*_COLUMNS, Column("spread", form=".0%")),
+            rows,
+            f"{scale} {{0}} {{1}} {{column}}",
+        )
+    ]
+    if any(outcome.pairs for outcome in outcomes):
+        title = f"Scale {scale}: disaggregated / monolithic, in pairs"
+        ratios = {row: cells for outcome in outcomes for row, cells in _ratio_rows(outcome).items()}
+        grids.append(
+            Grid(
+                title,
+                ("scenario", "against", "mode"),
+                _RATIOS,
+                ratios,
+                f"{scale} {{0}} {{column}} {{2}}/{{1}}",
+            )
+        )
+    best = [figure for outcome in outcomes if outcome.scenario.name == _TARGET for figure in _best(outcome)]
+    return Section(
+        "The better one of the disaggregated modes", grids, [o.scenario.sizes for o in outcomes], best
+    )
+
+
+def _cells(outcome: Outcome, mode: str) -> dict[str, float]:
+    measured = outcome.measured
+    return measured.medians(mode) | {"spread": measured.sample(mode, "wall").spread / 2}
+
+
+def _ratio_rows(outcome: Outcome) -> dict[tuple[str, str, str], dict[str, float]]:
+    """The ratios of the article, which has two modes, come first."""
+    name, post = outcome.scenario.name, SEED_RATIOS[outcome.scenario.name]
+    return {(name, "the post's", DISAGG): post} | {
+        (name, against, mode): {column.name: outcome.ratio(mode, against, column.name) for column in _RATIOS}
+        for mode, against in outcome.pairs
+    }
+
+
+def _best(outcome: Outcome) -> list[Figure]:
+    figures = []
+    for against in dict.fromkeys(against for _, against in outcome.pairs):
+        modes = [mode for mode, other in outcome.pairs if other == against]
+        for column, better in (("throughput", max), ("ttft", min)):
+            ratio = better(outcome.ratio(mode, against, column) for mode in modes)
+            figures.append(Figure(f"{outcome.name} {column} best disaggregated/{against}", ratio, "x"))
+    return figures

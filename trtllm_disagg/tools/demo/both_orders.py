@@ -1,0 +1,232 @@
+"""Runs `trtllm-disagg demo`: for each order a deployment, one question, and a timeline of what each worker did."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+from urllib.error import HTTPError
+
+from trtllm_disagg.console import Console
+from trtllm_disagg.engines.demo_model.building import build_demo_model
+from trtllm_disagg.engines.demo_model.recipe import DEFAULT_DIRECTORY
+from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.model_directory import is_hub_name, servable_model
+from trtllm_disagg.processes.direct_http import open_url
+from trtllm_disagg.strategies import StrategySpec, orders
+from trtllm_disagg.tools.trace.reading import Trace, read_traces
+from trtllm_disagg.tools.trace.waterfall import duration, waterfall
+from trtllm_disagg.tools.up.lifecycle import Deployment, deployment_in_background
+from trtllm_disagg.tools.up.plan import DeploymentConfig
+from trtllm_disagg.tools.up.run_dir import scratch_directory
+from trtllm_disagg.tools.up.status import status_for
+from trtllm_disagg.tools.up.up_command import default_name, engine_configs_in
+
+_TIMEOUT_SECONDS = 60.0
+_PIECES = re.compile(r"\n| +|[^ \n]+")
+_TRACE_SECONDS = 5.0
+#: Tolerance between two readings of the wall clock.
+_CLOCK_NS = 1_000_000
+_INDENT = "   "
+
+
+@dataclass(frozen=True, slots=True)
+class ChatAnswer:
+    """A streamed answer. Times are seconds since the epoch; those of spans are nanoseconds since it."""
+
+    text: str
+    sent: float
+    first_text: float
+    done: float
+
+
+def stream_chat(
+    base_url: str,
+    model: str,
+    question: str,
+    *,
+    max_tokens: int,
+    on_text: Callable[[str], None] = lambda _: None,
+) -> ChatAnswer:
+    """Sends a question and streams the answer to `on_text`. Raises OSError when the deployment does not answer, or
+    answers with an error.
+    """
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream": True,
+    }
+    request = urllib.request.Request(
+        f"{base_url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    parts: list[str] = []
+    sent = time.time()
+    first_text = 0.0
+    try:
+        with open_url(request, _TIMEOUT_SECONDS) as response:
+            for event in _events(response):
+                for text in _texts(event):
+                    first_text = first_text or time.time()
+                    parts.append(text)
+                    on_text(text)
+    except HTTPError as error:
+        raise ConnectionError(
+            f"the answer has failed: {error}: {error.read().decode(errors='replace')}"
+        ) from None
+    done = time.time()
+    return ChatAnswer("".join(parts), sent, first_text or done, done)
+
+
+def _events(lines: Iterator[bytes]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        data = line.decode().removeprefix("data: ").strip()
+        if line.startswith(b"data: ") and data != "[DONE]":
+            yield json.loads(data)
+
+
+def _texts(event: dict[str, Any]) -> Iterator[str]:
+    if "choices" not in event:
+        raise ConnectionError(f"the answer has failed: {event.get('message', event)}")
+    for choice in event["choices"]:
+        if text := choice["delta"].get("content"):
+            yield text
+
+
+class WrappedText:
+    """Writes text that comes in pieces, and breaks lines between words.
+
+    A word is written when the next piece shows that it is complete.
+    """
+
+    def __init__(self, stream: TextIO, columns: int, indent: str) -> None:
+        self._stream = stream
+        self._room = columns - len(indent)
+        self._indent = indent
+        self._used = 0
+        self._gap, self._word = "", ""
+        stream.write(indent)
+
+    def write(self, text: str) -> None:
+        for piece in _PIECES.findall(text):
+            if piece == "\n":
+                self._flush()
+                self._break()
+            elif piece.startswith(" "):
+                self._flush()
+                self._gap += piece
+            else:
+                self._word += piece
+        self._stream.flush()
+
+    def end(self) -> None:
+        self._flush()
+        self._stream.write("\n")
+        self._stream.flush()
+
+    def _flush(self) -> None:
+        if not self._word:
+            return
+        if self._used and self._used + len(self._gap) + len(self._word) > self._room:
+            self._break()
+        self._stream.write(self._gap + self._word)
+        self._used += len(self._gap) + len(self._word)
+        self._gap, self._word = "", ""
+
+    def _break(self) -> None:
+        self._stream.write(f"\n{self._indent}")
+        self._used, self._gap = 0, ""
+
+
+def show_both_orders(args: argparse.Namespace) -> ExitCode:
+    """The exit status: 0 when both orders answered, and answered the same."""
+    path = Path(args.model)
+    if not is_hub_name(args.model) and (args.model == DEFAULT_DIRECTORY or not path.exists()):
+        _say(f"1. The model: {path}, trained here on Python's documentation")
+        build_demo_model(path)
+    else:
+        _say(f"1. The model: {args.model}")
+    model = servable_model(args.model)
+    with scratch_directory("trtllm-disagg-demo-") as scratch:
+        answers = [
+            _one_order(number, order, scratch.path / order.name, model, args)
+            for number, order in enumerate(orders(), 2)
+        ]
+        same = len({answer.text for answer in answers}) == 1
+        scratch.is_kept = not same
+    if same:
+        _say("Both orders gave the same answer.")
+        return ExitCode.DONE
+    _say(f"The two orders gave DIFFERENT answers: a bug. The logs are kept in {scratch.path}")
+    return ExitCode.FAILED
+
+
+def _one_order(
+    number: int, order: StrategySpec, run_dir: Path, model: Path, args: argparse.Namespace
+) -> ChatAnswer:
+    _say(f"{number}. {order.name}: the frontend sends the request to the {order.entry_role} worker first")
+    return _ask(run_dir, order.name, model, args)
+
+
+def _ask(run_dir: Path, order: str, model: Path, args: argparse.Namespace) -> ChatAnswer:
+    columns = shutil.get_terminal_size().columns
+    config = DeploymentConfig(
+        strategy=order,
+        model=str(model),
+        served_model_name=default_name(args.model),
+        run_dir=run_dir,
+        http_port=0,
+        engine="embedded",
+        engine_configs=engine_configs_in(args.engine_configs, order) if args.engine_configs.is_dir() else {},
+    )
+    with deployment_in_background(config, status_for(sys.stderr)) as deployment:
+        # Not shown, because the first request also connects the two engines.
+        stream_chat(deployment.base_url, config.served_model_name, "Hello", max_tokens=2)
+        print(f"\n   > {args.question}")
+        text = WrappedText(sys.stdout, columns, _INDENT)
+        answer = stream_chat(
+            deployment.base_url,
+            config.served_model_name,
+            args.question,
+            max_tokens=args.max_tokens,
+            on_text=text.write,
+        )
+        text.end()
+        print()
+        _draw(trace_of(deployment, answer), columns)
+        first = duration((answer.first_text - answer.sent) * 1000)
+        print(f"{_INDENT}first token at the client after {first}\n", flush=True)
+    return answer
+
+
+def trace_of(deployment: Deployment, answer: ChatAnswer) -> Trace | None:
+    """The trace of the answer, when both workers have written their spans; None if they do not within some seconds."""
+    deadline = time.monotonic() + _TRACE_SECONDS
+    while time.monotonic() < deadline:
+        for trace in read_traces(deployment.run_dir):
+            if (
+                trace.start >= answer.sent * 1e9 - _CLOCK_NS
+                and len({node.worker for node in trace.nodes if node.is_ours}) == 2
+            ):
+                return trace
+        time.sleep(0.02)
+    return None
+
+
+def _draw(trace: Trace | None, columns: int) -> None:
+    console = Console(soft_wrap=True)
+    for line in () if trace is None else waterfall(trace, columns - len(_INDENT)):
+        console.print(_INDENT, line, sep="")
+
+
+def _say(text: str) -> None:
+    print(f"\n{text}", flush=True)

@@ -1,0 +1,563 @@
+"""The rules for a prefill and a decode worker on TensorRT-LLM: one row of `RULES` each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trtllm_disagg.engine.trtllm_version import (
+    NEWEST_KNOWN,
+    OLDEST_SERVED,
+    PYTHON_TRANSCEIVER_BY_DEFAULT,
+    TRANSFERS_END_BY_DEFAULT,
+)
+from trtllm_disagg.strategies import STRATEGIES
+from trtllm_disagg.tools.doctor.pair import DEFAULT_BLOCK_SIZE, Pair, Side
+from trtllm_disagg.worker.pairing import BY_KEY
+
+
+class Severity(StrEnum):
+    #: The pair would not start, would lose requests, or would answer wrongly.
+    ERROR = "error"
+    #: The pair works, with something worth knowing.
+    NOTE = "note"
+
+
+class Problem(NamedTuple):
+    severity: Severity
+    #: What to write instead, or to check.
+    instead: str
+
+
+Check = Callable[[Pair], Problem | None]
+
+
+class Rule(NamedTuple):
+    name: str
+    #: Why it matters.
+    why: str
+    #: The value of one side, for the table.
+    value: Callable[[Side], Any]
+    check: Check
+
+
+def _error(instead: str) -> Problem:
+    return Problem(Severity.ERROR, instead)
+
+
+def _note(instead: str) -> Problem:
+    return Problem(Severity.NOTE, instead)
+
+
+def _keys(pair: Pair) -> Problem | None:
+    found = [(side, bad) for side in pair.sides for bad in side.bad_keys]
+    wrong = [
+        f"{side.role}: {bad.key}: {bad.value!r}: expected {bad.instead}" for side, bad in found if bad.instead
+    ]
+    if wrong:
+        return _error("; ".join(wrong))
+    new = [f"{side.role}: {bad.key}" for side, bad in found]
+    if new:
+        return _note(f"{', '.join(new)} is no argument of TensorRT-LLM {NEWEST_KNOWN} that is known here")
+    return None
+
+
+def _flags(pair: Pair) -> Problem | None:
+    overruled = [f"{side.role}: {sentence}" for side in pair.sides for sentence in side.overruled]
+    return _note("; ".join(overruled)) if overruled else None
+
+
+#: Flags that both workers must have in common; their engine arguments have rules of their own.
+_COMMON = ("strategy", "schedule_style", "handoff_protocol", "prefill_dispatch")
+
+
+def _settings(pair: Pair) -> Problem | None:
+    unequal = [
+        BY_KEY[key].setting
+        for key in _COMMON
+        if getattr(pair.prefill.config, key) != getattr(pair.decode.config, key)
+    ]
+    return _error(f"the same {', '.join(unequal)} on both sides") if unequal else None
+
+
+def _version(pair: Pair) -> Problem | None:
+    version = pair.deployment.trtllm_version
+    if version < OLDEST_SERVED:
+        return _error(
+            f"TensorRT-LLM {OLDEST_SERVED} or newer; {NEWEST_KNOWN} is what ai-dynamo 1.6.1 comes with"
+        )
+    if version > NEWEST_KNOWN:
+        return _note(f"these rules know TensorRT-LLM up to {NEWEST_KNOWN}")
+    return None
+
+
+def _transceiver(pair: Pair) -> Problem | None:
+    without = [side.role.value for side in pair.sides if side.fingerprint.transceiver is None]
+    if without:
+        return _error(f"{' and '.join(without)}: cache_transceiver_config: {{backend: NIXL}}")
+    silent = [side.role.value for side in pair.sides if not side.gave("cache_transceiver_config", "backend")]
+    if silent:
+        return _note(
+            f"{' and '.join(silent)}: this worker sets backend DEFAULT; dynamo.trtllm would have no transceiver"
+        )
+    return None
+
+
+def _equal(key: str, instead: str) -> Check:
+    def check(pair: Pair) -> Problem | None:
+        fits = BY_KEY[key].fits(pair.prefill.described, pair.decode.described)
+        return None if fits else _error(instead)
+
+    return check
+
+
+def _of_transceivers(check: Check) -> Check:
+    """`check`, for pairs with two transceivers. The row `transceiver` reports a missing one."""
+
+    def checked(pair: Pair) -> Problem | None:
+        return None if any(side.fingerprint.transceiver is None for side in pair.sides) else check(pair)
+
+    return checked
+
+
+def _backend(pair: Pair) -> Problem | None:
+    if problem := _equal("transceiver", "the same cache_transceiver_config.backend on both sides")(pair):
+        return problem
+    if pair.prefill.fingerprint.transceiver == "MPI":
+        return _error("cache_transceiver_config.backend: NIXL or UCX on both sides")
+    given = {
+        side.args.cache_transceiver_config.backend
+        for side in pair.sides
+        if side.args.cache_transceiver_config
+    }
+    if "DEFAULT" in given and len(given) > 1:
+        return _note("DEFAULT follows TRTLLM_USE_*_KVCACHE of each host; name the backend on both sides")
+    return None
+
+
+def _runtime(pair: Pair) -> Problem | None:
+    prefill, decode = (side.fingerprint.transceiver_runtime for side in pair.sides)
+    if pair.deployment.schedule_style == "generation_first" and "CPP" in (prefill, decode):
+        return _error("cache_transceiver_config.transceiver_runtime: PYTHON on both sides, with backend NIXL")
+    if problem := _equal("transceiver_runtime", "the same transceiver_runtime on both sides")(pair):
+        return problem
+    if prefill != decode:
+        return _note(
+            "auto is decided by each worker for itself; name the same transceiver_runtime on both sides"
+        )
+    return None
+
+
+def _buffer_of(side: Side) -> int | None:
+    transceiver = side.args.cache_transceiver_config
+    return transceiver.max_tokens_in_buffer if transceiver else None
+
+
+_BUFFER_KEY = "cache_transceiver_config.max_tokens_in_buffer"
+#: The C++ transceiver makes a buffer for KV that has no room in its own, which only these two can send from
+#: (batch_manager/baseTransBuffer.cpp; executor/cache_transmission/agent_utils/connection.cpp).
+_TAKES_ANY_MEMORY = ("UCX", "MPI")
+
+
+def _is_cpp(side: Side, pair: Pair) -> bool:
+    """For certain: where `auto` is no default of an older version."""
+    has_python = pair.deployment.trtllm_version >= PYTHON_TRANSCEIVER_BY_DEFAULT
+    return side.fingerprint.transceiver_runtime != "PYTHON" and not (has_python and _is_auto(side))
+
+
+def _is_auto(side: Side) -> bool:
+    return side.fingerprint.transceiver_runtime == "auto"
+
+
+def _is_too_small(side: Side, longest: int | None) -> bool:
+    """Whether the buffer has less room than the longest prompt. For the Python transceiver, 0 means no limit."""
+    buffer = _buffer_of(side)
+    if buffer is None:
+        return False
+    if buffer == 0:
+        return side.fingerprint.transceiver_runtime != "PYTHON"
+    return longest is not None and buffer < longest
+
+
+def _buffer(pair: Pair) -> Problem | None:
+    longest = pair.longest_prompt
+    if broken := [
+        s for s in pair.sides if _is_cpp(s, pair) and (_buffer_of(s) or 0) % s.fingerprint.block_size
+    ]:
+        return _error(f"{_roles(broken)}: {_BUFFER_KEY}: a multiple of tokens_per_block, or no engine starts")
+    small = [side for side in pair.sides if _is_too_small(side, longest)]
+    failing = [side for side in small if side.fingerprint.transceiver not in _TAKES_ANY_MEMORY]
+    enough = f"{_BUFFER_KEY}: {longest or 'at least the longest prompt'}"
+    if losing := [side for side in failing if _is_cpp(side, pair)]:
+        return _error(f"{_roles(losing)}: {enough}")
+    if unsure := [side for side in failing if _is_auto(side)]:
+        return _note(
+            f"{_roles(unsure)}: {enough}, or transceiver_runtime: PYTHON: where auto takes the C++ one, longer "
+            "prompts fail"
+        )
+    if small:
+        return _note(
+            f"{_roles(small)}: {enough}: longer prompts come through, with less beside them or slower"
+        )
+    if any(_buffer_of(side) is None for side in pair.sides):
+        return _note(
+            "give both sides max_tokens_in_buffer of at least the longest prompt, as TensorRT-LLM's guide says; the "
+            "C++ transceiver has room for 512 MB otherwise (TRTLLM_KVCACHE_TRANSFER_BUFFER_SIZE)"
+        )
+    return None
+
+
+def _roles(sides: list[Side]) -> str:
+    return " and ".join(side.role.value for side in sides)
+
+
+def _timeout_of(side: Side) -> str:
+    transceiver = side.args.cache_transceiver_config
+    if transceiver is not None and side.gave("cache_transceiver_config", "kv_transfer_timeout_ms"):
+        return str(transceiver.kv_transfer_timeout_ms)
+    return "unset"
+
+
+def _timeout(pair: Pair) -> Problem | None:
+    has_default = pair.deployment.trtllm_version >= TRANSFERS_END_BY_DEFAULT
+    values = [_timeout_of(side) for side in pair.sides]
+    endless = [
+        side.role.value
+        for side, value in zip(pair.sides, values, strict=True)
+        if value == "None" or (value == "unset" and not has_default)
+    ]
+    if endless:
+        return _error(f"{' and '.join(endless)}: cache_transceiver_config.kv_transfer_timeout_ms: 60000")
+    if values[0] != values[1]:
+        return _note(
+            "the same kv_transfer_timeout_ms on both sides, or one of them gives up while the other waits"
+        )
+    return None
+
+
+def _overlap(pair: Pair) -> Problem | None:
+    if pair.prefill.args.disable_overlap_scheduler:
+        return None
+    if pair.deployment.trtllm_version < OLDEST_SERVED:
+        return _error("prefill: disable_overlap_scheduler: true")
+    return _note("fine since TensorRT-LLM PR 10755; older versions refuse context_only requests with it")
+
+
+def _window_of(side: Side) -> str:
+    window = side.args.kv_cache_config.max_attention_window
+    return "model's" if window is None else str(window)
+
+
+def _window(pair: Pair) -> Problem | None:
+    if _window_of(pair.prefill) == _window_of(pair.decode):
+        return None
+    return _error("the same kv_cache_config.max_attention_window on both sides")
+
+
+def _block_size(pair: Pair) -> Problem | None:
+    prefill, decode = (side.fingerprint.block_size for side in pair.sides)
+    if prefill != decode:
+        return _error(f"kv_cache_config.tokens_per_block: {prefill} on both sides")
+    wanted = pair.deployment.kv_block_size
+    if wanted is not None and wanted != prefill:
+        return _error(
+            f"--kv-block-size {prefill}, for the router too; or tokens_per_block: {wanted} on both sides"
+        )
+    if wanted is None and prefill != DEFAULT_BLOCK_SIZE:
+        return _note(f"the router has to count in blocks of {prefill} too: there, --kv-block-size {prefill}")
+    return None
+
+
+def _reuse(pair: Pair) -> Problem | None:
+    roles = STRATEGIES[pair.deployment.strategy].kv_routed_roles
+    routed = [side for side in pair.sides if side.role.value in roles]
+    streaming = [
+        side.role.value
+        for side in pair.sides
+        if (events := side.args.kv_cache_config.kv_events_config) and events.enable_kv_cache_events
+    ]
+    if streaming:
+        return _error(
+            f"{' and '.join(streaming)}: no kv_events_config: this worker polls its events (--publish-kv-events)"
+        )
+    blind = [side.role.value for side in routed if not side.args.kv_cache_config.enable_block_reuse]
+    if blind:
+        return _note(f"{' and '.join(blind)}: enable_block_reuse: true, or KV routing has nothing to find")
+    return None
+
+
+def _beams(pair: Pair) -> Problem | None:
+    wide = [side.role.value for side in pair.sides if side.args.max_beam_width != 1]
+    return _error(f"{' and '.join(wide)}: max_beam_width: 1") if wide else None
+
+
+def _steps(pair: Pair) -> Problem | None:
+    args, longest = pair.prefill.args, pair.longest_prompt
+    if args.enable_chunked_prefill or (longest is not None and longest <= args.max_num_tokens):
+        return None
+    if longest is None:
+        return _note(
+            "prefill: max_seq_len is the model's; enable_chunked_prefill: true, or max_num_tokens of the longest prompt"
+        )
+    return _error(f"prefill: enable_chunked_prefill: true, or max_num_tokens: {longest}")
+
+
+def _lengths(pair: Pair) -> Problem | None:
+    prefill, decode = (side.longest for side in pair.sides)
+    if prefill is not None and decode is not None and prefill > decode:
+        return _error(f"decode: max_seq_len: {prefill}")
+    beyond = [side for side in pair.sides if side.max_seq_len != side.longest]
+    if beyond:
+        longest = f"max_seq_len: {beyond[0].longest}"
+        return _note(f"{_roles(beyond)}: {longest}, the model's own, which TensorRT-LLM takes instead")
+    if prefill is None or decode is None or prefill == decode:
+        return None
+    return _note(
+        f"decode has room for more, but prompts above {prefill} tokens do not fit the prefill worker"
+    )
+
+
+def _model(pair: Pair) -> Problem | None:
+    sides = pair.prefill.described, pair.decode.described
+    if pair.prefill.model == pair.decode.model and pair.prefill.revision != pair.decode.revision:
+        return _error("the same revision on both sides")
+    if None in (sides[0]["weights"], sides[1]["weights"]) or BY_KEY["weights"].fits(*sides):
+        return None
+    if "" in (sides[0]["layout"], sides[1]["layout"]):
+        return _note(
+            "two names: only one model in two precisions makes a pair; give directories to compare them"
+        )
+    return _error("one model on both sides, or two precisions of it with one tokenizer")
+
+
+def _tokenizer(pair: Pair) -> Problem | None:
+    one, other = (side.given.get("tokenizer") for side in pair.sides)
+    return None if one == other else _error("the same tokenizer on both sides")
+
+
+def _ranks_of(side: Side) -> str:
+    args = side.args
+    expert = f" EP{args.moe_expert_parallel_size}" if (args.moe_expert_parallel_size or 0) > 1 else ""
+    dp = " attention DP" if args.enable_attention_dp else ""
+    context = f" CP{args.context_parallel_size}" if args.context_parallel_size != 1 else ""
+    return f"TP{args.tensor_parallel_size} PP{args.pipeline_parallel_size}{context}{expert}{dp}"
+
+
+def _ranks(pair: Pair) -> Problem | None:
+    prefill, decode = (side.args for side in pair.sides)
+    if prefill.context_parallel_size != 1:
+        return _error("prefill: context_parallel_size: 1; only decode workers take more (cp_type: HELIX)")
+    runtime = pair.decode.fingerprint.transceiver_runtime
+    if decode.context_parallel_size != 1 and runtime != "CPP":
+        instead = "transceiver_runtime: CPP on both sides: the Python one takes no context parallelism"
+        return _error(instead) if runtime == "PYTHON" else _note(instead)
+    if prefill.pipeline_parallel_size != decode.pipeline_parallel_size and decode.pipeline_parallel_size > 1:
+        return _note(
+            "layers are regrouped on the way to a decode worker with pipeline stages: try this pair with a long prompt"
+        )
+    return None
+
+
+def _gpus(pair: Pair) -> Problem | None:
+    if not all(side.gpus for side in pair.sides):
+        return None
+    few = [
+        f"{side.role}: {side.num_gpus} GPUs for {_ranks_of(side)}"
+        for side in pair.sides
+        if len(side.gpus) < side.num_gpus
+    ]
+    if few:
+        return _error("; ".join(few))
+    prefill, decode = (set(side.gpus[: side.num_gpus]) for side in pair.sides)
+    shared = sorted(prefill & decode)
+    memory = sum(side.args.kv_cache_config.free_gpu_memory_fraction or 0 for side in pair.sides)
+    if not shared:
+        return None
+    if memory > 1:
+        return _error(
+            f"GPUs of their own: both have {', '.join(shared)}; or free_gpu_memory_fraction below 0.5 on both"
+        )
+    return _note(
+        f"both share GPU {', '.join(shared)}: each sees as free what the other has left when it loads"
+    )
+
+
+def _graphs_of(side: Side) -> str:
+    graphs = side.args.cuda_graph_config
+    if graphs is None:
+        return "off"
+    sizes = graphs.batch_sizes or ([graphs.max_batch_size] if graphs.max_batch_size else [])
+    return f"up to {max(sizes)}" if sizes else "default"
+
+
+def _graphs(pair: Pair) -> Problem | None:
+    graphs, batch = pair.decode.args.cuda_graph_config, pair.decode.args.max_batch_size
+    if graphs is None:
+        return _note("decode: without CUDA graphs every step pays for its launches")
+    sizes = graphs.batch_sizes or ([graphs.max_batch_size] if graphs.max_batch_size else [])
+    if sizes and pair.decode.gave("max_batch_size") and max(sizes) < batch:
+        return _note(
+            f"decode: steps of more than {max(sizes)} requests run without a graph; max_batch_size is {batch}"
+        )
+    return None
+
+
+def _guides(pair: Pair) -> Problem | None:
+    one, other = (side.args.guided_decoding_backend for side in pair.sides)
+    return None if one == other else _error("the same guided_decoding_backend on both sides")
+
+
+def _plugins(pair: Pair) -> Problem | None:
+    folder = pair.deployment.environ.get("NIXL_PLUGIN_DIR")
+    if not folder or Path(folder).is_dir():
+        return None
+    return _error(f"NIXL_PLUGIN_DIR: a directory that exists, or unset; not {folder}")
+
+
+RULES = (
+    Rule(
+        "keys",
+        "TensorRT-LLM refuses keys that it does not know and values that it does not take, after minutes of loading",
+        lambda side: ", ".join(bad.key for bad in side.bad_keys) or "all known",
+        _keys,
+    ),
+    Rule(
+        "flags",
+        "a file beats the flags, as in the worker",
+        lambda side: f"{len(side.overruled)} overruled" if side.overruled else "",
+        _flags,
+    ),
+    Rule(
+        "strategy",
+        "a worker calls the other one, and reads its answers, by these",
+        lambda side: f"{side.config.strategy}, {side.config.schedule_style}",
+        _settings,
+    ),
+    Rule(
+        "TensorRT-LLM",
+        "older versions number handoffs in another way, and every disaggregated request would fail",
+        lambda side: side.fingerprint.trtllm_version,
+        _version,
+    ),
+    Rule(
+        "transceiver",
+        "without cache_transceiver_config.backend KV cannot leave an engine",
+        lambda side: side.fingerprint.transceiver or "off",
+        _transceiver,
+    ),
+    Rule(
+        "backend",
+        "each side speaks the protocol of its own backend only, and MPI needs both workers in one MPI job",
+        lambda side: side.fingerprint.transceiver,
+        _of_transceivers(_backend),
+    ),
+    Rule(
+        "transceiver_runtime",
+        "the C++ and the Python transceiver do not understand each other; only PYTHON can start with generation",
+        lambda side: side.fingerprint.transceiver_runtime,
+        _of_transceivers(_runtime),
+    ),
+    Rule(
+        "max_tokens_in_buffer",
+        "the C++ transceiver moves KV through a buffer of this size, and longer prompts fail on NIXL; the Python one "
+        "moves no more than this at once",
+        _buffer_of,
+        _of_transceivers(_buffer),
+    ),
+    Rule(
+        "kv_transfer_timeout_ms",
+        "KV that no decode worker fetches is held until then: without an end, for ever",
+        _timeout_of,
+        _of_transceivers(_timeout),
+    ),
+    Rule(
+        "overlap scheduler",
+        "context_only requests and overlapping steps exclude each other in older TensorRT-LLM",
+        lambda side: "off" if side.args.disable_overlap_scheduler else "on",
+        _overlap,
+    ),
+    Rule(
+        "KV dtype",
+        "KV moves as it is stored: another dtype reads other numbers",
+        lambda side: side.fingerprint.kv_dtype,
+        _equal(
+            "kv_dtype",
+            "the same kv_cache_config.dtype on both sides (`auto` is the model's: give --model to resolve it)",
+        ),
+    ),
+    Rule(
+        "dtype",
+        "the model's own KV dtype follows from it",
+        lambda side: side.fingerprint.dtype,
+        _equal("dtype", "the same dtype on both sides"),
+    ),
+    Rule("attention window", "KV pools are laid out by it, layer by layer", _window_of, _window),
+    Rule(
+        "tokens_per_block",
+        "blocks are what moves, what is reused and what the router counts in",
+        lambda side: side.fingerprint.block_size,
+        _block_size,
+    ),
+    Rule(
+        "KV events",
+        "the worker that the frontend routes to tells which blocks it has",
+        lambda side: "reuse on" if side.args.kv_cache_config.enable_block_reuse else "reuse off",
+        _reuse,
+    ),
+    Rule(
+        "max_beam_width",
+        "a handoff carries the KV of one beam",
+        lambda side: side.args.max_beam_width,
+        _beams,
+    ),
+    Rule(
+        "speculative decoding",
+        "draft layers have KV of their own, and a handoff carries the first draft tokens",
+        lambda side: side.fingerprint.speculative or "off",
+        _equal(
+            "speculative",
+            "the same speculative_config on both sides, or on the Python transceiver at decode only",
+        ),
+    ),
+    Rule(
+        "max_num_tokens",
+        "a prompt that fits no step is refused unless it may be cut",
+        lambda side: f"{side.args.max_num_tokens}{', chunked' if side.args.enable_chunked_prefill else ''}",
+        _steps,
+    ),
+    Rule(
+        "max_seq_len",
+        "a prompt that prefill takes must fit where it is decoded",
+        lambda side: side.max_seq_len or "model's",
+        _lengths,
+    ),
+    Rule("model", "KV of one model means nothing to another", lambda side: side.model or "not given", _model),
+    Rule(
+        "tokenizer",
+        "both count the same tokens",
+        lambda side: side.given.get("tokenizer") or "model's",
+        _tokenizer,
+    ),
+    Rule("parallelism", "it may differ; KV is cut anew on the way", _ranks_of, _ranks),
+    Rule(
+        "GPUs",
+        "every worker takes the first GPUs that it sees",
+        lambda side: ",".join(side.gpus) or "not given",
+        _gpus,
+    ),
+    Rule("CUDA graphs", "decode is bound by launches without them", _graphs_of, _graphs),
+    Rule(
+        "guided decoding",
+        "prefill samples the first token of a guided answer",
+        lambda side: side.args.guided_decoding_backend or "off",
+        _guides,
+    ),
+    Rule(
+        "NIXL plugins",
+        "NIXL loads its transports from there, and finds none in a directory that is not there",
+        lambda side: "",
+        _plugins,
+    ),
+)

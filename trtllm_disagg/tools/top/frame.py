@@ -1,0 +1,182 @@
+"""One frame as text or JSON, with the same words and columns on the live screen and in plain output."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+
+from rich.table import Table
+from rich.text import Text
+
+from trtllm_disagg.console import Console
+from trtllm_disagg.tools.top.history import History
+from trtllm_disagg.tools.top.snapshot import DEAD, SILENT, Latency, Process, Snapshot
+from trtllm_disagg.tools.up.status import COLOURS
+
+_STYLES = {**COLOURS, DEAD: "bold red", SILENT: "bold red", "listed": "green"}
+_ABSENT = "-"
+#: A terminal over SSH.
+_WIDTH = 80
+#: Between two columns, and the least of `doing` that is worth its place.
+GAP, _LEAST_DOING = 2, 10
+
+Cell = str | Text
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    heading: str
+    cell: Callable[[Process, History], Cell]
+    #: Largest first, but for text.
+    order: Callable[[Process, History], float | str]
+    is_number: bool = True
+
+
+def _count(heading: str, name: str) -> Column:
+    return Column(
+        heading,
+        lambda p, h: _shown(getattr(p.load, name)),
+        lambda p, h: -_or_less(getattr(p.load, name)),
+    )
+
+
+def _rate(heading: str, total: str) -> Column:
+    return Column(
+        heading,
+        lambda p, h: _shown(h.rate(p, total)),
+        lambda p, h: -_or_less(h.rate(p, total)),
+    )
+
+
+COLUMNS: tuple[Column, ...] = (
+    Column("process", lambda p, h: p.name, lambda p, h: p.name, is_number=False),
+    Column(
+        "state",
+        lambda p, h: Text(p.state, style=_STYLES.get(p.state, "")),
+        lambda p, h: p.state,
+        is_number=False,
+    ),
+    _count("batch", "batch"),
+    _count("queue", "queued"),
+    Column("KV", lambda p, h: _share(p.load.kv_use), lambda p, h: -_or_less(p.load.kv_use)),
+    _count("held", "handoffs_held"),
+    _rate("in/s", "prefill_tokens"),
+    _rate("out/s", "decode_tokens"),
+    _count("open", "breakers_open"),
+    Column("doing", lambda p, h: _doing(p), lambda p, h: _doing(p), is_number=False),
+)
+_DOING = COLUMNS[-1]
+
+LEGEND = (
+    "batch: requests in the engine; queue: those without a first token; KV: blocks in use; held: handoffs that wait "
+    "for decode; in/s, out/s: prompt and generated tokens; open: workers that the circuit breaker leaves alone"
+)
+
+
+def columns_that_fit(
+    columns: Iterable[Column], processes: Iterable[Process], history: History, width: int
+) -> Iterator[tuple[Column, list[Text]]]:
+    """The first columns, with their cells, that are whole in a terminal so wide. Only `doing` is cut, which may be any
+    length: half a number would be another one.
+    """
+    rows = list(processes)
+    for column in columns:
+        cells = [Text.assemble(column.cell(process, history)) for process in rows]
+        taken = max(len(column.heading), *(cell.cell_len for cell in cells), 0)
+        if column is _DOING and _LEAST_DOING <= width < taken:
+            for cell in cells:
+                cell.truncate(width, overflow="ellipsis")
+            taken = width
+        if taken > width:
+            return
+        yield column, cells
+        width -= taken + GAP
+
+
+def headline(seen: Snapshot) -> Text:
+    """The first line: the deployment and its current strategy."""
+    parts = [part for part in (seen.model, seen.strategy, seen.url) if part]
+    line = Text("  ".join(parts) or "not known yet")
+    if seen.doubt:
+        line.append(f"  {seen.doubt}", style="bold red")
+    return line
+
+
+def latencies(history: History) -> str:
+    """Latencies: of the last seconds on the live screen, of all requests in a single frame."""
+    frontend = history.last.frontend
+    counts = f"running {_shown(frontend.running)}, waiting {_shown(frontend.waiting)}, done {_shown(frontend.requests)}"
+    # On one line they would exceed 80 columns with long times.
+    return f"TTFT {_latency(history.ttft())}  ITL {_latency(history.itl())}\n{counts}"
+
+
+def print_frame(seen: Snapshot, console: Console | None = None) -> None:
+    """Colours on a terminal only."""
+    console = console or Console(paper=_WIDTH)
+    history = History()
+    history.add(seen)
+    table = Table(box=None, pad_edge=False)
+    # A single snapshot has no rates.
+    known = (column for column in COLUMNS if not column.heading.endswith("/s"))
+    shown = list(columns_that_fit(known, seen.processes, history, console.width))
+    for column, _ in shown:
+        table.add_column(column.heading, justify="right" if column.is_number else "left", no_wrap=True)
+    for row in zip(*(cells for _, cells in shown), strict=True):
+        table.add_row(*row)
+    console.print(headline(seen))
+    console.print(latencies(history))
+    console.print(table)
+
+
+def to_json(seen: Snapshot) -> str:
+    history = History()
+    history.add(seen)
+    frontend = seen.frontend
+    ttft, itl = history.ttft(), history.itl()
+    return json.dumps(
+        {
+            "at": seen.at,
+            "url": seen.url,
+            "model": seen.model,
+            "strategy": seen.strategy,
+            "doubt": seen.doubt,
+            "frontend": {
+                "running": frontend.running,
+                "waiting": frontend.waiting,
+                "requests": frontend.requests,
+                "ttft_seconds": ttft and asdict(ttft),
+                "itl_seconds": itl and asdict(itl),
+            },
+            "processes": [asdict(process) for process in seen.processes],
+        },
+        indent=2,
+    )
+
+
+def _doing(process: Process) -> str:
+    """The process's activity; empty while it serves, when its numbers tell more."""
+    return "" if process.state == "ready" else process.doing
+
+
+def _latency(measured: Latency | None) -> str:
+    return _ABSENT if measured is None else f"{_ms(measured.p50)} p99 {_ms(measured.p99)}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _shown(value: float | None) -> str:
+    if value is None:
+        return _ABSENT
+    return f"{value:.0f}" if value < 10_000 else f"{value / 1000:.0f}k"
+
+
+def _share(value: float | None) -> str:
+    return _ABSENT if value is None else f"{value:.0%}"
+
+
+def _or_less(value: float | None) -> float:
+    """The sort key; unknown values come last."""
+    return -1.0 if value is None else float(value)

@@ -1,0 +1,1 @@
+"""`trtllm-disagg trace`: where the time of a request went."""

@@ -1,0 +1,226 @@
+"""One running process of a deployment: its state, its log, its end, and its next start."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Literal
+
+from trtllm_disagg.processes.activity import ACTIVITY_VARIABLE, DRAINING, Activity, read_activity
+from trtllm_disagg.processes.proc_stat import birth
+from trtllm_disagg.processes.short_log import MOST_BYTES, forget_predecessor, move_to_predecessor
+from trtllm_disagg.tools.up.plan import ProcessRole, ProcessSpec
+from trtllm_disagg.tools.up.run_dir import ProcessRecord
+
+State = Literal["planned", "starting", "ready", "stopping", "exited", "restarting"]
+
+TAIL_BYTES = 64 * 1024
+#: Between two checks of the log's size.
+LOOK_SECONDS = 5.0
+ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+class ManagedProcess:
+    """A process in its own session, so that a Ctrl-C in the terminal reaches only `up`."""
+
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        log: Path,
+        most_log_bytes: int = MOST_BYTES,
+        look_seconds: float = LOOK_SECONDS,
+    ) -> None:
+        self.spec = spec
+        self.log = log
+        self._most_log_bytes = most_log_bytes
+        self._look_seconds = look_seconds
+        self.state: State = "planned"
+        self.returncode: int | None = None
+        self.started_at = self.changed_at = time.monotonic()
+        self.restarts = 0
+        #: What an ended process has left behind is gone, too, or given up.
+        self.is_swept = True
+        #: When a process in state `restarting` starts.
+        self.restart_at = 0.0
+        self._ready_at: float | None = None
+        self._ended_at: float | None = None
+        self._log_start = 0
+        self._born = 0
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def role(self) -> ProcessRole:
+        return self.spec.role
+
+    @property
+    def pid(self) -> int:
+        return 0 if self._process is None else self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self.returncode is None
+
+    @property
+    def stays(self) -> bool:
+        """The process serves or will serve: it is neither stopping nor given up."""
+        if self.state == "restarting":
+            return True
+        return self.is_running and self.state != "stopping" and self.activity.doing != DRAINING
+
+    @property
+    def holds_gpus(self) -> bool:
+        """The GPUs of its environment are not free: it or a rank of it runs, if only to drain, or it starts again."""
+        return self.is_running or self.state == "restarting" or not self.is_swept
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds from its last start until now, or until its end."""
+        return (self._ended_at or time.monotonic()) - self.started_at
+
+    @property
+    def ready_seconds(self) -> float | None:
+        """For how long it has been ready since its last start; None when it never was."""
+        if self._ready_at is None:
+            return None
+        return (self._ended_at or time.monotonic()) - self._ready_at
+
+    @property
+    def ended_well(self) -> bool:
+        """It never ran, exited with 0, or ended by SIGTERM before it had a handler for that."""
+        return self.returncode in (None, 0, -signal.SIGTERM)
+
+    @property
+    def was_killed(self) -> bool:
+        return self.returncode is not None and self.returncode < 0
+
+    @property
+    def activity(self) -> Activity:
+        """What the process reports that it does; empty for a process without reports."""
+        file = self._activity_file
+        return Activity() if file is None else read_activity(file)
+
+    @property
+    def _activity_file(self) -> Path | None:
+        file = self.spec.env.get(ACTIVITY_VARIABLE)
+        return Path(file) if file else None
+
+    async def start(self, env: Mapping[str, str]) -> None:
+        """Start the process. When it is started again, its log continues after a line that says so."""
+        if (activity := self._activity_file) is not None:
+            activity.unlink(missing_ok=True)
+        with self.log.open("ab", buffering=0) as log:
+            if self._process is None:
+                log.truncate(0)
+                forget_predecessor(self.log)
+            else:
+                now = datetime.now().astimezone().isoformat(timespec="seconds")
+                with contextlib.suppress(OSError):  # the disk is full: the process runs without this line
+                    log.write(f"--- started again at {now}, after: {self.describe_end()} ---\n".encode())
+                self.restarts += 1
+            # `truncate` leaves the position where the old log ended.
+            self._log_start = log.seek(0, os.SEEK_END)
+            self._process = await asyncio.create_subprocess_exec(
+                *self.spec.argv,
+                env=env,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.started_at = time.monotonic()
+        self.returncode = self._ready_at = self._ended_at = None
+        self.is_swept = False
+        self._born = birth(self.pid)
+        self._become("starting")
+
+    async def wait(self) -> None:
+        """Wait for the end of the process, keeping its log short meanwhile, and kill what it has left behind in its
+        session.
+        """
+        assert self._process is not None
+        ended = asyncio.ensure_future(self._process.wait())
+        try:
+            while not (await asyncio.wait((ended,), timeout=self._look_seconds))[0]:
+                await self._keep_log_short()
+        finally:
+            # Has no effect unless this wait was cancelled.
+            ended.cancel()
+        self.returncode = ended.result()
+        self._ended_at = time.monotonic()
+        self._become("exited")
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    async def _keep_log_short(self) -> None:
+        # On a full disk the log stays as it is.
+        with contextlib.suppress(OSError):
+            if await asyncio.to_thread(move_to_predecessor, self.log, self._most_log_bytes):
+                self._log_start = 0
+
+    def became_ready(self) -> None:
+        self._ready_at = time.monotonic()
+        self._become("ready")
+
+    def waits(self, seconds: float) -> None:
+        """The process has ended, and starts again after `seconds`."""
+        self.restart_at = time.monotonic() + seconds
+        self._become("restarting")
+
+    def terminate(self) -> None:
+        if self.is_running and self._process is not None:
+            self._become("stopping")
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+
+    def kill(self) -> None:
+        """Kill the process now, or cancel its next start."""
+        if self.state == "restarting":
+            self._become("exited")
+        if self.is_running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def _become(self, state: State) -> None:
+        self.state = state
+        self.changed_at = time.monotonic()
+
+    def describe_end(self) -> str:
+        if self.returncode is None:
+            return "still running"
+        if self.returncode < 0:
+            return f"killed by {signal.Signals(-self.returncode).name}"
+        return f"exit code {self.returncode}"
+
+    def last_lines(self, count: int) -> list[str]:
+        """The last `count` lines since its last start that are not empty, without colours."""
+        try:
+            with self.log.open("rb") as log:
+                size = log.seek(0, os.SEEK_END)
+                log.seek(max(self._log_start, size - TAIL_BYTES))
+                text = log.read().decode(errors="replace")
+        except FileNotFoundError:
+            return []
+        lines = (ESCAPE_SEQUENCE.sub("", line).rstrip() for line in text.splitlines())
+        return [line for line in lines if line][-count:]
+
+    def record(self) -> ProcessRecord:
+        return ProcessRecord(
+            name=self.name,
+            role=self.role,
+            pid=self.pid,
+            ports=self.spec.ports,
+            log=str(self.log),
+            state=self.state,
+            born=self._born,
+        )

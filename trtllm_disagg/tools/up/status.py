@@ -1,0 +1,204 @@
+"""The output of `up` on stderr: a live table on a terminal, else one line for each change."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+from trtllm_disagg.processes.activity import DRAINING
+from trtllm_disagg.tools.up.failure_reports import unserved_because
+from trtllm_disagg.tools.up.managed_process import ManagedProcess
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+COLOURS = {
+    "planned": "dim",
+    "starting": "yellow",
+    "ready": "green",
+    "stopping": "yellow",
+    "exited": "red",
+    "restarting": "red",
+}
+REFRESHES_PER_SECOND = 2
+POLL_SECONDS = 0.5
+#: Without a terminal, a line is printed at least this often while a process starts or stops.
+SILENCE_SECONDS = 10.0
+#: States that end without an action of `up`, so `up` waits for that.
+UNDER_WAY = ("starting", "stopping")
+
+
+class Status:
+    """Shows nothing; for callers that are programs."""
+
+    def showing(self, processes: Sequence[ManagedProcess]) -> AbstractAsyncContextManager[None]:
+        """Show what each process does inside the block; the sequence may grow and shrink."""
+        return nullcontext()
+
+    def changed(self, process: ManagedProcess) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
+
+
+class PlainStatus(Status):
+    """Prints one line for each change, for logs and pipes."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self.stream = stream
+        self._clock = clock
+        self._began = self._wrote = clock()
+        self._shown: dict[str, str] = {}
+
+    @asynccontextmanager
+    async def showing(self, processes: Sequence[ManagedProcess]) -> AsyncIterator[None]:
+        follower = asyncio.create_task(self._follow(processes))
+        try:
+            yield
+        finally:
+            follower.cancel()
+            await asyncio.wait((follower,))
+
+    def changed(self, process: ManagedProcess) -> None:
+        end = f" ({process.describe_end()})" if process.state == "exited" else ""
+        # A percentage that grows is not a change.
+        doing = process.activity.doing if process.state in UNDER_WAY else ""
+        line = f"{process.name} pid={process.pid} {process.state}{end}" + (f": {doing}" if doing else "")
+        if self._shown.get(process.name) != line:
+            self._shown[process.name] = line
+            self._line(line)
+
+    def note(self, text: str) -> None:
+        print(text, file=self.stream, flush=True)
+        self._wrote = self._clock()
+
+    def update(self, processes: Iterable[ManagedProcess]) -> None:
+        """Print what has changed since the last call, or, after a silence, which processes `up` waits for."""
+        under_way = [process for process in processes if process.state in UNDER_WAY]
+        for process in under_way:
+            self.changed(process)
+        if under_way and self._clock() - self._wrote >= SILENCE_SECONDS:
+            waited_for = ", ".join(f"{process.name} ({what_it_does(process)})" for process in under_way)
+            self._line(f"waiting for {waited_for}")
+
+    async def _follow(self, processes: Sequence[ManagedProcess]) -> None:
+        while True:
+            self.update(processes)
+            await asyncio.sleep(POLL_SECONDS)
+
+    def _line(self, text: str) -> None:
+        self.note(f"[{self._clock() - self._began:6.1f}s] {text}")
+
+
+class TableStatus(Status):
+    """Shows a live table, with messages above it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from trtllm_disagg.console import Console
+
+        self.console = Console(stream)
+        self._began = time.monotonic()
+
+    @asynccontextmanager
+    async def showing(self, processes: Sequence[ManagedProcess]) -> AsyncIterator[None]:
+        from rich.live import Live
+
+        with Live(
+            console=self.console,
+            get_renderable=lambda: process_table(list(processes), self._began),
+            refresh_per_second=REFRESHES_PER_SECOND,
+            redirect_stdout=sys.stdout.isatty(),
+            redirect_stderr=False,
+        ):
+            yield
+
+    def note(self, text: str) -> None:
+        self.console.print(text, markup=False, soft_wrap=True)
+
+
+class LossyStream:
+    """A stream whose text is lost when it cannot be written: the terminal is gone, the reader of a pipe has ended, or
+    the disk is full. The deployment serves on, and drains when it stops.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def status_for(stream: TextIO) -> Status:
+    lossy = cast(TextIO, LossyStream(stream))
+    return TableStatus(lossy) if stream.isatty() else PlainStatus(lossy)
+
+
+def what_it_does(process: ManagedProcess) -> str:
+    """A short description of what a process does, for users."""
+    activity = process.activity
+    match process.state:
+        case "planned":
+            return "waits for its turn"
+        case "restarting":
+            left = max(0.0, process.restart_at - time.monotonic())
+            return f"{process.describe_end()}; restarting in {left:.0f} s"
+        case "exited":
+            return process.describe_end()
+        case "starting" if process.role == "frontend":
+            reason = unserved_because(process)
+            waits = "waits for a worker that registers the model"
+            return waits if reason is None else f"cannot serve the model: {reason}"
+        case "starting":
+            return str(activity) or "starting"
+        case "stopping":
+            return str(activity) if activity.doing == DRAINING else "stopping"
+    return str(activity) or "serving"
+
+
+def age(seconds: float) -> str:
+    """As short as `kubectl get` has it."""
+    for unit, sign in ((86400, "d"), (3600, "h"), (60, "m")):
+        if seconds >= 2 * unit:
+            return f"{seconds // unit:.0f}{sign}"
+    return f"{seconds:.0f}s"
+
+
+def process_table(processes: Sequence[ManagedProcess], began: float) -> Table:
+    """`began`: the start of `up`, on the monotonic clock."""
+    from rich.table import Table
+    from rich.text import Text
+
+    now = time.monotonic()
+    table = Table(box=None, pad_edge=False, title=f"up for {now - began:.0f} s", title_justify="left")
+    # On a narrow terminal names and states stay whole; the last column is cut off.
+    for heading, least in (
+        ("process", max((len(process.name) for process in processes), default=0)),
+        ("pid", 0),
+        ("state", max(map(len, COLOURS))),
+    ):
+        table.add_column(heading, no_wrap=True, min_width=least)
+    table.add_column("for", no_wrap=True, justify="right")
+    table.add_column("what it does", no_wrap=True, overflow="ellipsis")
+    for process in processes:
+        table.add_row(
+            process.name,
+            str(process.pid or "-"),
+            Text(process.state, style=COLOURS[process.state]),
+            age(now - process.changed_at),
+            Text(what_it_does(process)),
+        )
+    return table

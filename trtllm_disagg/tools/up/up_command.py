@@ -1,0 +1,251 @@
+"""`trtllm-disagg up`: flags to `DeploymentConfig`, and the run itself."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, get_args
+
+from trtllm_disagg.config.args import argument_parser_of, parse_worker_flags, read_worker_flags
+from trtllm_disagg.config.settings import NOT_EMPTY
+from trtllm_disagg.config.worker_config import FLAGS, SETTINGS, choices_of, flag_of
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.model_directory import servable_model
+from trtllm_disagg.processes.interrupts import ending_as_on_ctrl_c
+from trtllm_disagg.strategies import STRATEGIES, spec_of
+from trtllm_disagg.tools.up.gpus import ROLE_VARIABLES
+from trtllm_disagg.tools.up.plan import (
+    BEYOND_DRAIN_SECONDS,
+    GPU_STARTUP_SECONDS,
+    MOST_WORKERS,
+    STARTUP_SECONDS,
+    DeploymentConfig,
+    ProcessRole,
+    shared_env,
+    worker_arguments,
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    default = DeploymentConfig
+    add = parser.add_argument
+    add_deployment_arguments(parser)
+    add("--http-host", default=default.http_host, help="where the frontend listens (default: %(default)s)")
+    add(
+        "--http-port",
+        type=int,
+        default=default.http_port,
+        metavar="PORT",
+        help="0 takes any free port (default: %(default)s)",
+    )
+    add("--namespace", default=default.namespace, help="Dynamo namespace (default: %(default)s)")
+    add(
+        "--run-dir",
+        type=Path,
+        metavar="DIR",
+        help="logs and processes.json (default: a temporary directory, kept when something failed)",
+    )
+    add(
+        "--gpus",
+        dest="gpu_devices",
+        metavar="LIST",
+        help="GPUs for the workers, as CUDA numbers them: each gets as many of its own as its engine config says "
+        f"(default: {', '.join(ROLE_VARIABLES[role] for role in ('prefill', 'decode'))}, or CUDA_VISIBLE_DEVICES, or "
+        "all of the machine; only --engine tensorrt_llm)",
+    )
+    add(
+        "--stop-timeout",
+        type=float,
+        metavar="SECONDS",
+        help=f"when a process that was told to stop is killed (default: {BEYOND_DRAIN_SECONDS:g} s after draining, and "
+        f"with GPUs also {flag_of('engine_health_shutdown_timeout')})",
+    )
+    add(
+        "--no-restart",
+        dest="restart",
+        action="store_false",
+        help="a process that dies is not started again (default: it is, after 1, 2, 4 ... 30 s)",
+    )
+
+
+def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of a deployment on any platform."""
+    default = DeploymentConfig
+    add = parser.add_argument
+    add("--strategy", required=True, choices=STRATEGIES, help="which stage takes the request first")
+    add("--model", required=True, help="model directory or Hugging Face name")
+    add("--served-model-name", help="name for clients (default: the name of the model directory)")
+    add("--prefill-workers", type=int, metavar="N", help=f"how many (default: {default.prefill_workers})")
+    add("--decode-workers", type=int, metavar="N", help=f"how many (default: {default.decode_workers})")
+    add("--agg-workers", type=int, metavar="N", help=f"only with agg (default: {default.agg_workers})")
+    add("--engine", help="which module offers the LLM API (default: the worker's)")
+    add(
+        "--engine-configs",
+        type=Path,
+        metavar="DIR",
+        help="directory with agg.yaml, or prefill.yaml and decode.yaml (default: none)",
+    )
+    add(
+        "--kv-block-size",
+        type=int,
+        metavar="TOKENS",
+        help="for all workers and the router (default: the engine's)",
+    )
+    add(
+        "--next-router",
+        choices=choices_of("next_router"),
+        help="how a worker chooses the one that it calls (default: the worker's, round_robin)",
+    )
+    add(
+        "--prefill-dispatch",
+        choices=choices_of("prefill_dispatch"),
+        help="queue: prefill workers pull from a queue on NATS, which `up` starts "
+        f"(default: {default.prefill_dispatch}) [{FLAGS['prefill_dispatch'].variables[0]}]",
+    )
+    add(
+        "--startup-timeout",
+        type=float,
+        metavar="SECONDS",
+        help=f"how long the start may take (default: {STARTUP_SECONDS:g}; with GPUs {GPU_STARTUP_SECONDS:g})",
+    )
+    drain = FLAGS["drain_seconds"]
+    add(
+        flag_of("drain_seconds"),
+        type=argument_parser_of("drain_seconds"),
+        metavar="SECONDS",
+        help="how long a worker that leaves waits for its requests; then other workers go on with them "
+        f"(default: {SETTINGS['drain_seconds'].default:g}) [{drain.variables[0]}]",
+    )
+    add_worker_args(parser)
+    _add_flags_for(parser, "--frontend-args", "dynamo.frontend")
+
+
+def add_worker_args(parser: argparse.ArgumentParser) -> None:
+    _add_flags_for(parser, "--worker-args", "every worker", read_worker_flags)
+
+
+def _add_flags_for(
+    parser: argparse.ArgumentParser, flag: str, program: str, check: Callable[[list[str]], object] = list
+) -> None:
+    """Add a flag that takes flags of another program (`cli.TAKE_FLAGS`). `check` raises ConfigError for wrong ones."""
+
+    def read(text: str) -> list[str]:
+        try:
+            words = shlex.split(text)
+            check(words)
+        except (ConfigError, ValueError) as error:
+            raise ConfigError(f"{flag}: {error}") from None
+        return words
+
+    parser.add_argument(
+        flag,
+        type=read,
+        default=[],
+        metavar="'...'",
+        help=f"more arguments for {program} (one alone: {flag}=--flag)",
+    )
+
+
+def run(args: argparse.Namespace) -> ExitCode:
+    """Returns the exit code of `serve`."""
+    from trtllm_disagg.tools.up.run_dir import scratch_directory
+
+    if args.run_dir is not None:
+        return _serve(config_from(args, args.run_dir))
+    # Until `serve` listens to these signals itself.
+    with ending_as_on_ctrl_c(), scratch_directory("trtllm-disagg-") as scratch:
+        code = _serve(config_from(args, scratch.path))
+        scratch.is_kept = code is ExitCode.FAILED
+        return code
+
+
+def _serve(config: DeploymentConfig) -> ExitCode:
+    # Imported only after the flags are checked; `--help` does not need them.
+    import asyncio
+
+    from trtllm_disagg.tools.up.lifecycle import serve
+    from trtllm_disagg.tools.up.status import status_for
+
+    for role, count in config.workers.items():
+        if count > MOST_WORKERS:
+            raise ConfigError.bad_value(f"--{role}-workers", count, f"1 to {MOST_WORKERS} workers")
+    config = replace(config, model=str(servable_model(config.model)))
+    _check_worker_arguments(config, os.environ)
+    return asyncio.run(serve(config, status_for(sys.stderr)))
+
+
+def _check_worker_arguments(config: DeploymentConfig, environ: Mapping[str, str]) -> None:
+    """Raises ConfigError for what each worker would refuse, seconds after its start."""
+    for arguments in worker_arguments(config).values():
+        parse_worker_flags(arguments, {**environ, **shared_env(config, environ)})
+
+
+def config_from(args: argparse.Namespace, run_dir: Path) -> DeploymentConfig:
+    """The configuration from the flags, which are named after its fields."""
+    values = {
+        field.name: getattr(args, field.name) for field in fields(DeploymentConfig) if field.name in args
+    }
+    for role in get_args(ProcessRole):
+        if values.get(f"{role}_workers", 0) is None:
+            del values[f"{role}_workers"]
+        elif f"{role}_workers" in values:
+            _require_role(role, values[f"{role}_workers"], args.strategy)
+    configs = engine_configs_in(args.engine_configs, args.strategy) if args.engine_configs else {}
+    return DeploymentConfig(
+        **values
+        | {
+            "served_model_name": _served_name(args),
+            "run_dir": run_dir,
+            "engine_configs": configs,
+            "worker_args": tuple(args.worker_args),
+            "frontend_args": tuple(args.frontend_args),
+            "drain_seconds": _or_variable("drain_seconds", args.drain_seconds, os.environ),
+            "prefill_dispatch": _or_variable("prefill_dispatch", args.prefill_dispatch, os.environ)
+            or DeploymentConfig.prefill_dispatch,
+        }
+    )
+
+
+def _served_name(args: argparse.Namespace) -> str:
+    name: str | None = args.served_model_name
+    if name is not None and not NOT_EMPTY.accepts(name):
+        raise ConfigError.bad_value("--served-model-name", name, NOT_EMPTY.in_words)
+    return name or default_name(args.model)
+
+
+def _or_variable(name: str, given: Any, environ: Mapping[str, str]) -> Any:
+    """The value of the flag, else of its variable, as for a worker."""
+    variable = FLAGS[name].variables[0]
+    if given is None and environ.get(variable):
+        return argument_parser_of(name, variable)(environ[variable])
+    return given
+
+
+def default_name(model: str) -> str:
+    """The name of the directory; a Hugging Face name is kept whole."""
+    return Path(model).resolve().name if os.path.isdir(model) else model
+
+
+def engine_configs_in(directory: Path, strategy: str) -> dict[ProcessRole, Path]:
+    """The YAML file of every role that `strategy` needs."""
+    files: dict[ProcessRole, Path] = {
+        role: (directory / f"{role}.yaml").absolute() for role in spec_of(strategy).roles
+    }
+    missing = [file.name for file in files.values() if not os.path.isfile(file)]
+    if missing:
+        raise ConfigError.bad_value(
+            "--engine-configs", str(directory), f"a directory with {' and '.join(missing)}"
+        )
+    return files
+
+
+def _require_role(role: ProcessRole, count: int, strategy: str) -> None:
+    if role not in spec_of(strategy).roles:
+        fitting = ", ".join(name for name, spec in STRATEGIES.items() if role in spec.roles)
+        raise ConfigError.bad_value(f"--{role}-workers", count, f"--strategy {fitting}, not {strategy}")
