@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-OUT = Path(__file__).parents[1] / "trtllm_disagg" / "testing" / "llm_api"
+OUT = Path(__file__).parents[1] / "trtllm_disagg" / "engines" / "recording" / "llm_api"
 
 #: The file and name of each class, followed by those of its base classes.
 CLASSES = {

@@ -27,7 +27,7 @@ from trtllm_disagg.exit_codes import ExitCode
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "reference"
-PIN = ROOT / "trtllm_disagg" / "testing" / "llm_api" / "1.3.0rc.json"
+PIN = ROOT / "trtllm_disagg" / "engines" / "recording" / "llm_api" / "1.3.0rc.json"
 MADE = "\n\n<!-- Made by tools/reference.py from the code; change that. -->\n\n"
 
 
