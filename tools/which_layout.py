@@ -89,7 +89,7 @@ layouts less than 10 % apart; alone: the other kind keeps these limits at no rat
 Nothing here was measured. It is an event simulation on the step times of modelled GPUs, without our own software;
 both orders are alike in it, and of each prompt all that an earlier one began with is in a cache, which is kind to
 agents and to the trace. `trtllm-disagg bench strategies --foresee` does it for your own model, traffic and limits in
-seconds. What was measured: [which strategy](which-strategy.md); how far both agree: [log](../log.md).
+seconds. What was measured: [which strategy](which-strategy.md); how far both agree: [log](../log/simulation.md).
 
 ![For each workload a panel: a row for each model and limit of TTFT, a column for each limit of TPOT. Blue: separate
 workers lead; red: workers that do both.](which-layout.png)

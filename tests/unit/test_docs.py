@@ -19,11 +19,11 @@ from trtllm_disagg.config.args import actions_of, add_worker_arguments
 from trtllm_disagg.tools.bench import BENCHMARKS
 
 ROOT = Path(__file__).parents[2]
-#: Not the log and the decisions: those tell of their time.
+#: Not the changelog, the log and the decisions: those describe their time.
 DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")], key=str)
 PAGES = [
-    page for page in PAGES if page.name not in ("CHANGELOG.md", "log.md") and page.parent.name != "decisions"
+    page for page in PAGES if page.name != "CHANGELOG.md" and page.parent.name not in ("decisions", "log")
 ]
 
 _PATH = re.compile(

@@ -348,7 +348,7 @@ def _open(config: WorkerConfig) -> Any:
 
 class DynamoRegistration:
     """Registers this worker with frontends, or with the KV routers of the other role (`tells_peers`), never with both:
-    a frontend does not serve a model that both roles registered (measured, docs/log.md). All methods are idempotent.
+    a frontend does not serve a model that both roles registered (docs/log/dynamo.md). All methods are idempotent.
     """
 
     def __init__(
@@ -421,7 +421,7 @@ def _registration(config: WorkerConfig) -> tuple[Any, Any, list[list[Any]]]:
 
 #: The card of a second stage: without a card no KvRouter listens to its cache events. With this worker type the
 #: frontend neither routes requests to it nor counts the model as served when the first stage is gone, and KvRouters
-#: listen to it, unlike to WorkerType.Decode. All measured (docs/log.md), for prefill and decode workers.
+#: listen to it, unlike to WorkerType.Decode. All measured, for both roles (docs/log/dynamo.md).
 _UNROUTED: tuple[Any, Any, list[list[Any]]] = (
     ModelType.Empty,
     WorkerType.Prefill,

@@ -44,7 +44,7 @@ class Arithmetic:
 
     scalar: Any
     vector: Any
-    #: The cache that weights are prefetched into; measured (docs/log.md).
+    #: The cache that weights are prefetched into; measured (docs/log/cpu-kernels.md).
     cache_level: Literal[1, 2]
 
     def emit_input(self, b: Any, address: Any) -> Any:

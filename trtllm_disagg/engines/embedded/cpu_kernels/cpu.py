@@ -43,7 +43,7 @@ _AVX2_ENVIRONMENT = {
     "NUMBA_CPU_FEATURES": ",".join(f"+{feature}" for feature in _X86_64_V3.split()),
 }
 #: How OpenMP's threads wait for work, and for each other: some 20 us, then asleep. Threads that spin for longer starve
-#: other workers; those that sleep at once come late to each of the many products of a prefill (docs/log.md).
+#: other workers; those that sleep at once come late to each product of a prefill (docs/log/cpu-kernels.md).
 WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 #: arch/x86/include/uapi/asm/prctl.h, and the system call's number on x86-64.
 _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
@@ -51,7 +51,7 @@ _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 _FIRST_LEVEL = Path("/sys/devices/system/cpu/cpu0/cache/index0")
 _MALLOC = "GLIBC_TUNABLES"
 #: With it glibc's malloc asks for huge pages, which Linux gives to processes that ask. With pages of 4 KiB a processor
-#: spends much of a small step, which reads every weight once, on looking up addresses (docs/log.md).
+#: spends much of a small step, which reads every weight once, on looking up addresses (docs/log/cpu-kernels.md).
 _HUGE_PAGES = "glibc.malloc.hugetlb"
 
 

@@ -41,7 +41,7 @@ from trtllm_disagg.engines.embedded.cpu_kernels.llvm_ir import (
 )
 
 #: By bytes of a number: so many positions and query heads of a KV head at a time. Their scores are made side by side,
-#: their values added to sums that stay in registers; and so much is prefetched at once. Measured: docs/log.md.
+#: their values added to sums that stay in registers; and so much is prefetched (docs/log/cpu-kernels.md).
 _TILES = {4: (4, 1) if this_cpu().level == "avx2" else (2, 2), 2: (4, 1)}
 #: At least so many bytes ahead.
 _PREFETCH_DISTANCE = 10240

@@ -62,7 +62,7 @@ def _steps_in_cache(bytes_: int) -> int:
 
 
 #: Steps of a piece. Up to three passes with wide registers wait for memory more than they compute: their weights stay
-#: in the first-level cache, at the price of sums that are stored more often (docs/log.md).
+#: in the first-level cache, at the price of sums that are stored more often (docs/log/cpu-kernels.md).
 _FEW_PASSES = 3
 _SHORT, _LONG = _steps_in_cache(first_level_cache()), 256
 if this_cpu().level != "avx512":
@@ -168,7 +168,7 @@ def multiply(x: Any, weight: Any, block: Any, out: Any, first: Any, last: Any) -
     rows, inputs = x.shape
     item, x_stride, out_stride = x.itemsize, x.strides[0], out.strides[0]
     passes = (rows + _MOST - 1) // _MOST
-    # Passes of equal rows: each has time for an equal share of the prefetches (docs/log.md).
+    # Passes of equal rows: each has time for an equal share of the prefetches (docs/log/cpu-kernels.md).
     fewest, larger = rows // passes, rows % passes
     by = (CACHE_LINE + passes - 1) // passes
     piece = _SHORT if passes <= _FEW_PASSES else _LONG

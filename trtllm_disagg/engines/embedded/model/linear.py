@@ -94,7 +94,7 @@ def _share_of_equal(panels: Panels, x: torch.Tensor, expected: torch.Tensor) -> 
 
 def _most_rows() -> float:
     """The most rows of a product that the kernel computes, where it knows the weight. With vectors of AVX2 it is faster
-    than oneDNN for any number of rows (docs/log.md), if it has as many threads.
+    than oneDNN for any number of rows (docs/log/cpu-kernels.md), if it has as many threads.
     """
     is_faster = this_cpu().level == "avx2" and num_threads() == torch.get_num_threads()
     return math.inf if is_faster else MOST_ROWS

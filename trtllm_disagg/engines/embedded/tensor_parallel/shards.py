@@ -1,7 +1,7 @@
 """The pools of a sender's ranks, and how a rank with another part of the KV heads reads from them.
 
 Where pools are divided differently, the heads that two ranks have in common are a short stretch of every slot
-(`kv[block, layer, k|v, slot, head, dim]`). Reading those stretches one by one is slow (docs/log.md): whole blocks are
+(`kv[block, layer, k|v, slot, head, dim]`). Reading them one by one is slow (docs/log/kv-transfer.md): full blocks are
 read, into memory beside the pool, and the heads copied out of it.
 """
 
