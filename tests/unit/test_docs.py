@@ -29,7 +29,6 @@ PAGES = [
 _PATH = re.compile(
     r"`((?:trtllm_disagg|handlers|launch|deploy|tests|tools|engine_configs|requirements)/[\w/.-]+)`"
 )
-_NAME_IN_FILE = re.compile(r"`((?:trtllm_disagg|handlers)/[\w/]+\.py)` `([\w.]+)`")
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)")
 _COMMAND = re.compile(rf"trtllm-disagg ({'|'.join(COMMANDS)})\b((?:[^`\n]|\\\n)*)")
 _FLAG = re.compile(r"(?<![\w-])(--[a-z][\w-]*)")
@@ -66,33 +65,13 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     assert not missing
 
 
-def test_names_that_the_page_of_the_structure_puts_into_files_are_there() -> None:
-    told = _NAME_IN_FILE.findall((DOCS / "explanation" / "structure.md").read_text(encoding="utf-8"))
-    assert len(told) > 10
-    absent = [(file, name) for file, name in told if not _defines((ROOT / file).read_text(), name)]
-    assert absent == []
-
-
-def test_the_page_of_the_structure_names_every_package_and_every_file_at_the_top() -> None:
+def test_the_page_of_the_structure_names_every_package_of_the_three_houses() -> None:
     text = (DOCS / "explanation" / "structure.md").read_text(encoding="utf-8")
-    table = text.partition("## Where things are")[2]
-    assert table
-    at_the_top = {
-        f"{path.name}/" if path.is_dir() else path.name
-        for path in (ROOT / "trtllm_disagg").iterdir()
-        if path.is_dir() or path.suffix == ".py"
-    }
-    assert {name for name in at_the_top - {*_CODE.findall(table)} if not name.startswith("_")} == set()
-
-
-def _defines(source: str, name: str) -> bool:
-    """Whether a file has a name of its top level, or `Class.method`."""
-    outer, _, method = name.partition(".")
-    found = re.search(rf"^(?:(?:async def|def|class) )?{outer}\b", source, re.MULTILINE)
-    if found is None or not method:
-        return found is not None
-    body = re.split(r"\n\S", source[found.end() :], maxsplit=1)[0]
-    return re.search(rf"^    (?:async )?def {method}\b", body, re.MULTILINE) is not None
+    house = ROOT / "trtllm_disagg"
+    rooms = {path.parent.name for path in house.glob("*/__init__.py")}
+    rooms |= {path.parent.name for name in ("engines", "tools") for path in house.glob(f"{name}/*/__init__.py")}
+    assert len(rooms) > 10
+    assert {room for room in rooms if f"{room}/" not in text} == set()
 
 
 @every_page
