@@ -15,7 +15,7 @@ def huge_page_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor
     """Zeroed CPU memory, on huge pages where the kernel gives them, every page present from the start.
 
     A read out of another process pins page by page; with 2 MiB pages on both ends it runs at the speed of
-    memcpy, with 4 KiB pages at half of that (docs/reference/benchmarks.md).
+    memcpy, with 4 KiB pages below that.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     memory = mmap.mmap(-1, nbytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
