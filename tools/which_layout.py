@@ -1,5 +1,5 @@
-"""Makes the page which-layout of the reference: under which limits separate workers should be better, for the models,
-GPUs and workloads of the page which-strategy. It simulates like `bench strategies --foresee`, and takes minutes.
+"""Makes the page which-layout of the reference: under which limits separate workers are better, for five models and
+GPUs and every workload. It simulates like `trtllm-disagg plan`, and takes minutes.
 
     python -m tools.which_layout [--workers 4]
 """
@@ -7,24 +7,31 @@ GPUs and workloads of the page which-strategy. It simulates like `bench strategi
 from __future__ import annotations
 
 import argparse
+import json
 import math
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from tools.which_strategy import FOLDER, link_from
-from tools.which_strategy_runs import PAIRS
-from tools.which_strategy_trace import write_trace
-from trtllm_disagg.tools.bench.strategies.layout_comparison import (
+from trtllm_disagg.tools.plan.comparison import (
     FIRST_TOKEN_FACTORS,
     TOKEN_FACTORS,
     LayoutLead,
     LayoutSimulation,
-    layouts,
 )
-from trtllm_disagg.tools.bench.strategies.planning import Engines
-from trtllm_disagg.tools.bench.strategies.workloads import BUILT_IN, Traffic, trace
+from trtllm_disagg.tools.plan.layouts import one_of_each
+from trtllm_disagg.tools.plan.modelled_gpus import Engines
+from trtllm_disagg.tools.plan.workloads import BUILT_IN
 
+FOLDER = Path(__file__).parents[1] / "docs" / "reference"
+#: (model, GPU, arguments over those of engine_configs/modelled).
+_SERVED: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("llama-3.1-8b", "h100_sxm", {}),
+    ("qwen3-32b-fp8", "h100_sxm", {}),
+    ("llama-3.1-70b-fp8", "h200_sxm", {"tensor_parallel_size": 2}),
+    ("gpt-oss-120b", "b200_sxm", {}),
+    ("qwen3-235b-a22b-fp8", "h200_sxm", {"tensor_parallel_size": 4, "moe_expert_parallel_size": 4}),
+)
 NAME = "which-layout"
 #: The lead, in doublings, that has the darkest colour.
 _MOST_DOUBLINGS = 2
@@ -42,38 +49,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=FOLDER)
     options = parser.parse_args(arguments)
     leads: ByWorkload = {}
-    for pair in PAIRS:
-        engines = Engines.read(
-            "modelled", options.model, _CONFIGS, layouts(options.workers, 1), pair.override()
-        )
-        arms, workers = layouts(options.workers, engines.gpus_per_worker), engines.workers()
-        for name, traffic in _workloads(engines.longest).items():
-            told = LayoutSimulation(arms, traffic, workers)
-            alone = f"{told.first_token_ms:.3g} ms, {told.token_ms:.3g} ms"
-            leads.setdefault(name, {})[engines.subject()] = alone, _leads(told)
-            print(engines.subject(), name, flush=True)
-    write_page(leads, options.workers, options.out)
-
-
-def write_page(leads: ByWorkload, workers: int, out: Path) -> None:
-    draw(leads, out / f"{NAME}.png")
-    (out / f"{NAME}.md").write_text("\n".join(_page(leads, workers)) + "\n", encoding="utf-8")
-    link_from(out / "index.md", NAME, "under which limits separate workers should be better, by simulation")
-
-
-def _workloads(longest: int) -> dict[str, Traffic]:
-    with tempfile.TemporaryDirectory() as directory:
-        file = Path(directory) / "trace.jsonl"
-        write_trace(file)
-        return BUILT_IN | {"trace": trace(file, longest)}
-
-
-def _leads(told: LayoutSimulation) -> Leads:
-    return {
-        (first, token): told.lead(told.slo(first, token))
-        for first in FIRST_TOKEN_FACTORS
-        for token in TOKEN_FACTORS
-    }
+    for model, system, given in _SERVED:
+        override = json.dumps({**given, "modelled": {"model": model, "system": system}})
+        read = Engines.read("modelled", options.model, _CONFIGS, one_of_each(options.workers, 1), override)
+        layouts, workers = one_of_each(options.workers, read.gpus_per_worker), read.workers()
+        for name, traffic in BUILT_IN.items():
+            simulated = LayoutSimulation(layouts, traffic, workers)
+            alone = f"{simulated.first_token_ms:.3g} ms, {simulated.token_ms:.3g} ms"
+            limits = [(first, token) for first in FIRST_TOKEN_FACTORS for token in TOKEN_FACTORS]
+            own = {each: simulated.lead(simulated.slo(*each)) for each in limits}
+            leads.setdefault(name, {})[read.subject()] = alone, own
+            print(read.subject(), name, flush=True)
+    draw(leads, options.out / f"{NAME}.png")
+    page = "\n".join(_page(leads, options.workers)) + "\n"
+    (options.out / f"{NAME}.md").write_text(page, encoding="utf-8")
 
 
 _HEAD = """\
@@ -81,15 +70,15 @@ _HEAD = """\
 
 <!-- Made by tools/which_layout.py; do not edit. -->
 
-Of {workers} workers, should each do both (`{workers} agg`), or some prefill and others decode (`2P2D`)? It depends on
-how near the limits of an answer are to what a request takes that is alone. Compared is the rate up to which nine of
-ten answers keep both limits: `2P2D 1.6x` has 1.6 times the rate of the best layout of the other kind. Alike are
-layouts less than 10 % apart; alone: the other kind keeps these limits at no rate; -: no layout does.
+Should each of {workers} workers do both phases (`{workers} agg`), or some prefill and others decode (`2P2D`)? It
+depends on how near the limits of an answer are to the times of a lone request. The page compares the rate up to
+which nine of ten answers keep both limits: `2P2D 1.6x` has 1.6 times the rate of the best agg layout. "alike": less than 10 %
+apart; "alone": the other kind keeps these limits at no rate; "-": no layout does.
 
-Nothing here was measured. It is an event simulation on the step times of modelled GPUs, without our own software;
-both orders are alike in it, and of each prompt all that an earlier one began with is in a cache, which is kind to
-agents and to the trace. `trtllm-disagg bench strategies --foresee` does it for your own model, traffic and limits in
-seconds. What was measured: [which strategy](which-strategy.md); how far both agree: [log](../log/simulation.md).
+Nothing here was measured. It is an event simulation on the step times of modelled GPUs, without our own software.
+Both orders are alike in it. The simulation finds every repeated prefix in a cache, which favours agents.
+`trtllm-disagg plan` does the same for your model, traffic and limits in seconds; how far it agrees with
+deployments of the modelled engine: [log](../log/simulation.md).
 
 ![For each workload a panel: a row for each model and limit of TTFT, a column for each limit of TPOT. Blue: separate
 workers lead; red: workers that do both.](which-layout.png)

@@ -12,7 +12,7 @@ import os
 import re
 import select
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -76,6 +76,11 @@ COMMANDS = {
         "trtllm-disagg k8s --strategy decode_first --model Qwen/Qwen3-8B --engine-configs engine_configs/qwen3 "
         "--image registry.example/trtllm-disagg:0.2.0",
     ),
+    "plan": Command(
+        "simulate in seconds which layout of modelled GPUs suits a model, traffic and limits",
+        "trtllm_disagg.tools.plan",
+        "trtllm-disagg plan --model .cache/demo-model --workloads rag --workers 4 --slo ttft=500,tpot=30",
+    ),
     "doctor": Command(
         "check the engine files of a prefill and a decode worker, or a deployment that serves",
         "trtllm_disagg.tools.doctor",
@@ -126,6 +131,8 @@ _KINDS = {"int": "a whole number", "float": "a number"}
 class Parser(argparse.ArgumentParser):
     """Raises ConfigError for wrong arguments, as every other part of a command does."""
 
+    #: Flags of earlier versions: what to use instead. A command's module sets it.
+    replaced: Mapping[str, str] = {}
     _words: Sequence[str] = ()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -315,7 +322,13 @@ def _with_values(arguments: list[str]) -> list[str]:
 TAKE_FLAGS = ("--worker-args", "--frontend-args", "--prefill-flags", "--decode-flags")
 
 
+#: Commands of earlier versions: what to use instead.
+_REPLACED: dict[str, str] = {}
+
+
 def _command(name: str) -> Command:
+    if name in _REPLACED:
+        raise ConfigError(f"the command {name} is gone since 0.2: {_REPLACED[name]}")
     if name not in COMMANDS:
         close = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""

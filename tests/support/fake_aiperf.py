@@ -1,16 +1,17 @@
-"""A command in AIPerf's place: sends a schedule's requests at their times, and writes what they took as AIPerf 0.13.0
-does. `command_in` makes a file of it, for `--aiperf`.
+"""A command in AIPerf's place: sends the requests of a sweep, and writes what AIPerf 0.13.0 writes of it.
+`command_in` makes a file of it, for `--aiperf`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import random
 import sys
 import time
-import uuid
 from itertools import pairwise
 from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
 import httpx
@@ -28,53 +29,60 @@ def command_in(directory: Path) -> Path:
 
 
 def main(arguments: list[str]) -> None:
-    if arguments == ["--version"]:
-        print("aiperf 0.13.0")
-        return
     given = dict(pairwise(arguments))
-    lines = [json.loads(line) for line in Path(given["--input-file"]).read_text().splitlines()]
-    records = asyncio.run(_send_all(lines, given["--url"]))
-    file = Path(given["--artifact-dir"]) / "profile_export.jsonl"
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    sweep = [asyncio.run(_at_rate(given, float(rate))) for rate in given["--request-rate"].split(",")]
+    place = Path(given["--artifact-dir"]) / "sweep_aggregate"
+    place.mkdir(parents=True)
+    content = {"per_combination_metrics": sweep}
+    (place / "profile_export_aiperf_sweep.json").write_text(json.dumps(content))
 
 
-async def _send_all(lines: list[dict[str, Any]], url: str) -> list[dict[str, Any]]:
-    # The client's first use of a connection takes longer than any other.
+async def _at_rate(given: dict[str, str], rate: float) -> dict[str, Any]:
+    numbers = random.Random(rate)
+    vocabulary = json.loads((Path(given["--tokenizer"]) / "config.json").read_text())["vocab_size"]
+    count = int(given["--request-count"])
+    prompts = [[numbers.randrange(2, vocabulary) for _ in range(int(given["--isl"]))] for _ in range(count)]
+    begun = time.monotonic()
     async with httpx.AsyncClient(timeout=600, trust_env=False) as client:
-        begun = asyncio.get_running_loop().time() + 0.2
-        return await asyncio.gather(*(_send(client, line, begun, f"{url}/v1/completions") for line in lines))
+        times = await asyncio.gather(
+            *(_send(client, given, prompt, i / rate) for i, prompt in enumerate(prompts))
+        )
+    firsts, gaps = zip(*times, strict=True)
+    limits = dict(text.split(":") for text in given["--goodput"].split())
+    good = [
+        first <= float(limits["time_to_first_token"]) and gap <= float(limits["inter_token_latency"])
+        for first, gap in times
+    ]
+    tokens = count * int(given["--osl"]) / (time.monotonic() - begun)
+    values = {
+        "good_request_fraction": {"avg": mean(good)},
+        "request_error_rate": {"avg": 0.0},
+        "request_throughput": {"avg": count / (time.monotonic() - begun)},
+        "output_token_throughput": {"avg": tokens},
+        "output_token_throughput_per_user": {"p50": 1000 / median(gaps)},
+        "time_to_first_token": {"p50": median(firsts), "p99": max(firsts)},
+        "inter_token_latency": {"p50": median(gaps), "p99": max(gaps)},
+    }
+    return {"parameters": {"rate": rate}, "metrics": values}
 
 
-async def _send(client: httpx.AsyncClient, line: dict[str, Any], begun: float, url: str) -> dict[str, Any]:
-    loop = asyncio.get_running_loop()
-    await asyncio.sleep(begun + line["timestamp"] / 1000 - loop.time())
-    name, begin_ns = str(uuid.uuid4()), time.time_ns()
-    moments: list[int] = []
-    usage: dict[str, int] = {}
-    async with client.stream("POST", url, json=line["payload"], headers={"x-request-id": name}) as response:
+async def _send(
+    client: httpx.AsyncClient, given: dict[str, str], prompt: list[int], at: float
+) -> tuple[float, float]:
+    """Milliseconds until the first token, and between tokens."""
+    await asyncio.sleep(at)
+    body = {
+        "model": given["--model"],
+        "prompt": prompt,
+        "max_tokens": int(given["--osl"]),
+        "ignore_eos": True,
+    }
+    begun, moments = time.monotonic(), list[float]()
+    async with client.stream(
+        "POST", f"{given['--url']}/v1/completions", json=body | {"stream": True}
+    ) as response:
+        response.raise_for_status()
         async for text in response.aiter_lines():
-            if not text.startswith("data: ") or text == "data: [DONE]":
-                continue
-            event = json.loads(text.removeprefix("data: "))
-            usage = event.get("usage") or usage
-            if event["choices"]:
-                moments.append(time.time_ns())
-    end_ns = time.time_ns()
-    metadata = {
-        "conversation_id": line["session_id"],
-        "x_request_id": name,
-        "request_start_ns": begin_ns,
-        "request_end_ns": end_ns,
-    }
-    if response.status_code != 200:
-        return {"metadata": metadata, "error": {"code": response.status_code, "message": "refused"}}
-    gaps = [(after - before) / 1e6 for before, after in pairwise(moments)]
-    values: dict[str, Any] = {
-        "request_latency": (moments[-1] - begin_ns) / 1e6,
-        "time_to_first_token": (moments[0] - begin_ns) / 1e6,
-        "inter_token_latency": (moments[-1] - moments[0]) / 1e6 / (usage["completion_tokens"] - 1),
-        "inter_chunk_latency": gaps,
-        "usage_prompt_tokens": usage["prompt_tokens"],
-        "usage_completion_tokens": usage["completion_tokens"],
-    }
-    return {"metadata": metadata, "metrics": {name: {"value": value} for name, value in values.items()}}
+            if text.startswith("data: ") and text != "data: [DONE]":
+                moments.append(time.monotonic())
+    return 1000 * (moments[0] - begun), 1000 * (moments[-1] - moments[0]) / max(1, int(given["--osl"]) - 1)

@@ -54,6 +54,7 @@ LAYERS = (
     ("engines.embedded", "engines.demo_model"),
     ("engines.modelled", "engines.recording", "embedded"),
     ("tools.up", "tools"),
+    ("tools.plan",),
     ("tools.admin", "tools.trace", "tools.doctor", "tools.bench", "k8s"),
     ("tools.demo", "tools.completion", "tools.top"),
 )
@@ -264,7 +265,7 @@ def test_stand_in_modules_of_the_list_exist() -> None:
         ("engines.modelled.build", "torch transformers dynamo"),
         ("engine.engine", "torch transformers dynamo tensorrt_llm"),
         ("handlers.services", "torch transformers dynamo tensorrt_llm"),
-        ("tools.bench.strategies.starting", "torch transformers"),
+        ("tools.bench.sweeps", "torch transformers"),
         ("strategies", "torch transformers dynamo tensorrt_llm msgspec pydantic yaml trtllm_disagg.handlers"),
         ("cli", "torch transformers dynamo pydantic msgspec yaml"),
     ],

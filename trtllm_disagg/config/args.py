@@ -219,6 +219,9 @@ def refuse_unknown_arguments(parser: argparse.ArgumentParser, unknown: Sequence[
     if not unknown:
         return
     name = unknown[0].split("=", 1)[0]
+    replaced: Mapping[str, str] = getattr(parser, "replaced", {})
+    if name in replaced:
+        raise ConfigError(f"{name} is gone since 0.2: {replaced[name]}")
     known = [option for action in actions_of(parser) for option in action.option_strings]
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {close[0]}?" if close else "; --help lists the flags"

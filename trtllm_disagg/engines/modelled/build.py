@@ -20,11 +20,10 @@ from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout
 from trtllm_disagg.engines.embedded.scheduler.scheduler import create_blocks, create_scheduler
 from trtllm_disagg.engines.embedded.scheduler.statistics import IterationStats
 from trtllm_disagg.engines.modelled.clock import Clock, ScaledClock
-from trtllm_disagg.engines.modelled.config import ModelledArgs, ModelledConfig
+from trtllm_disagg.engines.modelled.config import ModelledArgs
 from trtllm_disagg.engines.modelled.core import ClockedModel, ModelledCore
-from trtllm_disagg.engines.modelled.factors import Factors, FactorsFile, FactorsNow
 from trtllm_disagg.engines.modelled.link import LinkCost, LinkTransport
-from trtllm_disagg.engines.modelled.step_times import StepPricer, StepTimes, StraightLines
+from trtllm_disagg.engines.modelled.step_times import Factors, StepPricer, StepTimes, StraightLines
 from trtllm_disagg.engines.modelled.tables import (
     LONGEST_MEASURED_PROMPT,
     MOST_CONTEXT,
@@ -86,7 +85,9 @@ def build_core(args: ModelledArgs, wake: Callable[[], None], clock: Clock) -> Mo
     blocks = create_blocks(kv_config, num_blocks, events)
     block_bytes = gpus.facts.kv_bytes_per_token * size * gpus.kv_gpus
     connector = _create_connector(args, gpus, raw, num_blocks, block_bytes, wake, clock)
-    model = ClockedModel(StepPricer(gpus.times, gpus.num_ranks), _factors(own), clock)
+    model = ClockedModel(
+        StepPricer(gpus.times, gpus.num_ranks), Factors(own.prefill_factor, own.decode_factor), clock
+    )
     ready = Ready(
         num_blocks=num_blocks,
         tokens_per_block=size,
@@ -115,13 +116,6 @@ def build_core(args: ModelledArgs, wake: Callable[[], None], clock: Clock) -> Mo
         wall=clock,
         time_scale=own.time_scale,
     )
-
-
-def _factors(own: ModelledConfig) -> FactorsNow:
-    if own.factors_file is not None:
-        return FactorsFile(own.factors_file).now
-    fixed = Factors(own.prefill_factor, own.decode_factor)
-    return lambda: fixed
 
 
 def _require_tables() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -75,8 +74,6 @@ class ModelledConfig(_Frozen):
     #: All step times of prefill, and of decode, are multiplied by it.
     prefill_factor: PositiveFloat = 1.0
     decode_factor: PositiveFloat = 1.0
-    #: Instead of these two: {"prefill_factor", "decode_factor"}, read again when work begins after a rest.
-    factors_file: Path | None = None
 
 
 def checked(given: Any) -> ModelledConfig:

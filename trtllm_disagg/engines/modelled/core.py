@@ -15,8 +15,7 @@ from trtllm_disagg.engines.embedded.model.rows import Sampled
 from trtllm_disagg.engines.embedded.scheduler.scheduler import Row
 from trtllm_disagg.engines.embedded.scheduler.sequence import Sequence
 from trtllm_disagg.engines.modelled.clock import Clock
-from trtllm_disagg.engines.modelled.factors import FactorsNow
-from trtllm_disagg.engines.modelled.step_times import StepPricer
+from trtllm_disagg.engines.modelled.step_times import Factors, StepPricer
 from trtllm_disagg.engines.scripted_tokens import checksum, extended, token_after
 
 #: In wall seconds; statistics and KV events are never older than this.
@@ -58,10 +57,9 @@ class ClockedModel:
     matter how long this process takes in between: a GPU's host works beside the GPU.
     """
 
-    def __init__(self, pricer: StepPricer, factors: FactorsNow, clock: Clock) -> None:
+    def __init__(self, pricer: StepPricer, factors: Factors, clock: Clock) -> None:
         self._pricer = pricer
         self._factors = factors
-        self._in_force = factors()
         self._clock = clock
         self._texts = Texts()
         #: No work is left: the next step begins when work arrives.
@@ -82,8 +80,7 @@ class ClockedModel:
         begin = self.end
         if self.is_idle:
             begin = max(self.end, self._clock.now())
-            self._in_force = self._factors()
-        self.seconds = self._pricer.seconds(rows, self._in_force)
+        self.seconds = self._pricer.seconds(rows, self._factors)
         self.end = begin + self.seconds
         tokens = iter(self._texts.next_tokens([row.sequence for row in rows if row.samples]))
         made = [_certain(row, next(tokens)[0] if row.samples else None) for row in rows if row.num_logits]
@@ -95,7 +92,7 @@ class ClockedModel:
         step, and the tokens of each row.
         """
         seconds: list[float] = []
-        steps = self._pricer.decode_steps(rows, self._in_force)
+        steps = self._pricer.decode_steps(rows, self._factors)
         while len(seconds) < most and self.end <= now:
             self.seconds = next(steps)
             self.end += self.seconds
@@ -106,7 +103,7 @@ class ClockedModel:
 
     def seconds_of_next(self, sequences: list[Sequence]) -> float:
         """Duration of the next step, in which all sequences decode."""
-        return next(self._pricer.decode_steps([Row.of(each, 1) for each in sequences], self._in_force))
+        return next(self._pricer.decode_steps([Row.of(each, 1) for each in sequences], self._factors))
 
     def _wait(self) -> None:
         self.late = max(0.0, self._clock.now() - max(self.end, self.due_at or 0.0))

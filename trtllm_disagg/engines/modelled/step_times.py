@@ -10,7 +10,13 @@ from typing import NamedTuple, Protocol
 
 from trtllm_disagg.engines.embedded.scheduler.scheduler import Row
 from trtllm_disagg.engines.modelled.config import MeasuredSteps
-from trtllm_disagg.engines.modelled.factors import Factors
+
+
+class Factors(NamedTuple):
+    """By which all step times of prefill and of decode are multiplied."""
+
+    prefill: float = 1.0
+    decode: float = 1.0
 
 
 class Chunk(NamedTuple):

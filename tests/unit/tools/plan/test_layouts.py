@@ -1,0 +1,58 @@
+"""Layouts of equal GPUs, from the one list of strategies."""
+
+from __future__ import annotations
+
+import pytest
+
+from trtllm_disagg.config.deciders import DECIDERS
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.strategies import STRATEGIES, disaggregated, worker_side
+from trtllm_disagg.tools.plan.layouts import chosen_layouts, layouts_of, one_of_each, worker_counts
+
+
+@pytest.mark.parametrize(("workers", "gpus_each"), [(2, 1), (4, 1), (4, 8)])
+def test_every_layout_has_the_same_gpus_and_all_workers(workers: int, gpus_each: int) -> None:
+    for layout in layouts_of(workers, gpus_each):
+        assert layout.gpus == workers * gpus_each
+        assert layout.agg_workers + layout.prefill_workers + layout.decode_workers == workers
+
+
+def test_every_strategy_and_every_decider_of_the_tables_is_a_layout() -> None:
+    layouts = layouts_of(4)
+    assert {layout.strategy for layout in layouts} == set(STRATEGIES)
+    chosen = {layout.flags[-1] for layout in layouts if "--prefill-decider" in layout.flags}
+    assert chosen == set(DECIDERS) - {"always"}
+    pairs = {(each.prefill_workers, each.decode_workers) for each in layouts if each.strategy == "router"}
+    assert pairs == {(1, 3), (2, 2), (3, 1)}
+    assert len({layout.name for layout in layouts}) == len(layouts)
+
+
+def test_only_strategies_whose_workers_call_get_flags_of_orchestration() -> None:
+    for layout in layouts_of(2):
+        assert bool(layout.flags) == (layout.strategy in worker_side())
+
+
+def test_without_patterns_each_strategy_is_there_once() -> None:
+    names = [layout.name for layout in chosen_layouts(layouts_of(2))]
+    assert names == ["2 agg", *(f"1P1D {name}" for name in disaggregated())]
+
+
+def test_a_pattern_that_fits_no_layout_is_refused_with_the_layouts() -> None:
+    with pytest.raises(ConfigError, match=r"--layouts: '5P\*'.*2 agg"):
+        chosen_layouts(layouts_of(2), ["5P*"])
+
+
+def test_one_worker_cannot_be_divided() -> None:
+    with pytest.raises(ConfigError, match="--workers: 1"):
+        layouts_of(1)
+
+
+def test_one_of_each_has_every_number_of_workers_once() -> None:
+    assert [layout.workers for layout in one_of_each(3, 2)] == ["3 agg", "1P2D", "2P1D"]
+
+
+@pytest.mark.parametrize("text", ["", "1", "2,x", "-2", "2,1001"])
+def test_a_wrong_number_of_workers_is_refused(text: str) -> None:
+    assert worker_counts("2,4,2") == [2, 4]
+    with pytest.raises(ConfigError, match="--workers"):
+        worker_counts(text)

@@ -1,0 +1,109 @@
+"""Requests of a workload: as long as they should be, at the given rate, in the simulation and by AIPerf."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.tools.plan.workloads import BUILT_IN, chosen_workloads, trace
+
+
+@pytest.mark.parametrize("name", list(BUILT_IN))
+def test_requests_come_in_order_at_the_given_rate_and_lengths(name: str) -> None:
+    traffic = BUILT_IN[name]
+    asks = traffic.asks(2.0, 200)
+    arrivals = [ask.arrival for ask in asks]
+    assert arrivals == sorted(arrivals)
+    # Also of a few, which by chance alone would be anything. Bursts are not divided.
+    assert arrivals[-1] == pytest.approx(100, abs=8)
+    assert traffic.asks(2.0, 32)[-1].arrival == pytest.approx(16, abs=10)
+    assert sum(ask.prompt_tokens for ask in asks) / 200 == pytest.approx(traffic.shape.input_tokens, rel=0.15)
+    assert sum(ask.output_tokens for ask in asks) / 200 == pytest.approx(traffic.shape.output_tokens, rel=0.1)
+    assert asks == traffic.asks(2.0, 200)
+    longest = max(ask.prompt_tokens + ask.output_tokens for ask in traffic.asks(2.0, 300))
+    assert 0.8 * traffic.longest < longest <= traffic.longest
+
+
+def test_turns_of_an_agent_know_the_turn_before_and_the_first_ones_the_system_prompt() -> None:
+    asks = BUILT_IN["agentic"].asks(4.0, 120)
+    prompts: set[int] = {2048}
+    for number, ask in enumerate(asks):
+        assert ask.known in prompts if number else ask.known == 0
+        prompts.add(ask.prompt_tokens)
+    assert sum(ask.known > 2048 for ask in asks) > 20
+
+
+def test_a_burst_arrives_at_once_and_a_point_has_ten_of_them() -> None:
+    bursts = BUILT_IN["bursts"]
+    assert len({ask.arrival for ask in bursts.asks(4.0, 48)}) == 3
+    assert (bursts.at_least(20), BUILT_IN["chat"].at_least(20)) == (160, 20)
+
+
+@pytest.mark.parametrize("name", ["chat", "rag", "reasoning", "bursts"])
+def test_aiperf_gets_the_mean_lengths_of_the_simulation(name: str) -> None:
+    traffic = BUILT_IN[name]
+    flags = dict(zip(traffic.aiperf[::2], traffic.aiperf[1::2], strict=True))
+    shape = traffic.shape
+    assert (float(flags["--isl"]), float(flags["--osl"])) == (shape.input_tokens, shape.output_tokens)
+    assert ("--arrival-smoothness" in flags) == (name == "bursts")
+
+
+def test_requests_of_a_trace_know_the_blocks_that_an_earlier_one_had(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text(
+        '{"timestamp": 1000, "input_length": 1300, "output_length": 7, "hash_ids": [1, 2, 3]}\n'
+        '{"timestamp": 3000, "input_length": 1100, "output_length": 9, "hash_ids": [1, 2, 4]}\n'
+        '{"timestamp": 3000, "input_length": 90000, "output_length": 9, "hash_ids": [5]}\n'
+    )
+    traffic = trace(file, 4096)
+    first, second = traffic.asks(2.0, 10)
+    assert (first.prompt_tokens, second.prompt_tokens, second.output_tokens) == (1300, 1100, 9)
+    assert (first.known, second.known) == (0, 1024)
+    assert (first.arrival, second.arrival) == (0.0, 0.5)
+    assert traffic.shape.cached_tokens == 512
+
+
+@pytest.mark.parametrize("length", [100, 512, 700])
+def test_of_a_prompt_that_was_there_before_the_last_token_is_computed(tmp_path: Path, length: int) -> None:
+    """Where nothing were left to compute, no rate could be chosen."""
+    file = tmp_path / "trace.jsonl"
+    line = f'{{"timestamp": 1, "input_length": {length}, "output_length": 8, "hash_ids": [1, 2]}}\n'
+    file.write_text(line * 1000)
+    shape = trace(file, 4096).shape
+    assert shape.cached_tokens <= shape.input_tokens - 1
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + b'{"timestamp": 1, "input_length": 9, "output_length": 1}\n' * 2)
+    assert len(trace(file, 4096).asks(2.0, 10)) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (None, "No such file"),
+        (b"\x80\x81", "text file"),
+        (b'{"timestamp": 1, "input_length": 9, "output_length": 1}\n{', "line 2"),
+        (b'{"timestamp": 1}', "line 1"),
+        (b'{"timestamp": 1, "input_length": "a", "output_length": 1}', "line 1"),
+        (b'{"timestamp": NaN, "input_length": 9, "output_length": 1}', "line 1"),
+        (b'{"timestamp": 1, "input_length": 900, "output_length": 1}\n' * 2, "at most 512 tokens"),
+    ],
+)
+def test_invalid_trace_is_refused_by_name(tmp_path: Path, content: bytes | None, named: str) -> None:
+    file = tmp_path / "trace.jsonl"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"--trace.*{named}"):
+        trace(file, 512)
+
+
+def test_unknown_and_too_long_workloads_are_refused_by_name() -> None:
+    assert list(chosen_workloads(None, None, 1 << 17)) == list(BUILT_IN)
+    with pytest.raises(ConfigError, match=r"--workloads: 'news'.*chat"):
+        chosen_workloads("chat,news", None, 1 << 17)
+    with pytest.raises(ConfigError, match=r"--workloads: 'rag'.*4096"):
+        chosen_workloads("chat,rag", None, 4096)

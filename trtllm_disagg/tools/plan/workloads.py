@@ -1,0 +1,267 @@
+"""The workloads: for the simulation their requests with arrivals and lengths, for AIPerf the flags that make the same
+traffic.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice, takewhile
+from pathlib import Path
+
+import msgspec
+
+from trtllm_disagg.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request. `arrival`: seconds from the first one."""
+
+    arrival: float
+    prompt_tokens: int
+    output_tokens: int
+    #: Leading tokens of the prompt that an earlier request had.
+    known: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The mean numbers of a request's prompt tokens, output tokens, and prompt tokens that may be cached."""
+
+    input_tokens: float
+    output_tokens: float
+    cached_tokens: float = 0.0
+
+
+#: Makes an endless stream of requests: (rate, random numbers).
+Source = Callable[[float, random.Random], Iterator[Ask]]
+#: One burst alone arrives at once at any rate.
+_FEWEST_BURSTS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """A workload and the source of its requests."""
+
+    #: A word: "chat", "rag", "reasoning", "agentic", "bursts", "trace".
+    name: str
+    description: str
+    shape: Shape
+    source: Source
+    #: Prompt and output tokens of the longest possible request.
+    longest: int
+    #: AIPerf's flags for the same traffic.
+    aiperf: tuple[str, ...] = ()
+    #: Seconds of a conversation. Conversations under way at the beginning are in no cache yet.
+    session_s: float = 0.0
+    #: Requests that arrive at once.
+    burst: int = 1
+
+    def at_least(self, count: int) -> int:
+        """`count` requests, or more where that would be a few bursts."""
+        return max(count, _FEWEST_BURSTS * self.burst) if self.burst > 1 else count
+
+    def asks(self, rate: float, count: int) -> tuple[Ask, ...]:
+        """The first `count` requests by arrival, at `rate` requests a second. Arrival times are scaled to exactly that
+        rate: a few random arrivals may have quite another one.
+        """
+        stream = self.source(rate, random.Random(self.name))
+        *asks, beyond = islice(stream, count + 1)
+        if len(asks) < count:  # the end of a trace, which has the rate by itself
+            return (*asks, beyond)
+        stretch = count / rate / beyond.arrival if beyond.arrival else 1.0
+        return tuple(replace(ask, arrival=ask.arrival * stretch) for ask in asks)
+
+
+def _single(input_tokens: int, output_tokens: int, burst: int = 1) -> Source:
+    """Independent prompts with lengths that vary by a quarter. Poisson arrivals of `burst` requests at once."""
+
+    def source(rate: float, numbers: random.Random) -> Iterator[Ask]:
+        now = 0.0
+        while True:
+            for _ in range(burst):
+                yield Ask(now, _around(input_tokens, numbers), _around(output_tokens, numbers))
+            now += numbers.expovariate(rate / burst)
+
+    return source
+
+
+#: How much shorter or longer than its mean a length may be, as a share.
+_VARIES = 0.25
+
+
+def _around(tokens: int, numbers: random.Random) -> int:
+    return round(tokens * numbers.uniform(1 - _VARIES, 1 + _VARIES))
+
+
+def _longest(*tokens: int) -> int:
+    """The largest sum that `_around` makes of these means."""
+    return sum(round(each * (1 + _VARIES)) for each in tokens)
+
+
+#: The agent: tokens of the common system prompt, tokens that a turn adds (the last answer included), tokens of an
+#: answer, turns of a session, and mean modelled seconds between two turns.
+_SYSTEM, _ADDED, _ANSWER, _TURNS, _THINKING = 2048, 768, 192, 8, 2.0
+
+
+def _agent(rate: float, numbers: random.Random) -> Iterator[Ask]:
+    """Sessions with Poisson arrivals. A turn is sent at its time, whether or not the one before was answered."""
+    # Some sessions are under way when the point begins.
+    now, sessions = -_TURNS * _THINKING, 0
+    waiting: list[tuple[int, Ask]] = []
+    #: Prompt tokens of each session so far; all sessions share the system prompt.
+    known: dict[int, int] = {}
+    while True:
+        prompt, arrival = _SYSTEM, now
+        for _ in range(_TURNS):
+            prompt += _around(_ADDED, numbers)
+            waiting.append((sessions, Ask(arrival, prompt, _around(_ANSWER, numbers))))
+            arrival += numbers.expovariate(1 / _THINKING)
+        now += numbers.expovariate(rate / _TURNS)
+        sessions += 1
+        waiting.sort(key=lambda each: each[1].arrival, reverse=True)
+        while waiting and waiting[-1][1].arrival <= now:
+            session, ask = waiting.pop()
+            if ask.arrival >= 0:
+                yield replace(ask, known=known.get(session, _SYSTEM if known else 0))
+                known[session] = ask.prompt_tokens
+
+
+_AGENT_INPUT = _SYSTEM + _ADDED * (_TURNS + 1) / 2
+
+
+def _lengths(prompt: int, answer: int) -> tuple[str, ...]:
+    """AIPerf's flags. A uniform length that varies by a quarter has this standard deviation."""
+    flags = {"--isl": prompt, "--osl": answer}
+    deviations = {f"{flag}-stddev": round(_VARIES * mean / math.sqrt(3)) for flag, mean in flags.items()}
+    return tuple(text for flag, number in {**flags, **deviations}.items() for text in (flag, str(number)))
+
+
+def _singles(name: str, description: str, prompt: int, answer: int, burst: int = 1) -> Traffic:
+    """A workload of independent requests. `prompt` and `answer`: mean tokens."""
+    flags = _lengths(prompt, answer)
+    if burst > 1:
+        # Gamma arrivals of this smoothness have the variance of Poisson bursts of so many.
+        flags += ("--arrival-pattern", "gamma", "--arrival-smoothness", f"{1 / burst:g}")
+    source, longest = _single(prompt, answer, burst), _longest(prompt, answer)
+    return Traffic(name, description, Shape(prompt, answer), source, longest, flags, burst=burst)
+
+
+_AGENTS = f"agents of {_TURNS} turns with growing prompts, over one system prompt of {_SYSTEM} tokens"
+_AGENT_FLAGS = (
+    *("--shared-system-prompt-length", str(_SYSTEM), "--isl", str(_ADDED - _ANSWER), "--osl", str(_ANSWER)),
+    *("--conversation-turn-mean", str(_TURNS), "--conversation-turn-stddev", "0"),
+)
+
+BUILT_IN: dict[str, Traffic] = {
+    traffic.name: traffic
+    for traffic in (
+        _singles("chat", "short chats: 256 tokens in, 256 out", 256, 256),
+        _singles("rag", "long documents: 8192 in, 256 out", 8192, 256),
+        _singles("reasoning", "long answers: 1024 in, 4096 out", 1024, 4096),
+        Traffic(
+            "agentic",
+            _AGENTS,
+            Shape(_AGENT_INPUT, _ANSWER, _AGENT_INPUT - _ADDED),
+            _agent,
+            _SYSTEM + _longest(*[_ADDED] * _TURNS, _ANSWER),
+            _AGENT_FLAGS,
+            session_s=_TURNS * _THINKING,
+        ),
+        _singles("bursts", "16 requests at once: 1024 in, 256 out", 1024, 256, burst=16),
+    )
+}
+
+#: Tokens that one hash of a Mooncake trace stands for.
+_HASH_TOKENS = 512
+
+
+class _Line(msgspec.Struct, frozen=True):
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int] = []
+
+
+def trace(file: Path, longest: int) -> Traffic:
+    """A file of Mooncake's lines: {"timestamp": ms, "input_length", "output_length", "hash_ids"}, a hash for each 512
+    tokens. Its arrivals are stretched to a rate. Requests with more than `longest` tokens are left out.
+
+    Raises ConfigError for an invalid line.
+    """
+    lines = [line for line in _lines(file) if line.input_length + line.output_length <= longest]
+    if len(lines) < 2:
+        allowed = f"a trace with two requests of at most {longest} tokens, the engine's max_seq_len"
+        raise ConfigError.bad_value("--trace", str(file), allowed)
+    lines.sort(key=lambda line: line.timestamp)
+    begin = lines[0].timestamp
+    own_rate = (len(lines) - 1) / max((lines[-1].timestamp - begin) / 1000, 1e-3)
+
+    def source(rate: float, numbers: random.Random) -> Iterator[Ask]:
+        seen: set[int] = set()
+        for line in lines:
+            arrival = (line.timestamp - begin) / 1000 * own_rate / rate
+            yield Ask(arrival, line.input_length, line.output_length, _known_tokens(line, seen))
+            seen |= set(line.hash_ids)
+
+    seen: set[int] = set()
+    reused = 0
+    for line in lines:
+        reused += _known_tokens(line, seen)
+        seen |= set(line.hash_ids)
+    count = len(lines)
+    shape = Shape(
+        sum(line.input_length for line in lines) / count,
+        sum(line.output_length for line in lines) / count,
+        reused / count,
+    )
+    description = f"{count} requests of a trace: {shape.input_tokens:.0f} in, {shape.output_tokens:.0f} out"
+    longest_line = max(line.input_length + line.output_length for line in lines)
+    flags = ("--input-file", str(file), "--custom-dataset-type", "mooncake_trace", "--no-fixed-schedule")
+    return Traffic("trace", description, shape, source, longest_line, flags)
+
+
+def _known_tokens(line: _Line, seen: Collection[int]) -> int:
+    """Tokens of the prompt's prefix that is in `seen`; never the last token, which an engine always computes."""
+    shared = takewhile(lambda block: block in seen, line.hash_ids)
+    return min(_HASH_TOKENS * sum(1 for _ in shared), line.input_length - 1)
+
+
+def _lines(file: Path) -> Iterator[_Line]:
+    try:
+        # A byte order mark, as some editors write it, is no part of the first line.
+        texts = file.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError.bad_value("--trace", str(file), f"a text file ({error})") from error
+    for number, text in enumerate(texts, 1):
+        if text.strip():
+            try:
+                line = msgspec.convert(json.loads(text), _Line)
+                if not math.isfinite(line.timestamp):
+                    raise ValueError("a timestamp is a number of milliseconds")
+            except (ValueError, msgspec.ValidationError) as error:
+                allowed = f"timestamp, input_length, output_length, hash_ids as JSON ({error})"
+                raise ConfigError.bad_value(
+                    f"--trace: {file.name} line {number}", text[:60], allowed
+                ) from None
+            if line.input_length > 0 and line.output_length > 0:
+                yield line
+
+
+def chosen_workloads(names: str | None, trace_file: Path | None, longest: int) -> dict[str, Traffic]:
+    """The workloads of `names` ("chat,rag"), all by default. Raises ConfigError for an unknown or too long one."""
+    known = BUILT_IN | ({"trace": trace(trace_file, longest)} if trace_file else {})
+    chosen = {}
+    for name in names.split(",") if names else known:
+        if name not in known:
+            allowed = f"one of {', '.join(known)}, or trace with --trace FILE"
+            raise ConfigError.bad_value("--workloads", name, allowed)
+        if (own := known[name].longest) > longest:
+            allowed = f"requests of at most {longest} tokens, the engine's max_seq_len; this one has {own}"
+            raise ConfigError.bad_value("--workloads", name, allowed)
+        chosen[name] = known[name]
+    return chosen
