@@ -72,8 +72,8 @@ _HEAD = """\
 
 Should each of {workers} workers do both phases (`{workers} agg`), or some prefill and others decode (`2P2D`)? It
 depends on how near the limits of an answer are to the times of a lone request. The page compares the rate up to
-which nine of ten answers keep both limits: `2P2D 1.6x` has 1.6 times the rate of the best agg layout. "alike": less than 10 %
-apart; "alone": the other kind keeps these limits at no rate; "-": no layout does.
+which nine of ten answers keep both limits: `2P2D 1.6x` has 1.6 times the rate of the best agg layout. "alike": less
+than 10 % apart; "alone": the other kind keeps these limits at no rate; "-": no layout does.
 
 Nothing here was measured. It is an event simulation on the step times of modelled GPUs, without our own software.
 Both orders are alike in it. The simulation finds every repeated prefix in a cache, which favours agents.

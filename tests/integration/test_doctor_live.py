@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from importlib import metadata
 
 import pytest
 
-import trtllm_disagg
 from tests.support.deployments import DISAGGREGATED, MODEL_NAME, Fleet
 
 
@@ -21,20 +19,13 @@ def test_a_deployment_that_serves_has_no_errors_and_nothing_unknown(strategy: st
 
     assert ended.returncode == 0, ended.stdout + ended.stderr
     said = json.loads(ended.stdout)
-    # A limit of this machine may be a note.
-    assert (said["model"], said["errors"], said["not_known"]) == (MODEL_NAME, 0, 0)
+    assert (said["model"], said["errors"], said["notes"], said["not_known"]) == (MODEL_NAME, 0, 0, 0)
     value = {row["rule"]: row["value"] for row in said["rows"]}
-    by_role = {worker.role: f"{worker.instance_id:x}" for worker in deployed.workers}
-    assert sorted(value["workers"].split(", ")) == sorted(f"{role} {i}" for role, i in by_role.items())
+    assert sorted(value["workers"].split(", ")) == sorted(worker.name for worker in deployed.workers)
     assert value["order"].startswith(f"{strategy} (")
-    assert any(instance in value["both stages"] for instance in by_role.values())
+    assert any(f"{worker.instance_id:x}" in value["both stages"] for worker in deployed.workers)
     assert int(value["KV moved"].split()[0].replace(",", "")) > 0
     assert value["KV events"].startswith("the router found ")
-    assert value["pair"] == "1 of 1 fit"
-    dynamo = metadata.version("ai-dynamo")
-    assert (
-        value["versions"] == f"trtllm-disagg {trtllm_disagg.__version__}, ai-dynamo {dynamo}, engine embedded"
-    )
 
 
 @pytest.mark.parametrize("strategy", DISAGGREGATED)

@@ -24,7 +24,6 @@ LIBRARIES = (
         "pydantic",
         "rich",
         "tensorrt_llm",
-        "textual",
     ),
     *("tokenizers", "torch", "transformers", "uvloop", "zmq"),
 )

@@ -144,13 +144,6 @@ class Verifier(Protocol):
         ...
 
 
-class NoKeySigner:
-    """Sends commands unsigned: workers execute only Describe."""
-
-    def request(self, command: Command, instance_id: int) -> dict[str, Any]:
-        return encode_command(command)
-
-
 class KeySigner:
     def __init__(self, key: AdminKey, clock: Clock = time.time) -> None:
         self._key = key

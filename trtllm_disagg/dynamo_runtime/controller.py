@@ -27,12 +27,8 @@ class Controller:
         self._signer = signer
         self._timeout = timeout
 
-    async def workers(
-        self, without: tuple[type[DisaggError], ...] = (PeerUnavailableError,)
-    ) -> list[DescribedInstance]:
-        """Every worker in discovery with its description, without workers that raise one of these errors instead: by
-        default, those that died meanwhile. Raises the other errors.
-        """
+    async def workers(self) -> list[DescribedInstance]:
+        """Every worker in discovery with its description, without those that died meanwhile."""
         await self._until_settled()
         # A first stage is at two endpoints. The later one, that of its role, stays in use after a switch.
         names = {i: endpoint for endpoint, client in self._clients.items() for i in client.instance_ids()}
@@ -42,7 +38,7 @@ class Controller:
         return [
             DescribedInstance(endpoint, instance_id, _answer(answer))
             for (instance_id, endpoint), answer in zip(names.items(), answers, strict=True)
-            if not isinstance(answer, without)
+            if not isinstance(answer, PeerUnavailableError)
         ]
 
     async def _until_settled(self) -> None:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 
-from trtllm_disagg.admin.commands import NoKeySigner
-from trtllm_disagg.dynamo_runtime import controller as controllers
+from trtllm_disagg.admin.commands import KeySigner
+from trtllm_disagg.admin.keys import AdminKey
 from trtllm_disagg.dynamo_runtime.controller import Controller
 from trtllm_disagg.errors import StageTimeoutError
-from trtllm_disagg.tools.doctor.live import describe
 
 ENDPOINT = "dyn://mine.backend.generate"
 FROZEN, DEAD = 2, 3
@@ -43,21 +40,9 @@ class Client:
 
 
 def made() -> Controller:
-    return Controller({ENDPOINT: Client()}, NoKeySigner(), timeout=0.05)
+    return Controller({ENDPOINT: Client()}, KeySigner(AdminKey(b"k" * 32)), timeout=0.05)
 
 
 async def test_a_frozen_worker_is_an_error_for_commands_that_need_every_worker() -> None:
     with pytest.raises(StageTimeoutError, match="instance 2 at"):
         await made().workers()
-
-
-def test_a_frozen_worker_leaves_doctor_the_descriptions_of_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    @asynccontextmanager
-    async def controller(**_: Any) -> AsyncIterator[Controller]:
-        yield made()
-
-    monkeypatch.setattr(controllers, "controller", controller)
-    monkeypatch.setenv("DYN_DISCOVERY_BACKEND", "file")
-    assert describe("mine", {"DYN_DISCOVERY_BACKEND": "file"}) == {1: {"role": "decode"}}

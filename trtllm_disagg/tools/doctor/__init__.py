@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from trtllm_disagg.tools.doctor.pair import PlannedDeployment, Side
 
 _ROLES = (Role.PREFILL, Role.DECODE)
-#: On an idle worker, KV events arrive within a tenth of a second.
-_EVENT_SECONDS = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,14 +101,14 @@ def run(args: argparse.Namespace) -> ExitCode:
 def _of_deployment(args: argparse.Namespace) -> ExitCode:
     from trtllm_disagg.processes.steadily import without_silence
     from trtllm_disagg.tools.admin import client
+    from trtllm_disagg.tools.doctor.deployment import findings, look
     from trtllm_disagg.tools.doctor.diagnosis import has_errors, live_to_json, show_live
-    from trtllm_disagg.tools.doctor.frontend import FrontendClient
-    from trtllm_disagg.tools.doctor.live import Sources, look
-    from trtllm_disagg.tools.doctor.live_rules import findings
+    from trtllm_disagg.tools.top.frontend import FrontendClient
+    from trtllm_disagg.tools.top.observers import observer_of
 
     frontend = FrontendClient(args.url, args.timeout)
     with without_silence(client.say, f"asking {frontend.url}") as say:
-        seen = look(Sources(frontend, dict(os.environ)), args.model, _EVENT_SECONDS, say)
+        seen = look(frontend, observer_of(None, args.url), args.model, say)
     found = findings(seen)
     if args.json:
         print(live_to_json(seen, found))

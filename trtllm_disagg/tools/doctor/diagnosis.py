@@ -20,15 +20,11 @@ from trtllm_disagg.config.engine_args import build_engine_args, with_engine_args
 from trtllm_disagg.console import Console
 from trtllm_disagg.errors import ConfigError, harmless
 from trtllm_disagg.tools.doctor.pair import ANY_MODEL, Pair
-from trtllm_disagg.tools.doctor.rules import RULES, Problem, Rule, Severity
+from trtllm_disagg.tools.doctor.rules import FINE, RULES, UNKNOWN, Problem, Rule, Severity
 
 if TYPE_CHECKING:
-    from trtllm_disagg.tools.doctor.live import Observed
-    from trtllm_disagg.tools.doctor.live_rules import Finding
+    from trtllm_disagg.tools.doctor.deployment import Finding, Observed
 
-FINE = "ok"
-#: The value of a rule about a deployment that could not be checked.
-UNKNOWN = "not known"
 _STYLES = {FINE: "green", Severity.NOTE.value: "yellow", UNKNOWN: "yellow", Severity.ERROR.value: "bold red"}
 #: Columns of the output in a file.
 _WIDTH = 120

@@ -17,6 +17,9 @@ from trtllm_disagg.strategies import STRATEGIES
 from trtllm_disagg.tools.doctor.pair import DEFAULT_BLOCK_SIZE, Pair, Side
 from trtllm_disagg.worker.pairing import BY_KEY
 
+#: The verdict of a rule that holds, and of one about a deployment that could not be checked.
+FINE, UNKNOWN = "ok", "not known"
+
 
 class Severity(StrEnum):
     #: The pair would not start, would lose requests, or would answer wrongly.

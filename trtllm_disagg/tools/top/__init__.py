@@ -1,4 +1,4 @@
-"""`trtllm-disagg top`: a running deployment, live. `--once` prints one frame and ends."""
+"""`trtllm-disagg top`: a running deployment, live until Ctrl-C. `--once` prints one frame and ends."""
 
 from __future__ import annotations
 
@@ -44,12 +44,14 @@ def run(args: argparse.Namespace) -> ExitCode:
     # Imported here because `--help` does not need them.
     import asyncio
 
+    from trtllm_disagg.processes.interrupts import ending_as_on_ctrl_c
     from trtllm_disagg.tools.top.frame import print_frame, to_json
     from trtllm_disagg.tools.top.observers import observer_of
 
     observer = observer_of(args.run_dir, args.url)
     if not args.once:
-        return _live(observer, args.interval)
+        with ending_as_on_ctrl_c():
+            asyncio.run(_live(observer, args.interval))
     seen = asyncio.run(observer.look())
     if args.json:
         print(to_json(seen))
@@ -58,17 +60,19 @@ def run(args: argparse.Namespace) -> ExitCode:
     return ExitCode.DONE
 
 
-def _live(observer: Observer, interval: float) -> ExitCode:
+async def _live(observer: Observer, interval: float) -> None:
+    """Until Ctrl-C. A look that takes longer than `interval` delays the next one, and never makes two overlap."""
     import asyncio
 
-    try:
-        from trtllm_disagg.tools.top.screen import Top
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "textual":
-            raise
-        raise ConfigError(
-            "the live screen needs textual; pip install 'trtllm-disagg[top]' brings it, --once does without"
-        ) from None
-    top = Top(observer, interval)
-    asyncio.run(top.run_async())
-    return next(code for code in ExitCode if code == top.return_code)
+    from rich.live import Live
+
+    from trtllm_disagg.console import Console
+    from trtllm_disagg.tools.top.frame import live_frame
+    from trtllm_disagg.tools.top.history import History
+
+    history, console = History(), Console()
+    with Live("looking ...", console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            history.add(await observer.look())
+            live.update(live_frame(history, console.width, console.height), refresh=True)
+            await asyncio.sleep(interval)

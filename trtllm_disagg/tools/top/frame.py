@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from trtllm_disagg.console import Console
-from trtllm_disagg.tools.top.history import History
+from trtllm_disagg.tools.top.history import Event, History
 from trtllm_disagg.tools.top.snapshot import DEAD, SILENT, Latency, Process, Snapshot
 from trtllm_disagg.tools.up.status import COLOURS
 
@@ -19,7 +21,7 @@ _ABSENT = "-"
 #: A terminal over SSH.
 _WIDTH = 80
 #: Between two columns, and the least of `doing` that is worth its place.
-GAP, _LEAST_DOING = 2, 10
+_GAP, _LEAST_DOING = 2, 10
 
 Cell = str | Text
 
@@ -28,50 +30,30 @@ Cell = str | Text
 class Column:
     heading: str
     cell: Callable[[Process, History], Cell]
-    #: Largest first, but for text.
-    order: Callable[[Process, History], float | str]
     is_number: bool = True
 
 
 def _count(heading: str, name: str) -> Column:
-    return Column(
-        heading,
-        lambda p, h: _shown(getattr(p.load, name)),
-        lambda p, h: -_or_less(getattr(p.load, name)),
-    )
+    return Column(heading, lambda p, h: _shown(getattr(p.load, name)))
 
 
 def _rate(heading: str, total: str) -> Column:
-    return Column(
-        heading,
-        lambda p, h: _shown(h.rate(p, total)),
-        lambda p, h: -_or_less(h.rate(p, total)),
-    )
+    return Column(heading, lambda p, h: _shown(h.rate(p, total)))
 
 
 COLUMNS: tuple[Column, ...] = (
-    Column("process", lambda p, h: p.name, lambda p, h: p.name, is_number=False),
-    Column(
-        "state",
-        lambda p, h: Text(p.state, style=_STYLES.get(p.state, "")),
-        lambda p, h: p.state,
-        is_number=False,
-    ),
+    Column("process", lambda p, h: p.name, is_number=False),
+    Column("state", lambda p, h: Text(p.state, style=_STYLES.get(p.state, "")), is_number=False),
     _count("batch", "batch"),
     _count("queue", "queued"),
-    Column("KV", lambda p, h: _share(p.load.kv_use), lambda p, h: -_or_less(p.load.kv_use)),
+    Column("KV", lambda p, h: _share(p.load.kv_use)),
     _count("held", "handoffs_held"),
     _rate("in/s", "prefill_tokens"),
     _rate("out/s", "decode_tokens"),
     _count("open", "breakers_open"),
-    Column("doing", lambda p, h: _doing(p), lambda p, h: _doing(p), is_number=False),
+    Column("doing", lambda p, h: _doing(p), is_number=False),
 )
 _DOING = COLUMNS[-1]
-
-LEGEND = (
-    "batch: requests in the engine; queue: those without a first token; KV: blocks in use; held: handoffs that wait "
-    "for decode; in/s, out/s: prompt and generated tokens; open: workers that the circuit breaker leaves alone"
-)
 
 
 def columns_that_fit(
@@ -91,7 +73,7 @@ def columns_that_fit(
         if taken > width:
             return
         yield column, cells
-        width -= taken + GAP
+        width -= taken + _GAP
 
 
 def headline(seen: Snapshot) -> Text:
@@ -116,17 +98,33 @@ def print_frame(seen: Snapshot, console: Console | None = None) -> None:
     console = console or Console(paper=_WIDTH)
     history = History()
     history.add(seen)
-    table = Table(box=None, pad_edge=False)
     # A single snapshot has no rates.
-    known = (column for column in COLUMNS if not column.heading.endswith("/s"))
-    shown = list(columns_that_fit(known, seen.processes, history, console.width))
+    known = [column for column in COLUMNS if not column.heading.endswith("/s")]
+    console.print(headline(seen), latencies(history), _table(known, history, console.width), sep="\n")
+
+
+def live_frame(history: History, width: int, height: int) -> Group:
+    """One frame of the live screen: the processes, and as many of the last events as there is room for."""
+    room = max(0, height - len(history.last.processes) - 6)
+    events = [_event(event) for event in history.events][-room:] if room else []
+    return Group(headline(history.last), latencies(history), _table(COLUMNS, history, width), "", *events)
+
+
+def _event(event: Event) -> Text:
+    line = Text(
+        time.strftime("%H:%M:%S ", time.localtime(event.at)), style="dim", overflow="ellipsis", no_wrap=True
+    )
+    return line.append(event.text, style="bold red" if event.is_bad else "default")
+
+
+def _table(columns: Iterable[Column], history: History, width: int) -> Table:
+    table = Table(box=None, pad_edge=False)
+    shown = list(columns_that_fit(columns, history.last.processes, history, width))
     for column, _ in shown:
         table.add_column(column.heading, justify="right" if column.is_number else "left", no_wrap=True)
     for row in zip(*(cells for _, cells in shown), strict=True):
         table.add_row(*row)
-    console.print(headline(seen))
-    console.print(latencies(history))
-    console.print(table)
+    return table
 
 
 def to_json(seen: Snapshot) -> str:
@@ -175,8 +173,3 @@ def _shown(value: float | None) -> str:
 
 def _share(value: float | None) -> str:
     return _ABSENT if value is None else f"{value:.0%}"
-
-
-def _or_less(value: float | None) -> float:
-    """The sort key; unknown values come last."""
-    return -1.0 if value is None else float(value)

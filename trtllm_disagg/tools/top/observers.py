@@ -19,11 +19,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from trtllm_disagg.admin.commands import Describe
+from trtllm_disagg.config.settings import COMPONENTS, SHARED_COMPONENT
+from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.processes.activity import read_activity
 from trtllm_disagg.processes.direct_http import get
-from trtllm_disagg.tools.doctor.frontend import FrontendClient, Instance
-from trtllm_disagg.tools.doctor.this_machine import listener
+from trtllm_disagg.tools.top.frontend import FrontendClient, Instance, environ_of_listener
 from trtllm_disagg.tools.top.snapshot import (
     DEAD,
     EMPTY,
@@ -147,8 +148,7 @@ def observer_of(run_dir: Path | None, url: str | None) -> Observer:
 
 def _run_dir_behind(frontend: FrontendClient) -> Path | None:
     """Observes the deployment of an `up` of this user on this machine."""
-    process = listener(*frontend.address)
-    store = process.environ.get("DYN_FILE_KV") if process is not None else None
+    store = environ_of_listener(*frontend.address).get("DYN_FILE_KV")
     run_dir = Path(store).parent if store else None
     return run_dir if run_dir is not None and (run_dir / PROCESSES_FILE).is_file() else None
 
@@ -269,7 +269,10 @@ def _workers_of(instances: list[Instance]) -> list[Process]:
 
 
 def _role(components: set[str]) -> str:
-    return next((role for role in ("prefill", "decode") if role in components), "worker")
+    """The role, by the components at which others find the worker: an agg worker has decode's, not the shared one."""
+    if COMPONENTS[Role.PREFILL] in components:
+        return Role.PREFILL.value
+    return Role.DECODE.value if components >= {COMPONENTS[Role.DECODE], SHARED_COMPONENT} else "worker"
 
 
 async def _page(host: str, port: int) -> str | None:

@@ -7,14 +7,17 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.tools.trace.reading import Trace, find_trace, read_traces
 
+if TYPE_CHECKING:
+    from trtllm_disagg.cli import Parser
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+
+def add_arguments(parser: Parser) -> None:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--run-dir", type=Path, metavar="DIR", help="of `trtllm-disagg up`, running or not")
     where.add_argument(
@@ -26,11 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--last", type=_count, metavar="N", help="the last N requests (default: the last one)")
     what.add_argument("--slowest", type=_count, metavar="N", help="the N that took longest")
-    what.add_argument("--compare", nargs=2, metavar="ID", help="two requests side by side")
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="a page instead; one picture if it ends in .svg"
     )
+    parser.add_argument("--perfetto", type=Path, metavar="FILE", help="a file for ui.perfetto.dev")
     parser.add_argument("--json", action="store_true", help="for scripts")
+    parser.replaced = {
+        "--compare": "give --slowest 2 or --perfetto FILE, which has both requests on one clock"
+    }
 
 
 def _count(text: str) -> int:
@@ -41,34 +47,40 @@ def _count(text: str) -> int:
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Raises ConfigError when no such request was traced there."""
-    # Imported here because `--help` does not need it.
+    # Imported here because `--help` does not need them.
+    from trtllm_disagg.tools.trace.perfetto import chrome_trace
     from trtllm_disagg.tools.trace.waterfall import page, picture
 
     source = args.run_dir or args.otlp_file
     if args.otlp_file is not None and not source.is_file():
         raise ConfigError.bad_value("--otlp-file", str(source), "a file of OTLP/JSON")
+    if sum((args.html is not None, args.perfetto is not None, args.json)) > 1:
+        raise ConfigError("--html, --perfetto and --json: give one of them")
     chosen = _chosen(read_traces(source), args, source)
     if args.html is not None:
-        if args.json:
-            raise ConfigError("--html and --json: give one of them")
-        if args.html.suffix == ".svg" and len(chosen) > 1:
+        is_picture = args.html.suffix == ".svg"
+        if is_picture and len(chosen) > 1:
             raise ConfigError.bad_value("--html", str(args.html), "a name in .html for more than one request")
-        text = picture(chosen[0]) if args.html.suffix == ".svg" else page(chosen)
-        try:
-            args.html.write_text(text, encoding="utf-8")
-        except OSError as error:
-            allowed = f"a file that can be written ({error.strerror})"
-            raise ConfigError.bad_value("--html", str(args.html), allowed) from None
+        _write("--html", args.html, picture(chosen[0]) if is_picture else page(chosen))
+    elif args.perfetto is not None:
+        _write("--perfetto", args.perfetto, chrome_trace(chosen))
     elif args.json:
         print(json.dumps([as_json(trace) for trace in chosen], indent=1))
     else:
-        _print(chosen, is_comparison=args.compare is not None)
+        _print(chosen)
     return ExitCode.DONE
 
 
+def _write(flag: str, file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError.bad_value(
+            flag, str(file), f"a file that can be written ({error.strerror})"
+        ) from None
+
+
 def _chosen(traces: list[Trace], args: argparse.Namespace, source: Path) -> list[Trace]:
-    if args.compare is not None:
-        return [find_trace(traces, each) for each in args.compare]
     if args.request_id is not None:
         return [find_trace(traces, args.request_id)]
     if not traces:
@@ -80,19 +92,16 @@ def _chosen(traces: list[Trace], args: argparse.Namespace, source: Path) -> list
     return traces[-(args.last or 1) :]
 
 
-def _print(traces: Sequence[Trace], *, is_comparison: bool) -> None:
+def _print(traces: Sequence[Trace]) -> None:
     from trtllm_disagg.console import Console
-    from trtllm_disagg.tools.trace.waterfall import side_by_side, waterfall
+    from trtllm_disagg.tools.trace.waterfall import waterfall
 
     console = Console(soft_wrap=True)
     columns = shutil.get_terminal_size().columns
-    pictures = (
-        [side_by_side(traces, columns)] if is_comparison else [waterfall(each, columns) for each in traces]
-    )
-    for number, lines in enumerate(pictures):
+    for number, trace in enumerate(traces):
         if number:
             console.print()
-        for line in lines:
+        for line in waterfall(trace, columns):
             console.print(line)
 
 

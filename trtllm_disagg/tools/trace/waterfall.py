@@ -1,12 +1,10 @@
-"""Draws traces, with one row and one bar for each span: in a terminal, where two requests can be compared, or as a page
-of SVG.
-"""
+"""Draws traces, with one row and one bar for each span: in a terminal, or as a page of SVG."""
 
 from __future__ import annotations
 
 import textwrap
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
 from xml.sax.saxutils import escape
 
 from rich.text import Text
@@ -18,8 +16,9 @@ _LEAST_BAR, _MOST_BAR = 10, 80
 _MOST_BLAMED = 3
 #: A gap between tokens is shown when it is at least this long, and at least this share of the request.
 _LEAST_GAP_MS, _LEAST_GAP_SHARE = 50.0, 0.05
-#: Styles of the span with the most time of its own, of this package's spans, and of the others.
-_LONGEST, _OURS, _OTHERS = "bold yellow", "cyan", "dim"
+#: The span with the most time of its own, this package's spans, and the others.
+Kind = Literal["longest", "ours", "others"]
+_STYLES: dict[Kind, str] = {"longest": "bold yellow", "ours": "cyan", "others": "dim"}
 
 _ROW, _TOP, _BOTTOM, _BARS, _RIGHT = 18, 52, 34, 560, 90
 #: Pixels: the left end of the names, the indent of each level, and the width of a letter.
@@ -37,6 +36,28 @@ _PAGE = """<!doctype html>
 {pictures}
 </body></html>
 """
+
+
+class Row(NamedTuple):
+    """One span of the drawing."""
+
+    #: Empty where the row above has the same one.
+    worker: str
+    node: Node
+    #: Milliseconds after the start of the trace.
+    begin: float
+    kind: Kind
+    is_failed: bool
+
+
+def rows(trace: Trace) -> Iterator[Row]:
+    longest = trace.blame[0][0] if trace.blame else None
+    above = ""
+    for node in trace.nodes:
+        kind: Kind = "longest" if node is longest else "ours" if node.is_ours else "others"
+        worker = "" if node.worker == above else node.worker
+        yield Row(worker, node, (node.span.start - trace.start) / 1e6, kind, node.span.error is not None)
+        above = node.worker
 
 
 def page(traces: Sequence[Trace]) -> str:
@@ -95,18 +116,12 @@ class _Picture:
         return f'<line class="{kind}" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP - 10}" y2="{self._bars_end}">{inside}</line>'
 
     def _rows(self) -> Iterator[str]:
-        longest = self._trace.blame[0][0] if self._trace.blame else None
-        shown = ""
-        for place, node in enumerate(self._trace.nodes):
+        for place, (worker, node, begin, kind, is_failed) in enumerate(rows(self._trace)):
             y = _TOP + place * _ROW
-            if node.worker != shown:
-                shown = node.worker
-                yield _text(8, y + 12, shown[:14], "quiet")
-            failed = "failed" if node.span.error is not None else ""
+            yield _text(8, y + 12, worker[:14], "quiet")
+            failed = "failed" if is_failed else ""
             yield _text(_NAMES + _INDENT * node.depth, y + 12, node.span.name, failed)
-            begin = (node.span.start - self._trace.start) / 1e6
             width = max(self._x(node.milliseconds) - self._left, 1.0)
-            kind = "longest" if node is longest else "ours" if node.is_ours else "others"
             yield (
                 f'<rect class="{kind}" x="{self._x(begin):.1f}" y="{y + 3}" width="{width:.1f}" '
                 f'height="{_ROW - 6}" rx="2"><title>{escape(_tooltip(node))}</title></rect>'
@@ -133,20 +148,12 @@ def waterfall(trace: Trace, columns: int) -> Iterator[Text]:
     workers = max(len(node.worker) for node in trace.nodes)
     labels = max(len(_label(node)) for node in trace.nodes)
     width = min(max(columns - workers - labels - 14, _LEAST_BAR), _MOST_BAR)
-    longest = trace.blame[0][0] if trace.blame else None
-    shown = ""
-    for node in trace.nodes:
-        style = _LONGEST if node is longest else _OURS if node.is_ours else _OTHERS
-        line = Text(f"{node.worker if node.worker != shown else '':{workers}} ", "dim")
-        line.append(f"{_label(node):{labels}} ", "red" if node.span.error is not None else "")
-        line.append(_bar(node, trace.start, trace.milliseconds, width), style)
+    for worker, node, begin, kind, is_failed in rows(trace):
+        line = Text(f"{worker:{workers}} ", "dim")
+        line.append(f"{_label(node):{labels}} ", "red" if is_failed else "")
+        line.append(_bar(begin, node.milliseconds, trace.milliseconds, width), _STYLES[kind])
         line.append(f" {duration(node.milliseconds):>10}")
-        shown = node.worker
         yield line
-    yield from _text_below(trace, columns)
-
-
-def _text_below(trace: Trace, columns: int) -> Iterator[Text]:
     for conclusion in conclusions(trace):
         yield from map(Text, _wrapped(conclusion, columns))
     for remark in remarks(trace):
@@ -215,9 +222,9 @@ def _transfer(attributes: Mapping[str, object]) -> Iterator[str]:
         )
     except (KeyError, ValueError):  # none, or not as this version writes them
         return
-    way = (("by", attributes.get("kv_transfer.transport")), ("from", attributes.get("kv_transfer.link")))
-    said = "".join(f" {word} {value}" for word, value in way if value)
-    yield f"{num_bytes / 1024:,.0f} KiB{said}, {rate:.3g} GB/s"
+    route = (("by", attributes.get("kv_transfer.transport")), ("from", attributes.get("kv_transfer.link")))
+    by_from = "".join(f" {word} {value}" for word, value in route if value)
+    yield f"{num_bytes / 1024:,.0f} KiB{by_from}, {rate:.3g} GB/s"
 
 
 def _words(value: Value) -> str:
@@ -228,68 +235,12 @@ def _label(node: Node) -> str:
     return "  " * node.depth + node.span.name
 
 
-def _bar(node: Node, start: int, total: float, width: int) -> str:
-    begin = (node.span.start - start) / 1e6
+def _bar(begin: float, milliseconds: float, total: float, width: int) -> str:
     at = min(round(begin / total * width), width - 1) if total else 0
-    end = min(max(round((begin + node.milliseconds) / total * width), at + 1), width) if total else 1
-    is_short = node.milliseconds < total / width / 2
+    end = min(max(round((begin + milliseconds) / total * width), at + 1), width) if total else 1
+    is_short = milliseconds < total / width / 2
     return f"{' ' * at + ('▏' if is_short else '█') * (end - at):{width}}"
 
 
 def duration(milliseconds: float) -> str:
     return f"{milliseconds:.1f} ms" if milliseconds < 10_000 else f"{milliseconds / 1000:.1f} s"
-
-
-def side_by_side(traces: Sequence[Trace], columns: int) -> Iterator[Text]:
-    """Two requests on one scale: the same span of both in one row, and how much longer the second request took."""
-    first, second = traces
-    for trace in traces:
-        yield Text(headline(trace), "bold")
-    rows = matched(first, second)
-    labels = max(len(_label(node or other)) for node, other in rows if (node or other) is not None)  # type: ignore[arg-type]
-    width = max((columns - labels - 36) // 2, _LEAST_BAR)
-    total = max(trace.milliseconds for trace in traces)
-    widest = max(rows, key=lambda pair: abs(_difference(pair)) if _is_leaf(pair) else -1.0)
-    for pair in rows:
-        present = next(node for node in pair if node is not None)
-        line = Text(f"{_label(present):{labels}} ")
-        style = _LONGEST if pair is widest else _OURS if present.is_ours else _OTHERS
-        for trace, node in zip(traces, pair, strict=True):
-            bar = " " * width if node is None else _bar(node, trace.start, total, width)
-            line.append(bar, style)
-            line.append(f" {'' if node is None else duration(node.milliseconds):>10} ")
-        line.append(f"{_difference(pair):+9.1f}")
-        yield line
-    for which, trace in zip(("first", "second"), traces, strict=True):
-        yield Text(f"the {which} request", "bold")
-        yield from _text_below(trace, columns)
-
-
-_Pair = tuple[Node | None, Node | None]
-
-
-def matched(first: Trace, second: Trace) -> list[_Pair]:
-    """Pairs of spans with the same path from the root, in the order of the first trace; then the second's others."""
-    paths = [dict(_paths(trace)) for trace in (first, second)]
-    only_second = [path for path in paths[1] if path not in paths[0]]
-    return [(paths[0].get(path), paths[1].get(path)) for path in (*paths[0], *only_second)]
-
-
-def _paths(trace: Trace) -> Iterator[tuple[tuple[str, ...], Node]]:
-    path: list[str] = []
-    seen: Counter[tuple[str, ...]] = Counter()
-    for node in trace.nodes:
-        path[node.depth :] = [node.span.name]
-        way = tuple(path)
-        seen[way] += 1
-        path[-1] = f"{node.span.name} {seen[way]}"
-        yield tuple(path), node
-
-
-def _difference(pair: _Pair) -> float:
-    first, second = (0.0 if node is None else node.milliseconds for node in pair)
-    return second - first
-
-
-def _is_leaf(pair: _Pair) -> bool:
-    return all(node is None or not node.children for node in pair)

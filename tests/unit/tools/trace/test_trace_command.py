@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ET
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -154,19 +155,6 @@ def test_a_request_of_which_only_the_prefill_is_written_is_not_the_last_one(
     assert asked[0] == "request id-9: 70.0 ms, its end is not written yet"
 
 
-def test_comparison_shows_two_requests_with_differences_per_span(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = shown(capsys, "--run-dir", run_dir, "--compare", "id-0", "id-1")
-    assert [line.split(":")[0] for line in lines[:2]] == ["request id-0", "request id-1"]
-    rows = {line.split()[0]: line for line in lines[2:10]}
-    assert all(len(line) <= COLUMNS for line in rows.values())
-    assert rows["kv_transfer"].endswith("+400.0")
-    assert rows["prefill"].endswith("+0.0")
-    assert "40.0 ms" in rows["kv_transfer"]
-    assert "440.0 ms" in rows["kv_transfer"]
-
-
 @pytest.fixture
 def cancelled(tmp_path: Path) -> Path:
     """One request: its KV did not come, which all spans around it failed with, and then its client left."""
@@ -199,18 +187,6 @@ def test_failures_are_printed_once_and_below_the_picture(
     assert texts[-len(told) :] == told
 
 
-def test_comparison_lists_failures_of_each_request_within_the_terminal_width(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = shown(capsys, "--compare", "id-0", "id-1", "--run-dir", run_dir)
-    assert max(map(len, lines)) <= COLUMNS
-    second = lines.index("the second request")
-    assert lines.index("the first request") < second
-    failed = "decode-0 decode_steps: failed: EngineError: <lost>"
-    assert failed in lines[:second]
-    assert failed in lines[second:]
-
-
 def test_trace_json_has_every_span_with_its_worker(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (told,) = json.loads("\n".join(shown(capsys, "id-1", "--run-dir", run_dir, "--json")))
     assert (told["request_ids"], told["order"], told["ms"], told["first_token_ms"]) == (
@@ -226,7 +202,7 @@ def test_trace_json_has_every_span_with_its_worker(run_dir: Path, capsys: pytest
 
 def test_trace_html_and_svg_load_nothing_else(run_dir: Path) -> None:
     page, picture = run_dir / "two.html", run_dir / "one.svg"
-    assert run(["trace", "--run-dir", str(run_dir), "--compare", "id-0", "id-1", "--html", str(page)]) == 0
+    assert run(["trace", "--run-dir", str(run_dir), "--slowest", "2", "--html", str(page)]) == 0
     assert run(["trace", "--run-dir", str(run_dir), "id-1", "--html", str(picture)]) == 0
     html = page.read_text()
     assert html.count("<svg") == 2
@@ -237,6 +213,29 @@ def test_trace_html_and_svg_load_nothing_else(run_dir: Path) -> None:
     assert len(bars) == len(SPANS) + len(OF_DECODE)
     longest = [each for each in bars if each.get("class") == "longest"]
     assert [float(each.get("width") or 0) for each in longest] == [pytest.approx(560 * 440 / 500, abs=0.1)]
+
+
+def test_perfetto_file_has_complete_events_that_nest_in_named_processes(run_dir: Path) -> None:
+    file = run_dir / "trace.json"
+    assert run(["trace", "--run-dir", str(run_dir), "--last", "3", "--perfetto", str(file)]) == 0
+    events = json.loads(file.read_text())["traceEvents"]
+    names = {each["pid"]: each["args"]["name"] for each in events if each["ph"] == "M"}
+    assert sorted(names.values()) == ["decode-0", "prefill-0"]
+    spans = [each for each in events if each["ph"] == "X"]
+    assert len(spans) == 3 * (len(SPANS) + len(OF_DECODE))
+    (slow,) = (each for each in spans if each["name"] == "kv_transfer" and each["args"]["request"] == "id-1")
+    assert (slow["dur"], names[slow["pid"]]) == (440_000.0, "decode-0")
+    assert {each["name"] for each in events if each["ph"] == "i"} == {"first_token"}
+    for one, other in combinations(spans, 2):
+        if (one["pid"], one["tid"]) == (other["pid"], other["tid"]):
+            begin = max(one["ts"], other["ts"])
+            end = min(one["ts"] + one["dur"], other["ts"] + other["dur"])
+            assert begin >= end or end - begin == pytest.approx(min(one["dur"], other["dur"]))
+
+
+def test_flag_that_is_gone_is_refused_with_what_to_use(run_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--compare is gone since 0\.2: .*--perfetto"):
+        run(["trace", "--run-dir", str(run_dir), "--compare", "id-0"])
 
 
 def test_a_collectors_file_is_read_as_well(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -303,7 +302,7 @@ def test_transfer_of_another_version_is_left_out(
         (["--last", "0"], r"'0' is not allowed; expected a number from 1"),
         (["--last", "2", "--slowest", "2"], "not allowed with"),
         (["--last", "2", "--html", "x.svg"], r"--html.*x\.svg.*\.html for more than one"),
-        (["--html", "x.html", "--json"], "--html and --json: give one of them"),
+        (["--html", "x.html", "--json"], "--html, --perfetto and --json: give one of them"),
         (["--html", "/nowhere/x.html"], "--html: '/nowhere/x.html' is not allowed; .*No such file"),
     ],
 )

@@ -1,25 +1,18 @@
-"""The live screen in a terminal of 80 columns, and the frame that `--once` prints."""
+"""The live frame in a terminal of 80 columns, and the frame that `--once` prints."""
 
 from __future__ import annotations
 
 import io
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
-from textual.pilot import Pilot
-from textual.widgets import DataTable, RichLog, Static
 
 from trtllm_disagg import cli
 from trtllm_disagg.console import Console
-from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.tools.top import frame
 from trtllm_disagg.tools.top.history import History, events_between
-from trtllm_disagg.tools.top.screen import Top
 from trtllm_disagg.tools.top.snapshot import SILENT, FrontendLoad, Histogram, Process, Snapshot, WorkerLoad
-
-SIZE = (80, 24)
 
 
 def worker(name: str, **load: int) -> Process:
@@ -54,51 +47,31 @@ SECOND = replace(
 )
 
 
-class Looks:
-    """Each of them once; the last one again and again."""
-
-    def __init__(self, *looks: Snapshot) -> None:
-        self._looks = list(looks)
-        self.count = 0
-
-    async def look(self) -> Snapshot:
-        self.count += 1
-        return self._looks.pop(0) if len(self._looks) > 1 else self._looks[0]
+def lines(history: History, width: int, height: int = 24) -> list[str]:
+    out = io.StringIO()
+    Console(out, paper=width).print(frame.live_frame(history, width, height))
+    return out.getvalue().splitlines()
 
 
-async def look(app: Top, pilot: Pilot[None]) -> None:
-    app.action_look()
-    await app.workers.wait_for_complete()
-    await pilot.pause()
-
-
-def rows(app: Top) -> list[list[str]]:
-    table: DataTable[Any] = app.query_one("#processes", DataTable)
-    return [[str(cell) for cell in table.get_row_at(place)] for place in range(table.row_count)]
-
-
-def events(app: Top) -> str:
-    return " ".join(line.text.strip() for line in app.query_one("#events", RichLog).lines)
-
-
-async def test_the_screen_fits_80_columns_and_shows_workers_rates_and_events() -> None:
-    app = Top(Looks(FIRST, SECOND), 3600)
-    async with app.run_test(size=SIZE) as pilot:
-        await app.workers.wait_for_complete()
-        await look(app, pilot)
-        assert rows(app)[1][:3] == ["prefill-0", "no answer", "-"]
-        assert rows(app)[2][:9] == ["decode-0", "ready", "9", "0", "25%", "0", "-", "50", "1"]
-        table: DataTable[Any] = app.query_one("#processes", DataTable)
-        assert table.virtual_size.width <= SIZE[0]
-        told = events(app)
-        assert "the order is prefill_first now (it was decode_first)" in told
-        assert "prefill-0 is no answer" not in told
-        assert "prefill-0 does not answer any more" in told
-        assert "decode-0: circuit breaker open for 1 worker" in told
-        assert "decode-0: instance 1aa failed 3 times in a row" in told
-        picture = app.export_screenshot()
-        for shown in ("prefill_first", "decode-0", "Quit"):
-            assert shown in picture
+def test_live_frame_fits_80_columns_and_shows_workers_rates_and_events() -> None:
+    history = History()
+    for seen in (FIRST, SECOND):
+        history.add(seen)
+    shown = lines(history, 80)
+    assert max(map(len, shown)) <= 80
+    assert len(shown) <= 24
+    rows = {line.split()[0]: line.split() for line in shown if line.strip()}
+    assert rows["prefill-0"][1:4] == ["no", "answer", "-"]
+    assert rows["decode-0"] == ["decode-0", "ready", "9", "0", "25%", "0", "-", "50", "1"]
+    text = "\n".join(shown)
+    for event in (
+        "the order is prefill_first now (it was decode_first)",
+        "prefill-0 does not answer any more",
+        "decode-0: circuit breaker open for 1 worker",
+        "decode-0: instance 1aa failed 3 times in a row",
+    ):
+        assert event in text
+    assert len(lines(history, 80, height=10)) <= 10
 
 
 #: One worker is full, one says much of its start, one does not answer.
@@ -117,17 +90,16 @@ LARGE = replace(
 
 
 @pytest.mark.parametrize(
-    ("width", "last"), [(40, "0"), (80, "loading w…"), (132, "loading weights: 12 of 163 files, xxxx")]
+    ("width", "last"), [(40, "0"), (80, "loading"), (132, "loading weights: 12 of 163 files, xxxx")]
 )
-async def test_top_screen_of_any_width_has_only_complete_columns(width: int, last: str) -> None:
-    app = Top(Looks(LARGE), 3600)
-    async with app.run_test(size=(width, 24)):
-        await app.workers.wait_for_complete()
-        table: DataTable[Any] = app.query_one("#processes", DataTable)
-        assert table.virtual_size.width <= width
-        shown = rows(app)
-        assert shown[1][:4] == ["prefill-10", "ready", "128", "1234"]
-        assert shown[2][-1].startswith(last)
+def test_live_frame_of_any_width_has_only_complete_columns(width: int, last: str) -> None:
+    history = History()
+    history.add(LARGE)
+    shown = lines(history, width)
+    assert max(map(len, shown)) <= width
+    (full,) = (line.split() for line in shown if line.startswith("prefill-10"))
+    assert full[:4] == ["prefill-10", "ready", "128", "1234"]
+    assert any(last in line for line in shown if line.startswith("prefill-11"))
 
 
 @pytest.mark.parametrize("width", [40, 80, 132])
@@ -147,33 +119,6 @@ def test_a_worker_that_does_not_answer_has_no_rate() -> None:
         history.add(replace(seen, at=float(at)))
     assert history.rate(FIRST.processes[1], "prefill_tokens") == 0
     assert history.rate(SECOND.processes[1], "prefill_tokens") is None
-
-
-async def test_keys_sort_pause_explain_and_quit() -> None:
-    looks = Looks(FIRST)
-    app = Top(looks, 3600)
-    async with app.run_test(size=SIZE) as pilot:
-        await app.workers.wait_for_complete()
-        await pilot.press("s", "s", "s")
-        assert [row[0] for row in rows(app)] == ["decode-0", "prefill-0", "frontend"]
-        await pilot.press("r")
-        assert [row[0] for row in rows(app)] == ["frontend", "prefill-0", "decode-0"]
-        await pilot.press("p")
-        before = looks.count
-        await look(app, pilot)
-        assert looks.count == before
-        assert "paused" in str(app.query_one("#headline", Static).render())
-        await pilot.press("question_mark")
-        assert "handoffs that wait for decode" in events(app)
-        await pilot.press("q")
-    assert app.return_code == 0
-
-
-async def test_ctrl_c_ends_the_screen_with_the_code_for_it() -> None:
-    app = Top(Looks(FIRST), 3600)
-    async with app.run_test(size=SIZE) as pilot:
-        await pilot.press("ctrl+c")
-    assert app.return_code == ExitCode.INTERRUPTED
 
 
 def test_latencies_and_rates_are_of_the_window_and_a_frontend_that_began_anew_is_not_subtracted() -> None:

@@ -6,7 +6,10 @@ import http.client
 import json
 import random
 import re
+import socket
 import string
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.error import HTTPError
@@ -14,6 +17,7 @@ from urllib.parse import urlsplit
 from urllib.request import Request
 
 import msgspec
+import psutil
 
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.handlers.trace import ENGINE_DATA
@@ -37,13 +41,6 @@ class Instance(msgspec.Struct, frozen=True):
     component: str
     endpoint: str
     instance_id: int
-    transport: dict[str, Any] = {}
-
-    @property
-    def address(self) -> tuple[str, int] | None:
-        """Host and port, where requests come over TCP."""
-        found = re.match(r"(?:\[(.+?)\]|([^/\[\]]+)):(\d{1,5})(?:/|$)", str(self.transport.get("tcp", "")))
-        return (found[1] or found[2], int(found[3])) if found else None
 
 
 class AnswerTrace(msgspec.Struct, frozen=True):
@@ -254,3 +251,28 @@ def _message(answer: HTTPError) -> str:
         return str(json.loads(body)["message"])
     except _UNREADABLE:
         return body.decode(errors="replace")[:200]
+
+
+def environ_of_listener(host: str, port: int) -> Mapping[str, str]:
+    """The environment of this user's process that listens at the port; empty for another user's or machine's."""
+    addresses = {_address_here(host), "0.0.0.0", "::"} - {None}
+    if len(addresses) == 2:
+        return {}
+    with suppress(psutil.Error, OSError):
+        for each in psutil.net_connections("tcp"):
+            if each.status != psutil.CONN_LISTEN or not each.laddr or each.pid is None:
+                continue
+            if each.laddr.port == port and each.laddr.ip in addresses:
+                return dict(psutil.Process(each.pid).environ())
+    return {}
+
+
+def _address_here(host: str) -> str | None:
+    """The address of `host`; None for another machine's, on which no socket can be bound here."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as trial:
+            trial.bind(address)
+    except OSError:
+        return None
+    return str(address[0])
