@@ -13,21 +13,19 @@ import hashlib
 import io
 import json
 import os
-import re
 import subprocess
 import sys
 import tarfile
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-from tools.licences import pins
 from trtllm_disagg import __version__
 
 ROOT = Path(__file__).parents[1]
+#: Of requirements/, without those of tests, docs and releases, which are in no deployment.
+_TO_RUN = ("torch.txt", "base.txt", "dynamo.txt")
 #: The earliest time that a zip archive can have.
 _EARLIEST = 315532800
 
@@ -98,46 +96,21 @@ def release(out: Path) -> None:
 
 
 def write_sbom(path: Path) -> None:
-    """Writes a CycloneDX SBOM of the packages that requirements/ pins to run, as installed in this environment."""
+    """Writes a CycloneDX SBOM of the packages that requirements/ pins to run."""
+    pins = "".join((ROOT / "requirements" / name).read_text(encoding="utf-8") for name in _TO_RUN)
     program = str(Path(sys.executable).with_name("cyclonedx-py"))
-    root = str(ROOT / "pyproject.toml")
-    command = [program, "environment", sys.executable, "--output-reproducible", "--pyproject", root]
-    told = subprocess.run(command, check=True, capture_output=True).stdout
-    sbom = installed_to_run(json.loads(told), {name for name, _ in pins()})
+    command = [
+        program,
+        "requirements",
+        "-",
+        "--output-reproducible",
+        "--pyproject",
+        str(ROOT / "pyproject.toml"),
+    ]
+    sbom = json.loads(subprocess.run(command, input=pins.encode(), check=True, capture_output=True).stdout)
     # cyclonedx-py does not read a dynamic version.
     sbom["metadata"]["component"]["version"] = __version__
     path.write_text(json.dumps(sbom, indent=1) + "\n", encoding="utf-8")
-
-
-def installed_to_run(sbom: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """An environment's SBOM reduced to the packages `names`, without paths of this machine."""
-    wanted = {_canonical(name) for name in names}
-    components = [
-        {**each, **_without_local_origin(each)}
-        for each in sbom["components"]
-        if _canonical(each["name"]) in wanted
-    ]
-    if missing := wanted - {_canonical(each["name"]) for each in components}:
-        sys.exit(f"error: not installed, so not in the SBOM: {', '.join(sorted(missing))}")
-    refs = {sbom["metadata"]["component"]["bom-ref"], *(each["bom-ref"] for each in components)}
-    dependencies = [
-        {**each, "dependsOn": [ref for ref in each.get("dependsOn", ()) if ref in refs]}
-        for each in sbom["dependencies"]
-        if each["ref"] in refs
-    ]
-    return {**sbom, "components": components, "dependencies": dependencies}
-
-
-def _without_local_origin(component: dict[str, Any]) -> dict[str, Any]:
-    references = component.get("externalReferences", ())
-    return {
-        "externalReferences": [each for each in references if each["url"].startswith("https://")],
-        "purl": component["purl"].partition("?")[0],
-    }
-
-
-def _canonical(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 if __name__ == "__main__":

@@ -16,19 +16,14 @@ import yaml
 
 from tests.support.deployments import ROOT
 from tests.support.promql import selectors, series_of
-from tools import grafana_dashboard, metrics_page
+from tools import metrics_page
 
 ALERTS = ROOT / "deploy" / "observability" / "alerts.yaml"
+DASHBOARD = ROOT / "deploy" / "observability" / "grafana-dashboard.json"
 
 
 def test_metrics_page_is_up_to_date() -> None:
     assert metrics_page.OUT.read_text() == metrics_page.page(), "run python -m tools.metrics_page"
-
-
-def test_grafana_dashboard_is_up_to_date() -> None:
-    assert grafana_dashboard.OUT.read_text() == grafana_dashboard.text(), (
-        "run python -m tools.grafana_dashboard"
-    )
 
 
 def test_requests_by_role_are_those_of_clients_and_no_messages_between_workers() -> None:
@@ -47,7 +42,7 @@ def shown() -> set[str]:
 def expressions() -> dict[str, str]:
     rules = yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]
     found = {rule["alert"]: rule["expr"] for rule in rules}
-    for panel in json.loads(grafana_dashboard.text())["panels"]:
+    for panel in json.loads(DASHBOARD.read_text())["panels"]:
         for target in panel.get("targets", ()):
             expression = target["expr"].replace("$__rate_interval", "1m").replace("$namespace", ".*")
             found[f"{panel['title']} {target['refId']}"] = expression
