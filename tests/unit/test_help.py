@@ -71,7 +71,7 @@ def test_completion_knows_every_command_and_a_flag_of_each(
     script = capsys.readouterr().out
     for name in COMMANDS:
         assert name in script
-    for flag in ("disaggregation-mode", "max-local-prefill-length", "install-peers", "once"):
+    for flag in ("disaggregation-mode", "max-local-prefill-length", "perfetto", "once"):
         assert flag in script
     if shell == "bash":
         assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0

@@ -11,16 +11,12 @@ from importlib import import_module
 from typing import Any
 
 from trtllm_disagg.cli import Command, Parser
+from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.processes.interrupts import ending_as_on_ctrl_c
 
 #: Each module has add_arguments(parser) and run(namespace) -> ExitCode.
 BENCHMARKS = {
-    "engine": Command(
-        "the embedded engine beside llama.cpp and others",
-        "trtllm_disagg.tools.bench.engine",
-        "trtllm-disagg bench engine --quick",
-    ),
     "overhead": Command(
         "what the orders cost beside the frontend's own chain, with an engine that takes no time",
         "trtllm_disagg.tools.bench.overhead",
@@ -73,6 +69,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for name, benchmark in BENCHMARKS.items():
         benchmarks.add_parser(name, module=benchmark.module, **benchmark.described())
+
+
+def prepare(arguments: list[str]) -> list[str]:
+    """Raises ConfigError for a benchmark of earlier versions."""
+    if arguments[:1] == ["engine"]:
+        raise ConfigError("bench engine is gone since 0.2: use `python benchmarks/engine.py` in a checkout")
+    return arguments
 
 
 def run(args: argparse.Namespace) -> ExitCode:

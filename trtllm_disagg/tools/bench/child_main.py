@@ -25,7 +25,7 @@ def load(factory: str) -> Any:
     spec = importlib.util.spec_from_file_location(Path(source).stem, source)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return getattr(module, name)
 

@@ -1,23 +1,12 @@
-"""Measurements (samples, grids of numbers) and how a benchmark reports them (figures, sections, PNG plots; matplotlib
-comes with the extra `bench`).
-"""
+"""Measurements (samples, grids of numbers) and how a benchmark reports them (figures, sections)."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, TypeVar
 
-from trtllm_disagg.errors import ConfigError
-
-_COLUMNS = 4
-_PANEL_INCHES = (4.6, 3.1)
-_BAR_GROUP = 0.84
-_NOT_MEASURED = math.nan
 T = TypeVar("T")
 
 
@@ -113,7 +102,6 @@ class Column:
     unit: str = ""
     form: str = ".2f"
     header: str = ""
-    is_plotted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,22 +126,6 @@ class Grid:
             if column.unit and column.name in cells
         ]
 
-    @property
-    def panels(self) -> list[Panel]:
-        """Bars, grouped by a row's first name and coloured by its last one."""
-        return [
-            Bars(f"{self.title}: {c.header or c.name}", self._heights(c))
-            for c in self.columns
-            if c.is_plotted
-        ]
-
-    def _heights(self, column: Column) -> dict[str, dict[str, float]]:
-        heights: dict[str, dict[str, float]] = {}
-        for row, cells in self.rows.items():
-            color = row[-1] if len(self.labels) > 1 else ""
-            heights.setdefault(color, {})[row[0]] = float(cells[column.name])
-        return heights
-
 
 @dataclass(frozen=True, slots=True)
 class Section:
@@ -163,84 +135,9 @@ class Section:
     grids: Sequence[Grid] = ()
     remarks: Sequence[str] = ()
     figures: Sequence[Figure] = ()
-    panels: Sequence[Panel] = ()
     #: Why a target would mean nothing, as a clause; empty where it means something.
     not_judged_because: str = ""
 
     @property
     def every_figure(self) -> list[Figure]:
         return [*(figure for grid in self.grids for figure in grid.figures), *self.figures]
-
-    @property
-    def every_panel(self) -> list[Panel]:
-        return [*(panel for grid in self.grids for panel in grid.panels), *self.panels]
-
-
-@dataclass(frozen=True, slots=True)
-class Bars:
-    """A group of bars for each label: series[name][label] -> height; a missing height has no bar."""
-
-    title: str
-    series: Mapping[str, Mapping[str, float]]
-
-    def paint(self, axis: Any) -> None:
-        labels = list(dict.fromkeys(label for heights in self.series.values() for label in heights))
-        width = _BAR_GROUP / len(self.series)
-        for number, (name, heights) in enumerate(self.series.items()):
-            places = [i + (number - (len(self.series) - 1) / 2) * width for i in range(len(labels))]
-            axis.bar(places, [heights.get(label, _NOT_MEASURED) for label in labels], width, label=name)
-        axis.set_xticks(range(len(labels)), labels, fontsize=7)
-
-
-@dataclass(frozen=True, slots=True)
-class Lines:
-    """Curves over a logarithmic x axis: curves[name][x] -> y."""
-
-    title: str
-    x_label: str
-    curves: Mapping[str, Mapping[int, float]]
-
-    def paint(self, axis: Any) -> None:
-        for name, points in self.curves.items():
-            axis.plot(list(points), list(points.values()), marker="o", markersize=4, label=name)
-        ticks = list(next(iter(self.curves.values())))
-        axis.set_xscale("log")
-        axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-        axis.minorticks_off()
-        axis.set_xlabel(self.x_label, fontsize=8)
-        axis.grid(alpha=0.3)
-
-
-Panel = Bars | Lines
-
-
-def require_packages(what: str, *packages: str) -> None:
-    """Raises ConfigError if a package that `what` needs is missing. Called before anything is measured."""
-    for package in packages:
-        if find_spec(package) is None:
-            raise ConfigError(f"{what}: {package} is not installed; pip install 'trtllm-disagg[bench]'")
-
-
-def draw(panels: Sequence[Panel], heading: str, path: Path) -> None:
-    """Draws the panels in rows on one page."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    columns = min(_COLUMNS, len(panels)) or 1
-    rows = -(-len(panels) // columns) or 1
-    size = _PANEL_INCHES[0] * columns, _PANEL_INCHES[1] * rows
-    figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
-    for axis in axes.flat[len(panels) :]:
-        axis.set_axis_off()
-    for axis, panel in zip(axes.flat, panels, strict=False):
-        panel.paint(axis)
-        axis.set_title(panel.title, fontsize=10)
-        axis.tick_params(labelsize=8)
-        axis.set_ylim(0, 1.35 * axis.get_ylim()[1])  # room for the legend
-        if any(axis.get_legend_handles_labels()[1]):
-            axis.legend(fontsize=7)
-    figure.suptitle(heading, x=0.01, ha="left", fontsize=13)
-    figure.savefig(path, format="png", dpi=110)
-    pyplot.close(figure)

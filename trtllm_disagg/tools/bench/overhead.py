@@ -45,6 +45,7 @@ from trtllm_disagg.tools.up.needs import check_deployment_limits
 from trtllm_disagg.tools.up.plan import DeploymentConfig
 
 if TYPE_CHECKING:
+    from trtllm_disagg.cli import Parser
     from trtllm_disagg.tools.up.lifecycle import Deployment
 
 T = TypeVar("T")
@@ -67,10 +68,10 @@ _UPSTREAM_STOP_SECONDS = 5.0
 _UPSTREAM_COMMAND = python("-m", "trtllm_disagg.tools.bench.upstream_worker")
 _SAMPLERS = {_NONE: "OTEL_TRACES_SAMPLER=always_off", "1%": "OTEL_TRACES_SAMPLE_RATIO=0.01", _EVERY: ""}
 _COLUMNS = (
-    Column("ttft", "ms", ".2f", "TTFT\nms", is_plotted=True),
-    Column("itl", "ms", ".3f", "ITL\nms", is_plotted=True),
-    Column("throughput", "tok/s", ".0f", "tok/s", is_plotted=True),
-    Column("ttft_together", "ms", ".1f", "TTFT ms,\nmany", is_plotted=True),
+    Column("ttft", "ms", ".2f", "TTFT\nms"),
+    Column("itl", "ms", ".3f", "ITL\nms"),
+    Column("throughput", "tok/s", ".0f", "tok/s"),
+    Column("ttft_together", "ms", ".1f", "TTFT ms,\nmany"),
     Column("chunks", "chunks/token", ".2f", "chunks\n/token"),
     Column("CPU", header="CPU\nus/token"),
 )
@@ -79,7 +80,7 @@ _COLUMNS = (
 _TOKENS = 128
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     add_output_arguments(parser)
     add_choice(parser, "--strategy", STRATEGIES, "orders to compare")
     parser.add_argument(

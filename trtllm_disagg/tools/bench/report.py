@@ -1,55 +1,43 @@
-"""What all benchmark commands share: progress on stderr, tables or JSON on stdout, a plot, and targets (`TARGETS`).
+"""What all benchmark commands share: progress on stderr, tables or JSON on stdout, and targets (`TARGETS`).
 
-A figure is judged by the first row with a pattern that matches its name and hardware that this machine has. Without
-such a row it has no target.
+A figure is judged by the first row with a pattern that matches its name. Without such a row it has no target.
 """
 
 from __future__ import annotations
 
 import argparse
 import operator
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from trtllm_disagg.config.settings import positive
-from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes.steadily import without_silence
 from trtllm_disagg.tools.bench.figures import (
     Column,
     Figure,
     Grid,
     Section,
-    draw,
-    require_packages,
     rounded,
     to_json,
 )
 from trtllm_disagg.tools.bench.machine import describe_machine, load
+from trtllm_disagg.tools.bench.seed_scenarios import SEED_RATIOS
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from trtllm_disagg.cli import Parser
     from trtllm_disagg.console import Console
-    from trtllm_disagg.engines.embedded.cpu_kernels.cpu import CpuFeatures
 
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
     "<=": operator.le,
     "==": operator.eq,
-}
-_HARDWARE: dict[str, Callable[[CpuFeatures], bool]] = {
-    "any": lambda cpu: True,
-    "compiled": lambda cpu: cpu.compiles,
-    "avx512": lambda cpu: cpu.level == "avx512",
-    "bfloat16": lambda cpu: cpu.has_bfloat16,
-    "amx": lambda cpu: cpu.has_amx,
 }
 TOO_SHORT = "the run is too short"
 NOTHING_TO_JUDGE = "none is for what was measured on this machine"
@@ -63,15 +51,11 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A target for figures with a name that matches `pattern`. `on`: the hardware it is for, a key of _HARDWARE."""
+    """A target for figures with a name that matches `pattern`."""
 
     pattern: str
     comparison: str
     limit: float
-    on: str = "any"
-
-    def applies(self, figure: str, cpu: CpuFeatures) -> bool:
-        return fnmatchcase(figure, self.pattern) and _HARDWARE[self.on](cpu)
 
     def judge(self, figure: Figure) -> Figure:
         ok = bool(_COMPARISONS[self.comparison](figure.value, self.limit))
@@ -79,38 +63,6 @@ class Bound:
 
 
 TARGETS = (
-    # bench engine. The same weights in other engines, the same minute. The 1M model of --quick has no targets; neither
-    # has a bfloat16 model where it is computed in float32, beside peers that read half as many bytes.
-    Bound("*0M float32 * prefill embedded / llama.cpp", ">=", 1.2, "avx512"),
-    Bound("*0M float32 * prefill embedded / llama.cpp", ">=", 1.0, "compiled"),
-    Bound("*0M bfloat16 * prefill embedded / llama.cpp", ">=", 3.0, "amx"),
-    Bound("*0M bfloat16 * prefill embedded / llama.cpp", ">=", 1.2, "bfloat16"),
-    *(
-        Bound(f"*0M {dtype} * decode {batch} embedded / best peer", ">=", limit, on)
-        for dtype, on in (("float32", "avx512"), ("bfloat16", "bfloat16"))
-        for batch, limit in (("b1", 1.0), ("b8", 1.5), ("b32", 1.9))
-    ),
-    *(
-        Bound(f"*0M float32 * decode {batch} embedded / best peer", ">=", limit, "compiled")
-        for batch, limit in (("b1", 1.0), ("b8", 1.5), ("b32", 1.5))
-    ),
-    # The hardware, the same minute.
-    Bound("450M float32 * prefill share of the matrix product's rate", ">=", 75.0, "compiled"),
-    Bound("450M bfloat16 * prefill share of the matrix product's rate", ">=", 55.0, "bfloat16"),
-    Bound("450M float32 * decode b1 share of the read bandwidth", ">=", 85.0, "compiled"),
-    Bound("450M bfloat16 * decode b1 share of the read bandwidth", ">=", 70.0, "bfloat16"),
-    # What is not the model.
-    Bound("*0M * scheduler, sampling and IPC, share of a step *", "<=", 5.0),
-    Bound("added to TTFT by the LLM API", "<=", 0.3),
-    Bound("*0M * worker CPU per token", "<=", 15.0),
-    # Growth: twice the work costs at most twice the time, and the pool's size nothing. A table of a million entries
-    # does not fit a CPU's cache, so that a block may cost some more in it; a scan would cost a thousand times.
-    Bound("* step, twice the batch", "<=", 2.0),
-    Bound("* step, twice the context", "<=", 2.0),
-    Bound("* step, largest pool / smallest", "<=", 1.15),
-    Bound("lookup, largest pool / smallest", "<=", 3.0),
-    Bound("allocation, largest pool / smallest", "<=", 3.0),
-    Bound("* resident / (1.25 x weights + KV pool + 400 MB)", "<=", 1.0),
     # bench transfer, percent. On some CPUs the system call that NIXL is built on is far from memcpy.
     *(
         Bound(f"* {transport} {pattern} share of memcpy", ">=", limit)
@@ -119,9 +71,12 @@ TARGETS = (
     ),
     Bound("* NIXL contiguous share of process_vm_readv", ">=", 95.0),
     Bound("* NIXL scattered share of process_vm_readv", ">=", 95.0),
-    # bench scenarios: the ratios of the article's strongest one are to be beaten at any size.
-    Bound("* long_prompts throughput best disaggregated/*", ">=", 1.62),
-    Bound("* long_prompts ttft best disaggregated/*", "<=", 0.26),
+    # bench scenarios: the post's own ratios, beside its own baseline, at any size.
+    *(
+        Bound(f"* {scenario} {column} best disaggregated/mono-post", comparison, ratios[column])
+        for scenario, ratios in SEED_RATIOS.items()
+        for column, comparison in (("throughput", ">="), ("ttft", "<="))
+    ),
     Bound("token mismatches", "==", 0),
     # bench overhead: the worker-side orders beside the chain of the frontend, and a token that a worker relays.
     Bound("*_first TTFT - router", "<=", 1.0),
@@ -131,18 +86,15 @@ TARGETS = (
 )
 
 
-def judged(figure: Figure, cpu: CpuFeatures | None = None) -> Figure:
-    """The figure with its target, if there is one for this CPU. `cpu`: None for this machine's."""
-    from trtllm_disagg.engines.embedded.cpu_kernels.cpu import this_cpu
-
-    cpu = cpu or this_cpu()
-    bound = next((bound for bound in TARGETS if bound.applies(figure.figure, cpu)), None)
+def judged(figure: Figure) -> Figure:
+    """The figure with its target, if there is one."""
+    bound = next((bound for bound in TARGETS if fnmatchcase(figure.figure, bound.pattern)), None)
     return bound.judge(figure) if bound else figure
 
 
-def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+def add_output_arguments(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print figures instead of tables")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw a PNG; needs matplotlib")
+    parser.replaced = {"--plot": "use --json, which has every figure"}
 
 
 def add_choice(
@@ -168,10 +120,7 @@ def add_number(
 def run_benchmark(
     name: str, args: argparse.Namespace, measure: Callable[[Say], T], report: Callable[[T], Sequence[Section]]
 ) -> T:
-    """Measures, then prints and plots as --json and --plot say. Raises ConfigError for bad flags before measuring."""
-    if args.plot is not None:
-        require_packages("--plot", "matplotlib")
-        _require_writable(args.plot)
+    """Measures, then prints as --json says."""
     before = load()
     with progress(name) as say:
         measured = measure(say)
@@ -187,21 +136,7 @@ def run_benchmark(
             f"{describe_machine()}, CPU level {this_cpu()}; load {before:.1f} before, {load():.1f} after"
         )
         print_report(console, sections)
-    if args.plot is not None:
-        panels = [panel for section in sections for panel in section.every_panel]
-        draw(panels, f"trtllm-disagg bench {name}", args.plot)
     return measured
-
-
-def _require_writable(plot: Path) -> None:
-    directory = plot.absolute().parent
-    if (
-        plot.is_dir()
-        or not directory.is_dir()
-        or not os.access(plot if plot.exists() else directory, os.W_OK)
-    ):
-        allowed = "a file that can be written, in a directory that exists"
-        raise ConfigError.bad_value("--plot", str(plot), allowed)
 
 
 def figures_of(sections: Iterable[Section]) -> list[Figure]:

@@ -6,13 +6,13 @@ import random
 from dataclasses import dataclass, replace
 
 #: Tokens of an engine's prefill tile. With a smaller budget, prompts would make no progress beside decode rows.
-_TILE = 32
+TILE = 32
 #: The post's monolithic scheduler had 16 tokens a step for prompts of up to 40.
 _CHUNK_SHARE = 16 / 40
 #: A step with fewer prompt tokens than this reads every weight for too little work.
-_LEAST_PREFILL = 2 * _TILE
+_LEAST_PREFILL = 2 * TILE
 #: The smallest chunk in which a token costs about what it does in a whole prompt; 32 or 64 a step cost a fifth more.
-_LEAST_EFFICIENT_CHUNK = 3 * _TILE
+_LEAST_EFFICIENT_CHUNK = 3 * TILE
 _LONGEST_PROMPT = 40
 
 
@@ -96,12 +96,12 @@ class Scale:
     @property
     def pool_tokens(self) -> int:
         """Tokens of a KV pool with room for all requests of a scenario at once, so that no engine waits for blocks."""
-        return max(s.num_requests * (s.prompt_tokens + s.output_tokens + _TILE) for s in self.scenarios)
+        return max(s.num_requests * (s.prompt_tokens + s.output_tokens + TILE) for s in self.scenarios)
 
     @property
     def chunk(self) -> int:
         """Prompt tokens of a step in the article's proportion, in whole tiles."""
-        return max(_TILE, round(self.longest_prompt * _CHUNK_SHARE) // _TILE * _TILE)
+        return max(TILE, round(self.longest_prompt * _CHUNK_SHARE) // TILE * TILE)
 
     @property
     def local_chunk(self) -> int:

@@ -12,7 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trtllm_disagg.tools.bench.seed_scenarios import Scale
+from trtllm_disagg.tools.bench.seed_scenarios import TILE, Scale
 
 if TYPE_CHECKING:
     from trtllm_disagg.engines.embedded import LLM, SamplingParams
@@ -86,6 +86,7 @@ class Occupancy:
             turn.set_result(place)
 
 
+AS_IN_THE_POST = "mono-post"
 DISAGG = "disagg"
 CONDITIONAL = "disagg-conditional"
 
@@ -208,6 +209,10 @@ class Mode(NamedTuple):
 
 
 MODES = {
+    AS_IN_THE_POST: Mode(
+        "one engine, one thread, a prompt tile of 32 tokens a step (the post has 16), batch 4",
+        lambda bench: bench.monolithic(TILE, 1),
+    ),
     "mono-2t": Mode(
         "one engine, two threads, prompts in chunks beside decode rows",
         lambda bench: bench.monolithic(bench.scale.chunk, 2),

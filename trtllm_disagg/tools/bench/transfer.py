@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from trtllm_disagg.config.settings import positive_up_to
 from trtllm_disagg.engines.embedded.kv_transfer.transports import TRANSPORTS, on_gpus, on_one_host
@@ -20,6 +21,9 @@ from trtllm_disagg.tools.bench.figures import Column, Figure, Grid, Sample, Sect
 from trtllm_disagg.tools.bench.kv_shapes import SHAPES, KvShape
 from trtllm_disagg.tools.bench.machine import seconds_of
 from trtllm_disagg.tools.bench.report import Say, add_choice, add_number, add_output_arguments, run_benchmark
+
+if TYPE_CHECKING:
+    from trtllm_disagg.cli import Parser
 
 PATTERNS = ("contiguous", "scattered")
 MEMCPY = "memcpy"
@@ -35,7 +39,7 @@ def readv_of(pattern: str) -> str:
     return f"process_vm_readv {pattern}"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     add_output_arguments(parser)
     add_number(parser, "--rounds", 15, "repetitions, each in another order", type=positive_up_to(10_000))
     add_choice(parser, "--transport", on_one_host(), "how KV moves")
@@ -158,7 +162,7 @@ def time_pulls(backend: str, shape: KvShape, rounds: int, say: Say, device: str 
 
 
 _COLUMNS = (
-    Column("rate", "GiB/s", header="GiB/s", is_plotted=True),
+    Column("rate", "GiB/s", header="GiB/s"),
     Column("share of memcpy", "%", ".0f", "% of memcpy"),
     Column("share of process_vm_readv", "%", ".0f", "% of readv"),
     Column("spread", form=".0%"),

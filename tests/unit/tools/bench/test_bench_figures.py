@@ -6,7 +6,6 @@ import io
 import json
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,7 @@ from trtllm_disagg import cli
 from trtllm_disagg.console import Console
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes import steadily
-from trtllm_disagg.tools.bench import figures, machine
+from trtllm_disagg.tools.bench import machine
 from trtllm_disagg.tools.bench.figures import (
     Column,
     Figure,
@@ -66,15 +65,12 @@ def test_a_figure_knows_whether_it_meets_its_target(
     assert (figure.target, figure.ok) == (f"{comparison} {bound:g}", ok)
 
 
-def test_every_number_of_a_grid_with_a_unit_is_a_figure_and_a_plotted_column_is_a_chart() -> None:
-    columns = (Column("ttft", "ms", is_plotted=True), Column("spread"), Column("best peer"))
+def test_every_number_of_a_grid_with_a_unit_is_a_figure() -> None:
+    columns = (Column("ttft", "ms"), Column("spread"), Column("best peer"))
     rows: dict[tuple[str, str], dict[str, float | str]]
     rows = {("smoke", "a"): {"ttft": 2.0, "spread": 0.1, "best peer": "b"}, ("smoke", "b"): {"ttft": 1.0}}
     grid = Grid("title", ("scenario", "mode"), columns, rows, "{1} {column} of {0}")
     assert grid.figures == [Figure("a ttft of smoke", 2.0, "ms"), Figure("b ttft of smoke", 1.0, "ms")]
-    assert [panel.series for panel in grid.panels if isinstance(panel, figures.Bars)] == [
-        {"a": {"smoke": 2.0}, "b": {"smoke": 1.0}}
-    ]
 
 
 def test_json_is_a_list_of_figures() -> None:
@@ -154,17 +150,15 @@ def test_progress_is_repeated_during_a_measurement(monkeypatch: pytest.MonkeyPat
         assert stderr.seen.wait(30), stderr.getvalue()
 
 
-@pytest.mark.parametrize("benchmark", ["scenarios", "transfer"])
-def test_a_plot_without_matplotlib_is_refused_before_anything_runs(
-    benchmark: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(figures, "find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match="matplotlib is not installed"):
-        cli.run(["bench", benchmark, "--plot", str(tmp_path / "plot.png")])
-
-
 def test_an_unknown_benchmark_or_flag_is_refused() -> None:
     with pytest.raises(ConfigError, match="invalid choice: 'nothing'"):
         cli.run(["bench", "nothing"])
     with pytest.raises(ConfigError, match="unknown flag --repetition; did you mean --repetitions"):
         cli.run(["bench", "scenarios", "--repetition", "3"])
+
+
+def test_benchmark_and_flag_that_are_gone_are_refused_with_what_to_use() -> None:
+    with pytest.raises(ConfigError, match=r"bench engine is gone since 0\.2: .*benchmarks/engine\.py"):
+        cli.run(["bench", "engine", "--quick"])
+    with pytest.raises(ConfigError, match=r"--plot is gone since 0\.2: .*--json"):
+        cli.run(["bench", "transfer", "--plot", "x.png"])

