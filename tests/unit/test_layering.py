@@ -261,7 +261,6 @@ def test_stand_in_modules_of_the_list_exist() -> None:
     ("module", "heavy"),
     [
         ("engines.embedded", "torch transformers dynamo numpy"),
-        ("engines.embedded.guided_decoding.trial_process", "torch transformers"),
         ("engines.modelled.build", "torch transformers dynamo"),
         ("engine.engine", "torch transformers dynamo tensorrt_llm"),
         ("handlers.services", "torch transformers dynamo tensorrt_llm"),

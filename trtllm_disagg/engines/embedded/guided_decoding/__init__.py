@@ -1,1 +1,1 @@
-"""Guided decoding: grammars, their trial compilation, and the masks that they give."""
+"""Guided decoding: grammars, and the masks that they give."""

@@ -1,15 +1,16 @@
-"""Grammars: written for llguidance from GuidedDecodingParams, and compiled by it for one model's tokens.
-
-A process that only tries them imports this: no torch.
-"""
+"""Grammars: written for llguidance from GuidedDecodingParams, and compiled by it for one model's tokens."""
 
 from __future__ import annotations
 
 import functools
 import json
+import math
+import re
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
 from tokenizers import Tokenizer
 
-from trtllm_disagg.engines.embedded.params.checkpoint import read_json
 from trtllm_disagg.engines.embedded.params.request_params import GuidedDecodingParams
 from trtllm_disagg.errors import ConfigError, InvalidRequestError
 
@@ -26,6 +26,11 @@ _CACHED_CHECKS = 256
 #: llguidance looks ahead for text that nothing else can replace, which has no end where a rule has none: `/a+/ start`.
 #: One grammar that says so is enough for all that it refers to, and the last word counts.
 _NO_LOOKING_AHEAD = '\n%llguidance {"no_forcing": true}\n'
+#: Wherever a schema stands: alone, in Lark, or quoted in a list of grammars.
+_MULTIPLE_OF = re.compile(r"multipleOf[\\\"\s]*:(?:\s|\\+[nrt])*-?([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)")
+_ESCAPED = re.compile(r"\\+u00([2-7][0-9a-fA-F])")
+#: llguidance makes a state of each remainder and none of its limits ends that: 0.4 s and 40 MB for as many.
+_MOST_REMAINDERS = 100_000
 _SILENT = 0
 #: Else an error carries the parser's state.
 _LIMITS = LLParserLimits(verbose_errors=False)
@@ -52,9 +57,21 @@ def grammar_of(params: GuidedDecodingParams) -> str | None:
 
 @functools.lru_cache(maxsize=_CACHED_CHECKS)
 def _check(grammar: str) -> None:
+    if _remainders(grammar) > _MOST_REMAINDERS:
+        raise ValueError(f"the least common multiple of all multipleOf is above {_MOST_REMAINDERS} steps")
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar)
     if is_error:
         raise ValueError(messages[0].strip())
+
+
+def _remainders(grammar: str) -> int:
+    """States of a number that is a multiple of all at once, which `allOf` or a reference may ask for."""
+    plain = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), grammar)
+    divisors = [Decimal(repr(float(found))).normalize() for found in _MULTIPLE_OF.findall(plain)]
+    if not all(divisor.is_finite() for divisor in divisors):
+        return _MOST_REMAINDERS + 1
+    digits = max((-int(divisor.as_tuple().exponent) for divisor in divisors), default=0)
+    return math.lcm(*(int(Fraction(divisor) * 10 ** max(0, digits)) for divisor in divisors))
 
 
 def _from_json(schema: Any) -> str:
@@ -111,7 +128,7 @@ _MAKERS: dict[str, Callable[[Any], str]] = {
 class GuideTokenizer:
     """What guided decoding needs to know of a model's tokenizer."""
 
-    #: The content of a tokenizer.json.
+    #: As in a tokenizer.json.
     text: str
     #: How many tokens it knows, added ones too.
     size: int
@@ -119,55 +136,24 @@ class GuideTokenizer:
 
 
 def read_guide_tokenizer(directory: Path) -> GuideTokenizer:
-    """transformers takes a second and 100 MB to read the same. It is asked when tokenizer.json is not all there is
-    to know. Raises ConfigError for a tokenizer that cannot guide.
-    """
-    file, config = directory / "tokenizer.json", _settings(directory)
-    if not file.exists():
-        return _read_with_transformers(directory)
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises Exception itself
-        raise ConfigError(f"guided_decoding_backend: cannot read {file}: {error}") from error
-    if not _knows(tokenizer, config.get("added_tokens_decoder")):
-        return _read_with_transformers(directory)
-    end = config.get("eos_token")
-    content = end.get("content") if isinstance(end, dict) else end
-    return _of(tokenizer, tokenizer.token_to_id(content) if isinstance(content, str) else None)
-
-
-def _settings(directory: Path) -> dict[str, Any]:
-    file = directory / "tokenizer_config.json"
-    return read_json(file) if file.exists() else {}
-
-
-def _knows(tokenizer: Tokenizer, added: Any) -> bool:
-    """Some list tokens in tokenizer_config.json that tokenizer.json lacks."""
-    return not added or (
-        isinstance(added, dict)
-        and all(
-            isinstance(token, dict) and tokenizer.id_to_token(int(number)) == token.get("content")
-            for number, token in added.items()
-        )
-    )
-
-
-def _read_with_transformers(directory: Path) -> GuideTokenizer:
+    """Raises ConfigError for a tokenizer that cannot guide."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except Exception as error:  # tokenizers raises Exception itself
+        raise ConfigError(
+            f"guided_decoding_backend: cannot read the tokenizer of {directory}: {error}"
+        ) from error
     if not tokenizer.is_fast:
         raise ConfigError(
             f"guided_decoding_backend: {directory} has a slow tokenizer; a tokenizer.json is needed"
         )
-    return _of(Tokenizer.from_str(tokenizer.backend_tokenizer.to_str()), tokenizer.eos_token_id)
-
-
-def _of(tokenizer: Tokenizer, end: int | None) -> GuideTokenizer:
+    pieces = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     # llguidance tokenizes single pieces of text.
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    return GuideTokenizer(tokenizer.to_str(), tokenizer.get_vocab_size(with_added_tokens=True), end)
+    pieces.no_padding()
+    pieces.no_truncation()
+    return GuideTokenizer(pieces.to_str(), len(tokenizer), tokenizer.eos_token_id)
 
 
 class Matchers:

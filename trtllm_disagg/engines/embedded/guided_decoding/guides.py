@@ -6,15 +6,18 @@ of one choice, wherever they were sampled.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence as Seq
 
 import torch
 from llguidance import LLMatcher
 
-from trtllm_disagg.engines.embedded.guided_decoding.grammar_cache import GrammarCache
 from trtllm_disagg.engines.embedded.guided_decoding.grammars import GuideTokenizer, Matchers, sentence
 from trtllm_disagg.engines.embedded.ipc.messages import SamplingSpec
 from trtllm_disagg.errors import InvalidRequestError
+
+#: Compiled and kept for the next request with the same grammar; a large one takes 40 MB.
+_KEPT_GRAMMARS = 16
 
 
 class Guide:
@@ -59,7 +62,7 @@ class Guides:
     def __init__(self, tokenizer: GuideTokenizer, vocab_size: int, end_ids: Seq[int]) -> None:
         """Raises ConfigError for a tokenizer that cannot guide."""
         self._matchers = Matchers(tokenizer, vocab_size, end_ids)
-        self.grammars = GrammarCache(self._matchers.compile)
+        self.compiled = functools.lru_cache(maxsize=_KEPT_GRAMMARS)(self._matchers.compile)
 
     def start(self, sampling: SamplingSpec) -> Guide | None:
         """Raises InvalidRequestError for a grammar that does not fit this tokenizer, or is too big."""
@@ -67,5 +70,5 @@ class Guides:
             return None
         shown = sampling.include_stop
         stops = () if shown else tuple(word[0] for word in sampling.stop_words if len(word) == 1)
-        matcher = self.grammars.compiled(sampling.grammar).deep_copy()
+        matcher = self.compiled(sampling.grammar).deep_copy()
         return Guide(matcher, self._matchers, tuple(dict.fromkeys(sampling.end_ids + stops)))
