@@ -106,7 +106,7 @@ def build_core(args: ModelledArgs, wake: Callable[[], None], clock: Clock) -> Mo
         ready=ready,
         blocks=blocks,
         events=events,
-        scheduler=create_scheduler(args, blocks, NoMemory(), size, model.now),
+        scheduler=create_scheduler(args, blocks, NoMemory(), size),
         connector=connector,
         model=model,
         guides=NoGuides(),

@@ -180,7 +180,7 @@ class ModelledCore(EngineCore):
     def _steps(self, started: float, now: float) -> StepReport:
         """Run the steps without output that have begun by `now`; without any, the next step."""
         is_late = self.model.end <= now and not self.model.is_idle
-        if is_late and self.scheduler.reserves_all and not self.stats.tells_each_step:
+        if is_late and self.scheduler.reserves_all:
             silent = self.scheduler.num_silent_steps
             if silent > 1:
                 return self._silent_steps(silent, now)
@@ -190,9 +190,8 @@ class ModelledCore(EngineCore):
         """Like up to `most` single steps, for sequences that only decode, have all their blocks and do not end."""
         rows = [Row.of(sequence, 1) for sequence in self.scheduler.running]
         for row in rows:
-            row.sequence.timer.scheduled(self._num_steps + 1)
+            row.sequence.timer.scheduled()
         seconds, made = self.model.run_on(rows, most, now)
-        self._num_steps += len(seconds)
         for row, tokens in zip(rows, made, strict=True):
             sequence = row.sequence
             sequence.tokens += tokens
@@ -200,7 +199,7 @@ class ModelledCore(EngineCore):
             sequence.num_unsent += len(tokens)
             if sequence.sampling.logprobs is not None:
                 sequence.unsent_logprobs += map(_entry, tokens)
-            sequence.timer.has_token(self._num_steps)
+            sequence.timer.has_token()
             self._commit(sequence)
         stats = self.stats.of_decode_steps(rows, self.scheduler, self.blocks, self._handoffs, seconds)
         for statistics, each in zip(stats, seconds, strict=False):

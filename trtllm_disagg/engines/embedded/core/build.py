@@ -156,7 +156,7 @@ def build_core(
         connector=connector,
         model=SamplingModel(runner),
         guides=create_guides(args, shape),
-        stats=IterationStats(args, torch.cuda.memory_allocated),
+        stats=IterationStats(args),
         block_bytes=kv.nbytes // num_blocks,
         close_last=team.close,
     )
