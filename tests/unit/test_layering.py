@@ -28,7 +28,6 @@ LAYERS = (
         "admin.keys",
         "model_directory",
         "processes",
-        "engines.scripted_tokens",
         "strategies",
         "streams",
         "tracing",

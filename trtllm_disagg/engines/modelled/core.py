@@ -7,16 +7,42 @@ waits for the step that runs at that moment, as it would for a GPU's.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from trtllm_disagg.engines.embedded.core.engine_core import EngineCore
 from trtllm_disagg.engines.embedded.ipc.messages import AddRequest, LogprobEntry, StepReport
 from trtllm_disagg.engines.embedded.model.rows import Sampled
 from trtllm_disagg.engines.embedded.scheduler.scheduler import Row
 from trtllm_disagg.engines.embedded.scheduler.sequence import Sequence
-from trtllm_disagg.engines.modelled.clock import Clock
 from trtllm_disagg.engines.modelled.step_times import Factors, StepPricer
-from trtllm_disagg.engines.scripted_tokens import checksum, extended, token_after
+from trtllm_disagg.engines.recording.result import checksum, extended, token_after
+
+
+class Clock(Protocol):
+    def now(self) -> float:
+        """Modelled seconds."""
+        ...
+
+    def wait_until(self, moment: float) -> None:
+        """Returns at once when it has passed."""
+        ...
+
+
+class ScaledClock:
+    """This machine's monotonic clock, slower. All engines of a machine with the same scale have the same time."""
+
+    def __init__(self, scale: float) -> None:
+        self._scale = scale
+
+    def now(self) -> float:
+        return time.monotonic() / self._scale
+
+    def wait_until(self, moment: float) -> None:
+        if (left := moment * self._scale - time.monotonic()) > 0:
+            time.sleep(left)
+
 
 #: In wall seconds; statistics and KV events are never older than this.
 _LONGEST_REST = 0.05

@@ -14,7 +14,6 @@ import torch
 from trtllm_disagg.engines.embedded.connector.connector import KvConnector
 from trtllm_disagg.engines.embedded.connector.two_sided import TwoSidedConnector, timeouts_of
 from trtllm_disagg.engines.embedded.core.engine_core import EngineCore, NoGuides
-from trtllm_disagg.engines.embedded.core.warm_up import warm_up
 from trtllm_disagg.engines.embedded.cpu_kernels.cpu import this_cpu
 from trtllm_disagg.engines.embedded.ipc.messages import Ready
 from trtllm_disagg.engines.embedded.kv_cache.block_manager import KvEventLog
@@ -46,7 +45,11 @@ from trtllm_disagg.processes.activity import LOADING, Reporter
 
 if TYPE_CHECKING:
     from trtllm_disagg.engines.embedded.core.core_process import CoreProcess
-    from trtllm_disagg.engines.embedded.guided_decoding.guides import Guides
+    from trtllm_disagg.engines.embedded.guided_decoding.grammars import Guides
+
+
+from trtllm_disagg.engines.embedded.ipc.messages import SamplingSpec
+from trtllm_disagg.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -166,8 +169,7 @@ def create_guides(args: LlmArgs, shape: ModelShape) -> Guides | NoGuides:
     """What guiding needs is imported only where an engine guides."""
     if args.guided_decoding_backend is None:
         return NoGuides()
-    from trtllm_disagg.engines.embedded.guided_decoding.grammars import read_guide_tokenizer
-    from trtllm_disagg.engines.embedded.guided_decoding.guides import Guides
+    from trtllm_disagg.engines.embedded.guided_decoding.grammars import Guides, read_guide_tokenizer
 
     tokenizer = read_guide_tokenizer(Path(args.tokenizer or args.model))
     return Guides(tokenizer, shape.config.vocab_size, shape.end_ids)
@@ -202,3 +204,38 @@ def _create_connector(
         wake=wake,
     )
     return connector, kv
+
+
+#: A prompt of one token, and one more token.
+_POSITIONS = 2
+
+
+def warm_up(runner: Runner, model: Path, num_blocks: int, tokens_per_block: int) -> None:
+    """A prefill, a decode, and both in one step, in blocks that are free yet. They prove that the weights give numbers,
+    and have every kernel compiled and loaded (seconds once on a machine, a tenth of one later) before a request waits
+    for it. Raises ConfigError for a model that gives something else than finite numbers.
+    """
+    each = -(-_POSITIONS // tokens_per_block)
+    first, second = (_sequence(range(i * each, (i + 1) * each)) for i in range(2))
+    steps = [[first], [first], [first, second]] if num_blocks >= 2 * each else [[first]]
+    for sequences in steps:
+        logits = runner.run([Row.of(sequence, 1) for sequence in sequences])
+        if not torch.isfinite(logits).all():
+            raise ConfigError(
+                f"model: {model} gives logits that are not finite numbers; its weights are damaged, or too large for "
+                'its dtype (try --override-engine-args \'{"dtype": "float32"}\')'
+            )
+        first.tokens, first.num_computed = [0, 0], 1
+
+
+def _sequence(blocks: range) -> Sequence:
+    return Sequence(
+        request_id=0,
+        index=0,
+        request_type="context_and_generation",
+        tokens=[0],
+        num_prompt=1,
+        sampling=SamplingSpec(max_tokens=_POSITIONS),
+        seed=0,
+        blocks=list(blocks),
+    )

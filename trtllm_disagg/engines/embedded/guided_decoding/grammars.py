@@ -1,4 +1,6 @@
-"""Grammars: written for llguidance from GuidedDecodingParams, and compiled by it for one model's tokens."""
+"""Guided decoding by llguidance. The worker makes a grammar of GuidedDecodingParams; the engine core compiles it for one
+model's tokens, and a grammar beside a sequence says what may come next.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +21,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
 from tokenizers import Tokenizer
 
+from trtllm_disagg.engines.embedded.ipc.messages import SamplingSpec
 from trtllm_disagg.engines.embedded.params.request_params import GuidedDecodingParams
 from trtllm_disagg.errors import ConfigError, InvalidRequestError
 
@@ -31,6 +34,8 @@ _MULTIPLE_OF = re.compile(r"multipleOf[\\\"\s]*:(?:\s|\\+[nrt])*-?([0-9]+(?:\.[0
 _ESCAPED = re.compile(r"\\+u00([2-7][0-9a-fA-F])")
 #: llguidance makes a state of each remainder and none of its limits ends that: 0.4 s and 40 MB for as many.
 _MOST_REMAINDERS = 100_000
+#: Compiled and kept for the next request with the same grammar.
+_KEPT_GRAMMARS = 16
 _SILENT = 0
 #: Else an error carries the parser's state.
 _LIMITS = LLParserLimits(verbose_errors=False)
@@ -156,8 +161,8 @@ def read_guide_tokenizer(directory: Path) -> GuideTokenizer:
     return GuideTokenizer(pieces.to_str(), len(tokenizer), tokenizer.eos_token_id)
 
 
-class Matchers:
-    """Grammars, compiled by llguidance for one model's tokens, and what they bar in a row of its logits."""
+class Guides:
+    """Grammars, compiled once for one model's tokens, and what they bar in a row of its logits."""
 
     def __init__(self, tokenizer: GuideTokenizer, vocab_size: int, end_ids: Seq[int]) -> None:
         """Raises ConfigError for a tokenizer that cannot guide."""
@@ -167,17 +172,27 @@ class Matchers:
         if not self.end_ids:
             raise ConfigError("guided_decoding_backend: neither the model nor its tokenizer has an end token")
         try:
-            self.tokens = LLTokenizer(
+            self._tokens = LLTokenizer(
                 tokenizer.text, n_vocab=max(vocab_size, tokenizer.size), eos_token=list(self.end_ids)
             )
         except ValueError as error:
             raise ConfigError(f"guided_decoding_backend: the tokenizer cannot guide: {error}") from error
         self._size = vocab_size
-        self._words = np.zeros(-(-self.tokens.vocab_size // 32), dtype=np.uint32)
+        self._words = np.zeros(-(-self._tokens.vocab_size // 32), dtype=np.uint32)
+        self.compiled = functools.lru_cache(maxsize=_KEPT_GRAMMARS)(self._compile)
 
-    def compile(self, grammar: str) -> LLMatcher:
+    def start(self, sampling: SamplingSpec) -> Guide | None:
         """Raises InvalidRequestError for a grammar that does not fit this tokenizer, or is too big."""
-        matcher = LLMatcher(self.tokens, grammar, log_level=_SILENT, limits=_LIMITS)
+        if sampling.grammar is None:
+            return None
+        shown = sampling.include_stop
+        stops = () if shown else tuple(word[0] for word in sampling.stop_words if len(word) == 1)
+        matcher = self.compiled(sampling.grammar).deep_copy()
+        return Guide(matcher, self, tuple(dict.fromkeys(sampling.end_ids + stops)))
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        """Raises InvalidRequestError for a grammar that does not fit this tokenizer, or is too big."""
+        matcher = LLMatcher(self._tokens, grammar, log_level=_SILENT, limits=_LIMITS)
         # Its copies know what it knows by now: the first mask takes longest.
         matcher.compute_bitmask()
         if matcher.is_error():
@@ -196,3 +211,41 @@ def sentence(error: str) -> str:
     """What llguidance says, for a caller."""
     first = error.strip().partition("\n")[0]
     return _EXPLANATIONS.get(first, first)
+
+
+class Guide:
+    """`barred` (vocabulary) is True for each token that must not come next."""
+
+    def __init__(self, matcher: LLMatcher, guides: Guides, allowed_ends: Seq[int]) -> None:
+        """`allowed_ends` end the answer, and so are allowed exactly when the grammar is complete."""
+        self.matcher = matcher
+        self._guides = guides
+        self.allowed_ends = tuple(allowed_ends) or guides.end_ids
+        self._refresh()
+
+    @property
+    def model_ends(self) -> tuple[int, ...]:
+        """The model's own: nothing can follow one of these, even when the request wants to see them."""
+        return self._guides.end_ids
+
+    def advance(self, token: int) -> None:
+        """Raises InvalidRequestError for a token that was barred, and when the grammar gets out of hand."""
+        if not self.matcher.consume_token(token):
+            raise InvalidRequestError(f"guided decoding: token {token} does not fit: {self._reason()}")
+        self._refresh()
+
+    def _refresh(self) -> None:
+        barred = self._guides.forbidden_tokens(self.matcher)
+        if self.matcher.is_error():
+            raise InvalidRequestError(f"guided decoding: {self._reason()}")
+        barred[list(self._guides.end_ids)] = True
+        #: Nothing but an end can follow.
+        self.exhausted = bool(barred.all())
+        if self.matcher.is_accepting():
+            barred[list(self.allowed_ends)] = False
+        elif self.exhausted:
+            raise InvalidRequestError("guided decoding: no token of this model can go on in the grammar")
+        self.barred = barred
+
+    def _reason(self) -> str:
+        return sentence(self.matcher.get_error())

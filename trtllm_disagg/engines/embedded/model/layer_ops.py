@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from trtllm_disagg.engines.embedded.kv_cache.pool import KvPool
-from trtllm_disagg.engines.embedded.model.activations import silu
 from trtllm_disagg.engines.embedded.model.attention import StepLayout
 from trtllm_disagg.engines.embedded.model.rows import ForwardRow
 from trtllm_disagg.processes.activity import Reporter
@@ -23,6 +22,13 @@ if TYPE_CHECKING:
     from trtllm_disagg.engines.embedded.model.compiled_ops import FusedDecode
     from trtllm_disagg.engines.embedded.model.paged_rows import DecodeRows, PrefillRows
     from trtllm_disagg.engines.embedded.model.plain_model import PlainLayer, PlainModel
+
+
+import math
+from collections.abc import Callable
+
+from torch import nn
+from torch.nn import functional
 
 
 class LayerOps:
@@ -99,3 +105,48 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
     """The two halves of D are each other's partners; cos and sin (R, 1, D / 2)."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+_GELU_SCALE = math.sqrt(2 / math.pi)
+_GELU_CUBE = 0.044715
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    if not _depends_on_place(x):
+        return functional.silu(x)
+    return x / torch.exp(-x).add_(1)
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """GELU by its approximation with tanh."""
+    if not _depends_on_place(x):
+        return functional.gelu(x, approximate="tanh")
+    inner = (x + _GELU_CUBE * x * x * x) * _GELU_SCALE
+    return x * 0.5 * torch.tanh(inner).add_(1)
+
+
+def _depends_on_place(x: torch.Tensor) -> bool:
+    """Whether torch's own, which are faster, would give other bits."""
+    threads = torch.get_num_threads()
+    return threads & (threads - 1) != 0 and x.dtype is torch.float32 and x.device.type == "cpu"
+
+
+class _Activation(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._function(x)
+
+
+def replace_activations(module: nn.Module) -> None:
+    """In place of transformers' SiLU and GELU below `module`."""
+    from transformers.activations import GELUTanh, SiLUActivation
+
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, (SiLUActivation, nn.SiLU)):
+                setattr(parent, name, _Activation(silu))
+            elif isinstance(child, GELUTanh):
+                setattr(parent, name, _Activation(gelu_tanh))

@@ -20,8 +20,11 @@ from tests.support.guiding import (
     tokens_of,
 )
 from tests.support.models import EOS
-from trtllm_disagg.engines.embedded.guided_decoding.grammars import GuideTokenizer, read_guide_tokenizer
-from trtllm_disagg.engines.embedded.guided_decoding.guides import Guides
+from trtllm_disagg.engines.embedded.guided_decoding.grammars import (
+    Guides,
+    GuideTokenizer,
+    read_guide_tokenizer,
+)
 from trtllm_disagg.engines.embedded.params.request_params import GuidedDecodingParams
 from trtllm_disagg.errors import ConfigError, InvalidRequestError
 
