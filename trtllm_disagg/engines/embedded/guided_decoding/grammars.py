@@ -1,5 +1,5 @@
-"""Guided decoding by llguidance. The worker makes a grammar of GuidedDecodingParams; the engine core compiles it for one
-model's tokens, and a grammar beside a sequence says what may come next.
+"""Guided decoding by llguidance. The worker makes a grammar of GuidedDecodingParams; the engine core compiles it for
+one model's tokens, and a grammar beside a sequence says what may come next.
 """
 
 from __future__ import annotations

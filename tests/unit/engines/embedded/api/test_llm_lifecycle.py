@@ -234,7 +234,7 @@ def test_a_family_that_is_not_served_is_refused_by_name(copied: Path, family: st
 
 def test_a_checkpoint_without_weights_or_readable_config_is_refused(copied: Path) -> None:
     (copied / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"holds no \*\.safetensors file"):
+    with pytest.raises(ConfigError, match=r"has neither model\.safetensors"):
         Core(copied)
     (copied / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"cannot read .*config\.json"):
