@@ -12,7 +12,7 @@ import msgspec
 from tests.support.cores import Answer, Core
 from tests.support.models import EOS
 from trtllm_disagg.engines.embedded.core.engine_core import NoGuides
-from trtllm_disagg.engines.embedded.guided_decoding.grammars import Guide, grammar_of
+from trtllm_disagg.engines.embedded.guided_decoding import Guide, grammar_of
 from trtllm_disagg.engines.embedded.ipc.messages import SamplingSpec
 from trtllm_disagg.engines.embedded.params.request_params import GuidedDecodingParams
 

@@ -15,7 +15,7 @@ from trtllm_disagg.engines.embedded.connector.connector import KvConnector
 from trtllm_disagg.engines.embedded.connector.two_sided import TwoSidedConnector, timeouts_of
 from trtllm_disagg.engines.embedded.core.engine_core import EngineCore, NoGuides
 from trtllm_disagg.engines.embedded.cpu_kernels.cpu import this_cpu
-from trtllm_disagg.engines.embedded.ipc.messages import Ready
+from trtllm_disagg.engines.embedded.ipc.messages import Ready, SamplingSpec
 from trtllm_disagg.engines.embedded.kv_cache.block_manager import KvEventLog
 from trtllm_disagg.engines.embedded.kv_cache.pool import KvPool, LocalKvMemory
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout, KvTimeouts, StagingTransport
@@ -41,15 +41,13 @@ from trtllm_disagg.engines.embedded.scheduler.statistics import IterationStats
 from trtllm_disagg.engines.embedded.tensor_parallel.group import OtherRank, use_cpus
 from trtllm_disagg.engines.embedded.tensor_parallel.team import Runner, SingleRank, Team, open_team
 from trtllm_disagg.engines.embedded.tensor_parallel.transfers import TeamTransport, transport_of
+from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes.activity import LOADING, Reporter
 
 if TYPE_CHECKING:
     from trtllm_disagg.engines.embedded.core.core_process import CoreProcess
-    from trtllm_disagg.engines.embedded.guided_decoding.grammars import Guides
+    from trtllm_disagg.engines.embedded.guided_decoding import Guides
 
-
-from trtllm_disagg.engines.embedded.ipc.messages import SamplingSpec
-from trtllm_disagg.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +167,7 @@ def create_guides(args: LlmArgs, shape: ModelShape) -> Guides | NoGuides:
     """What guiding needs is imported only where an engine guides."""
     if args.guided_decoding_backend is None:
         return NoGuides()
-    from trtllm_disagg.engines.embedded.guided_decoding.grammars import Guides, read_guide_tokenizer
+    from trtllm_disagg.engines.embedded.guided_decoding import Guides, read_guide_tokenizer
 
     tokenizer = read_guide_tokenizer(Path(args.tokenizer or args.model))
     return Guides(tokenizer, shape.config.vocab_size, shape.end_ids)

@@ -6,12 +6,16 @@ on that row only. Shapes: R rows, n hidden, D of a head, Hq query and H KV heads
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import nn
+from torch.nn import functional
 
 from trtllm_disagg.engines.embedded.kv_cache.pool import KvPool
 from trtllm_disagg.engines.embedded.model.attention import StepLayout
@@ -22,13 +26,6 @@ if TYPE_CHECKING:
     from trtllm_disagg.engines.embedded.model.compiled_ops import FusedDecode
     from trtllm_disagg.engines.embedded.model.paged_rows import DecodeRows, PrefillRows
     from trtllm_disagg.engines.embedded.model.plain_model import PlainLayer, PlainModel
-
-
-import math
-from collections.abc import Callable
-
-from torch import nn
-from torch.nn import functional
 
 
 class LayerOps:
@@ -106,6 +103,10 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
+
+# Activations in float32 with bits that depend on the number alone, and not on its place in a tensor. torch's own silu
+# and gelu compute the end of each thread's part, where it is no whole vector, with other last bits. With a number of
+# threads that is no power of two such an end is in the middle of a row. exp and tanh have the same bits everywhere.
 
 _GELU_SCALE = math.sqrt(2 / math.pi)
 _GELU_CUBE = 0.044715

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,9 +28,6 @@ from trtllm_disagg.model_directory import fingerprint
 if TYPE_CHECKING:
     import torch
 
-
-from collections.abc import Iterator
-from contextlib import suppress
 
 _CONFIG = "config.json"
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}

@@ -1,1 +1,0 @@
-"""Guided decoding: grammars, and the masks that they give."""
