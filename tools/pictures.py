@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from trtllm_disagg.engines.demo_model import DEFAULT_DIRECTORY
+from trtllm_disagg.engines.demo_model.recipe import DEFAULT_DIRECTORY
 from trtllm_disagg.tools.demo import QUESTION
 from trtllm_disagg.tools.demo.both_orders import stream_chat
 from trtllm_disagg.tools.up.lifecycle import deployment_in_background

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trtllm_disagg.engines.demo_model import Recipe
+from trtllm_disagg.engines.demo_model.recipe import Recipe
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

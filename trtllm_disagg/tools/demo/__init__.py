@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from trtllm_disagg.config.settings import positive
-from trtllm_disagg.engines.demo_model import DEFAULT_DIRECTORY
+from trtllm_disagg.engines.demo_model.recipe import DEFAULT_DIRECTORY
 from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.processes.interrupts import ending_as_on_ctrl_c
 

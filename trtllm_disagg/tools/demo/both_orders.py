@@ -16,8 +16,8 @@ from typing import Any, TextIO
 from urllib.error import HTTPError
 
 from trtllm_disagg.console import Console
-from trtllm_disagg.engines.demo_model import DEFAULT_DIRECTORY
 from trtllm_disagg.engines.demo_model.building import build_demo_model
+from trtllm_disagg.engines.demo_model.recipe import DEFAULT_DIRECTORY
 from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.model_directory import is_hub_name, servable_model
 from trtllm_disagg.processes.direct_http import open_url
