@@ -43,7 +43,7 @@ LAYERS = (
     ("engines.embedded.kv_transfer", "engines"),
     ("engines.embedded.cpu_kernels", "engines.embedded.ipc"),
     ("engines.embedded.params",),
-    ("engines.embedded.guided_decoding", "engines.embedded.kv_cache"),
+    ("engines.embedded.kv_cache",),
     ("engines.embedded.model",),
     ("engines.embedded.scheduler",),
     ("engines.embedded.tensor_parallel",),

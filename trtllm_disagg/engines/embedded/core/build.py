@@ -46,7 +46,7 @@ from trtllm_disagg.processes.activity import LOADING, Reporter
 
 if TYPE_CHECKING:
     from trtllm_disagg.engines.embedded.core.core_process import CoreProcess
-    from trtllm_disagg.engines.embedded.guided_decoding import Guides
+    from trtllm_disagg.engines.embedded.model.guided_decoding import Guides
 
 
 log = logging.getLogger(__name__)
@@ -167,7 +167,7 @@ def create_guides(args: LlmArgs, shape: ModelShape) -> Guides | NoGuides:
     """What guiding needs is imported only where an engine guides."""
     if args.guided_decoding_backend is None:
         return NoGuides()
-    from trtllm_disagg.engines.embedded.guided_decoding import Guides, read_guide_tokenizer
+    from trtllm_disagg.engines.embedded.model.guided_decoding import Guides, read_guide_tokenizer
 
     tokenizer = read_guide_tokenizer(Path(args.tokenizer or args.model))
     return Guides(tokenizer, shape.config.vocab_size, shape.end_ids)

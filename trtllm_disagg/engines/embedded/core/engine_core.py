@@ -38,7 +38,7 @@ from trtllm_disagg.engines.embedded.scheduler.statistics import IterationStats
 from trtllm_disagg.errors import DisaggError, EngineError, InvalidRequestError, KvTransferError
 
 if TYPE_CHECKING:
-    from trtllm_disagg.engines.embedded.guided_decoding import Guides
+    from trtllm_disagg.engines.embedded.model.guided_decoding import Guides
 log = logging.getLogger(__name__)
 
 

@@ -18,7 +18,7 @@ from trtllm_disagg.engines.embedded.ipc.messages import LogprobEntry, SamplingSp
 from trtllm_disagg.engines.embedded.model.rows import Sampled
 
 if TYPE_CHECKING:
-    from trtllm_disagg.engines.embedded.guided_decoding import Guide
+    from trtllm_disagg.engines.embedded.model.guided_decoding import Guide
 
 
 class SampledSequence(Protocol):

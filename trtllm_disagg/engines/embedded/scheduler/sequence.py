@@ -24,7 +24,7 @@ from trtllm_disagg.engines.embedded.kv_cache.memory import Saved
 from trtllm_disagg.wire.kv_handle import KvHandle
 
 if TYPE_CHECKING:
-    from trtllm_disagg.engines.embedded.guided_decoding import Guide
+    from trtllm_disagg.engines.embedded.model.guided_decoding import Guide
 
 
 #: Seconds.

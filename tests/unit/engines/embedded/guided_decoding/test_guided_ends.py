@@ -20,7 +20,7 @@ from tests.support.guiding import (
     tokens_of,
 )
 from tests.support.models import EOS
-from trtllm_disagg.engines.embedded.guided_decoding import (
+from trtllm_disagg.engines.embedded.model.guided_decoding import (
     Guides,
     GuideTokenizer,
     read_guide_tokenizer,

@@ -15,8 +15,8 @@ from tests.support.handling import request
 from trtllm_disagg.engine.llm_api import load_api
 from trtllm_disagg.engine.sampling import sampling_params_of
 from trtllm_disagg.engines.embedded.api.request import sampling_spec
-from trtllm_disagg.engines.embedded.guided_decoding import grammar_of
 from trtllm_disagg.engines.embedded.ipc.messages import Ready
+from trtllm_disagg.engines.embedded.model.guided_decoding import grammar_of
 from trtllm_disagg.engines.embedded.params.request_params import GuidedDecodingParams, SamplingParams
 from trtllm_disagg.errors import InvalidRequestError
 from trtllm_disagg.wire.bodies import require_splittable
