@@ -1,4 +1,4 @@
-"""Settings of how often an engine reports, and what."""
+"""Settings of how often an engine reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ INTERVAL = 4
 def told_llm(make_llm: Callable[..., Any]) -> Iterator[Any]:
     with make_llm(
         stream_interval=INTERVAL,
-        enable_iter_req_stats=True,
         enable_chunked_prefill=True,
         max_num_tokens=64,
     ) as llm:
@@ -77,44 +76,3 @@ async def test_aborted_interval_stream_ends_as_cancelled(told_llm: Any) -> None:
     await lengths(result)
     assert result.outputs[0].finish_reason == "cancelled"
     assert result.outputs[0].length < 300
-
-
-# -- enable_iter_req_stats
-
-
-async def test_request_statistics_have_each_step_of_each_request(told_llm: Any) -> None:
-    told_llm.get_stats(timeout=2)
-    fresh = [17 + (11 * i) % 61 for i in range(100)]
-    await told_llm.generate_async(fresh, sampling(max_tokens=3)).aresult()
-    stats = [each for each in told_llm.get_stats(timeout=2) if each.get("requestStats")]
-    told = [entry for each in stats for entry in each["requestStats"]]
-
-    assert len({entry["id"] for entry in told}) == 1
-    ran = [entry for entry in told if entry["scheduled"]]
-    # The prompt takes two steps of 64 tokens; what is left of the budget is not.
-    assert [(entry["contextPrefillPosition"], entry["numGeneratedTokens"]) for entry in ran] == [
-        (64, 0),
-        (100, 1),
-        (100, 2),
-        (100, 3),
-    ]
-    stages = [entry["stage"] for entry in ran]
-    assert stages == [
-        "CONTEXT_IN_PROGRESS",
-        "GENERATION_IN_PROGRESS",
-        "GENERATION_IN_PROGRESS",
-        "GENERATION_COMPLETE",
-    ]
-    assert {entry["paused"] for entry in told} == {False}
-    assert {entry["disServingStats"] for entry in told} == {None}
-    last = ran[-1]
-    assert last["allocNewBlocksPerRequest"] >= last["missedBlocksPerRequest"] > 0
-    assert 0 <= last["kvCacheHitRatePerRequest"] <= 1
-
-
-async def test_request_statistics_are_off_by_default(llm: Any) -> None:
-    llm.get_stats(timeout=2)
-    await llm.generate_async(PROMPT, sampling(max_tokens=3)).aresult()
-    stats = llm.get_stats(timeout=2)
-    assert stats
-    assert not any(each.get("requestStats") for each in stats)

@@ -175,22 +175,6 @@ def test_parameters_survive_a_dict() -> None:
     assert find("DisaggregatedParams")(**dataclasses.asdict(given)) == given
 
 
-@pytest.mark.parametrize("kind", ["context_only", "generation_only", "context_and_generation"])
-def test_the_runtime_has_each_request_type(kind: str) -> None:
-    found = find("DisaggregatedParams")(request_type=kind).get_request_type()
-    assert str(getattr(found, "name", found)).lower().endswith(kind)
-
-
-def test_the_runtimes_part_of_a_handoff_has_one_id_and_its_tokens() -> None:
-    """One id for both phases where the caller has made one; no first token is an empty list."""
-    made = find("DisaggregatedParams")(request_type="generation_only", ctx_request_id=7, opaque_state=b"x")
-    params = made.get_context_phase_params()
-    assert (params.req_id, list(params.first_gen_tokens)) == (7, [])
-    made = dataclasses.replace(made, disagg_request_id=9, first_gen_tokens=[5])
-    assert made.get_context_phase_params().req_id == 9
-    assert list(made.get_context_phase_params().first_gen_tokens) == [5]
-
-
 # -- get_global_disagg_request_id
 
 

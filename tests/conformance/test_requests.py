@@ -123,6 +123,7 @@ async def test_first_of_several_stop_tokens_ends_the_answer(llm: Any) -> None:
         {"return_context_logits": True},
         {"return_generation_logits": True},
         {"truncate_prompt_tokens": 5},
+        {"thinking_token_budget": 0},
     ],
     ids=" ".join,
 )

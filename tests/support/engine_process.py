@@ -72,9 +72,9 @@ def _serve(pipe: Connection, model: Path, args: dict[str, Any]) -> None:
     import torch
 
     from tests.support.cores import Core
+    from tests.support.fake_transport import FakeTransport
     from trtllm_disagg.engines.embedded.kv_transfer.access import OneHost
     from trtllm_disagg.engines.embedded.kv_transfer.transports import create_transport
-    from trtllm_disagg.engines.recording.fake_transport import FakeTransport
 
     torch.set_num_threads(1)
     fake = FakeTransport(inner=create_transport(args["cache_transceiver_config"]["backend"], OneHost()))
@@ -125,7 +125,7 @@ _REQUESTS: dict[str, Callable[..., int]] = {
 
 
 def _arm(fake: Any, kill: Kill) -> None:
-    from trtllm_disagg.engines.recording.fake_transport import Interrupted
+    from tests.support.fake_transport import Interrupted
 
     def deadly() -> None:
         fake.forget_script()

@@ -12,9 +12,8 @@ import msgspec
 from tests.support.cores import Answer, Core
 from tests.support.models import EOS
 from trtllm_disagg.engines.embedded.core.engine_core import NoGuides
-from trtllm_disagg.engines.embedded.guided_decoding.grammars import grammar_of
-from trtllm_disagg.engines.embedded.guided_decoding.guides import Guide
 from trtllm_disagg.engines.embedded.ipc.messages import SamplingSpec
+from trtllm_disagg.engines.embedded.model.guided_decoding import Guide, grammar_of
 from trtllm_disagg.engines.embedded.params.request_params import GuidedDecodingParams
 
 PROMPT = [5 + i % 11 for i in range(40)]

@@ -128,10 +128,10 @@ class Host:
 
 def _serve(address: str, model: str, seconds: str, backend: str) -> None:
     from tests.support.cores import Core
+    from tests.support.fake_transport import FakeTransport
     from trtllm_disagg.engines.embedded.ipc.messages import MadeHandoff, Rendezvous
     from trtllm_disagg.engines.embedded.kv_transfer.access import choose_scope
     from trtllm_disagg.engines.embedded.kv_transfer.transports import create_transport
-    from trtllm_disagg.engines.recording.fake_transport import FakeTransport
 
     fake = FakeTransport(inner=create_transport(backend, choose_scope(address, None)))
     core = Core(
@@ -182,7 +182,7 @@ def _serve(address: str, model: str, seconds: str, backend: str) -> None:
 
 def _stop_before_read(fake: Any, victim: int) -> None:
     """The sender has said yes, and stalls when the bytes are asked for."""
-    from trtllm_disagg.engines.recording.fake_transport import Interrupted
+    from tests.support.fake_transport import Interrupted
 
     def stop() -> None:
         os.kill(victim, signal.SIGSTOP)

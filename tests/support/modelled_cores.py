@@ -16,8 +16,8 @@ from tests.support.cores import Core
 from trtllm_disagg.engines.embedded.core.engine_core import EngineCore
 from trtllm_disagg.engines.embedded.tensor_parallel.team import Team
 from trtllm_disagg.engines.modelled.build import build_core
-from trtllm_disagg.engines.modelled.clock import Clock
 from trtllm_disagg.engines.modelled.config import ModelledArgs
+from trtllm_disagg.engines.modelled.core import Clock
 
 #: A step of 2 ms, 10 us a prompt token, 100 us a decoding sequence.
 MEASURED: dict[str, Any] = {

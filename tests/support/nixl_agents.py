@@ -7,7 +7,7 @@ from typing import Any
 
 from nixl_cu13._api import nixl_agent
 
-from trtllm_disagg.engines.recording.fake_transport import WaitsFor
+from tests.support.fake_transport import WaitsFor
 
 
 class ScriptedAgent(nixl_agent):  # type: ignore[misc]

@@ -1,6 +1,4 @@
-"""Builds a demo model in a folder: only once, completely, and safe against a kill or a second builder. Progress of the
-training is a bar on a terminal and occasional lines elsewhere.
-"""
+"""Builds a demo model in a folder: only once, completely, and safe against a kill or a second builder."""
 
 from __future__ import annotations
 
@@ -14,8 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from trtllm_disagg.console import Console
 from trtllm_disagg.engines.demo_model.corpus import articles, documents
@@ -35,24 +31,8 @@ def say(text: str) -> None:
     Console(soft_wrap=True).print(f"demo-model: {text}", markup=False)
 
 
-@contextmanager
-def progress_report(clock: Callable[[], float] = time.monotonic) -> Iterator[Report]:
-    console = Console()
-    if not console.is_terminal:
-        yield line_report(clock)
-        return
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.2f}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(TextColumn("training"), *columns, console=console) as bar:
-        task = bar.add_task("training", total=None, loss=float("nan"))
-        yield lambda step, steps, loss: bar.update(task, completed=step, total=steps, loss=loss)
-
-
-def line_report(clock: Callable[[], float]) -> Report:
+def line_report(clock: Callable[[], float] = time.monotonic) -> Report:
+    """A line every few seconds."""
     first = last = 0.0
 
     def report(step: int, steps: int, loss: float) -> None:
@@ -121,8 +101,7 @@ def make_model(directory: Path, recipe: Recipe) -> None:
     with steadily("loading torch", say):
         from trtllm_disagg.engines.demo_model.training import save_weights, train
     say(f"training on {len(corpus)} documents, {recipe.steps} steps of {recipe.batch * recipe.window} tokens")
-    with progress_report() as report:
-        model = train(recipe, source, tokenizer, report)
+    model = train(recipe, source, tokenizer, line_report())
     save_weights(model, directory)
     save_tokenizer(tokenizer, directory, recipe)
     (directory / MARKER).write_text(json.dumps(recipe.marker(), indent=2))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -95,18 +94,19 @@ class Batch(NamedTuple):
 
 def train(recipe: Recipe, source: list[Article], tokenizer: Tokenizer, report: Report) -> Any:
     """A trained `LlamaForCausalLM` in float32. The same recipe on the same machine gives the same weights."""
-    with reproducible(recipe):
-        model = new_model(recipe, tokenizer)
-        optimizers = new_optimizers(recipe, model)
-        for step, batch in enumerate(batches(recipe, source, tokenizer)):
-            scale_learning_rates(optimizers, recipe, step)
-            loss = next_token_loss(model, batch)
-            torch.autograd.backward(loss)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            report(step + 1, recipe.steps, loss.item())
+    torch.manual_seed(recipe.seed)
+    torch.set_num_threads(recipe.threads)
+    model = new_model(recipe, tokenizer)
+    optimizers = new_optimizers(recipe, model)
+    for step, batch in enumerate(batches(recipe, source, tokenizer)):
+        scale_learning_rates(optimizers, recipe, step)
+        loss = next_token_loss(model, batch)
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        report(step + 1, recipe.steps, loss.item())
     return model.eval()
 
 
@@ -205,24 +205,8 @@ def next_token_loss(model: Any, batch: Batch) -> Tensor:
     return torch.nn.functional.cross_entropy(logits.float(), batch.tokens[:, 1:][is_said])
 
 
-@contextmanager
-def reproducible(recipe: Recipe) -> Iterator[None]:
-    """Fixes the seed and the thread count, and restores the caller's afterwards."""
-    threads = torch.get_num_threads()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(recipe.seed)
-        torch.set_num_threads(recipe.threads)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
-
-
 def save_weights(model: Any, directory: Path) -> None:
-    shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     model.save_pretrained(directory)
-    if shown:
-        logging.enable_progress_bar()
     # safetensors writes files that only this user can read; the frontend may run as another user.
     (directory / "model.safetensors").chmod(0o644)

@@ -19,9 +19,8 @@ from trtllm_disagg.engines.embedded.kv_transfer.access import OneHost
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout
 from trtllm_disagg.engines.embedded.scheduler.scheduler import create_blocks, create_scheduler
 from trtllm_disagg.engines.embedded.scheduler.statistics import IterationStats
-from trtllm_disagg.engines.modelled.clock import Clock, ScaledClock
 from trtllm_disagg.engines.modelled.config import ModelledArgs
-from trtllm_disagg.engines.modelled.core import ClockedModel, ModelledCore
+from trtllm_disagg.engines.modelled.core import Clock, ClockedModel, ModelledCore, ScaledClock
 from trtllm_disagg.engines.modelled.link import LinkCost, LinkTransport
 from trtllm_disagg.engines.modelled.step_times import Factors, StepPricer, StepTimes, StraightLines
 from trtllm_disagg.engines.modelled.tables import (
@@ -106,7 +105,7 @@ def build_core(args: ModelledArgs, wake: Callable[[], None], clock: Clock) -> Mo
         ready=ready,
         blocks=blocks,
         events=events,
-        scheduler=create_scheduler(args, blocks, NoMemory(), size, model.now),
+        scheduler=create_scheduler(args, blocks, NoMemory(), size),
         connector=connector,
         model=model,
         guides=NoGuides(),

@@ -7,16 +7,42 @@ waits for the step that runs at that moment, as it would for a GPU's.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from trtllm_disagg.engines.embedded.core.engine_core import EngineCore
 from trtllm_disagg.engines.embedded.ipc.messages import AddRequest, LogprobEntry, StepReport
 from trtllm_disagg.engines.embedded.model.rows import Sampled
 from trtllm_disagg.engines.embedded.scheduler.scheduler import Row
 from trtllm_disagg.engines.embedded.scheduler.sequence import Sequence
-from trtllm_disagg.engines.modelled.clock import Clock
 from trtllm_disagg.engines.modelled.step_times import Factors, StepPricer
-from trtllm_disagg.engines.scripted_tokens import checksum, extended, token_after
+from trtllm_disagg.engines.recording.result import checksum, extended, token_after
+
+
+class Clock(Protocol):
+    def now(self) -> float:
+        """Modelled seconds."""
+        ...
+
+    def wait_until(self, moment: float) -> None:
+        """Returns at once when it has passed."""
+        ...
+
+
+class ScaledClock:
+    """This machine's monotonic clock, slower. All engines of a machine with the same scale have the same time."""
+
+    def __init__(self, scale: float) -> None:
+        self._scale = scale
+
+    def now(self) -> float:
+        return time.monotonic() / self._scale
+
+    def wait_until(self, moment: float) -> None:
+        if (left := moment * self._scale - time.monotonic()) > 0:
+            time.sleep(left)
+
 
 #: In wall seconds; statistics and KV events are never older than this.
 _LONGEST_REST = 0.05
@@ -180,7 +206,7 @@ class ModelledCore(EngineCore):
     def _steps(self, started: float, now: float) -> StepReport:
         """Run the steps without output that have begun by `now`; without any, the next step."""
         is_late = self.model.end <= now and not self.model.is_idle
-        if is_late and self.scheduler.reserves_all and not self.stats.tells_each_step:
+        if is_late and self.scheduler.reserves_all:
             silent = self.scheduler.num_silent_steps
             if silent > 1:
                 return self._silent_steps(silent, now)
@@ -190,9 +216,8 @@ class ModelledCore(EngineCore):
         """Like up to `most` single steps, for sequences that only decode, have all their blocks and do not end."""
         rows = [Row.of(sequence, 1) for sequence in self.scheduler.running]
         for row in rows:
-            row.sequence.timer.scheduled(self._num_steps + 1)
+            row.sequence.timer.scheduled()
         seconds, made = self.model.run_on(rows, most, now)
-        self._num_steps += len(seconds)
         for row, tokens in zip(rows, made, strict=True):
             sequence = row.sequence
             sequence.tokens += tokens
@@ -200,7 +225,7 @@ class ModelledCore(EngineCore):
             sequence.num_unsent += len(tokens)
             if sequence.sampling.logprobs is not None:
                 sequence.unsent_logprobs += map(_entry, tokens)
-            sequence.timer.has_token(self._num_steps)
+            sequence.timer.has_token()
             self._commit(sequence)
         stats = self.stats.of_decode_steps(rows, self.scheduler, self.blocks, self._handoffs, seconds)
         for statistics, each in zip(stats, seconds, strict=False):

@@ -21,7 +21,7 @@ from trtllm_disagg.engines.embedded.kv_transfer.base import (
     decoded_address,
     require_running,
 )
-from trtllm_disagg.engines.modelled.clock import Clock
+from trtllm_disagg.engines.modelled.core import Clock
 from trtllm_disagg.errors import HandoffRefusedError, KvTransferError
 from trtllm_disagg.processes.proc_stat import ProcessMark, own_mark
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+import zlib
+from array import array
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,12 +21,31 @@ from trtllm_disagg.engines.embedded.params.request_params import (
 )
 from trtllm_disagg.engines.recording.hard_edges import HardEdges, RequestError
 from trtllm_disagg.engines.recording.state import KvHolder, Meeting
-from trtllm_disagg.engines.scripted_tokens import checksum, extended, token_after
 
 #: Never made by `scripted_token`; put it into a script to end an answer.
 EOS_TOKEN = 2
 _MAX_POSITIONS = 1 << 20
 _ENDPOINT = "tcp://prefill/"
+
+
+#: Printable ASCII in a vocabulary of bytes: every token is text at once.
+_FIRST_TOKEN, _NUM_TOKENS = 16, 64
+_BYTES = [token.to_bytes(4, "little") for token in range(_FIRST_TOKEN + _NUM_TOKENS)]
+
+
+def checksum(tokens: Sequence[int], index: int = 0) -> int:
+    """Of a prompt, for the choice `index`; alike in every process."""
+    return zlib.crc32(array("I", tokens), index * 101)
+
+
+def token_after(checksum: int) -> int:
+    """So a prompt that ends with the start of an answer is continued with what is left of that answer."""
+    return _FIRST_TOKEN + checksum % _NUM_TOKENS
+
+
+def extended(checksum: int, token: int) -> int:
+    """The checksum after one more token, which must come from `token_after`."""
+    return zlib.crc32(_BYTES[token], checksum)
 
 
 def scripted_token(prompt: Sequence[int], position: int, index: int = 0) -> int:

@@ -69,7 +69,7 @@ _ARRIVALS = st.lists(
 ).map(sorted)
 
 
-#: As they come, one at a time, ranks with requests of their own, blocks taken and lost step by step, every step told.
+#: As they come, one at a time, ranks with requests of their own, blocks taken and lost step by step.
 _ENGINES: list[dict[str, Any]] = [
     {},
     {"max_batch_size": 1},
@@ -78,7 +78,6 @@ _ENGINES: list[dict[str, Any]] = [
         "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
         "kv_cache_config": {"max_tokens": 640},
     },
-    {"enable_iter_req_stats": True},
 ]
 
 

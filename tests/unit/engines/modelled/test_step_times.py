@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.modelled_cores import MEASURED, ModelledTestCore, VirtualClock, prompt_of
-from trtllm_disagg.engines.modelled.clock import ScaledClock
+from trtllm_disagg.engines.modelled.core import ScaledClock
 
 STEP, TOKEN, CONTEXT = 2e-3, 10e-6, 1e-6
 DECODE, DECODE_CONTEXT = 100e-6, 10e-6

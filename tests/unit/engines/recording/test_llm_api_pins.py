@@ -407,17 +407,7 @@ def test_releases_of_1_2_lack_what_a_split_request_needs(
     assert "disagg_request_id" in lacking
 
 
-def test_release_candidates_of_1_2_have_no_global_ids() -> None:
-    assert PINS[OLD]["functions"]["get_global_disagg_request_id"] is None
-
-
 @pytest.mark.parametrize("version", [FIRST_TAKEN, NEWEST["DisaggregatedParams"]])
 def test_an_endpoint_is_one_string(version: str) -> None:
     assert facts(version, "DisaggregatedParams")["ctx_info_endpoint"] == ["Optional[str]", "None"]
     assert DisaggregatedParams(ctx_info_endpoint="tcp://a:1").ctx_info_endpoint == "tcp://a:1"
-
-
-@pytest.mark.parametrize("function", [embedded.get_global_disagg_request_id])
-def test_ids_take_a_node_and_a_process(function: Callable[..., int]) -> None:
-    pinned = PINS[NEW]["functions"]["get_global_disagg_request_id"]
-    assert list(parameters(function)) == list(pinned)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import inspect
 from typing import Any
 
 import pytest
 
-from trtllm_disagg.engines import embedded
-from trtllm_disagg.engines.recording import llm as recording
 from trtllm_disagg.engines.recording.llm import (
     LLM,
     DisaggregatedParams,
@@ -45,31 +42,6 @@ def handoff_of(result: RequestOutput) -> DisaggregatedParams:
 
 
 # -- names and signatures
-
-
-def test_both_engines_offer_the_same_names() -> None:
-    names = set(recording.__all__) - {"Script"}
-    assert [name for name in sorted(names) if not hasattr(embedded, name)] == []
-
-
-@pytest.mark.parametrize(
-    "method",
-    [
-        "__init__",
-        "generate_async",
-        "get_kv_cache_events_async",
-        "get_stats_async",
-        "get_kv_cache_capacity",
-        "shutdown",
-        "_check_health",
-    ],
-)
-def test_both_engines_take_the_same_arguments(method: str) -> None:
-    ours, theirs = (
-        {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
-        for function in (getattr(embedded.LLM, method), getattr(LLM, method))
-    )
-    assert ours == theirs
 
 
 def test_an_unknown_keyword_is_refused() -> None:
@@ -155,12 +127,6 @@ async def test_kv_is_fetched_once_and_only_for_its_prompt() -> None:
     for prompt in ([1, 2, 3], PROMPT):
         with pytest.raises(RequestError, match="kv cache transfer"):
             await make().generate_async(prompt, disaggregated_params=handoff).aresult()
-
-
-async def test_aborted_prefill_releases_its_kv() -> None:
-    result = await prefill(make())
-    result.abort()
-    assert len(LLM.kv_store) == 0
 
 
 async def test_the_first_logprobs_come_from_prefill() -> None:

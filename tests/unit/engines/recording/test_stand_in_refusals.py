@@ -9,11 +9,9 @@ import pytest
 from trtllm_disagg.engines.recording.llm import (
     LLM,
     DisaggregatedParams,
-    GuidedDecodingParams,
     RequestError,
     SamplingParams,
     Script,
-    get_global_disagg_request_id,
 )
 
 PROMPT = [11, 12, 13]
@@ -59,24 +57,6 @@ def test_request_after_shutdown_is_refused() -> None:
         llm.generate_async(PROMPT)
 
 
-def test_parameters_that_contradict_themselves_are_refused() -> None:
-    with pytest.raises(ValueError, match="Unknown request type"):
-        DisaggregatedParams(request_type="both")
-    with pytest.raises(ValueError, match="best_of"):
-        SamplingParams(n=2, best_of=1)
-    with pytest.raises(ValueError, match="json, regex"):
-        SamplingParams(guided_decoding=GuidedDecodingParams(json="{}", regex="a"))
-
-
-def test_global_ids_are_unique_and_checked() -> None:
-    ids = {get_global_disagg_request_id(3, process) for process in range(64) for _ in range(4)}
-    assert len(ids) == 256
-    assert min(ids) >= 1 << 40
-    for node, process in ((256, 0), (0, 64), (-1, 0)):
-        with pytest.raises(ValueError):
-            get_global_disagg_request_id(node, process)
-
-
 # -- events and statistics
 
 
@@ -88,13 +68,6 @@ async def test_events_and_stats_are_drained_once() -> None:
     assert [event async for event in llm.get_kv_cache_events_async(timeout=0)] == []
     assert [stat["iter"] async for stat in llm.get_stats_async(timeout=0)] == [0]
     assert llm.get_kv_cache_capacity() == {"maxNumBlocks": 1024, "tokensPerBlock": 32}
-
-
-def test_events_and_stats_have_to_be_turned_on() -> None:
-    with pytest.raises(RuntimeError, match="event_buffer_max_size"):
-        make().get_kv_cache_events_async()
-    with pytest.raises(RuntimeError, match="enable_iter_perf_stats"):
-        make().get_stats_async()
 
 
 # -- an engine that misbehaves

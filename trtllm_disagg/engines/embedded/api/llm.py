@@ -18,8 +18,7 @@ from typing import Any, Literal
 from trtllm_disagg.engines.embedded.api import request as checks
 from trtllm_disagg.engines.embedded.api.result import Feed, RequestOutput, RunningRequests, decoder
 from trtllm_disagg.engines.embedded.core.core_client import CoreClient
-from trtllm_disagg.engines.embedded.guided_decoding.trials import GrammarTrials, TrialStart
-from trtllm_disagg.engines.embedded.ipc.messages import AbortRequest, AddRequest, StepReport, TokenOutput
+from trtllm_disagg.engines.embedded.ipc.messages import AbortRequest, AddRequest, StepReport
 from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs, as_plain, core_args
 from trtllm_disagg.engines.embedded.params.model_shape import check_model
 from trtllm_disagg.engines.embedded.params.request_params import (
@@ -29,7 +28,6 @@ from trtllm_disagg.engines.embedded.params.request_params import (
 )
 from trtllm_disagg.engines.embedded.params.supported_args import in_directory, refuse_unsupported
 from trtllm_disagg.engines.embedded.tensor_parallel.launch import require_divides, serve_other_ranks
-from trtllm_disagg.errors import DisaggError
 
 log = logging.getLogger(__name__)
 
@@ -115,10 +113,6 @@ class LLM:
         self._fatal_error: BaseException | None = None
         self._shut_down = False
         self._core = self._start_core()
-        ready = self._core.ready
-        tokenizer_path = str(self.args.tokenizer or self.args.model)
-        start = TrialStart(tokenizer_path, ready.vocab_size, list(ready.end_ids))
-        self._trials = GrammarTrials(start, send=self._core.send, refuse=self._on_refusal)
 
     # -- what clients call
 
@@ -130,7 +124,7 @@ class LLM:
     @property
     def num_active_requests(self) -> int:
         """Requests that wait or run, and prompts with KV held, as of the last step (embedded engine only)."""
-        return self._num_active + len(self._trials)
+        return self._num_active
 
     @property
     def max_seq_len(self) -> int:
@@ -214,7 +208,7 @@ class LLM:
             disagg_request_id=disaggregated_params.disagg_request_id if disaggregated_params else None,
         )
         self._running.add(result)
-        self._trials.enter(request)
+        self._core.send(request)
         if reason := self._ended():
             self._running.fail_all(reason)
         return result
@@ -261,7 +255,6 @@ class LLM:
         """End the engine process. Requests that still run fail."""
         if not self._shut_down:
             self._shut_down = True
-            self._trials.close()
             self._core.close()
             self._running.fail_all("LLM is shutting down")
 
@@ -372,11 +365,7 @@ class LLM:
         return decoder(self.tokenizer, skip_special_tokens=sampling.skip_special_tokens)
 
     def _abort(self, request_id: int) -> None:
-        if (waiting := self._trials.cancel(request_id)) is None:
-            self._core.send(AbortRequest(request_id))
-        else:
-            choices = range(waiting.num_choices)
-            self._running.deliver([TokenOutput(request_id, i, finish_reason="cancelled") for i in choices])
+        self._core.send(AbortRequest(request_id))
 
     def _on_report(self, report: StepReport) -> None:
         """Receiver thread."""
@@ -384,11 +373,6 @@ class LLM:
         self._events.extend(report.events)
         self._stats.extend(report.stats)
         self._running.deliver(report.outputs)
-
-    def _on_refusal(self, request: AddRequest, error: DisaggError) -> None:
-        """A thread of the trials."""
-        output = TokenOutput(request.request_id, error=str(error), error_category=error.category)
-        self._running.deliver([output])
 
     def _on_death(self, reason: str) -> None:
         self._fatal_error = RuntimeError(reason)

@@ -55,30 +55,11 @@ class KvCacheMetrics:
     num_reused_blocks: int = 0
     num_missed_blocks: int = 0
 
-    @property
-    def kv_cache_hit_rate(self) -> float:
-        total = self.num_reused_blocks + self.num_missed_blocks
-        return self.num_reused_blocks / total if total else 0.0
-
-
-@dataclass(slots=True)
-class SpeculativeDecodingMetrics:
-    """Zeros, because there is no speculative decoding."""
-
-    acceptance_rate: float = 0.0
-    total_accepted_draft_tokens: int = 0
-    total_draft_tokens: int = 0
-
 
 @dataclass(slots=True)
 class RequestPerfMetrics:
     timing_metrics: TimingMetrics = field(default_factory=TimingMetrics)
     kv_cache_metrics: KvCacheMetrics = field(default_factory=KvCacheMetrics)
-    speculative_decoding: SpeculativeDecodingMetrics = field(default_factory=SpeculativeDecodingMetrics)
-    #: Steps of the engine: the first and the last one that the request was in.
-    first_iter: int | None = None
-    last_iter: int | None = None
-    iter: int | None = None
 
 
 def request_perf_metrics(measured: Measured) -> RequestPerfMetrics:
@@ -98,9 +79,6 @@ def request_perf_metrics(measured: Measured) -> RequestPerfMetrics:
             num_reused_blocks=measured.admission.reused,
             num_missed_blocks=measured.admission.missed,
         ),
-        first_iter=measured.first_step,
-        last_iter=measured.last_step,
-        iter=measured.last_step,
     )
 
 

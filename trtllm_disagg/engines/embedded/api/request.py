@@ -262,6 +262,6 @@ def _grammar(params: SamplingParams, backend: str | None) -> str | None:
             "(a worker's --guided-decoding-backend llguidance)"
         )
     # Loads the library, which other requests do not need.
-    from trtllm_disagg.engines.embedded.guided_decoding.grammars import grammar_of
+    from trtllm_disagg.engines.embedded.model.guided_decoding import grammar_of
 
     return grammar_of(params.guided_decoding)

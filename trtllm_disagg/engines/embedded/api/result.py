@@ -371,9 +371,7 @@ def _wake_all(results: Sequence[RequestOutput], loop: asyncio.AbstractEventLoop)
 
 
 class RunningRequests:
-    """`add` and `fail_all` from any thread. `deliver` from the receiver thread, and for a request that has not reached
-    the engine from the thread that ends it.
-    """
+    """`add` and `fail_all` from any thread, `deliver` from the receiver thread."""
 
     def __init__(self) -> None:
         self._results: dict[int, RequestOutput] = {}

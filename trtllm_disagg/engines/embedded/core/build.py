@@ -14,9 +14,8 @@ import torch
 from trtllm_disagg.engines.embedded.connector.connector import KvConnector
 from trtllm_disagg.engines.embedded.connector.two_sided import TwoSidedConnector, timeouts_of
 from trtllm_disagg.engines.embedded.core.engine_core import EngineCore, NoGuides
-from trtllm_disagg.engines.embedded.core.warm_up import warm_up
 from trtllm_disagg.engines.embedded.cpu_kernels.cpu import this_cpu
-from trtllm_disagg.engines.embedded.ipc.messages import Ready
+from trtllm_disagg.engines.embedded.ipc.messages import Ready, SamplingSpec
 from trtllm_disagg.engines.embedded.kv_cache.block_manager import KvEventLog
 from trtllm_disagg.engines.embedded.kv_cache.pool import KvPool, LocalKvMemory
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout, KvTimeouts, StagingTransport
@@ -42,11 +41,13 @@ from trtllm_disagg.engines.embedded.scheduler.statistics import IterationStats
 from trtllm_disagg.engines.embedded.tensor_parallel.group import OtherRank, use_cpus
 from trtllm_disagg.engines.embedded.tensor_parallel.team import Runner, SingleRank, Team, open_team
 from trtllm_disagg.engines.embedded.tensor_parallel.transfers import TeamTransport, transport_of
+from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes.activity import LOADING, Reporter
 
 if TYPE_CHECKING:
     from trtllm_disagg.engines.embedded.core.core_process import CoreProcess
-    from trtllm_disagg.engines.embedded.guided_decoding.guides import Guides
+    from trtllm_disagg.engines.embedded.model.guided_decoding import Guides
+
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +157,7 @@ def build_core(
         connector=connector,
         model=SamplingModel(runner),
         guides=create_guides(args, shape),
-        stats=IterationStats(args, torch.cuda.memory_allocated),
+        stats=IterationStats(args),
         block_bytes=kv.nbytes // num_blocks,
         close_last=team.close,
     )
@@ -166,8 +167,7 @@ def create_guides(args: LlmArgs, shape: ModelShape) -> Guides | NoGuides:
     """What guiding needs is imported only where an engine guides."""
     if args.guided_decoding_backend is None:
         return NoGuides()
-    from trtllm_disagg.engines.embedded.guided_decoding.grammars import read_guide_tokenizer
-    from trtllm_disagg.engines.embedded.guided_decoding.guides import Guides
+    from trtllm_disagg.engines.embedded.model.guided_decoding import Guides, read_guide_tokenizer
 
     tokenizer = read_guide_tokenizer(Path(args.tokenizer or args.model))
     return Guides(tokenizer, shape.config.vocab_size, shape.end_ids)
@@ -202,3 +202,38 @@ def _create_connector(
         wake=wake,
     )
     return connector, kv
+
+
+#: A prompt of one token, and one more token.
+_POSITIONS = 2
+
+
+def warm_up(runner: Runner, model: Path, num_blocks: int, tokens_per_block: int) -> None:
+    """A prefill, a decode, and both in one step, in blocks that are free yet. They prove that the weights give numbers,
+    and have every kernel compiled and loaded (seconds once on a machine, a tenth of one later) before a request waits
+    for it. Raises ConfigError for a model that gives something else than finite numbers.
+    """
+    each = -(-_POSITIONS // tokens_per_block)
+    first, second = (_sequence(range(i * each, (i + 1) * each)) for i in range(2))
+    steps = [[first], [first], [first, second]] if num_blocks >= 2 * each else [[first]]
+    for sequences in steps:
+        logits = runner.run([Row.of(sequence, 1) for sequence in sequences])
+        if not torch.isfinite(logits).all():
+            raise ConfigError(
+                f"model: {model} gives logits that are not finite numbers; its weights are damaged, or too large for "
+                'its dtype (try --override-engine-args \'{"dtype": "float32"}\')'
+            )
+        first.tokens, first.num_computed = [0, 0], 1
+
+
+def _sequence(blocks: range) -> Sequence:
+    return Sequence(
+        request_id=0,
+        index=0,
+        request_type="context_and_generation",
+        tokens=[0],
+        num_prompt=1,
+        sampling=SamplingSpec(max_tokens=_POSITIONS),
+        seed=0,
+        blocks=list(blocks),
+    )

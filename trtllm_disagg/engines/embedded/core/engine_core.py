@@ -38,7 +38,7 @@ from trtllm_disagg.engines.embedded.scheduler.statistics import IterationStats
 from trtllm_disagg.errors import DisaggError, EngineError, InvalidRequestError, KvTransferError
 
 if TYPE_CHECKING:
-    from trtllm_disagg.engines.embedded.guided_decoding.guides import Guides
+    from trtllm_disagg.engines.embedded.model.guided_decoding import Guides
 log = logging.getLogger(__name__)
 
 
@@ -94,7 +94,6 @@ class EngineCore:
     #: Outputs for the next report.
     _outbox: list[TokenOutput] = field(default_factory=list, init=False)
     _has_shrunk: bool = field(default=False, init=False)
-    _num_steps: int = field(default=0, init=False)
 
     # -- commands
 
@@ -239,9 +238,8 @@ class EngineCore:
         )
 
     def _run(self, rows: list[Row]) -> None:
-        self._num_steps += 1
         for row in rows:
-            row.sequence.timer.scheduled(self._num_steps)
+            row.sequence.timer.scheduled()
         yielding = [row.sequence for row in rows if row.num_logits]
         try:
             sampled = self.model.run(rows)
@@ -265,7 +263,7 @@ class EngineCore:
     def _accept(self, sequence: Sequence, token: int, logprobs: LogprobEntry | None) -> None:
         """Append one token, send it unless it is held back, and finish the sequence if the token ends it."""
         sequence.tokens.append(token)
-        sequence.timer.has_token(self._num_steps)
+        sequence.timer.has_token()
         verdict = judge(sequence)
         if sequence.guide is not None and verdict.finish_reason is None:
             try:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from trtllm_disagg.engines.embedded.core.warm_up import warm_up
+from trtllm_disagg.engines.embedded.core.build import warm_up
 from trtllm_disagg.engines.embedded.cpu_kernels.cpu import CpuFeatures, this_cpu
 from trtllm_disagg.engines.embedded.kv_cache.pool import KvPool
 from trtllm_disagg.engines.embedded.model.forward import ModelRunner, choose_forward

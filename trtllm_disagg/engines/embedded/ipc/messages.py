@@ -135,9 +135,6 @@ class Measured(msgspec.Struct, omit_defaults=True):
     admission: Admission = NOT_ADMITTED
     #: Start of each step that computed a part of the prompt.
     chunks: list[float] = []
-    #: Numbers of the engine's steps.
-    first_step: int | None = None
-    last_step: int | None = None
 
 
 class TokenOutput(msgspec.Struct, omit_defaults=True, gc=False):

@@ -17,9 +17,8 @@ from torch import nn
 
 from trtllm_disagg.engines.embedded.cpu_kernels.cpu import SETTING, CpuFeatures
 from trtllm_disagg.engines.embedded.kv_cache.pool import KvPool
-from trtllm_disagg.engines.embedded.model.activations import replace_activations
 from trtllm_disagg.engines.embedded.model.attention import StepLayout
-from trtllm_disagg.engines.embedded.model.layer_ops import LayerOps
+from trtllm_disagg.engines.embedded.model.layer_ops import LayerOps, replace_activations
 from trtllm_disagg.engines.embedded.model.model_loader import ForwardKind
 from trtllm_disagg.engines.embedded.model.pack import (
     Pack,
@@ -31,10 +30,9 @@ from trtllm_disagg.engines.embedded.model.pack import (
 from trtllm_disagg.engines.embedded.model.plain_model import PlainLayer, PlainModel, supports, take_apart
 from trtllm_disagg.engines.embedded.model.rows import ForwardRow
 from trtllm_disagg.engines.embedded.params.checkpoint import count_weights
-from trtllm_disagg.engines.embedded.params.free_memory import available_bytes
 from trtllm_disagg.engines.embedded.params.llm_args import EmbeddedConfig, LlmArgs
 from trtllm_disagg.engines.embedded.params.model_config import ModelConfig
-from trtllm_disagg.engines.embedded.params.model_shape import ModelShape
+from trtllm_disagg.engines.embedded.params.model_shape import ModelShape, available_bytes
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes.activity import Reporter
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from trtllm_disagg.engines.embedded.model import attention
 from trtllm_disagg.engines.embedded.model.plain_model import read_plain
-from trtllm_disagg.engines.embedded.params.checkpoint import shown
+from trtllm_disagg.engines.embedded.params.checkpoint import require_all, shown
 from trtllm_disagg.engines.embedded.params.model_shape import ModelShape
 from trtllm_disagg.errors import ConfigError
 
@@ -49,12 +49,10 @@ def _load_with_transformers(directory: Path, shape: ModelShape) -> Any:
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-    # transformers goes on with random ones.
-    if bad := sorted(report["missing_keys"]) + sorted(name for name, *_ in report["mismatched_keys"]):
-        raise ConfigError(
-            f"model: {directory} lacks {len(bad)} weights, or has them in another shape than config.json asks for: "
-            f"{shown(bad)}"
-        )
+    # transformers goes on with random ones, or without.
+    if wrong := sorted(name for name, *_ in report["mismatched_keys"]):
+        raise ConfigError(f"model: {directory}: {shown(wrong)} has another shape than config.json asks for")
+    require_all(directory, sorted(report["missing_keys"]), report["unexpected_keys"], shape.config)
     # A name without a mask function: transformers then builds no mask at all, which is what we want.
     model.config._attn_implementation = attention.NAME
     # What training left in config.json: a router that is packed (pack.py) has no logits to give.

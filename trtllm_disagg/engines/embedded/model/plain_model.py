@@ -26,7 +26,7 @@ from trtllm_disagg.engines.embedded.params.checkpoint import (
     expected_weights,
     weight_places,
 )
-from trtllm_disagg.engines.embedded.params.model_config import PLAIN_FAMILIES, ModelConfig
+from trtllm_disagg.engines.embedded.params.model_config import ModelConfig
 from trtllm_disagg.processes.activity import LOADING, Reporter
 
 _NO_NORM = np.empty(0, np.float32)
@@ -34,7 +34,7 @@ _NO_NORM = np.empty(0, np.float32)
 
 def supports(config: ModelConfig) -> bool:
     """Whether the plain forward can run this model, in place of transformers' modules."""
-    return config.model_type in PLAIN_FAMILIES and config.hidden_act == "silu" and config.has_static_rope
+    return config.is_plain_family and config.hidden_act == "silu" and config.has_static_rope
 
 
 @dataclass(frozen=True, slots=True)

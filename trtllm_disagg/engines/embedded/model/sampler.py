@@ -18,7 +18,7 @@ from trtllm_disagg.engines.embedded.ipc.messages import LogprobEntry, SamplingSp
 from trtllm_disagg.engines.embedded.model.rows import Sampled
 
 if TYPE_CHECKING:
-    from trtllm_disagg.engines.embedded.guided_decoding.guides import Guide
+    from trtllm_disagg.engines.embedded.model.guided_decoding import Guide
 
 
 class SampledSequence(Protocol):
@@ -214,7 +214,7 @@ def _forbid(scores: torch.Tensor, sequence: SampledSequence) -> None:
     if sequence.guide is None:
         scores[forbidden] = float("-inf")
         return
-    barred = sequence.guide.barred
+    barred = torch.from_numpy(sequence.guide.barred)
     if forbidden:
         both = barred.clone()
         both[forbidden] = True

@@ -8,9 +8,13 @@ from pathlib import Path
 import torch
 
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout
-from trtllm_disagg.engines.embedded.params.free_memory import available_bytes
 from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs
-from trtllm_disagg.engines.embedded.params.model_shape import ModelShape, max_seq_len, require_memory
+from trtllm_disagg.engines.embedded.params.model_shape import (
+    ModelShape,
+    available_bytes,
+    max_seq_len,
+    require_memory,
+)
 from trtllm_disagg.errors import ConfigError
 
 

@@ -10,6 +10,7 @@ import math
 import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,6 @@ _SINGLE = "model.safetensors"
 _DTYPES = ("F32", "BF16", "F16", "F64")
 EMBEDDING = "model.embed_tokens"
 HEAD = "lm_head"
-_MIXTURES = ("mixtral", "qwen3_moe")
 #: Numbers that are computed, and that older checkpoints hold all the same.
 _COMPUTED = "rotary_emb.inv_freq"
 #: The last part of a quantised weight's name, or of what belongs to one.
@@ -43,7 +43,7 @@ Shape = tuple[int, ...]
 
 
 def expected_weights(config: ModelConfig) -> dict[str, Shape]:
-    """Every weight of the model that `config` describes, and its shape."""
+    """Every weight of the plain decoder that `config` describes, and its shape."""
     hidden = config.hidden_size
     expected: dict[str, Shape] = {
         f"{EMBEDDING}.weight": (config.vocab_size, hidden),
@@ -51,37 +51,17 @@ def expected_weights(config: ModelConfig) -> dict[str, Shape]:
     }
     if not config.tie_word_embeddings:
         expected[f"{HEAD}.weight"] = (config.vocab_size, hidden)
-    attention = dict(_attention(config))
+    layer = dict(_layer(config))
     for i in range(config.num_hidden_layers):
-        layer = attention | dict(_experts(config) if _has_experts(config, i) else _feed_forward(config))
         expected |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
     return expected
 
 
-def check_weights(directory: Path, config: ModelConfig, found: Mapping[str, Shape]) -> None:
-    """`found`: what the files hold. Raises ConfigError for what is missing, too many, or of another shape."""
-    named = found.keys()
-    if quantised := sorted(name for name in named if name.rpartition(".")[2] in _QUANTISED):
-        raise ConfigError(
-            f"model: {directory} is quantised ({shown(quantised)}); expected float32, bfloat16 or float16 weights"
-        )
-    if not any(name.startswith("model.") for name in named):  # of the model without its head
+def _check_names_and_shapes(directory: Path, config: ModelConfig, found: Mapping[str, Shape]) -> None:
+    if not any(name.startswith("model.") for name in found):  # of the model without its head
         found = {name if name.startswith(HEAD) else f"model.{name}": shape for name, shape in found.items()}
     expected = expected_weights(config)
-    if config.model_type in _MIXTURES and not any(".experts.0." in name for name in found):
-        # Experts in one piece: transformers knows them.
-        found, expected = _without_experts(found), _without_experts(expected)
-    if missing := sorted(expected.keys() - found.keys()):
-        raise ConfigError(
-            f"model: {directory} lacks {len(missing)} weights that its config.json asks for: {shown(missing)}; "
-            "copy the checkpoint again, or correct config.json"
-        )
-    extra = sorted(name for name in found.keys() - expected.keys() if not _is_harmless(name, config))
-    if extra:
-        raise ConfigError(
-            f"model: {directory} has {len(extra)} weights that its config.json has no place for: {shown(extra)}; "
-            "correct config.json (num_hidden_layers, attention_bias, ...), or leave them out"
-        )
+    require_all(directory, sorted(expected.keys() - found.keys()), found.keys() - expected.keys(), config)
     for name, shape in expected.items():
         if found[name] != shape:
             raise ConfigError(
@@ -90,67 +70,40 @@ def check_weights(directory: Path, config: ModelConfig, found: Mapping[str, Shap
             )
 
 
-def _attention(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
-    hidden, head = config.hidden_size, config.head_dim
+def require_all(directory: Path, missing: Seq[str], extra: Iterable[str], config: ModelConfig) -> None:
+    """Raises ConfigError for weights that are missing, or too many and not harmless."""
+    if missing:
+        raise ConfigError(
+            f"model: {directory} lacks {len(missing)} weights that its config.json asks for: {shown(missing)}; "
+            "copy the checkpoint again, or correct config.json"
+        )
+    if harmful := sorted(name for name in extra if not _is_harmless(name, config)):
+        raise ConfigError(
+            f"model: {directory} has {len(harmful)} weights that its config.json has no place for: {shown(harmful)}; "
+            "correct config.json (num_hidden_layers, attention_bias, ...), or leave them out"
+        )
+
+
+def _layer(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
+    hidden, head, inner = config.hidden_size, config.head_dim, config.intermediate_size
     query, key = config.num_attention_heads * head, config.num_key_value_heads * head
-    output_bias = config.attention_bias
-    qkv_bias = config.model_type == "qwen2" or output_bias
+    qkv_bias = config.model_type == "qwen2" or config.attention_bias
     yield from _linear("self_attn.q_proj", query, hidden, qkv_bias)
     yield from _linear("self_attn.k_proj", key, hidden, qkv_bias)
     yield from _linear("self_attn.v_proj", key, hidden, qkv_bias)
-    yield from _linear("self_attn.o_proj", hidden, query, output_bias)
-    norms = ["input_layernorm", "post_attention_layernorm"]
-    if config.model_type == "gemma2":
-        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-    for norm in norms:
-        yield f"{norm}.weight", (hidden,)
-    if config.model_type in ("qwen3", "qwen3_moe"):
-        for norm in ("q_norm", "k_norm"):
-            yield f"self_attn.{norm}.weight", (head,)
-
-
-def _feed_forward(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    bias = config.mlp_bias
-    yield from _linear("mlp.gate_proj", inner, hidden, bias)
-    yield from _linear("mlp.up_proj", inner, hidden, bias)
-    yield from _linear("mlp.down_proj", hidden, inner, bias)
-
-
-def _experts(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
-    hidden = config.hidden_size
-    if config.model_type == "mixtral":
-        part, gate, up, down = "block_sparse_moe", "w1", "w3", "w2"
-        count, inner = config.num_local_experts, config.intermediate_size
-    else:
-        part, gate, up, down = "mlp", "gate_proj", "up_proj", "down_proj"
-        count, inner = config.num_experts, config.moe_intermediate_size
-    yield f"{part}.gate.weight", (count, hidden)
-    for i in range(count):
-        yield f"{part}.experts.{i}.{gate}.weight", (inner, hidden)
-        yield f"{part}.experts.{i}.{up}.weight", (inner, hidden)
-        yield f"{part}.experts.{i}.{down}.weight", (hidden, inner)
-
-
-def _has_experts(config: ModelConfig, layer: int) -> bool:
-    match config.model_type:
-        case "mixtral":
-            return True
-        case "qwen3_moe":
-            return layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
-        case _:
-            return False
+    yield from _linear("self_attn.o_proj", hidden, query, config.attention_bias)
+    yield from _linear("mlp.gate_proj", inner, hidden, config.mlp_bias)
+    yield from _linear("mlp.up_proj", inner, hidden, config.mlp_bias)
+    yield from _linear("mlp.down_proj", hidden, inner, config.mlp_bias)
+    yield from ((f"{norm}.weight", (hidden,)) for norm in ("input_layernorm", "post_attention_layernorm"))
+    if config.model_type == "qwen3":
+        yield from ((f"self_attn.{norm}.weight", (head,)) for norm in ("q_norm", "k_norm"))
 
 
 def _linear(name: str, rows: int, columns: int, bias: bool) -> Iterator[tuple[str, Shape]]:
     yield f"{name}.weight", (rows, columns)
     if bias:
         yield f"{name}.bias", (rows,)
-
-
-def _without_experts(weights: Mapping[str, Shape]) -> dict[str, Shape]:
-    parts = (".mlp.", ".block_sparse_moe.")
-    return {name: shape for name, shape in weights.items() if not any(part in name for part in parts)}
 
 
 def _is_harmless(name: str, config: ModelConfig) -> bool:
@@ -165,12 +118,17 @@ def shown(names: Iterable[str]) -> str:
 
 
 def check_weight_files(directory: Path, config: ModelConfig, *, any_dtype: bool) -> None:
-    """Raises ConfigError for missing or truncated files, and for weights that are not those of `config`, of another
-    kind than plain floats, or of several dtypes unless `any_dtype`.
+    """Raises ConfigError for missing or truncated files, and for weights that are quantised, of another type than plain
+    floats, or of several dtypes unless `any_dtype`; for a plain decoder also for weights that are not those of
+    `config`, which transformers says of the other families.
     """
-    _check_shards(directory)
     found = _weights(directory)
-    check_weights(directory, config, {name: tuple(tensor["shape"]) for name, tensor in found.items()})
+    if quantised := sorted(name for name in found if name.rpartition(".")[2] in _QUANTISED):
+        raise ConfigError(
+            f"model: {directory} is quantised ({shown(quantised)}); expected float32, bfloat16 or float16 weights"
+        )
+    if config.is_plain_family:
+        _check_names_and_shapes(directory, config, {name: tuple(t["shape"]) for name, t in found.items()})
     dtypes: dict[str, str] = {}
     for name, tensor in found.items():
         if tensor["dtype"] not in _DTYPES:
@@ -187,11 +145,24 @@ def check_weight_files(directory: Path, config: ModelConfig, *, any_dtype: bool)
 
 
 def weight_places(directory: Path) -> dict[str, str]:
-    """Weight -> file, for a checkpoint that is whole. Empty when it has neither an index nor the usual one file."""
-    if (directory / _INDEX).exists():
-        return dict(read_json(directory / _INDEX)["weight_map"])
-    file = directory / _SINGLE
-    return dict.fromkeys(_header(file), file.name) if file.exists() else {}
+    """Weight -> file. Raises ConfigError for a file that is missing, or an index that is none."""
+    index = directory / _INDEX
+    if not index.exists():
+        if not (directory / _SINGLE).is_file():
+            raise ConfigError(f"model: {directory} has neither {_SINGLE} nor {_INDEX}; expected one of them")
+        return dict.fromkeys(_header(directory / _SINGLE), _SINGLE)
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise ConfigError(f"model: {index} has no weight_map from weights to files")
+    shards = sorted(set(places.values()))
+    if strange := [name for name in shards if Path(name).name != name]:
+        raise ConfigError(f"model: {index} names {strange[0]!r}; expected files beside it")
+    if missing := [name for name in shards if not os.path.isfile(directory / name)]:
+        raise ConfigError(
+            f"model: {directory} lacks {len(missing)} of the {len(shards)} files that {_INDEX} names: "
+            f"{', '.join(missing[:3])}; copy them there"
+        )
+    return places
 
 
 def count_weights(directory: Path) -> int:
@@ -208,31 +179,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise ConfigError(f"model: {path} is not a JSON object")
     return loaded
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    return sorted(directory.glob("*.safetensors"))
-
-
-def _check_shards(directory: Path) -> None:
-    if not _weight_files(directory):
-        raise ConfigError(f"model: {directory} holds no *.safetensors file")
-    index = directory / _INDEX
-    if not index.exists():
-        if not (directory / _SINGLE).is_file():
-            raise ConfigError(f"model: {directory} has neither {_SINGLE} nor {_INDEX}; expected one of them")
-        return
-    places = read_json(index).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-        raise ConfigError(f"model: {index} has no weight_map from weights to files")
-    shards = sorted(set(places.values()))
-    if strange := [name for name in shards if Path(name).name != name]:
-        raise ConfigError(f"model: {index} names {strange[0]!r}; expected files beside it")
-    if missing := [name for name in shards if not os.path.isfile(directory / name)]:
-        raise ConfigError(
-            f"model: {directory} lacks {len(missing)} of the {len(shards)} files that {_INDEX} names: "
-            f"{', '.join(missing[:3])}; copy them there"
-        )
 
 
 def _weights(directory: Path) -> dict[str, dict[str, Any]]:
@@ -261,10 +207,6 @@ def _header(path: Path) -> dict[str, dict[str, Any]]:
         raise ConfigError(
             f"model: {path} is no safetensors file, or not all of one: {error}; copy it again"
         ) from error
-
-
-def _unreadable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"model: cannot read {path}: {error}")
 
 
 def check_tokenizer(path: Path, vocab_size: int) -> None:

@@ -355,9 +355,9 @@ class LlmArgs(BaseLlmArgs):
 
     generation_config: Annotated[Literal["trtllm", "auto"], Served("trtllm", expected="trtllm")] = "trtllm"
     enable_iter_perf_stats: bool = False
-    enable_iter_req_stats: bool = False
+    enable_iter_req_stats: Annotated[bool, NO_EFFECT] = False
     max_stats_len: int = Field(default=1000, ge=-1, le=MOST_RECORDS)
-    print_iter_log: bool = False
+    print_iter_log: Annotated[bool, NO_EFFECT] = False
     stream_interval: PositiveInt = 1
     batch_wait_timeout_ms: Annotated[float, NO_EFFECT] = Field(default=0, ge=0)
     batch_wait_timeout_iters: Annotated[NonNegativeInt, NO_EFFECT] = 0

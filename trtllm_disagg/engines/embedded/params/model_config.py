@@ -116,6 +116,10 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return cls(**given | {"source": source})
 
     @property
+    def is_plain_family(self) -> bool:
+        return self.model_type in PLAIN_FAMILIES
+
+    @property
     def has_static_rope(self) -> bool:
         """Whether all rotary positions can be computed ahead."""
         rope = self.rope_parameters

@@ -7,7 +7,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from enum import Enum, IntEnum
+from enum import IntEnum
 from operator import attrgetter
 from typing import Any
 
@@ -184,26 +184,6 @@ class DisaggScheduleStyle(IntEnum):
     GENERATION_FIRST = 1
 
 
-class RequestType(Enum):
-    """The name of a phase in TensorRT-LLM's runtime."""
-
-    REQUEST_TYPE_CONTEXT_AND_GENERATION = 0
-    REQUEST_TYPE_CONTEXT_ONLY = 1
-    REQUEST_TYPE_GENERATION_ONLY = 2
-
-
-@dataclass(frozen=True, slots=True)
-class ContextPhaseParams:
-    """The part of a handoff that TensorRT-LLM's runtime gets."""
-
-    first_gen_tokens: list[int]
-    req_id: int | None
-    opaque_state: bytes | None
-    draft_tokens: list[int] | None
-    ctx_dp_rank: int | None
-    ctx_info_endpoint: str | list[str] | None
-
-
 @dataclass(slots=True, kw_only=True)
 class DisaggregatedParams:
     """The handoff from one phase to the other.
@@ -236,23 +216,6 @@ class DisaggregatedParams:
                 raise ValueError(
                     f"Unknown request type: {self.request_type}. Must be one of {', '.join(REQUEST_TYPES)}"
                 )
-
-    def get_request_type(self) -> RequestType:
-        """Raises ValueError when there is none."""
-        if self.request_type is None:
-            raise ValueError(f"Unknown request type: None. Must be one of {', '.join(REQUEST_TYPES)}")
-        return RequestType[f"REQUEST_TYPE_{self.request_type.upper()}"]
-
-    def get_context_phase_params(self) -> ContextPhaseParams:
-        """Both phases go by disagg_request_id where there is one."""
-        return ContextPhaseParams(
-            first_gen_tokens=self.first_gen_tokens or [],
-            req_id=self.ctx_request_id if self.disagg_request_id is None else self.disagg_request_id,
-            opaque_state=self.opaque_state,
-            draft_tokens=self.draft_tokens,
-            ctx_dp_rank=self.ctx_dp_rank,
-            ctx_info_endpoint=self.ctx_info_endpoint,
-        )
 
 
 def get_global_disagg_request_id(node_id: int, process_id: int = 0) -> int:

@@ -10,7 +10,6 @@ one that waits for room, so none waits for ever.
 from __future__ import annotations
 
 import bisect
-import time
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -21,7 +20,7 @@ from trtllm_disagg.engines.embedded.kv_cache.memory import KvMemory, SwapSpace, 
 from trtllm_disagg.engines.embedded.model.rows import ForwardRow
 from trtllm_disagg.engines.embedded.params.llm_args import ContextChunkingPolicy, KvCacheConfig, LlmArgs
 from trtllm_disagg.engines.embedded.scheduler.capacity import Capacity, Plan, Reservations, create_capacity
-from trtllm_disagg.engines.embedded.scheduler.sequence import Clock, Sequence, Status
+from trtllm_disagg.engines.embedded.scheduler.sequence import Sequence, Status
 from trtllm_disagg.errors import ConfigError
 
 #: The most prompt tiles per step of which all logits are computed.
@@ -202,8 +201,6 @@ class Counts:
     finished: int = 0
     #: Pauses; one sequence may be paused several times.
     paused: int = 0
-    #: Sum of the admitted sequences' waiting times.
-    queued_seconds: float = 0.0
 
 
 class Scheduler:
@@ -216,7 +213,6 @@ class Scheduler:
         max_batch_size: int,
         max_num_tokens: int,
         by_priority: bool = False,
-        clock: Clock = time.monotonic,
     ) -> None:
         self.reservations = reservations
         self._capacity = capacity
@@ -225,7 +221,6 @@ class Scheduler:
         self._max_active = min(max_batch_size, max_num_tokens)
         self._max_num_tokens = max_num_tokens
         self._by_priority = by_priority
-        self._clock = clock
         self.counts = Counts()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -337,7 +332,6 @@ class Scheduler:
     def _count_in(self, sequence: Sequence) -> None:
         sequence.admission_number = self.counts.admitted
         self.counts.admitted += 1
-        self.counts.queued_seconds += self._clock() - sequence.arrived
 
     def _pause(self, sequence: Sequence) -> None:
         self.counts.paused += 1
@@ -353,9 +347,7 @@ def create_blocks(config: KvCacheConfig, num_blocks: int, events: KvEventLog) ->
     )
 
 
-def create_scheduler(
-    args: LlmArgs, blocks: BlockManager, memory: KvMemory, alignment: int, clock: Clock = time.monotonic
-) -> Scheduler:
+def create_scheduler(args: LlmArgs, blocks: BlockManager, memory: KvMemory, alignment: int) -> Scheduler:
     """Make the scheduler with the policies that the arguments of LLM(...) name.
 
     `alignment`: where a prefill chunk may end, in tokens from the prompt's start. Raises ConfigError when a step
@@ -373,7 +365,6 @@ def create_scheduler(
         max_batch_size=args.max_batch_size,
         max_num_tokens=args.max_num_tokens,
         by_priority=args.scheduler_config.waiting_queue_policy == "priority",
-        clock=clock,
     )
 
 

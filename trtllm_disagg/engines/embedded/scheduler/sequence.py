@@ -24,7 +24,7 @@ from trtllm_disagg.engines.embedded.kv_cache.memory import Saved
 from trtllm_disagg.wire.kv_handle import KvHandle
 
 if TYPE_CHECKING:
-    from trtllm_disagg.engines.embedded.guided_decoding.guides import Guide
+    from trtllm_disagg.engines.embedded.model.guided_decoding import Guide
 
 
 #: Seconds.
@@ -34,10 +34,10 @@ Clock = Callable[[], float]
 class NullRequestTimer:
     """Measures nothing; for requests without `return_perf_metrics`."""
 
-    def scheduled(self, step: int) -> None:
-        """The choice is part of this engine step."""
+    def scheduled(self) -> None:
+        """The choice is part of the step that begins."""
 
-    def has_token(self, step: int) -> None:
+    def has_token(self) -> None:
         """The choice has one more token."""
 
     def transfer_began(self) -> None:
@@ -59,17 +59,15 @@ class RequestTimer(NullRequestTimer):
         self._clock = clock
         self._measured = Measured(arrived)
 
-    def scheduled(self, step: int) -> None:
+    def scheduled(self) -> None:
         measured = self._measured
-        if measured.first_step is None:
-            measured.first_step = step
-            measured.first_scheduled = measured.first_scheduled or self._clock()
+        measured.first_scheduled = measured.first_scheduled or self._clock()
         if not measured.first_token:
             measured.chunks.append(self._clock())
 
-    def has_token(self, step: int) -> None:
+    def has_token(self) -> None:
         measured = self._measured
-        measured.last_token, measured.last_step = self._clock(), step
+        measured.last_token = self._clock()
         measured.first_token = measured.first_token or measured.last_token
 
     def transfer_began(self) -> None:
@@ -126,7 +124,6 @@ class Sequence:
     num_unsent: int = 0
     unsent_logprobs: list[LogprobEntry] = field(default_factory=list)
 
-    arrived: float = field(default_factory=time.monotonic)
     status: Status = Status.WAITING
     aborted: bool = False
     #: The position of its first admission among all sequences, from 0.
@@ -167,7 +164,6 @@ class Sequence:
             handle=handle,
             rendezvous=request.rendezvous,
             timer=NO_TIMER if request.arrived is None else RequestTimer(request.arrived, clock),
-            arrived=clock(),
             stream_interval=request.stream_interval,
         )
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.conftest import Checkpoints
 from tests.support.models import EOS, VOCAB
-from trtllm_disagg.engines.embedded import LLM, CompletionOutput, RequestOutput, SamplingParams
-from trtllm_disagg.engines.embedded.api.request import PreprocessedInputs
+from trtllm_disagg.engines.embedded import LLM, CompletionOutput, SamplingParams
 
 PROMPT = [7, 30, 200, 11, 64, 5]
 #: The byte tokens that are printable ASCII, so that any two of them are text that is tokenized back to them.
@@ -48,14 +45,6 @@ async def answer(llm: LLM) -> list[int]:
 # -- tokens
 
 
-async def test_defaults_are_greedy_and_32_tokens(llm: LLM) -> None:
-    first, second = await run(llm), await run(llm, SamplingParams(ignore_eos=True))
-    assert first.token_ids == second.token_ids
-    assert (first.length, first.finish_reason, first.stop_reason) == (32, "length", None)
-    assert first.logprobs == []
-    assert first.cumulative_logprob is None
-
-
 async def test_max_tokens_none_fills_a_pool_that_is_smaller_than_max_seq_len(
     checkpoints: Checkpoints,
 ) -> None:
@@ -79,50 +68,6 @@ async def test_same_seed_repeats_an_answer_and_no_seed_does_not(llm: LLM, answer
     assert answer != others[0] != others[1]
 
 
-async def test_every_form_of_a_prompt_gives_the_same_answer(llm: LLM) -> None:
-    text = "tokens are bytes"
-    token_ids = llm.tokenizer.encode(text)
-    forms = [
-        text,
-        token_ids,
-        np.asarray(token_ids, np.int32),
-        {"prompt": text},
-        {"prompt_token_ids": token_ids, "prompt": None},
-        PreprocessedInputs(np.asarray(token_ids, np.int32)),
-    ]
-    results = [await llm.generate_async(form) for form in forms]
-    assert all(result.prompt_token_ids == token_ids for result in results)
-    assert len({tuple(result.outputs[0].token_ids) for result in results}) == 1
-    assert [result.prompt for result in results] == [text, None, None, text, None, None]
-
-
-async def test_streamed_tokens_grow_up_to_the_whole_answer(llm: LLM, answer: list[int]) -> None:
-    seen: list[list[int]] = []
-    pieces: list[int] = []
-    result = llm.generate_async(PROMPT, sampled(), streaming=True)
-    async for update in result:
-        assert update is result, "always the same object"
-        output = result.outputs[0]
-        assert (output.finish_reason is None) == (len(output.token_ids) < len(answer))
-        seen.append(list(output.token_ids))
-        pieces += output.token_ids_diff
-    assert seen[-1] == pieces == answer
-    assert all(later[: len(earlier)] == earlier for earlier, later in itertools.pairwise(seen))
-    assert len(seen) > 1
-
-
-async def test_without_streaming_there_is_one_update(llm: LLM, answer: list[int]) -> None:
-    updates = [list(update.outputs[0].token_ids) async for update in llm.generate_async(PROMPT, sampled())]
-    assert updates == [answer]
-
-
-async def test_text_is_the_decoded_tokens(llm: LLM, answer: list[int]) -> None:
-    result = llm.generate_async(PROMPT, sampled(), streaming=True)
-    text = "".join([update.outputs[0].text_diff async for update in result])
-    assert text == result.outputs[0].text == llm.tokenizer.decode(answer)
-    assert (await run(llm, sampled(detokenize=False))).text == ""
-
-
 async def test_several_choices_are_distinct_and_each_repeatable(llm: LLM, answer: list[int]) -> None:
     for streaming in (False, True):
         result = await llm.generate_async(PROMPT, sampled(n=3), streaming=streaming).aresult()
@@ -143,15 +88,6 @@ async def test_requests_at_the_same_time_do_not_change_each_other(llm: LLM, answ
 # -- ends
 
 
-async def test_a_stop_token_is_cut_off_and_named(llm: LLM, answer: list[int]) -> None:
-    stop = answer[9]
-    output = await run(llm, sampled(stop_token_ids=[stop]))
-    assert output.token_ids == answer[: answer.index(stop)]
-    assert (output.finish_reason, output.stop_reason) == ("stop", stop)
-    output = await run(llm, sampled(stop_token_ids=[stop], include_stop_str_in_output=True))
-    assert output.token_ids == answer[: answer.index(stop) + 1]
-
-
 @pytest.mark.parametrize("streaming", [False, True])
 async def test_a_stop_string_is_cut_off_and_named(llm: LLM, answer: list[int], streaming: bool) -> None:
     text = llm.tokenizer.decode(answer)
@@ -161,16 +97,6 @@ async def test_a_stop_string_is_cut_off_and_named(llm: LLM, answer: list[int], s
     assert output.token_ids == answer[: text.index(stop)]
     assert len(output.logprobs) == len(output.token_ids)
     assert (output.finish_reason, output.stop_reason) == ("stop", stop)
-
-
-async def test_the_end_token_ends_silently_unless_it_is_ignored(llm: LLM, answer: list[int]) -> None:
-    end = answer[6]
-    output = await run(llm, sampled(end_id=end))
-    assert output.token_ids == answer[: answer.index(end)]
-    assert (output.finish_reason, output.stop_reason) == ("stop", None)
-    ignored = sampled(end_id=end, ignore_eos=True, stop_token_ids=[end])
-    for params in (ignored, sampled(end_id=-1)):
-        assert (await run(llm, params)).token_ids == answer
 
 
 async def test_the_tokenizers_end_ends_an_answer_that_it_decodes(
@@ -185,13 +111,6 @@ async def test_the_tokenizers_end_ends_an_answer_that_it_decodes(
     assert output.finish_reason == "stop"
     for params in (sampled(detokenize=False), sampled(end_id=EOS), sampled(ignore_eos=True)):
         assert (await run(llm, params)).token_ids == answer
-
-
-async def test_min_tokens_puts_the_end_off(llm: LLM, answer: list[int]) -> None:
-    stop = answer[3]
-    output = await run(llm, sampled(stop_token_ids=[stop], min_tokens=12))
-    assert output.length >= 12
-    assert stop not in output.token_ids[:12]
 
 
 # -- logprobs
@@ -215,31 +134,6 @@ async def test_a_token_beyond_the_asked_ranks_is_added(llm: LLM) -> None:
     assert {len(entry) for entry in output.logprobs} == {1, 2}
     assert all(token in entry for token, entry in zip(output.token_ids, output.logprobs, strict=True))
     assert (await run(llm, SamplingParams(**params))).token_ids == output.token_ids
-
-
-async def test_streamed_logprobs_come_with_their_tokens(llm: LLM) -> None:
-    async for update in llm.generate_async(PROMPT, SamplingParams(logprobs=0, max_tokens=6), streaming=True):
-        output = update.outputs[0]
-        assert [next(iter(entry)) for entry in output.logprobs_diff] == output.token_ids_diff
-
-
-# -- without an event loop, and in spite of one
-
-
-def test_a_plain_thread_gets_the_same(llm: LLM) -> None:
-    result = llm.generate_async(PROMPT, sampled())
-    assert isinstance(result, RequestOutput)
-    tokens = result.result(timeout=30).outputs[0].token_ids
-    streamed = [list(u.outputs[0].token_ids) for u in llm.generate_async(PROMPT, sampled(), streaming=True)]
-    assert streamed[-1] == tokens
-    one, two = llm.generate([PROMPT, PROMPT[:2]], sampled())
-    assert one.outputs[0].token_ids == tokens != two.outputs[0].token_ids
-    assert llm.generate(PROMPT, sampled()).outputs[0].token_ids == tokens
-
-
-async def test_blocking_calls_work_inside_of_a_loop_too(llm: LLM, answer: list[int]) -> None:
-    assert llm.generate(PROMPT, sampled()).outputs[0].token_ids == answer
-    assert llm.generate_async(PROMPT, sampled()).result(timeout=30).outputs[0].token_ids == answer
 
 
 # -- generate

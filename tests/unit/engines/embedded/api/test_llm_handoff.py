@@ -213,22 +213,6 @@ async def test_kv_cache_capacity_is_that_of_the_pool(prefill: LLM) -> None:
     assert prefill.kv_transport.startswith("NIXL")
 
 
-async def test_kv_cache_events_have_every_block_in_order(prefill: LLM) -> None:
-    events = prefill.get_kv_cache_events()
-    await prefill.generate_async(prompt(8), SamplingParams(max_tokens=1))
-    events += prefill.get_kv_cache_events()
-    async for event in prefill.get_kv_cache_events_async(timeout=0.01):
-        events.append(event)
-    kinds = [event["data"]["type"] for event in events]
-    assert kinds[0] == "created"
-    assert set(kinds[1:]) == {"stored"}
-    ids = [event["event_id"] for event in events]
-    assert ids == list(range(len(ids)))
-    stored = [token["token_id"] for block in events[-1]["data"]["blocks"] for token in block["tokens"]]
-    assert stored == prompt(8)[: 2 * BLOCK]
-    assert prefill.get_kv_cache_events() == []
-
-
 def steps_of(llm: LLM) -> list[dict[str, Any]]:
     """Without those in which nothing ran: a handoff was fetched, say."""
     return [step for step in llm.get_stats() if step["inflightBatchingStats"]["numScheduledRequests"]]

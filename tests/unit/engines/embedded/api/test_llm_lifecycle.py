@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from tests.conftest import Checkpoints
 from tests.support.cores import Core
@@ -81,19 +79,6 @@ async def test_every_choice_of_an_aborted_request_is_cancelled(llm: LLM) -> None
     result.abort()
     await result
     assert {output.finish_reason for output in result.outputs} == {"cancelled"}
-
-
-async def test_abort_of_a_finished_request_has_no_effect(llm: LLM) -> None:
-    result = await llm.generate_async([5])
-    result.abort()
-    assert (await llm.generate_async([5])).outputs[0].token_ids == result.outputs[0].token_ids
-
-
-async def test_a_request_whose_reader_left_does_not_block_the_others(llm: LLM) -> None:
-    reader = asyncio.create_task(llm.generate_async([5, 9], ENDLESS).aresult())
-    await asyncio.sleep(0)
-    reader.cancel()
-    assert (await llm.generate_async([5])).outputs[0].finish_reason == "length"
 
 
 def test_a_loop_closed_under_a_request_leaves_other_requests_alone(llm: LLM) -> None:
@@ -192,37 +177,6 @@ def test_a_broken_checkpoint_is_refused_before_a_process_is_started(
         start(copied)
 
 
-def test_truncated_weights_are_refused(copied: Path) -> None:
-    weights = copied / "model.safetensors"
-    for size in (weights.stat().st_size - 1, 100, 0):
-        with weights.open("r+b") as file:
-            file.truncate(size)
-        with pytest.raises(
-            ConfigError, match=r"model: .*model\.safetensors is no safetensors file, or not all of one"
-        ):
-            Core(copied)
-
-
-def test_missing_weights_are_refused(copied: Path) -> None:
-    weights = load_file(copied / "model.safetensors")
-    del weights["model.norm.weight"]
-    save_file(weights, copied / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        ConfigError, match=r"lacks 1 weights that its config\.json asks for: model\.norm\.weight"
-    ):
-        Core(copied)
-
-
-def test_weights_of_another_shape_are_refused(copied: Path) -> None:
-    weights = load_file(copied / "model.safetensors")
-    weights["model.norm.weight"] = torch.ones(3)
-    save_file(weights, copied / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        ConfigError, match=r"model\.norm\.weight has shape \[3\], where config\.json asks for \[64\]"
-    ):
-        Core(copied)
-
-
 @pytest.mark.parametrize("family", ["mamba", "gpt2", None])
 def test_a_family_that_is_not_served_is_refused_by_name(copied: Path, family: str | None) -> None:
     edit_config(copied, model_type=family)
@@ -234,7 +188,7 @@ def test_a_family_that_is_not_served_is_refused_by_name(copied: Path, family: st
 
 def test_a_checkpoint_without_weights_or_readable_config_is_refused(copied: Path) -> None:
     (copied / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"holds no \*\.safetensors file"):
+    with pytest.raises(ConfigError, match=r"has neither model\.safetensors"):
         Core(copied)
     (copied / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"cannot read .*config\.json"):

@@ -7,12 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
 
-from tests.conftest import Checkpoints
 from tests.support.models import VOCAB
 from trtllm_disagg.engines.embedded import LLM, DisaggregatedParams, SamplingParams
-from trtllm_disagg.engines.embedded.params.request_params import MIN_GLOBAL_ID, get_global_disagg_request_id
+from trtllm_disagg.engines.embedded.params.request_params import get_global_disagg_request_id
 from trtllm_disagg.errors import ConfigError
 
 MAX_SEQ_LEN, MAX_NUM_TOKENS = 512, 96
@@ -131,46 +129,6 @@ def test_an_argument_of_the_wrong_type_is_refused(llm: LLM, arguments: dict[str,
         llm.generate_async([5], **arguments)
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"use_beam_search": True},
-        {"embedding_bias": [1.0]},
-        {"logits_processor": print},
-        {"no_repeat_ngram_size": 2},
-        {"top_p_decay": 0.5},
-        {"thinking_token_budget": 9},
-        {"thinking_token_budget": 0},
-        {"return_context_logits": True},
-        {"return_generation_logits": True},
-        {"truncate_prompt_tokens": 3},
-        {"best_of": 2},
-    ],
-    ids=lambda params: "-".join(params),
-)
-def test_a_field_that_is_not_served_is_refused_by_its_name(llm: LLM, params: dict[str, Any]) -> None:
-    with pytest.raises(NotImplementedError, match=f"SamplingParams.{next(iter(params))}"):
-        llm.generate_async([5], SamplingParams(**params))
-
-
-def test_best_of_below_n_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"best_of \(1\) cannot be less than n \(2\)"):
-        SamplingParams(n=2, best_of=1)
-
-
-@pytest.mark.parametrize("priority", [-0.1, 1.1])
-def test_priorities_are_between_zero_and_one(llm: LLM, priority: float) -> None:
-    with pytest.raises(ValueError, match="priority"):
-        llm.generate_async([5], priority=priority)
-
-
-@pytest.mark.parametrize("name", ["lora_request", "prompt_adapter_request"])
-def test_an_argument_that_is_not_served_is_refused_by_its_name(llm: LLM, name: str) -> None:
-    arguments: dict[str, Any] = {name: object()}
-    with pytest.raises(NotImplementedError, match=name):
-        llm.generate_async([5], **arguments)
-
-
 # -- disaggregation
 
 
@@ -180,26 +138,11 @@ def test_phase_request_without_transceiver_backend_is_refused(llm: LLM, kind: st
         llm.generate_async([5], disaggregated_params=DisaggregatedParams(request_type=kind))
 
 
-def test_an_unknown_phase_is_refused_where_it_is_named() -> None:
-    with pytest.raises(ValueError, match="Unknown request type: prefill"):
-        DisaggregatedParams(request_type="prefill")
-    assert DisaggregatedParams(request_type="CONTEXT_ONLY").request_type == "context_only"
-
-
 def test_request_type_context_and_generation_is_a_whole_request(llm: LLM) -> None:
     params = DisaggregatedParams(request_type="context_and_generation")
     output = llm.generate_async([5], disaggregated_params=params).result(timeout=30)
     assert output.outputs[0].length == 32
     assert output.disaggregated_params is None
-
-
-def test_global_request_ids_never_repeat_and_are_bounded() -> None:
-    ids = {get_global_disagg_request_id(3, 4) for _ in range(1000)}
-    assert len(ids) == 1000
-    assert all(MIN_GLOBAL_ID <= i < 2**63 for i in ids)
-    for node, process in ((256, 0), (-1, 0), (0, 64)):
-        with pytest.raises(ValueError, match="must be in"):
-            get_global_disagg_request_id(node, process)
 
 
 def test_global_request_ids_are_not_predictable() -> None:
@@ -210,11 +153,6 @@ def test_global_request_ids_are_not_predictable() -> None:
 
 
 # -- construction
-
-
-def test_an_unknown_argument_is_refused(checkpoints: Checkpoints) -> None:
-    with pytest.raises(ValidationError, match="max_batch_sice"):
-        LLM(checkpoints(), max_batch_sice=2)
 
 
 def test_a_model_that_is_not_there_is_refused() -> None:

@@ -8,9 +8,9 @@ import pytest
 
 from tests.conftest import Checkpoints
 from tests.support.cores import Core
+from tests.support.fake_transport import Fails, FakeTransport
 from tests.support.meeting import Duo
 from tests.unit.engines.embedded.core.test_core_handoff import prompt
-from trtllm_disagg.engines.recording.fake_transport import Fails, FakeTransport
 
 BLOCK = 32
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from tests.conftest import Checkpoints
 from tests.support.cores import Core
+from tests.support.fake_transport import FakeTransport, TakesTooLong, WaitsFor
 from tests.support.meeting import Duo
 from tests.support.models import VOCAB
 from tests.unit.engines.embedded.core.test_core_handoff import prompt
 from trtllm_disagg.engines.embedded.kv_transfer.control import ControlClient
 from trtllm_disagg.engines.embedded.kv_transfer.messages import Notice
-from trtllm_disagg.engines.recording.fake_transport import FakeTransport, TakesTooLong, WaitsFor
 from trtllm_disagg.errors import KvTransferError
 
 BLOCK = 32

@@ -11,13 +11,13 @@ import pytest
 
 from tests.conftest import Checkpoints
 from tests.support.cores import Answer, Core
+from tests.support.fake_transport import Fails, FakeTransport, TakesTooLong
 from tests.support.meeting import wait_until
 from trtllm_disagg.engines.embedded.core.engine_core import NoGuides
 from trtllm_disagg.engines.embedded.ipc.messages import MadeHandoff, SamplingSpec
 from trtllm_disagg.engines.embedded.kv_transfer.access import OneHost
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvTimeouts
 from trtllm_disagg.engines.embedded.kv_transfer.transports import create_transport, on_one_host
-from trtllm_disagg.engines.recording.fake_transport import Fails, FakeTransport, TakesTooLong
 from trtllm_disagg.errors import ConfigError, KvTransferError
 
 BLOCK = 32

@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import Checkpoints
 from tests.support.cores import Core
-from trtllm_disagg.engines.recording.fake_transport import FakeTransport, TakesTooLong
+from tests.support.fake_transport import FakeTransport, TakesTooLong
 
 BLOCK = 16
 MakeCore = Callable[..., Core]

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from tests.conftest import Checkpoints
 from tests.support.cores import Answer, Core
+from tests.support.fake_transport import FakeTransport, Interrupted
 from tests.support.meeting import wait_until
 from trtllm_disagg.engines.embedded.ipc.messages import MadeHandoff
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvTimeouts
 from trtllm_disagg.engines.embedded.kv_transfer.control import LeaseTable
 from trtllm_disagg.engines.embedded.kv_transfer.transports import on_one_host
-from trtllm_disagg.engines.recording.fake_transport import FakeTransport, Interrupted
 from trtllm_disagg.wire.kv_handle import KvHandle, decode_handle
 
 BLOCK = 32

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,11 @@ from tests.support.guiding import (
     tokens_of,
 )
 from tests.support.models import EOS
-from trtllm_disagg.engines.embedded.guided_decoding.grammars import GuideTokenizer, read_guide_tokenizer
-from trtllm_disagg.engines.embedded.guided_decoding.guides import Guides
+from trtllm_disagg.engines.embedded.model.guided_decoding import (
+    Guides,
+    GuideTokenizer,
+    read_guide_tokenizer,
+)
 from trtllm_disagg.engines.embedded.params.request_params import GuidedDecodingParams
 from trtllm_disagg.errors import ConfigError, InvalidRequestError
 
@@ -159,9 +160,9 @@ def test_a_grammar_is_compiled_once(core: Core) -> None:
     sampling = regex("q{3}")
     run(core, sampling)
     assert sampling.grammar is not None
-    compiled = guides.grammars.compiled(sampling.grammar)
+    compiled = guides.compiled(sampling.grammar)
     run(core, regex("q{3}", seed=5))
-    assert guides.grammars.compiled(sampling.grammar) is compiled
+    assert guides.compiled(sampling.grammar) is compiled
 
 
 def test_without_a_backend_the_core_refuses(checkpoints: Checkpoints) -> None:
@@ -183,29 +184,33 @@ def test_a_tokenizer_that_llguidance_cannot_read_is_refused() -> None:
         Guides(GuideTokenizer("{}", 3, EOS), vocab_size=3, end_ids=[])
 
 
-@pytest.mark.parametrize("missing", ["", "tokenizer_config.json", "tokens"])
-def test_the_tokenizer_is_the_one_that_transformers_reads(
-    missing: str, checkpoints: Checkpoints, tmp_path: Path
-) -> None:
-    from transformers import AutoTokenizer
-
-    model = Path(shutil.copytree(checkpoints(), tmp_path / "model"))
-    settings = model / "tokenizer_config.json"
-    if missing == "tokens":  # some are in the settings only
-        added = {"258": {"content": "<new>", "special": True}}
-        settings.write_text(json.dumps(json.loads(settings.read_text()) | {"added_tokens_decoder": added}))
-    elif missing:
-        settings.unlink()
-    theirs, ours = AutoTokenizer.from_pretrained(model), read_guide_tokenizer(model)
-    assert ours.size == len(theirs)
-    assert ours.eos_token_id == theirs.eos_token_id
-    assert json.loads(ours.text)["model"] == json.loads(theirs.backend_tokenizer.to_str())["model"]
-
-
 def test_a_tokenizer_that_is_not_one_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"cannot read .*tokenizer\.json"):
+    with pytest.raises(ConfigError, match="guided_decoding_backend: cannot read"):
         read_guide_tokenizer(tmp_path)
+
+
+#: Looking ahead, llguidance would go on for ever.
+NO_END = [
+    "start: /a+/ start",
+    "start: /a*/ start",
+    'start: "aaa" loop\nloop: /a+/ loop',
+    "root ::= [a]+ root",
+    "start: %lark {\nstart: /a+/ start\n}",
+    '%llguidance {"no_forcing": false}\nstart: /a+/ start',
+]
+TAG = '{"structures": [{"begin": "a", "schema": "start: /a+/ start", "end": "a"}], "triggers": ["a"]}'
+
+
+@pytest.mark.parametrize(
+    "params",
+    [*(GuidedDecodingParams(grammar=text) for text in NO_END), GuidedDecodingParams(structural_tag=TAG)],
+    ids=[*NO_END, "tag"],
+)
+def test_a_grammar_that_no_text_ends_goes_on_to_max_tokens(core: Core, params: GuidedDecodingParams) -> None:
+    others = tuple(token for token in range(258) if token not in tokens_of("a"))
+    answer = run(core, guided(params, max_tokens=5, bad_token_ids=others))
+    assert (text_of(answer.tokens), answer.finish_reason) == ("aaaaa", "length")
 
 
 @pytest.mark.parametrize("grammar", ["start: start", "start: a\na: b\nb: a", 'start: a "x"\na: a'])

@@ -15,13 +15,15 @@ from tests.support.handling import request
 from trtllm_disagg.engine.llm_api import load_api
 from trtllm_disagg.engine.sampling import sampling_params_of
 from trtllm_disagg.engines.embedded.api.request import sampling_spec
-from trtllm_disagg.engines.embedded.guided_decoding.grammars import grammar_of
 from trtllm_disagg.engines.embedded.ipc.messages import Ready
+from trtllm_disagg.engines.embedded.model.guided_decoding import grammar_of
 from trtllm_disagg.engines.embedded.params.request_params import GuidedDecodingParams, SamplingParams
 from trtllm_disagg.errors import InvalidRequestError
 from trtllm_disagg.wire.bodies import require_splittable
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TAGS = {"triggers": ["a"]}
+ENDLESS = 'start: %json {"multipleOf": 99999989}'
 READY = Ready(
     num_blocks=1, tokens_per_block=32, vocab_size=100, max_seq_len=64, transport="off", end_ids=[1], pids=[1]
 )
@@ -72,6 +74,9 @@ class Pet(pydantic.BaseModel):
         ({"json": SCHEMA}, '{"a": 1}', '{"a": "x"}'),
         ({"json": json.dumps(SCHEMA)}, '{"a":1}', "[]"),
         ({"json": {}}, "[1, null]", "[1"),
+        ({"json": {"type": "number", "multipleOf": 0.01}}, "1.25", "1.255"),
+        ({"json": {"type": "integer", "multipleOf": 86400}}, "172800", "172801"),
+        ({"json": {"properties": {"multipleOf": {"const": 99999989}}}}, '{"multipleOf": 99999989}', "{"),
         ({"json": Pet}, '{"kind": "cat"}', "{}"),
         ({"json_object": True}, '{"any": []}', "[]"),
         ({"regex": "a+b"}, "aab", "b"),
@@ -95,6 +100,16 @@ def test_each_option_is_a_grammar(params: dict[str, Any], good: str, bad: str) -
         ({"json": {1, 2}}, "json: Object of type set is not JSON serializable"),
         ({"json": {"$ref": "http://127.0.0.1/schema"}}, "json: Resource"),
         ({"json": '{"items":' * 99_999 + "{}" + "}" * 99_999}, "json: maximum recursion depth"),
+        # llguidance would build one state for each remainder, without end.
+        ({"json": {"multipleOf": 99999989}}, "json: .*multipleOf"),
+        ({"json": {"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}}, "json: .*multipleOf"),
+        ({"json": {"multipleOf": 2**-15}}, "json: .*multipleOf"),
+        ({"grammar": 'start: %json {"multipleOf": 1e999}'}, "grammar: .*multipleOf"),
+        ({"grammar": 'start: %json {"multiple\\u004ff": 99999989}'}, "grammar: .*multipleOf"),
+        (
+            {"structural_tag": json.dumps(TAGS | {"structures": [{"begin": "a", "schema": ENDLESS}]})},
+            "structural_tag: .*multipleOf",
+        ),
         ({"regex": "(a"}, "regex: .*unclosed group"),
         ({"regex": "(?=a)"}, "regex: .*look-around"),
         ({"grammar": "start: ("}, "grammar: "),

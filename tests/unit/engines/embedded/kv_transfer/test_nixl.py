@@ -21,6 +21,7 @@ import pytest
 import torch
 from nixl_cu13._api import nixl_agent
 
+from tests.support.fake_transport import WaitsFor
 from tests.support.meeting import wait_until
 from tests.support.nixl_agents import ScriptedAgents
 from tests.support.pools import DIM, HEADS, LAYERS, LAYOUT, NETWORK, ONE_HOST, SLOTS, Pool, pool_in_a_child
@@ -28,7 +29,6 @@ from trtllm_disagg.engines.embedded.kv_transfer.base import KvTimeouts, PeerMeta
 from trtllm_disagg.engines.embedded.kv_transfer.nixl import NixlAddress, NixlTransport
 from trtllm_disagg.engines.embedded.kv_transfer.peers import Peers
 from trtllm_disagg.engines.embedded.kv_transfer.transports import create_transport
-from trtllm_disagg.engines.recording.fake_transport import WaitsFor
 from trtllm_disagg.errors import ConfigError, KvTransferError
 from trtllm_disagg.processes import proc_stat
 from trtllm_disagg.processes.proc_stat import ProcessMark

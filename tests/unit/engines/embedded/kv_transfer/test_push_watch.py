@@ -9,6 +9,7 @@ from threading import Event
 import msgspec
 import pytest
 
+from tests.support.fake_transport import FakeTransport
 from tests.support.pools import NETWORK
 from trtllm_disagg.engines.embedded.kv_transfer.access import OneHost, TransferScope
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout, KvTimeouts, PeerMetadata
@@ -29,7 +30,6 @@ from trtllm_disagg.engines.embedded.kv_transfer.peers import (
     Peers,
 )
 from trtllm_disagg.engines.embedded.kv_transfer.push_receiver import Expected, PushReceiver
-from trtllm_disagg.engines.recording.fake_transport import FakeTransport
 
 ENDPOINT = "prefill"
 LAYOUT = KvLayout("model", 1, 16, 1, 8, "float32")

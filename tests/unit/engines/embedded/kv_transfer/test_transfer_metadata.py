@@ -12,12 +12,12 @@ from nixl_cu13._api import nixl_agent
 
 from tests.conftest import Checkpoints
 from tests.support.cores import Core
+from tests.support.fake_transport import FakeTransport
 from tests.support.meeting import Duo
 from tests.unit.engines.embedded.core.test_core_handoff import prompt
 from trtllm_disagg.engines.embedded.kv_transfer.access import OneHost
 from trtllm_disagg.engines.embedded.kv_transfer.base import common_runs
 from trtllm_disagg.engines.embedded.kv_transfer.transports import create_transport
-from trtllm_disagg.engines.recording.fake_transport import FakeTransport
 
 BLOCK = 32
 

@@ -18,7 +18,7 @@ from trtllm_disagg.engines.embedded.kv_transfer.transports import (
 )
 from trtllm_disagg.errors import ConfigError
 
-TOY = TransportSpec("TOY", "trtllm_disagg.engines.recording.fake_transport:FakeTransport", (OneHost,))
+TOY = TransportSpec("TOY", "tests.support.fake_transport:FakeTransport", (OneHost,))
 
 
 @pytest.fixture

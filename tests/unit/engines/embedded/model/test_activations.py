@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from trtllm_disagg.engines.embedded.model.activations import gelu_tanh, silu
-from trtllm_disagg.engines.embedded.model.layer_ops import LayerOps
+from trtllm_disagg.engines.embedded.model.layer_ops import LayerOps, gelu_tanh, silu
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 

@@ -33,23 +33,6 @@ def refused(model: Path, words: str, dtype: str = "auto") -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "words"),
-    [
-        ("num_hidden_layers", 0, "num_hidden_layers: 0 is not allowed; expected a whole number"),
-        ("num_hidden_layers", "four", "num_hidden_layers: 'four' is not allowed; expected a whole number"),
-        ("vocab_size", -1, "vocab_size: -1 is not allowed"),
-        ("num_key_value_heads", 3, "num_key_value_heads: 3 is not allowed; expected a divisor of 4"),
-        ("max_position_embeddings", None, "max_position_embeddings"),
-        ("rope_parameters", {"rope_type": "sideways"}, r"rope_type: 'sideways' is not allowed"),
-    ],
-)
-def test_invalid_config_json_value_is_refused(model: Path, key: str, value: Any, words: str) -> None:
-    edit(model / "config.json", **{key: value})
-    with pytest.raises(ConfigError, match=words):
-        read_shape(model, "auto")
-
-
-@pytest.mark.parametrize(
     "raw", [b"", b"\x10\0\0\0", b"\xff" * 200, b"\2\0\0\0\0\0\0\0[]", b"\x02" + b"\0" * 7 + b"xx"]
 )
 def test_a_file_that_is_no_safetensors_is_refused(model: Path, raw: bytes) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trtllm_disagg.engines.embedded.params.free_memory import available_bytes
+from trtllm_disagg.engines.embedded.params.model_shape import available_bytes
 
 GIB = 1 << 30
 MACHINE = 100 * GIB

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.fake_transport import Fails, FakeTransport, TakesTooLong
 from tests.support.meeting import wait_until
 from tests.unit.engines.embedded.tensor_parallel.test_sharding import ThreadCommunicator
 from trtllm_disagg.engines.embedded.ipc.messages import AddRequest, SamplingSpec
@@ -50,7 +51,6 @@ from trtllm_disagg.engines.embedded.tensor_parallel.transfers import (
     TeamTransport,
     TransferService,
 )
-from trtllm_disagg.engines.recording.fake_transport import Fails, FakeTransport, TakesTooLong
 from trtllm_disagg.errors import ConfigError, EngineError
 
 _commands = msgspec.msgpack.Decoder(RankCommand)

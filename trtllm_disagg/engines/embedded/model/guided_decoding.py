@@ -1,15 +1,18 @@
-"""Grammars: written for llguidance from GuidedDecodingParams, and compiled by it for one model's tokens.
-
-A process that only tries them imports this: no torch.
+"""Guided decoding by llguidance. The worker makes a grammar of GuidedDecodingParams; the engine core compiles it for
+one model's tokens, and a grammar beside a sequence says what may come next.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import math
+import re
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
 from tokenizers import Tokenizer
 
-from trtllm_disagg.engines.embedded.params.checkpoint import read_json
+from trtllm_disagg.engines.embedded.ipc.messages import SamplingSpec
 from trtllm_disagg.engines.embedded.params.request_params import GuidedDecodingParams
 from trtllm_disagg.errors import ConfigError, InvalidRequestError
 
@@ -26,6 +29,13 @@ _CACHED_CHECKS = 256
 #: llguidance looks ahead for text that nothing else can replace, which has no end where a rule has none: `/a+/ start`.
 #: One grammar that says so is enough for all that it refers to, and the last word counts.
 _NO_LOOKING_AHEAD = '\n%llguidance {"no_forcing": true}\n'
+#: Wherever a schema stands: alone, in Lark, or quoted in a list of grammars.
+_MULTIPLE_OF = re.compile(r"multipleOf[\\\"\s]*:(?:\s|\\+[nrt])*-?([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)")
+_ESCAPED = re.compile(r"\\+u00([2-7][0-9a-fA-F])")
+#: llguidance makes a state of each remainder and none of its limits ends that: 0.4 s and 40 MB for as many.
+_MOST_REMAINDERS = 100_000
+#: Compiled and kept for the next request with the same grammar.
+_KEPT_GRAMMARS = 16
 _SILENT = 0
 #: Else an error carries the parser's state.
 _LIMITS = LLParserLimits(verbose_errors=False)
@@ -52,9 +62,21 @@ def grammar_of(params: GuidedDecodingParams) -> str | None:
 
 @functools.lru_cache(maxsize=_CACHED_CHECKS)
 def _check(grammar: str) -> None:
+    if _remainders(grammar) > _MOST_REMAINDERS:
+        raise ValueError(f"the least common multiple of all multipleOf is above {_MOST_REMAINDERS} steps")
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar)
     if is_error:
         raise ValueError(messages[0].strip())
+
+
+def _remainders(grammar: str) -> int:
+    """States of a number that is a multiple of all at once, which `allOf` or a reference may ask for."""
+    plain = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), grammar)
+    divisors = [Decimal(repr(float(found))).normalize() for found in _MULTIPLE_OF.findall(plain)]
+    if not all(divisor.is_finite() for divisor in divisors):
+        return _MOST_REMAINDERS + 1
+    digits = max((-int(divisor.as_tuple().exponent) for divisor in divisors), default=0)
+    return math.lcm(*(int(Fraction(divisor) * 10 ** max(0, digits)) for divisor in divisors))
 
 
 def _from_json(schema: Any) -> str:
@@ -111,7 +133,7 @@ _MAKERS: dict[str, Callable[[Any], str]] = {
 class GuideTokenizer:
     """What guided decoding needs to know of a model's tokenizer."""
 
-    #: The content of a tokenizer.json.
+    #: As in a tokenizer.json.
     text: str
     #: How many tokens it knows, added ones too.
     size: int
@@ -119,59 +141,28 @@ class GuideTokenizer:
 
 
 def read_guide_tokenizer(directory: Path) -> GuideTokenizer:
-    """transformers takes a second and 100 MB to read the same. It is asked when tokenizer.json is not all there is
-    to know. Raises ConfigError for a tokenizer that cannot guide.
-    """
-    file, config = directory / "tokenizer.json", _settings(directory)
-    if not file.exists():
-        return _read_with_transformers(directory)
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises Exception itself
-        raise ConfigError(f"guided_decoding_backend: cannot read {file}: {error}") from error
-    if not _knows(tokenizer, config.get("added_tokens_decoder")):
-        return _read_with_transformers(directory)
-    end = config.get("eos_token")
-    content = end.get("content") if isinstance(end, dict) else end
-    return _of(tokenizer, tokenizer.token_to_id(content) if isinstance(content, str) else None)
-
-
-def _settings(directory: Path) -> dict[str, Any]:
-    file = directory / "tokenizer_config.json"
-    return read_json(file) if file.exists() else {}
-
-
-def _knows(tokenizer: Tokenizer, added: Any) -> bool:
-    """Some list tokens in tokenizer_config.json that tokenizer.json lacks."""
-    return not added or (
-        isinstance(added, dict)
-        and all(
-            isinstance(token, dict) and tokenizer.id_to_token(int(number)) == token.get("content")
-            for number, token in added.items()
-        )
-    )
-
-
-def _read_with_transformers(directory: Path) -> GuideTokenizer:
+    """Raises ConfigError for a tokenizer that cannot guide."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except Exception as error:  # tokenizers raises Exception itself
+        raise ConfigError(
+            f"guided_decoding_backend: cannot read the tokenizer of {directory}: {error}"
+        ) from error
     if not tokenizer.is_fast:
         raise ConfigError(
             f"guided_decoding_backend: {directory} has a slow tokenizer; a tokenizer.json is needed"
         )
-    return _of(Tokenizer.from_str(tokenizer.backend_tokenizer.to_str()), tokenizer.eos_token_id)
-
-
-def _of(tokenizer: Tokenizer, end: int | None) -> GuideTokenizer:
+    pieces = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     # llguidance tokenizes single pieces of text.
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    return GuideTokenizer(tokenizer.to_str(), tokenizer.get_vocab_size(with_added_tokens=True), end)
+    pieces.no_padding()
+    pieces.no_truncation()
+    return GuideTokenizer(pieces.to_str(), len(tokenizer), tokenizer.eos_token_id)
 
 
-class Matchers:
-    """Grammars, compiled by llguidance for one model's tokens, and what they bar in a row of its logits."""
+class Guides:
+    """Grammars, compiled once for one model's tokens, and what they bar in a row of its logits."""
 
     def __init__(self, tokenizer: GuideTokenizer, vocab_size: int, end_ids: Seq[int]) -> None:
         """Raises ConfigError for a tokenizer that cannot guide."""
@@ -181,17 +172,27 @@ class Matchers:
         if not self.end_ids:
             raise ConfigError("guided_decoding_backend: neither the model nor its tokenizer has an end token")
         try:
-            self.tokens = LLTokenizer(
+            self._tokens = LLTokenizer(
                 tokenizer.text, n_vocab=max(vocab_size, tokenizer.size), eos_token=list(self.end_ids)
             )
         except ValueError as error:
             raise ConfigError(f"guided_decoding_backend: the tokenizer cannot guide: {error}") from error
         self._size = vocab_size
-        self._words = np.zeros(-(-self.tokens.vocab_size // 32), dtype=np.uint32)
+        self._words = np.zeros(-(-self._tokens.vocab_size // 32), dtype=np.uint32)
+        self.compiled = functools.lru_cache(maxsize=_KEPT_GRAMMARS)(self._compile)
 
-    def compile(self, grammar: str) -> LLMatcher:
+    def start(self, sampling: SamplingSpec) -> Guide | None:
         """Raises InvalidRequestError for a grammar that does not fit this tokenizer, or is too big."""
-        matcher = LLMatcher(self.tokens, grammar, log_level=_SILENT, limits=_LIMITS)
+        if sampling.grammar is None:
+            return None
+        shown = sampling.include_stop
+        stops = () if shown else tuple(word[0] for word in sampling.stop_words if len(word) == 1)
+        matcher = self.compiled(sampling.grammar).deep_copy()
+        return Guide(matcher, self, tuple(dict.fromkeys(sampling.end_ids + stops)))
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        """Raises InvalidRequestError for a grammar that does not fit this tokenizer, or is too big."""
+        matcher = LLMatcher(self._tokens, grammar, log_level=_SILENT, limits=_LIMITS)
         # Its copies know what it knows by now: the first mask takes longest.
         matcher.compute_bitmask()
         if matcher.is_error():
@@ -210,3 +211,41 @@ def sentence(error: str) -> str:
     """What llguidance says, for a caller."""
     first = error.strip().partition("\n")[0]
     return _EXPLANATIONS.get(first, first)
+
+
+class Guide:
+    """`barred` (vocabulary) is True for each token that must not come next."""
+
+    def __init__(self, matcher: LLMatcher, guides: Guides, allowed_ends: Seq[int]) -> None:
+        """`allowed_ends` end the answer, and so are allowed exactly when the grammar is complete."""
+        self.matcher = matcher
+        self._guides = guides
+        self.allowed_ends = tuple(allowed_ends) or guides.end_ids
+        self._refresh()
+
+    @property
+    def model_ends(self) -> tuple[int, ...]:
+        """The model's own: nothing can follow one of these, even when the request wants to see them."""
+        return self._guides.end_ids
+
+    def advance(self, token: int) -> None:
+        """Raises InvalidRequestError for a token that was barred, and when the grammar gets out of hand."""
+        if not self.matcher.consume_token(token):
+            raise InvalidRequestError(f"guided decoding: token {token} does not fit: {self._reason()}")
+        self._refresh()
+
+    def _refresh(self) -> None:
+        barred = self._guides.forbidden_tokens(self.matcher)
+        if self.matcher.is_error():
+            raise InvalidRequestError(f"guided decoding: {self._reason()}")
+        barred[list(self._guides.end_ids)] = True
+        #: Nothing but an end can follow.
+        self.exhausted = bool(barred.all())
+        if self.matcher.is_accepting():
+            barred[list(self.allowed_ends)] = False
+        elif self.exhausted:
+            raise InvalidRequestError("guided decoding: no token of this model can go on in the grammar")
+        self.barred = barred
+
+    def _reason(self) -> str:
+        return sentence(self.matcher.get_error())

@@ -1,1 +1,0 @@
-"""Guided decoding: grammars, their trial compilation, and the masks that they give."""
