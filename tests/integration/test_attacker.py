@@ -19,7 +19,6 @@ from tests.support.attacks import EVERY_DOOR, MAP_A_STOLEN_FILE, NIXL_WITH_A_STO
 from tests.support.deployments import MODEL_NAME, Served, demo_config, served
 from tests.support.pools import pool_in_a_child
 from tests.support.strangers import UID, as_stranger, require
-from trtllm_disagg.engines.embedded.kv_transfer.access import SameUserAuthentication
 from trtllm_disagg.engines.embedded.kv_transfer.base import PeerMetadata, decoded_address
 from trtllm_disagg.engines.embedded.kv_transfer.control import ControlClient
 from trtllm_disagg.engines.embedded.kv_transfer.nixl import NixlAddress
@@ -87,7 +86,7 @@ def shared_memory_files() -> list[str]:
 
 def metadata_cache(names: list[str]) -> list[PeerMetadata]:
     """What only peers get: the test runs as the deployment's user."""
-    client = ControlClient(SameUserAuthentication())
+    client = ControlClient()
     try:
         return [
             client.metadata(f"unix://{name}", 5.0) for name in names if name.startswith("@trtllm-disagg-kv-")

@@ -69,7 +69,9 @@ def test_the_page_of_the_structure_names_every_package_of_the_three_houses() -> 
     text = (DOCS / "explanation" / "structure.md").read_text(encoding="utf-8")
     house = ROOT / "trtllm_disagg"
     rooms = {path.parent.name for path in house.glob("*/__init__.py")}
-    rooms |= {path.parent.name for name in ("engines", "tools") for path in house.glob(f"{name}/*/__init__.py")}
+    rooms |= {
+        path.parent.name for name in ("engines", "tools") for path in house.glob(f"{name}/*/__init__.py")
+    }
     assert len(rooms) > 10
     assert {room for room in rooms if f"{room}/" not in text} == set()
 

@@ -450,7 +450,9 @@ def test_a_folder_that_cannot_be_made_is_a_wrong_setting(tmp_path: Path, stand_i
         demo_model.run(parse(str(tmp_path / "file" / "model")))
 
 
-@pytest.mark.parametrize("module", ["engines.demo_model", "engines.demo_model.building", "tools.demo.both_orders"])
+@pytest.mark.parametrize(
+    "module", ["engines.demo_model", "engines.demo_model.building", "tools.demo.both_orders"]
+)
 def test_importing_demo_model_loads_no_torch(module: str) -> None:
     heavy = {"torch", "transformers", "tokenizers"}
     script = f"import sys, trtllm_disagg.{module}; print({heavy} & set(sys.modules))"

@@ -14,7 +14,6 @@ from trtllm_disagg.engines.embedded.connector.connector import (
 )
 from trtllm_disagg.engines.embedded.connector.sides import IncomingReads, IncomingWrites, OutgoingWrites
 from trtllm_disagg.engines.embedded.ipc.messages import AddRequest, MadeHandoff, TokenOutput
-from trtllm_disagg.engines.embedded.kv_transfer.access import PeerAuthentication
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout, KvTimeouts, KvTransport, prompt_digest
 from trtllm_disagg.engines.embedded.kv_transfer.control import MessageHandlers
 from trtllm_disagg.engines.embedded.kv_transfer.messages import (
@@ -46,7 +45,6 @@ class TwoSidedConnector(KvConnector):
         layout: KvLayout,
         num_blocks: int,
         *,
-        authentication: PeerAuthentication,
         timeouts: KvTimeouts,
         takes_offers: bool,
         wake: Callable[[], None],
@@ -62,14 +60,11 @@ class TwoSidedConnector(KvConnector):
             transport,
             layout,
             num_blocks,
-            authentication=authentication,
             timeouts=timeouts,
             on_lease_ended=wake,
         )
         name, endpoint = self.sender.name, self.sender.endpoint
-        self.peers = Peers(
-            transport, layout, authentication=authentication, timeouts=timeouts, on_change=wake
-        )
+        self.peers = Peers(transport, layout, timeouts=timeouts, on_change=wake)
         self.receiver = KvReceiver(self.peers, on_finished=wake)
         self.offers = OfferBook(name, layout.fingerprint(), wake, timeouts.stop)
         self.pusher = KvPusher(self.peers, on_finished=wake)

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from trtllm_disagg.engines.embedded.kv_transfer.access import PeerAuthentication, PeerGoneError
 from trtllm_disagg.engines.embedded.kv_transfer.base import (
     KvLayout,
     KvTimeouts,
@@ -24,7 +23,7 @@ from trtllm_disagg.engines.embedded.kv_transfer.base import (
     PeerMetadata,
     ReadTimeoutError,
 )
-from trtllm_disagg.engines.embedded.kv_transfer.control import ControlClient
+from trtllm_disagg.engines.embedded.kv_transfer.control import ControlClient, PeerGoneError
 from trtllm_disagg.engines.embedded.kv_transfer.messages import FromDecode, FromPrefill
 from trtllm_disagg.errors import DisaggError, HandoffRefusedError, KvTransferError
 
@@ -288,7 +287,6 @@ class Peers:
         transport: KvTransport,
         layout: KvLayout,
         *,
-        authentication: PeerAuthentication,
         timeouts: KvTimeouts,
         on_change: Callable[[], None],
     ) -> None:
@@ -296,7 +294,7 @@ class Peers:
         self.transport = transport
         self.layout = layout
         self.timeouts = timeouts
-        self.client = ControlClient(authentication)
+        self.client = ControlClient()
         self.metadata = PeerMetadataCache(self.client, self._require_fits, timeouts.control)
         self.threads = PeerThreads(self.metadata.known.__contains__)
         self.late = LateTransfers(self.threads, on_change, timeouts.ask)
@@ -341,7 +339,7 @@ class Peers:
 
     def send(self, endpoint: str, message: FromDecode | FromPrefill) -> bytes:
         """Return the peer's answer. Raises KvTransferError."""
-        return self.client.send(endpoint, message, self.timeouts.control)
+        return self.client.ask(endpoint, message, self.timeouts.control)
 
     def close(self) -> None:
         self.late.close()

@@ -26,7 +26,7 @@ from trtllm_disagg.engines.embedded.kv_transfer.messages import (
 )
 from trtllm_disagg.engines.embedded.kv_transfer.peers import SUCCESS, Outcome, Peers, take_all
 from trtllm_disagg.errors import KvTransferError
-from trtllm_disagg.wire.kv_handle import is_endpoint
+from trtllm_disagg.wire.kv_handle import socket_path
 
 _REMEMBERED = 4096
 _MAX_OFFERS = 4096
@@ -141,7 +141,7 @@ class OfferBook:
         if (
             offer.layout != self._layout
             or offer.num_known > len(offer.blocks)
-            or not is_endpoint(offer.endpoint)
+            or socket_path(offer.endpoint) is None
         ):
             return Reply.UNFIT
         with self._lock:

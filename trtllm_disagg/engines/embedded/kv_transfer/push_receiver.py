@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from trtllm_disagg.engines.embedded.kv_transfer.access import PeerGoneError
+from trtllm_disagg.engines.embedded.kv_transfer.control import PeerGoneError
 from trtllm_disagg.engines.embedded.kv_transfer.messages import (
     MAX_OFFER_SECONDS,
     Failure,
@@ -28,7 +28,7 @@ from trtllm_disagg.engines.embedded.kv_transfer.messages import (
 )
 from trtllm_disagg.engines.embedded.kv_transfer.peers import LateTransfer, Peers, as_disagg_error
 from trtllm_disagg.errors import DisaggError, HandoffRefusedError, KvTransferError, OverloadedError
-from trtllm_disagg.wire.kv_handle import UNIX, UNREADABLE, scheme_of
+from trtllm_disagg.wire.kv_handle import UNREADABLE
 
 _REMEMBERED = 4096
 _tickets = msgspec.msgpack.Decoder(list[bytes])
@@ -101,11 +101,8 @@ class PushReceiver:
             self._waiting.pop(expected.ticket, None)
             if expected.stopped:
                 return None
-        watch = self._peers.death_watch(expected.endpoint)
         # The offer may still be on its way: only behind it, on the peer's thread, is prefill's name known.
-        late = LateTransfer(
-            expected.endpoint, lambda: self._withdraw(expected) or watch.is_dead(expected.prefill)
-        )
+        late = LateTransfer(expected.endpoint, lambda: self._withdraw(expected))
         self._peers.late.add(late)
         return late
 
@@ -200,11 +197,10 @@ class PushReceiver:
             return True
         question = Withdraw(expected.prefill, expected.request, expected.ticket)
         try:
-            return self._peers.send(expected.endpoint, question) == Reply.STOPPED
+            # STRANGER: the engine that had the offer has ended.
+            return self._peers.send(expected.endpoint, question) in (Reply.STOPPED, Reply.STRANGER)
         except PeerGoneError:
-            # On one host a process writes by system calls, and none outlives it. Between hosts what it has sent may
-            # still be on its way.
-            return scheme_of(expected.endpoint) == UNIX
+            return True  # it wrote by system calls, and none outlives a process
         except KvTransferError:
             return False
 

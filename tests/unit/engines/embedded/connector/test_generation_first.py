@@ -11,13 +11,13 @@ from tests.support.cores import Core
 from tests.support.meeting import Duo, wait_until
 from tests.unit.engines.embedded.core.test_core_handoff import prompt
 from trtllm_disagg.engines.embedded.ipc.messages import Rendezvous, SamplingSpec
-from trtllm_disagg.engines.embedded.kv_transfer.transports import on_one_host
+from trtllm_disagg.engines.embedded.kv_transfer.transports import TRANSPORTS
 
 BLOCK = 32
 BLOCK_BYTES = 4 * 2 * BLOCK * 2 * 16 * 4
 
 
-@pytest.fixture(scope="module", params=on_one_host())
+@pytest.fixture(scope="module", params=tuple(TRANSPORTS))
 def engines(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Iterator[tuple[Core, Core, Core]]:
     backend = {"cache_transceiver_config": {"backend": request.param}}
     chunked = {"enable_chunked_prefill": True, "max_num_tokens": 64}

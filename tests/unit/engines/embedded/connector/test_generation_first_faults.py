@@ -309,7 +309,7 @@ def test_blocks_of_a_late_read_stay_quarantined_when_the_request_is_aborted(
 def test_a_notice_that_is_lost_once_is_sent_again(make_duo: MakeDuo, monkeypatch: pytest.MonkeyPatch) -> None:
     duo = make_duo()
     lost: list[Any] = []
-    send = ControlClient.send
+    send = ControlClient.ask
 
     def lose_first_notice(client: ControlClient, endpoint: str, message: Any, timeout: float) -> bytes:
         if isinstance(message, Notice) and not lost:
@@ -318,7 +318,7 @@ def test_a_notice_that_is_lost_once_is_sent_again(make_duo: MakeDuo, monkeypatch
             raise KvTransferError("the connection broke")
         return send(client, endpoint, message, timeout)
 
-    monkeypatch.setattr(ControlClient, "send", lose_first_notice)
+    monkeypatch.setattr(ControlClient, "ask", lose_first_notice)
     met = duo.both(prompt(40))
     duo.run()
     assert lost
@@ -332,7 +332,7 @@ def test_a_notice_whose_answer_is_lost_is_accepted_once_and_answered_twice(
     """Decode generates already when prefill asks again."""
     duo = make_duo()
     answers: list[bytes] = []
-    send = ControlClient.send
+    send = ControlClient.ask
 
     def lose_first_answer(client: ControlClient, endpoint: str, message: Any, timeout: float) -> bytes:
         answer = send(client, endpoint, message, timeout)
@@ -343,7 +343,7 @@ def test_a_notice_whose_answer_is_lost_is_accepted_once_and_answered_twice(
                 raise KvTransferError("no answer within 5.0 s")
         return answer
 
-    monkeypatch.setattr(ControlClient, "send", lose_first_answer)
+    monkeypatch.setattr(ControlClient, "ask", lose_first_answer)
     met = duo.both(prompt(40))
     duo.run()
     assert met.prefill is not None

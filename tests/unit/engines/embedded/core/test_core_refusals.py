@@ -18,7 +18,7 @@ from tests.support.meeting import wait_until
 from trtllm_disagg.engines.embedded.ipc.messages import MadeHandoff
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvTimeouts
 from trtllm_disagg.engines.embedded.kv_transfer.control import LeaseTable
-from trtllm_disagg.engines.embedded.kv_transfer.transports import on_one_host
+from trtllm_disagg.engines.embedded.kv_transfer.transports import TRANSPORTS
 from trtllm_disagg.engines.recording.fake_transport import FakeTransport, Interrupted
 from trtllm_disagg.wire.kv_handle import KvHandle, decode_handle
 
@@ -32,7 +32,7 @@ def backend(name: str) -> dict[str, Any]:
     return {"cache_transceiver_config": {"backend": name}}
 
 
-@pytest.fixture(scope="module", params=on_one_host())
+@pytest.fixture(scope="module", params=tuple(TRANSPORTS))
 def cores(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Iterator[tuple[Core, Core]]:
     pair = Core(checkpoints(), **backend(request.param)), Core(checkpoints(), **backend(request.param))
     yield pair
@@ -170,8 +170,8 @@ def test_a_handle_with_another_prompt_is_refused_before_anything_is_read(prefill
         ({"blocks": [0, 1, 2, 3]}, "holds 4 blocks"),
         ({"blocks": [0, 1, 1_000_000]}, "names block 1000000; the other engine has 32"),
         ({"layout": b"?" * 16, "blocks": [0]}, "another KV layout"),
-        ({"endpoint": "http://127.0.0.1:1"}, "expected tcp://HOST:PORT or unix://"),
-        ({"endpoint": "tcp://127.0.0.1:99999"}, "expected tcp://HOST:PORT or unix://"),
+        ({"endpoint": "http://127.0.0.1:1"}, "expected unix:///PATH"),
+        ({"endpoint": "tcp://127.0.0.1:9"}, "expected unix:///PATH"),
     ],
 )
 def test_inconsistent_handle_is_refused_with_the_reason(
@@ -182,7 +182,7 @@ def test_inconsistent_handle_is_refused_with_the_reason(
     give_back(prefill, handoff)
 
 
-@pytest.mark.parametrize("endpoint", ["unix://@nowhere:9", "tcp://127.0.0.1:9", "tcp://a..b:9"])
+@pytest.mark.parametrize("endpoint", ["unix:///run/docker.sock", "unix:///no/where/kv-1-1-00000000"])
 def test_an_endpoint_without_listener_means_unavailable(prefill: Core, decode: Core, endpoint: str) -> None:
     handoff = prefill.prefill(PROMPT)
     assert_refused(pull(decode, handoff, endpoint=endpoint), "control channel", UNAVAILABLE)
@@ -196,10 +196,7 @@ def test_handle_with_flipped_bits_gives_no_wrong_answer(
 ) -> None:
     mine, other = prefill.prefill(PROMPT), prefill.prefill(OTHER)
     state = bytearray(mine.opaque_state)
-    # Flipped addresses would make it call hosts that are not ours; they have a test of their own.
-    endpoint = state.index(b"unix://")
-    places = [i for i in range(len(state)) if not endpoint <= i < endpoint + len(prefill.connector.endpoint)]
-    for place, bit in {(places[place % len(places)], bit) for place, bit in flips}:
+    for place, bit in {(place % len(state), bit) for place, bit in flips}:
         state[place] ^= 1 << bit
     try:
         answer = decode.run(decode.add_decode(PROMPT, mine, opaque_state=bytes(state)))

@@ -30,7 +30,7 @@ def offer(request: int, **changes: Any) -> Offer:
         ticket=new_ticket(),
         prefill="prefill-1",
         decode="decode-1",
-        endpoint="unix://@decode:1",
+        endpoint="unix:///decode/1",
         layout=LAYOUT,
         prompt=b"p" * 16,
         blocks=[0],

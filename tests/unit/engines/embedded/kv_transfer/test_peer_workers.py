@@ -11,15 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 
 from tests.support.clock import Clock
 from tests.support.meeting import wait_until
-from tests.support.pools import LAYOUT
-from trtllm_disagg.engines.embedded.kv_transfer.access import SameUserAuthentication
-from trtllm_disagg.engines.embedded.kv_transfer.base import KvTimeouts, PeerMetadata
+from tests.support.pools import DIM, HEADS, LAYERS, LAYOUT, SLOTS
+from trtllm_disagg.engines.embedded.ipc.socket_files import Listener, directory
+from trtllm_disagg.engines.embedded.kv_transfer.base import KvTimeouts
 from trtllm_disagg.engines.embedded.kv_transfer.peers import (
     MAX_PEER_THREADS,
     LateTransfer,
@@ -28,35 +27,16 @@ from trtllm_disagg.engines.embedded.kv_transfer.peers import (
     PeerThreads,
 )
 from trtllm_disagg.engines.embedded.kv_transfer.pull import KvReceiver, KvSender, Pull
+from trtllm_disagg.engines.recording.fake_transport import FakeTransport
 from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.wire.kv_handle import KvHandle, decode_handle
 
 
-class NoBytes:
-    """A transport that has nothing to move."""
-
-    name = "NONE"
-
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    def serve(self, sender: str) -> bytes:
-        return b""
-
-    def read(self, peer: PeerMetadata, remote: np.ndarray, local: np.ndarray, timeout: float) -> int:
-        return 0
-
-    def write(self, peer: PeerMetadata, remote: np.ndarray, local: np.ndarray, timeout: float) -> int:
-        raise AssertionError("not asked for here")
-
-    def forget(self, peer: PeerMetadata) -> None:
-        """Nothing is remembered."""
-
-    def progress(self) -> None:
-        """No peer connects."""
-
-    def close(self) -> None:
-        """Nothing is open."""
+def transport() -> FakeTransport:
+    """With eight blocks."""
+    made = FakeTransport()
+    made.allocate((8, LAYERS, 2, SLOTS, HEADS, DIM), torch.float32, torch.device("cpu"))
+    return made
 
 
 @dataclass(slots=True)
@@ -78,10 +58,9 @@ class Stalled:
 @pytest.fixture
 def sender() -> Iterator[KvSender]:
     made = KvSender(
-        NoBytes(),
+        transport(),
         LAYOUT,
         8,
-        authentication=SameUserAuthentication(),
         timeouts=KvTimeouts(),
         on_lease_ended=lambda: None,
     )
@@ -92,9 +71,8 @@ def sender() -> Iterator[KvSender]:
 
 def peers_with(timeouts: KvTimeouts) -> Peers:
     return Peers(
-        NoBytes(),
+        transport(),
         LAYOUT,
-        authentication=SameUserAuthentication(),
         timeouts=timeouts,
         on_change=lambda: None,
     )
@@ -107,9 +85,8 @@ def peers() -> Peers:
 
 @pytest.fixture
 def stalled() -> Iterator[Stalled]:
-    listener, endpoint = SameUserAuthentication().listen()
-    with listener:
-        yield Stalled(listener, endpoint)
+    with Listener("kv") as listener:
+        yield Stalled(listener, f"unix://{listener.path}")
 
 
 def handoff(sender: KvSender, request_id: int) -> KvHandle:
@@ -187,7 +164,9 @@ def test_the_number_of_workers_is_bounded(sender: KvSender, peers: Peers) -> Non
     before = threading.active_count()
     try:
         for port in range(1, 101):
-            nowhere = msgspec.structs.replace(handoff(sender, port), endpoint=f"unix://@nowhere:{port}")
+            nowhere = msgspec.structs.replace(
+                handoff(sender, port), endpoint=f"unix://{directory()}/kv-1-1-{port:08x}"
+            )
             receiver.start(Pull(handle=nowhere, remote=[1], local=[1]))
         for _ in range(100):
             assert finished.acquire(timeout=30)
@@ -328,3 +307,19 @@ def test_work_that_raises_is_logged_and_the_next_one_runs(caplog: pytest.LogCapt
     finally:
         workers.close()
     assert "work for the peer unix://@one:1 failed unexpectedly" in caplog.text
+
+
+def test_a_reader_is_served_although_its_lease_was_released_meanwhile(
+    sender: KvSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its read never ends, times out, and costs it the blocks that it reads into."""
+    progressed = threading.Semaphore(0)
+    monkeypatch.setattr(FakeTransport, "progress", lambda transport: progressed.release())
+    sender.lease(1, [0, 1], prompt_digest=b"p", num_tokens=8, seed=0, cached_tokens=0)
+    sender.leases.release_request(1)
+    assert [lease.blocks for lease in sender.leases.take_ended()] == [[0, 1]]
+
+    while progressed.acquire(blocking=False):
+        """What was done for the lease while it was held."""
+
+    assert all(progressed.acquire(timeout=20.0) for _ in range(5))

@@ -14,7 +14,6 @@ from tests.conftest import Checkpoints
 from tests.support.cores import Core
 from tests.support.meeting import Duo
 from tests.unit.engines.embedded.core.test_core_handoff import prompt
-from trtllm_disagg.engines.embedded.kv_transfer.access import OneHost
 from trtllm_disagg.engines.embedded.kv_transfer.base import common_runs
 from trtllm_disagg.engines.embedded.kv_transfer.transports import create_transport
 from trtllm_disagg.engines.recording.fake_transport import FakeTransport
@@ -30,7 +29,7 @@ class Engines(Duo):
 
 @pytest.fixture(scope="module")
 def duo(checkpoints: Checkpoints) -> Iterator[Engines]:
-    prefill, decode = (FakeTransport(inner=create_transport("NIXL", OneHost())) for _ in range(2))
+    prefill, decode = (FakeTransport(inner=create_transport("NIXL")) for _ in range(2))
     first, second = (
         Core(checkpoints(), cache_transceiver_config={"backend": "NIXL"}, transport=each)
         for each in (prefill, decode)
