@@ -88,9 +88,7 @@ def metadata_cache(names: list[str]) -> list[PeerMetadata]:
     """What only peers get: the test runs as the deployment's user."""
     client = ControlClient()
     try:
-        return [
-            client.metadata(f"unix://{name}", 5.0) for name in names if name.startswith("@trtllm-disagg-kv-")
-        ]
+        return [client.metadata(f"unix://{name}", 5.0) for name in names if Path(name).name.startswith("kv-")]
     finally:
         client.close()
 
@@ -168,7 +166,7 @@ def nothing_by_nixl(metadata: PeerMetadata) -> None:
 def test_the_same_attacks_succeed_where_a_port_or_the_user_is_open() -> None:
     """So the ones above would show it."""
     require()
-    with pool_in_a_child("NIXL", "network") as (card, _):
+    with pool_in_a_child("NIXL", "tcp") as (card, _):
         result = attack(card, decoded_address(card, NixlAddress), "tcp")
     assert result["read"].startswith(FIRST_NUMBERS), result
     assert result["wrote"]

@@ -341,7 +341,7 @@ class OutgoingWrites:
             self._blocks.take_from(move.push, move.filled)
             for sequence in sequences:
                 sequence.blocks = [block for block in sequence.blocks if block not in move.filled]
-            yield from self._blocks.quarantine(late, move.push.offer.decode, list(move.filled))
+            yield from self._blocks.quarantine(late, move.push.offer.endpoint, list(move.filled))
         else:
             self._landing[late] = move.push
         self._late.add(late)

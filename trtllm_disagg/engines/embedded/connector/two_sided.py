@@ -63,13 +63,12 @@ class TwoSidedConnector(KvConnector):
             timeouts=timeouts,
             on_lease_ended=wake,
         )
-        name, endpoint = self.sender.name, self.sender.endpoint
         self.peers = Peers(transport, layout, timeouts=timeouts, on_change=wake)
         self.receiver = KvReceiver(self.peers, on_finished=wake)
-        self.offers = OfferBook(name, layout.fingerprint(), wake, timeouts.stop)
+        self.offers = OfferBook(layout.fingerprint(), wake, timeouts.stop)
         self.pusher = KvPusher(self.peers, on_finished=wake)
         self.push_receiver = PushReceiver(
-            name, endpoint, self.peers, on_news=wake, on_busy=self.sender.progress_thread.expect_peer
+            self.endpoint, self.peers, on_news=wake, on_busy=self.sender.progress_thread.expect_peer
         )
         self._blocks = BlocksInTransfer()
         self._reads = IncomingReads(self.receiver, self.peers.late, self._blocks)

@@ -28,8 +28,8 @@ VARIABLE = "TRTLLM_DISAGG_SOCKETS"
 #: The kernel takes 107 bytes for the path of a socket.
 _MOST_BYTES = 60
 _EXPECTED = (
-    f"the absolute path of a directory that belongs to this user, with mode 0700: at most {_MOST_BYTES} letters, digits "
-    "and any of ._/-"
+    "the absolute path of a directory that belongs to this user, with mode 0700: at most "
+    f"{_MOST_BYTES} letters, digits and any of ._/-"
 )
 _NAME = re.compile(r"[a-z]+-(\d{1,10})-(\d{1,20})-[0-9a-f]{8}", re.ASCII)
 _LOCK = ".lock"

@@ -39,7 +39,6 @@ class LeaseTable:
         self._by_request: dict[int, bytes] = {}
         self._ended: list[Lease] = []
         self._ended_early: deque[bytes] = deque(maxlen=_REMEMBERED)
-        self.expired_total = 0
 
     def grant(self, request_id: int, blocks: list[int]) -> Lease:
         now = self._clock()
@@ -93,7 +92,7 @@ class LeaseTable:
         now = self._clock()
         with self._lock:
             for lease in [lease for lease in self._by_id.values() if lease.deadline <= now]:
-                self._expire(lease)
+                self._end_early(lease)
             ended, self._ended = self._ended, []
         return ended
 
@@ -116,13 +115,9 @@ class LeaseTable:
         if lease is None or not lease.digest or not secrets.compare_digest(lease.digest, digest):
             return None
         if self._clock() >= lease.deadline:
-            self._expire(lease)
+            self._end_early(lease)
             return None
         return lease
-
-    def _expire(self, lease: Lease) -> None:
-        self.expired_total += 1
-        self._end_early(lease)
 
     def _end_early(self, lease: Lease) -> None:
         self._ended_early.append(lease.id)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import queue
 import threading
 import time
@@ -51,9 +52,7 @@ def take_all(arrivals: queue.SimpleQueue[T]) -> list[T]:
 
 
 class PeerMetadataCache:
-    """Peers' metadata by endpoint; loaded at the first contact, dropped when the peer is lost or has restarted. Used on
-    the peer's thread.
-    """
+    """By endpoint; loaded at the first contact, dropped when the peer is lost. Used on the peer's thread."""
 
     def __init__(self, client: ControlClient, check: Callable[[PeerMetadata], None], seconds: float) -> None:
         """`check` raises a DisaggError for a peer with KV that does not fit ours; `seconds`: timeout of a load."""
@@ -65,17 +64,8 @@ class PeerMetadataCache:
         self.loads = 0
 
     def of(self, endpoint: str) -> PeerMetadata:
-        """The metadata of the engine that is, or was last seen, at this endpoint."""
+        """The metadata of the engine at this endpoint; no other one ever has the same."""
         return self.known.get(endpoint) or self._load(endpoint)
-
-    def of_sender(self, endpoint: str, name: str) -> PeerMetadata:
-        """The metadata of the engine `name`. Raises KvTransferError when another engine is at the endpoint now."""
-        metadata = self.known.get(endpoint)
-        if metadata is None or metadata.sender != name:
-            metadata = self._load(endpoint)
-        if metadata.sender != name:
-            raise KvTransferError(f"the handoff is from {name}, but {metadata.sender} is at {endpoint} now")
-        return metadata
 
     def drop(self, endpoint: str) -> PeerMetadata | None:
         return self.known.pop(endpoint, None)
@@ -241,34 +231,6 @@ class LateTransfers:
             self._on_change()
 
 
-class DeathWatch:
-    """Decides whether an engine's process has ended, and can send no more bytes. Used on the peer's thread."""
-
-    def __init__(self, client: ControlClient, endpoint: str, timeouts: KvTimeouts) -> None:
-        self._client = client
-        self._endpoint = endpoint
-        self._timeouts = timeouts
-        #: When the engine was first found to be gone, if it has been each time since.
-        self._gone_since: float | None = None
-
-    def is_dead(self, name: str) -> bool:
-        """True once the engine `name` has not listened there for `KvTimeouts.dead` seconds."""
-        if not self._is_gone(name):
-            self._gone_since = None
-            return False
-        now = time.monotonic()
-        self._gone_since = now if self._gone_since is None else self._gone_since
-        return now - self._gone_since >= self._timeouts.dead
-
-    def _is_gone(self, name: str) -> bool:
-        try:
-            return self._client.metadata(self._endpoint, self._timeouts.control).sender != name
-        except PeerGoneError:
-            return True
-        except KvTransferError:  # slow, or stopped
-            return False
-
-
 class Outcome(NamedTuple):
     """How a transfer has ended. `late`: the failed transfer may still write into its destination blocks."""
 
@@ -299,19 +261,19 @@ class Peers:
         self.threads = PeerThreads(self.metadata.known.__contains__)
         self.late = LateTransfers(self.threads, on_change, timeouts.ask)
 
-    def peer_with(self, endpoint: str, name: str, blocks: list[int]) -> PeerMetadata:
-        """The engine `name`. Raises HandoffRefusedError for KV that does not fit ours, or for blocks
-        that the peer does not have; KvTransferError when the peer cannot be reached.
+    def peer_with(self, endpoint: str, blocks: list[int]) -> PeerMetadata:
+        """Raises HandoffRefusedError for KV that does not fit ours, or for blocks that the peer does not have;
+        KvTransferError when the peer cannot be reached.
         """
-        metadata = self.metadata.of_sender(endpoint, name)
+        metadata = self.metadata.of(endpoint)
         if max(blocks, default=-1) >= metadata.num_blocks:
             raise HandoffRefusedError(
                 f"the handoff names block {max(blocks)}; the other engine has {metadata.num_blocks}"
             )
         return metadata
 
-    def attempt(self, endpoint: str, name: str, transfer: Callable[[], None]) -> Outcome:
-        """A transfer with the engine `name`. Never raises, because this engine waits for the transfer's end. After a
+    def attempt(self, endpoint: str, transfer: Callable[[], None]) -> Outcome:
+        """A transfer with this peer. Never raises, because this engine waits for the transfer's end. After a
         failure the next transfer with this peer starts without cached state.
         """
         late = None
@@ -321,8 +283,8 @@ class Peers:
         except ReadTimeoutError as timeout:
             error: DisaggError = KvTransferError(str(timeout))
             if timeout.may_land_later:
-                watch, has_ended = self.death_watch(endpoint), timeout.has_ended
-                late = LateTransfer(endpoint, lambda: has_ended() or watch.is_dead(name))
+                is_dead, has_ended = self._death_watch(endpoint), timeout.has_ended
+                late = LateTransfer(endpoint, lambda: has_ended() or is_dead())
         except Exception as raised:
             error = as_disagg_error(raised, endpoint)
         if isinstance(error, KvTransferError):
@@ -334,9 +296,6 @@ class Peers:
                 log.exception("cleaning up after a KV transfer with %s failed", endpoint)
         return Outcome(error, late)
 
-    def death_watch(self, endpoint: str) -> DeathWatch:
-        return DeathWatch(self.client, endpoint, self.timeouts)
-
     def send(self, endpoint: str, message: FromDecode | FromPrefill) -> bytes:
         """Return the peer's answer. Raises KvTransferError."""
         return self.client.ask(endpoint, message, self.timeouts.control)
@@ -345,6 +304,25 @@ class Peers:
         self.late.close()
         self.threads.close()
         self.client.close()
+
+    def _death_watch(self, endpoint: str) -> Callable[[], bool]:
+        """Returns a question for the peer's thread: True once nothing has listened there for `KvTimeouts.dead`
+        seconds. By then the process has ended, and can send no more bytes.
+        """
+        gone_since = math.inf
+
+        def is_dead() -> bool:
+            nonlocal gone_since
+            try:
+                self.client.metadata(endpoint, self.timeouts.control)
+                gone_since = math.inf
+            except PeerGoneError:
+                gone_since = min(gone_since, time.monotonic())
+            except KvTransferError:  # slow, or stopped
+                gone_since = math.inf
+            return time.monotonic() - gone_since >= self.timeouts.dead
+
+        return is_dead
 
     def _require_fits(self, metadata: PeerMetadata) -> None:
         self.layout.require_same(metadata.layout)

@@ -135,7 +135,7 @@ class KvReceiver:
         if reason := self._why_not(pull):
             pull.outcome = Outcome(KvTransferError(reason))
         else:
-            pull.outcome = self._peers.attempt(handle.endpoint, handle.sender, lambda: self._pull(pull))
+            pull.outcome = self._peers.attempt(handle.endpoint, lambda: self._pull(pull))
         self._finished.put(pull)
         self._on_finished()
         # The engine does not wait for that. It frees the blocks if the sender is still alive and the lease not over.
@@ -153,7 +153,7 @@ class KvReceiver:
 
     def _pull(self, pull: Pull) -> None:
         handle, client, timeouts = pull.handle, self._peers.client, self._peers.timeouts
-        sender = self._peers.peer_with(handle.endpoint, handle.sender, pull.remote)
+        sender = self._peers.peer_with(handle.endpoint, pull.remote)
         if handle.layout != self._peers.layout.fingerprint():
             raise HandoffRefusedError("the handoff names another KV layout than its prefill worker has")
         if pull.local:

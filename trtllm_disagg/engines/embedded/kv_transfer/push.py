@@ -110,7 +110,6 @@ class OfferBook:
 
     def __init__(
         self,
-        name: str,
         layout: bytes,
         on_news: Callable[[], None],
         stop_seconds: float,
@@ -118,7 +117,6 @@ class OfferBook:
     ) -> None:
         """A withdrawal waits `stop_seconds` for a write that has begun."""
         self._stop_seconds = stop_seconds
-        self._name = name
         self._layout = layout
         self._on_news = on_news
         self._clock = clock
@@ -136,8 +134,6 @@ class OfferBook:
 
     def offered(self, offer: Offer, peer: str) -> bytes:
         """OK, or the reason of the refusal. `peer` is the control channel's name for it, which it cannot choose."""
-        if offer.prefill != self._name:
-            return Reply.STRANGER
         if (
             offer.layout != self._layout
             or offer.num_known > len(offer.blocks)
@@ -162,9 +158,7 @@ class OfferBook:
         return Reply.OK
 
     def withdrawn(self, withdraw: Withdraw) -> bytes:
-        """STOPPED: the blocks are decode's own again. BUSY: not yet, ask again. STRANGER: this is another engine."""
-        if withdraw.prefill != self._name:
-            return Reply.STRANGER
+        """STOPPED: the blocks are decode's own again. BUSY: not yet, ask again."""
         with self._lock:
             self._withdrawn.add(withdraw.ticket)
             known = self._open.get(withdraw.request)
@@ -183,8 +177,6 @@ class OfferBook:
 
     def watched(self, watch: Watch) -> bytes:
         """The tickets that this engine does not work on, as a msgpack list."""
-        if watch.prefill != self._name:
-            return msgspec.msgpack.encode(watch.tickets)
         with self._lock:
             known = {entry.offer.ticket for entry in self._open.values()} | self._pushes.keys()
         return msgspec.msgpack.encode([ticket for ticket in watch.tickets if ticket not in known])
@@ -263,8 +255,6 @@ class KvPusher:
         self._peers = peers
         self._on_finished = on_finished
         self._finished: queue.SimpleQueue[Move] = queue.SimpleQueue()
-        #: Number of writes that have ended.
-        self.writes = 0
 
     def read(self, push: Push, first: int, local: list[int]) -> None:
         """Read decode's blocks, from index `first` on, into the blocks `local`."""
@@ -296,7 +286,7 @@ class KvPusher:
         with push.operation() as allowed:
             outcome = Outcome(KvTransferError(GIVEN_UP))
             if allowed:
-                outcome = self._peers.attempt(push.offer.endpoint, push.offer.decode, move)
+                outcome = self._peers.attempt(push.offer.endpoint, move)
                 if outcome.error is None:
                     return
                 if outcome.late is not None and not filled:
@@ -314,7 +304,6 @@ class KvPusher:
     def _write(self, push: Push, first: int, local: list[int]) -> None:
         blocks = self._blocks(push, first, local)
         push.bytes_moved += self._peers.transport.write(*blocks, self._peers.timeouts.transfer)
-        self.writes += 1
 
     def _deliver(self, push: Push, notice: Notice) -> None:
         notice = msgspec.structs.replace(notice, bytes_moved=push.bytes_moved)
@@ -340,7 +329,7 @@ class KvPusher:
         """Arguments of a transport: decode's metadata, its blocks from index `first` on, and the blocks `local`."""
         offer = push.offer
         remote = offer.blocks[first : first + len(local)]
-        decode = self._peers.peer_with(offer.endpoint, offer.decode, remote)
+        decode = self._peers.peer_with(offer.endpoint, remote)
         return decode, np.asarray(remote, np.int32), np.asarray(local, np.int32)
 
     def _send(self, push: Push, message: Notice | Failure | StillOffered) -> bytes:

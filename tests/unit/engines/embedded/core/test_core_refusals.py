@@ -17,7 +17,6 @@ from tests.support.cores import Answer, Core
 from tests.support.meeting import wait_until
 from trtllm_disagg.engines.embedded.ipc.messages import MadeHandoff
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvTimeouts
-from trtllm_disagg.engines.embedded.kv_transfer.control import LeaseTable
 from trtllm_disagg.engines.embedded.kv_transfer.transports import TRANSPORTS
 from trtllm_disagg.engines.recording.fake_transport import FakeTransport, Interrupted
 from trtllm_disagg.wire.kv_handle import KvHandle, decode_handle
@@ -102,27 +101,26 @@ def test_two_uses_at_the_same_time_give_one_answer(
     assert_refused(second, "does not hold this handoff")
 
 
-def test_handle_of_a_restarted_sender_is_refused_as_unavailable(prefill: Core, decode: Core) -> None:
+def test_handle_with_another_sender_is_refused(prefill: Core, decode: Core) -> None:
     handoff = prefill.prefill(PROMPT)
-    assert_refused(pull(decode, handoff, sender="host-1-0"), "the handoff is from host-1-0, but", UNAVAILABLE)
+    assert_refused(pull(decode, handoff, sender="host-1-0"), "does not hold this handoff")
     give_back(prefill, handoff)
 
 
 @pytest.fixture
-def short_leases(prefill: Core) -> Iterator[LeaseTable]:
+def short_leases(prefill: Core) -> Iterator[None]:
     leases = prefill.connector.sender.leases
     usual, leases.seconds = leases.seconds, 0.0
-    yield leases
+    yield
     leases.seconds = usual
 
 
 def test_a_lease_that_ended_too_early_may_be_tried_again(
-    prefill: Core, decode: Core, short_leases: LeaseTable
+    prefill: Core, decode: Core, short_leases: None
 ) -> None:
     handoff = prefill.prefill(PROMPT)
     prefill.step()
     assert_refused(pull(decode, handoff), "ended before the KV was read", UNAVAILABLE)
-    assert short_leases.expired_total > 0
 
 
 def has_expired(prefill: Core) -> bool:

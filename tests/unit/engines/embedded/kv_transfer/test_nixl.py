@@ -264,14 +264,14 @@ def test_a_late_read_ends_although_the_next_pull_from_that_peer_fails() -> None:
         def read() -> None:
             receiver.read(card, [3, 4], [5, 6], timeout=0.2)
 
-        slow = peers.attempt(endpoint, card.sender, read)
+        slow = peers.attempt(endpoint, read)
         assert slow.late is not None
 
         def refused() -> None:
             peers.metadata.known[endpoint] = card
             raise KvTransferError("the lease ended before the KV was read")
 
-        assert peers.attempt(endpoint, card.sender, refused).error is not None
+        assert peers.attempt(endpoint, refused).error is not None
         process.send_signal(signal.SIGCONT)
         wait_until(slow.late.has_ended)
         assert torch.equal(receiver.kv[5:7], filled(8)[3:5])

@@ -21,15 +21,13 @@ def clock() -> Clock:
 
 @pytest.fixture
 def book(clock: Clock) -> OfferBook:
-    return OfferBook("prefill-1", LAYOUT, lambda: None, stop_seconds=1.0, clock=clock)
+    return OfferBook(LAYOUT, lambda: None, stop_seconds=1.0, clock=clock)
 
 
 def offer(request: int, **changes: Any) -> Offer:
     made = Offer(
         request=request,
         ticket=new_ticket(),
-        prefill="prefill-1",
-        decode="decode-1",
         endpoint="unix:///decode/1",
         layout=LAYOUT,
         prompt=b"p" * 16,
@@ -41,9 +39,9 @@ def offer(request: int, **changes: Any) -> Offer:
 
 
 def fill(book: OfferBook, peer: str, first: int) -> int:
-    """How many offers of this peer are taken. It gives itself another name each time."""
+    """How many offers of this peer are taken. It names another endpoint each time."""
     for number in range(first, first + 5000):
-        if book.offered(offer(number, decode=f"decode-{number}"), peer) == b"full":
+        if book.offered(offer(number, endpoint=f"unix:///decode/{number}"), peer) == b"full":
             return number - first
     raise AssertionError("without end")
 
@@ -99,7 +97,7 @@ def test_a_request_is_looked_for_among_thousands_of_withdrawn_ones_by_few_compar
     book: OfferBook,
 ) -> None:
     for number in range(1, 5001):
-        book.withdrawn(Withdraw("prefill-1", number, new_ticket()))
+        book.withdrawn(Withdraw(number, new_ticket()))
     last, forgotten, strange = Compared(5000), Compared(1), Compared(9000)
     assert [book.was_abandoned_by_decode(each) for each in (last, forgotten, strange)] == [True, False, False]
     assert max(each.count for each in (last, forgotten, strange)) < 10

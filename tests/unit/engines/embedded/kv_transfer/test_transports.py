@@ -27,7 +27,7 @@ from trtllm_disagg.engines.embedded.kv_transfer.transports import (
     ucx_settings,
     why_no_cma,
 )
-from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs
+from trtllm_disagg.engines.embedded.params.llm_args import CacheTransceiverConfig, LlmArgs
 from trtllm_disagg.engines.embedded.params.supported_args import refuse_unsupported
 from trtllm_disagg.errors import ConfigError
 
@@ -101,7 +101,9 @@ def test_key_file_of_kv_between_hosts_in_the_environment_is_refused(monkeypatch:
     with pytest.raises(
         ConfigError, match=r"TRTLLM_DISAGG_TRANSFER_KEY_FILE.*between hosts TensorRT-LLM moves KV"
     ):
-        refuse_unsupported(LlmArgs(model="m", cache_transceiver_config={"backend": "DEFAULT"}))
+        refuse_unsupported(
+            LlmArgs(model="m", cache_transceiver_config=CacheTransceiverConfig(backend="DEFAULT"))
+        )
 
 
 # -- what NIXL needs of the machine
