@@ -179,11 +179,11 @@ class TwoSidedConnector(KvConnector):
     def _message_handlers(self) -> MessageHandlers:
         return {
             Offer: self.offers.offered,
-            Withdraw: lambda message, _: self.offers.withdrawn(message),
-            Watch: lambda message, _: self.offers.watched(message),
-            Notice: lambda message, _: self.push_receiver.noticed(message),
-            Failure: lambda message, _: self.push_receiver.failed(message),
-            StillOffered: lambda message, _: self.push_receiver.still_offered(message),
+            Withdraw: self.offers.withdrawn,
+            Watch: self.offers.watched,
+            Notice: self.push_receiver.noticed,
+            Failure: self.push_receiver.failed,
+            StillOffered: self.push_receiver.still_offered,
         }
 
     def _lease(self, sequence: Sequence) -> MadeHandoff:

@@ -51,8 +51,8 @@ MAX_MESSAGE_BYTES = 1 << 20
 _ACCEPT_RETRY_SECONDS = 0.1
 #: A client closes a connection that it has not used for this long: the server hangs up after `Limits.idle`.
 _STALE_SECONDS = 60.0
-#: The handler of each message type; its second argument is the peer's name, which the peer cannot choose.
-MessageHandlers = Mapping[type, Callable[[Any, str], bytes]]
+#: The handler of each message type.
+MessageHandlers = Mapping[type, Callable[[Any], bytes]]
 _requests = msgspec.msgpack.Decoder(Request)
 _peer_metadata = msgspec.msgpack.Decoder(PeerMetadata)
 _encoder = msgspec.msgpack.Encoder()
@@ -154,7 +154,7 @@ class ControlServer:
             while (message := self._receive(connection)) is not None:
                 request = _decoded(message)
                 try:
-                    connection.sendall(framed(self._answer(request, peer)))
+                    connection.sendall(framed(self._answer(request)))
                 finally:
                     # The receiver waits for the answer, the engine for free blocks; the answer goes first.
                     if isinstance(request, Finish | Release):
@@ -178,7 +178,7 @@ class ControlServer:
         connection.settimeout(self._limits.frame)
         return message
 
-    def _answer(self, request: Request, peer: str) -> bytes:
+    def _answer(self, request: Request) -> bytes:
         match request:
             case GetMetadata():
                 return self._metadata
@@ -191,7 +191,7 @@ class ControlServer:
                 return Reply.OK
             case _:
                 handler = self._handlers.get(type(request))
-                return Reply.BAD if handler is None else handler(request, peer)
+                return Reply.BAD if handler is None else handler(request)
 
     def _why_not(self, lease: bytes) -> bytes:
         return Reply.LATE if self._leases.has_ended_early(lease) else Reply.GONE

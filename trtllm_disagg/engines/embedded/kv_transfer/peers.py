@@ -83,12 +83,8 @@ class PeerMetadataCache:
 class PeerThreads:
     """One thread per peer runs its work in order: a peer that stalls delays no other peer's transfers."""
 
-    def __init__(self, is_known: Callable[[str], bool] = lambda endpoint: False) -> None:
-        """`is_known`: a transfer with the peer at this endpoint has begun before. Up to half of the threads stay with
-        such peers, those of the last transfers: forged endpoints that do not answer cannot make these wait.
-        """
-        self._is_known = is_known
-        #: Each thread's work, the one used last at the end; None ends it.
+    def __init__(self) -> None:
+        #: Each thread's work; None ends it.
         self._queues: dict[str, queue.SimpleQueue[Callable[[], None] | None]] = {}
         self._threads: list[threading.Thread] = []
         #: The number of calls that each thread has not finished.
@@ -121,7 +117,6 @@ class PeerThreads:
         work: two threads for one peer would share its connection.
         """
         if endpoint in self._queues:
-            self._queues[endpoint] = self._queues.pop(endpoint)
             return endpoint
         if len(self._queues) >= MAX_PEER_THREADS:
             self._end_idle_threads()
@@ -132,8 +127,7 @@ class PeerThreads:
         return _OTHERS
 
     def _end_idle_threads(self) -> None:
-        kept = {_OTHERS, *[key for key in self._queues if self._is_known(key)][-MAX_PEER_THREADS // 2 :]}
-        for idle in [key for key in self._queues if key not in kept and not self._pending[key]]:
+        for idle in [key for key in self._queues if key != _OTHERS and not self._pending[key]]:
             self._queues.pop(idle).put(None)
 
     def _start(self, key: str) -> None:
@@ -258,7 +252,7 @@ class Peers:
         self.timeouts = timeouts
         self.client = ControlClient()
         self.metadata = PeerMetadataCache(self.client, self._require_fits, timeouts.control)
-        self.threads = PeerThreads(self.metadata.known.__contains__)
+        self.threads = PeerThreads()
         self.late = LateTransfers(self.threads, on_change, timeouts.ask)
 
     def peer_with(self, endpoint: str, blocks: list[int]) -> PeerMetadata:

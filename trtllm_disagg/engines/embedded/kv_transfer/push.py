@@ -30,8 +30,6 @@ from trtllm_disagg.wire.kv_handle import socket_path
 
 _REMEMBERED = 4096
 _MAX_OFFERS = 4096
-#: Offers of one peer: more than its batch holds, but several peers are needed to fill the book.
-_MAX_OFFERS_OF_PEER = 1024
 GIVEN_UP = "the decode worker has given up on this request"
 
 
@@ -40,6 +38,8 @@ class Push:
 
     def __init__(self, offer: Offer) -> None:
         self.offer = offer
+        #: Prompt blocks that decode has, or that are being written.
+        self.num_sent = offer.num_known
         self.bytes_moved = 0
         #: Decode has given up.
         self.is_withdrawn = False
@@ -102,7 +102,6 @@ class _Remembered:
 class _Open(NamedTuple):
     offer: Offer
     end: float
-    peer: str
 
 
 class OfferBook:
@@ -132,8 +131,8 @@ class OfferBook:
 
     # -- the control channel's threads
 
-    def offered(self, offer: Offer, peer: str) -> bytes:
-        """OK, or the reason of the refusal. `peer` is the control channel's name for it, which it cannot choose."""
+    def offered(self, offer: Offer) -> bytes:
+        """OK, or the reason of the refusal."""
         if (
             offer.layout != self._layout
             or offer.num_known > len(offer.blocks)
@@ -150,10 +149,9 @@ class OfferBook:
                 push.offer.request == offer.request for push in self._pushes.values()
             ):
                 return Reply.TAKEN
-            of_peer = sum(1 for known in self._open.values() if known.peer == peer)
-            if len(self._open) >= _MAX_OFFERS or of_peer >= _MAX_OFFERS_OF_PEER:
+            if len(self._open) >= _MAX_OFFERS:
                 return Reply.FULL
-            self._open[offer.request] = _Open(offer, self._clock() + offer.seconds, peer)
+            self._open[offer.request] = _Open(offer, self._clock() + offer.seconds)
         self._wake_engine()
         return Reply.OK
 

@@ -7,6 +7,7 @@ known to be dead; until then the blocks stay with the writer, which is asked rep
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -50,6 +51,8 @@ class Expected:
     blocks: list[int]
     num_known: int
     seconds: float
+    #: When decode gives up, by time.monotonic().
+    end: float = math.inf
     ticket: bytes = field(default_factory=new_ticket)
     #: Prefill may know of these blocks.
     is_offered: bool = False

@@ -92,8 +92,8 @@ def test_a_prefill_that_waits_for_its_decode_holds_no_blocks_and_no_place(duo: D
 def test_finished_chunks_are_pushed_while_later_ones_are_computed(duo: Duo) -> None:
     met = duo.both(prompt(300, salt=142))
     duo.run_until(lambda: any(s.num_computed for s in duo.prefill.engine.scheduler.running))
-    (pushed,) = duo.prefill.connector._outgoing._pushed.values()
-    wait_until(lambda: pushed.push.bytes_moved > 0)  # without a further step of the engine
+    (push,) = duo.prefill.connector._outgoing._pushed.values()
+    wait_until(lambda: push.bytes_moved > 0)  # without a further step of the engine
     (sequence,) = duo.prefill.engine.scheduler.running
     assert 0 < sequence.num_computed < sequence.num_prompt, "the rest of the prompt is still to be computed"
     duo.run()

@@ -118,7 +118,7 @@ def test_an_offer_that_comes_after_it_was_withdrawn_is_not_taken(make_duo: MakeD
     duo.decode.engine.abort(request_id)
     duo.run()
     duo.assert_idle()
-    assert book.offered(offer, "pid 1") == b"withdrawn"
+    assert book.offered(offer) == b"withdrawn"
     assert not book.open_offers
 
 

@@ -194,38 +194,6 @@ def test_a_new_peer_has_a_thread_of_its_own_after_many_that_are_gone() -> None:
         workers.close()
 
 
-def test_a_known_peer_does_not_wait_for_as_many_that_do_not_answer() -> None:
-    """Forged handoffs may name any number of endpoints that accept and say nothing."""
-    known = [f"tcp://well:{port}" for port in range(40)]
-    workers, ended, go = PeerThreads(known.__contains__), threading.Semaphore(0), threading.Event()
-
-    def stall() -> None:
-        go.wait(20)
-
-    try:
-        for endpoint in known:
-            workers.submit(endpoint, ended.release)
-            assert ended.acquire(timeout=20)
-        for port in range(2 * MAX_PEER_THREADS):
-            workers.submit(f"tcp://silent:{port}", stall)
-        for endpoint in known[-MAX_PEER_THREADS // 2 :]:
-            workers.submit(endpoint, ended.release)
-            assert ended.acquire(timeout=10)
-    finally:
-        go.set()
-        workers.close()
-
-
-def test_more_known_peers_than_threads_take_turns() -> None:
-    workers, ran = PeerThreads(lambda endpoint: True), queue.SimpleQueue[int]()
-    try:
-        for number in range(2 * MAX_PEER_THREADS):
-            workers.submit(f"tcp://well:{number}", ran.put, number)
-            assert ran.get(timeout=20) == number
-    finally:
-        workers.close()
-
-
 def test_peers_for_which_the_system_has_no_thread_share_one_and_their_late_transfers_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

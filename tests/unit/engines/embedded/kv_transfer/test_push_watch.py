@@ -135,7 +135,7 @@ class SlowMetadata(PeerMetadataCache):
 
 def test_blocks_given_up_before_their_offer_was_sent_stay_apart_while_a_live_prefill_writes() -> None:
     server = ControlServer(LeaseTable(60.0), lambda: None)
-    server.start(METADATA, {Withdraw: lambda message, peer: Reply.BUSY})
+    server.start(METADATA, {Withdraw: lambda message: Reply.BUSY})
     peers = LostPrefill(server.endpoint, dead=0.0)
     peers.metadata = slow = SlowMetadata(peers.client)
     try:
