@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -48,9 +48,9 @@ from trtllm_disagg.wire.kv_handle import UNREADABLE, KvHandle, socket_path
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 1 << 20
+#: A peer needs one.
+MAX_CONNECTIONS = 512
 _ACCEPT_RETRY_SECONDS = 0.1
-#: A client closes a connection that it has not used for this long: the server hangs up after `Limits.idle`.
-_STALE_SECONDS = 60.0
 #: The handler of each message type.
 MessageHandlers = Mapping[type, Callable[[Any], bytes]]
 _requests = msgspec.msgpack.Decoder(Request)
@@ -62,28 +62,15 @@ class PeerGoneError(KvTransferError):
     """Nothing listens at the endpoint any more: the peer's process has ended."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Seconds, and a number of connections. A peer needs one connection."""
-
-    connections: int = 512
-    idle: float = 120.0
-    #: From a frame's first byte to its last one; and for sending an answer.
-    frame: float = 10.0
-
-
 class ControlServer:
     """The sender's end: answers one message after the other; each peer has a thread of its own, so that a long engine
     step delays none of them.
     """
 
-    def __init__(
-        self, leases: LeaseTable, on_lease_ended: Callable[[], None], limits: Limits | None = None
-    ) -> None:
+    def __init__(self, leases: LeaseTable, on_lease_ended: Callable[[], None]) -> None:
         """Raises ConfigError as `Listener` does."""
         self._leases = leases
         self._on_lease_ended = on_lease_ended
-        self._limits = limits or Limits()
         self._metadata = b""
         self._handlers: MessageHandlers = {}
         self._lock = threading.Lock()
@@ -140,7 +127,7 @@ class ControlServer:
 
     def _admit(self, connection: socket.socket) -> None:
         with self._lock:
-            if self._closed or len(self._connections) >= self._limits.connections:
+            if self._closed or len(self._connections) >= MAX_CONNECTIONS:
                 raise ConnectionError(f"{len(self._connections)} are open")
             self._connections.add(connection)
 
@@ -151,8 +138,8 @@ class ControlServer:
 
     def _serve(self, connection: socket.socket, peer: str) -> None:
         try:
-            while (message := self._receive(connection)) is not None:
-                request = _decoded(message)
+            while begun := connection.recv(AT_ONCE):
+                request = _decoded(receive_frame(connection, max_bytes=MAX_MESSAGE_BYTES, begun=begun))
                 try:
                     connection.sendall(framed(self._answer(request)))
                 finally:
@@ -165,18 +152,6 @@ class ControlServer:
             log.debug("kv-control: %s: %s", peer, error)
         finally:
             self._drop(connection)
-
-    def _receive(self, connection: socket.socket) -> bytes | None:
-        """The next message; None when the peer has hung up. The answer then has `frame` seconds to be sent."""
-        connection.settimeout(self._limits.idle)
-        begun = connection.recv(AT_ONCE)
-        if not begun:
-            return None
-        message = receive_frame(
-            connection, seconds=self._limits.frame, max_bytes=MAX_MESSAGE_BYTES, begun=begun
-        )
-        connection.settimeout(self._limits.frame)
-        return message
 
     def _answer(self, request: Request) -> bytes:
         match request:
@@ -211,22 +186,15 @@ def _decoded(message: bytes) -> Request:
         raise UnreadableError(f"unreadable message of {len(message)} bytes: {error}") from error
 
 
-@dataclass(slots=True)
-class _Connection:
-    socket: socket.socket
-    used: float
-
-
 class ControlClient:
     """The receiver's end: one question, one answer, a deadline; one connection per endpoint, opened again
     after any failure.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         # Each peer has a thread, and each of them changes these.
         self._lock = threading.Lock()
-        self._connections: dict[str, _Connection] = {}
+        self._connections: dict[str, socket.socket] = {}
 
     def metadata(self, endpoint: str, timeout: float) -> PeerMetadata:
         answer = self.ask(endpoint, GetMetadata(), timeout)
@@ -253,7 +221,7 @@ class ControlClient:
         with self._lock:
             connection = self._connections.pop(endpoint, None)
         if connection is not None:
-            connection.socket.close()
+            connection.close()
 
     def close(self) -> None:
         for endpoint in list(self._connections):
@@ -279,21 +247,22 @@ class ControlClient:
             raise KvTransferError(f"the peer's control channel {endpoint}: {reason}") from error
 
     def _connection(self, endpoint: str, timeout: float) -> socket.socket:
-        now = self._clock()
         with self._lock:
             known = self._connections.get(endpoint)
-            if known is not None and now - known.used <= _STALE_SECONDS:
-                known.used = now
-                return known.socket
-            # Those of peers that have ended, too.
-            old = [place for place, each in self._connections.items() if now - each.used > _STALE_SECONDS]
-            stale = [self._connections.pop(place).socket for place in old]
-        for each in stale:
-            each.close()
-        connection = _connect(endpoint, max(timeout, 0.001))
+            ended = [] if known else [place for place, each in self._connections.items() if _is_hung_up(each)]
+        for place in ended:
+            self.drop(place)
+        connection = known or _connect(endpoint, max(timeout, 0.001))
         with self._lock:
-            self._connections[endpoint] = _Connection(connection, now)
+            self._connections[endpoint] = connection
         return connection
+
+
+def _is_hung_up(connection: socket.socket) -> bool:
+    """The peer has ended."""
+    looks = select.poll()
+    looks.register(connection, select.POLLRDHUP)
+    return bool(looks.poll(0))
 
 
 def _connect(endpoint: str, timeout: float) -> socket.socket:

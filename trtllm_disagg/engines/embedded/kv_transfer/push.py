@@ -6,7 +6,6 @@ import contextlib
 import queue
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -81,22 +80,16 @@ class Push:
             self.stopped.set()
 
 
-class _Remembered:
+class _Remembered(dict[Hashable, None]):
     """The last ids that were added. The engine looks for every waiting request at each offer, so a look takes the same
     time however many there are.
     """
 
-    def __init__(self) -> None:
-        self._ids: OrderedDict[Hashable, None] = OrderedDict()
-
     def add(self, each: Hashable) -> None:
-        self._ids[each] = None
-        self._ids.move_to_end(each)
-        if len(self._ids) > _REMEMBERED:
-            self._ids.popitem(last=False)
-
-    def __contains__(self, each: Hashable) -> bool:
-        return each in self._ids
+        self.pop(each, None)
+        self[each] = None
+        if len(self) > _REMEMBERED:
+            del self[next(iter(self))]
 
 
 class _Open(NamedTuple):

@@ -8,23 +8,21 @@ import socket
 import struct
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import msgspec
 import pytest
 
-from tests.support.clock import Clock
 from tests.support.meeting import wait_until
 from tests.support.strangers import as_stranger, require
 from trtllm_disagg.engines.embedded.ipc import socket_files
 from trtllm_disagg.engines.embedded.ipc.socket_files import VARIABLE, Listener, connect
+from trtllm_disagg.engines.embedded.kv_transfer import control
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout, PeerMetadata
 from trtllm_disagg.engines.embedded.kv_transfer.control import (
     MAX_MESSAGE_BYTES,
     ControlClient,
     ControlServer,
-    Limits,
     PeerGoneError,
 )
 from trtllm_disagg.engines.embedded.kv_transfer.leases import LeaseTable
@@ -36,18 +34,16 @@ from trtllm_disagg.wire.kv_handle import VERSION, KvHandle
 METADATA = PeerMetadata("prefill-1", "SHARED_MEMORY", KvLayout("m", 4, 32, 2, 16, "float32"), 8, b"address")
 SECONDS = 5.0
 GET_METADATA = msgspec.msgpack.encode({"type": "card"})
-#: A limit of each kind that a test reaches soon.
-TIGHT = Limits(connections=3, idle=0.3, frame=0.3)
 
 
 class Server:
-    def __init__(self, limits: Limits | None = None, leases: LeaseTable | None = None) -> None:
+    def __init__(self, leases: LeaseTable | None = None) -> None:
         self.leases = LeaseTable(60.0) if leases is None else leases
         #: The engine was told of a lease that ended; it may be slow to listen.
         self.ended = threading.Event()
         self.listens = threading.Event()
         self.listens.set()
-        self.control = ControlServer(self.leases, self._tell, limits)
+        self.control = ControlServer(self.leases, self._tell)
         self.control.start(METADATA)
 
     def _tell(self) -> None:
@@ -70,13 +66,6 @@ class Server:
 @pytest.fixture
 def server() -> Iterator[Server]:
     made = Server()
-    yield made
-    made.control.close()
-
-
-@pytest.fixture
-def tight() -> Iterator[Server]:
-    made = Server(TIGHT)
     yield made
     made.control.close()
 
@@ -199,66 +188,15 @@ def test_no_peer_is_answered_after_close(server: Server, client: ControlClient) 
     assert len(server.leases) == 1
 
 
-def test_a_client_connects_again_after_its_connection_broke(tight: Server, client: ControlClient) -> None:
-    handle = tight.lease()
-    client.metadata(handle.endpoint, SECONDS)
-    wait_until(lambda: tight.control.num_connections == 0)  # the server has hung up on an idle peer
-    with pytest.raises(KvTransferError):
-        client.metadata(handle.endpoint, SECONDS)
-    assert client.metadata(handle.endpoint, SECONDS) == METADATA
-
-
-def test_connections_to_peers_of_long_ago_are_closed_when_another_peer_is_met() -> None:
-    clock, servers = Clock(), [Server() for _ in range(3)]
-    client = ControlClient(clock)
-    old, busy, new = (server.control for server in servers)
-    client.metadata(old.endpoint, SECONDS)
-    client.metadata(busy.endpoint, SECONDS)
-    clock.now = 50.0
-    client.metadata(busy.endpoint, SECONDS)
-    clock.now = 70.0
-    client.metadata(new.endpoint, SECONDS)
-    wait_until(lambda: old.num_connections == 0)
-    assert (busy.num_connections, new.num_connections) == (1, 1)
-    client.close()
-    for server in servers:
-        server.control.close()
-
-
-class WatchedSocket:
-    """A connection that calls `on_close` before it is closed."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self.on_close: Callable[[], object] = lambda: None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._connection, name)
-
-    def close(self) -> None:
-        self.on_close()
-        self._connection.close()
-
-
-def test_a_connection_that_is_made_while_old_ones_are_closed_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, servers, made = Clock(), [Server() for _ in range(3)], dict[str, list[WatchedSocket]]()
-
-    def watched_connect(path: str, timeout: float) -> WatchedSocket:
-        made.setdefault(f"unix://{path}", []).append(WatchedSocket(connect(path, timeout)))
-        return made[f"unix://{path}"][-1]
-
-    monkeypatch.setattr(socket_files, "connect", watched_connect)
-    client = ControlClient(clock)
-    first, old, second = (server.control.endpoint for server in servers)
-    for endpoint in (first, old, second):
-        client.metadata(endpoint, SECONDS)
-    clock.now = 100.0
-    made[old][0].on_close = lambda: client.metadata(second, SECONDS)
-    client.metadata(first, SECONDS)
-    client.metadata(second, SECONDS)
-    assert {endpoint: len(each) for endpoint, each in made.items()} == {first: 2, old: 1, second: 2}
-    client.close()
-    for server in servers:
+def test_connections_to_ended_peers_are_closed_when_another_peer_is_met(client: ControlClient) -> None:
+    ended, stays, new = (Server() for _ in range(3))
+    for server in (ended, stays):
+        client.metadata(server.control.endpoint, SECONDS)
+    ended.control.close()
+    client.metadata(new.control.endpoint, SECONDS)
+    assert list(client._connections) == [stays.control.endpoint, new.control.endpoint]
+    assert (stays.control.num_connections, new.control.num_connections) == (1, 1)
+    for server in (stays, new):
         server.control.close()
 
 
@@ -311,27 +249,20 @@ def test_oversized_control_message_closes_the_connection(server: Server, client:
     assert client.metadata(server.lease().endpoint, SECONDS) == METADATA
 
 
-@pytest.mark.parametrize("said", [b"", b"\x10"], ids=["idle", "half a frame"])
-def test_connection_that_falls_silent_is_closed(tight: Server, said: bytes) -> None:
-    with tight.connect() as connection:
-        connection.sendall(said)
-        assert is_hung_up(connection)
-    wait_until(lambda: tight.control.num_connections == 0)
-
-
 def test_connection_beyond_the_limit_is_closed_until_another_one_ends(
-    tight: Server, client: ControlClient
+    server: Server, client: ControlClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = [tight.connect() for _ in range(TIGHT.connections)]
+    monkeypatch.setattr(control, "MAX_CONNECTIONS", 3)
+    held = [server.connect() for _ in range(3)]
     for connection in held:
         connection.settimeout(SECONDS)
         assert exchange(connection, GET_METADATA)
-    with tight.connect() as one_too_many:
+    with server.connect() as one_too_many:
         assert is_hung_up(one_too_many)
     for connection in held:
         connection.close()
-    wait_until(lambda: tight.control.num_connections == 0)
-    assert client.metadata(tight.control.endpoint, SECONDS) == METADATA
+    wait_until(lambda: server.control.num_connections == 0)
+    assert client.metadata(server.control.endpoint, SECONDS) == METADATA
 
 
 def test_one_slow_peer_does_not_delay_another(server: Server, client: ControlClient) -> None:
