@@ -11,8 +11,9 @@ import math
 import queue
 import threading
 import time
-from collections import Counter
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -32,10 +33,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Of one engine, the one that peers share (_OTHERS) included.
 MAX_PEER_THREADS = 64
-#: The key of the thread that all further peers share. It runs from the start: the system may have none left later.
-_OTHERS = "others"
 #: The peers that restart come under new names; the metadata of the old ones must not pile up.
 _MAX_KNOWN = 1024
 _BUSY_SECONDS = 0.001
@@ -81,72 +79,47 @@ class PeerMetadataCache:
 
 
 class PeerThreads:
-    """One thread per peer runs its work in order: a peer that stalls delays no other peer's transfers."""
+    """Runs each peer's work in order, one after the other, because a peer has one connection. A peer that stalls delays
+    no other one's transfers, unless MAX_PEER_THREADS stall.
+    """
 
     def __init__(self) -> None:
-        #: Each thread's work; None ends it.
-        self._queues: dict[str, queue.SimpleQueue[Callable[[], None] | None]] = {}
-        self._threads: list[threading.Thread] = []
-        #: The number of calls that each thread has not finished.
-        self._pending: Counter[str] = Counter()
+        self._pool = ThreadPoolExecutor(MAX_PEER_THREADS, "kv-peer")
+        # Starts a thread: the system may have none left later.
+        self._pool.submit(int)
+        #: Each peer's work; its first call is running, or comes next.
+        self._waiting: dict[str, deque[Callable[[], None]]] = {}
         self._lock = threading.Lock()
         self._closed = False
-        self._start(_OTHERS)
 
     def submit(self, endpoint: str, work: Callable[..., None], *args: Any) -> None:
         """Callable from any thread. After `close` the work is dropped."""
         with self._lock:
-            if not self._closed:
-                key = self._place_for(endpoint)
-                self._pending[key] += 1
-                self._queues[key].put(partial(work, *args))
+            if self._closed:
+                return
+            waiting = self._waiting.setdefault(endpoint, deque())
+            waiting.append(partial(work, *args))
+            if len(waiting) == 1:
+                # Where the system has no further thread, one of those that there are runs it.
+                with contextlib.suppress(RuntimeError):
+                    self._pool.submit(self._run, endpoint, waiting)
 
     def close(self) -> None:
         """Wait for running work; drop the work that has not begun."""
         with self._lock:
             self._closed = True
-            for waiting in self._queues.values():
-                take_all(waiting)
-                waiting.put(None)
-        for thread in self._threads:
-            thread.join()
+        self._pool.shutdown(cancel_futures=True)
 
-    def _place_for(self, endpoint: str) -> str:
-        """The key of the peer's thread. When there are too many peers (restarts, forgeries), idle threads end; when all
-        are busy, or the system has no more, one thread is shared by all further peers, until it has done all their
-        work: two threads for one peer would share its connection.
-        """
-        if endpoint in self._queues:
-            return endpoint
-        if len(self._queues) >= MAX_PEER_THREADS:
-            self._end_idle_threads()
-        if len(self._queues) < MAX_PEER_THREADS and not self._pending[_OTHERS]:
-            with contextlib.suppress(RuntimeError):
-                self._start(endpoint)
-                return endpoint
-        return _OTHERS
-
-    def _end_idle_threads(self) -> None:
-        for idle in [key for key in self._queues if key != _OTHERS and not self._pending[key]]:
-            self._queues.pop(idle).put(None)
-
-    def _start(self, key: str) -> None:
-        waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        thread = threading.Thread(target=self._run, args=(key, waiting), name="kv-peer", daemon=True)
-        thread.start()
-        self._threads = [thread, *(each for each in self._threads if each.is_alive())]
-        self._queues[key] = waiting
-
-    def _run(self, key: str, waiting: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-        while (work := waiting.get()) is not None:
+    def _run(self, endpoint: str, waiting: deque[Callable[[], None]]) -> None:
+        while waiting and not self._closed:
             try:
-                work()
+                waiting[0]()
             except Exception:
-                log.exception("work for the peer %s failed unexpectedly", key)
+                log.exception("work for the peer %s failed unexpectedly", endpoint)
             with self._lock:
-                self._pending[key] -= 1
-                if not self._pending[key]:
-                    del self._pending[key]
+                waiting.popleft()
+                if not waiting:
+                    del self._waiting[endpoint]
 
 
 @dataclass(slots=True, eq=False)
