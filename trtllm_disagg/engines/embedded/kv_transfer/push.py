@@ -308,7 +308,7 @@ class KvPusher:
         self._finish(Move(push, "delivered"))
 
     def _send_failure(self, push: Push, reason: str) -> None:
-        # All moves of a peer run on this one thread, so none of them is under way now.
+        # All moves of a peer run one after the other, so none of them is under way now.
         self._finish(Move(push, "stopped"))
         with contextlib.suppress(KvTransferError):
             self._send(push, Failure(push.offer.ticket, reason[:1000], push.stopped.is_set()))
