@@ -348,4 +348,4 @@ def _link(request: GenerateRequest) -> str | None:
     if place is None:
         return None
     host, _ = place
-    return _THIS_HOST if host.startswith("@") else host
+    return _THIS_HOST if host.startswith("/") else host

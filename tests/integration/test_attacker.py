@@ -19,7 +19,6 @@ from tests.support.attacks import EVERY_DOOR, MAP_A_STOLEN_FILE, NIXL_WITH_A_STO
 from tests.support.deployments import MODEL_NAME, Served, demo_config, served
 from tests.support.pools import pool_in_a_child
 from tests.support.strangers import UID, as_stranger, require
-from trtllm_disagg.engines.embedded.kv_transfer.access import SameUserAuthentication
 from trtllm_disagg.engines.embedded.kv_transfer.base import PeerMetadata, decoded_address
 from trtllm_disagg.engines.embedded.kv_transfer.control import ControlClient
 from trtllm_disagg.engines.embedded.kv_transfer.nixl import NixlAddress
@@ -87,11 +86,9 @@ def shared_memory_files() -> list[str]:
 
 def metadata_cache(names: list[str]) -> list[PeerMetadata]:
     """What only peers get: the test runs as the deployment's user."""
-    client = ControlClient(SameUserAuthentication())
+    client = ControlClient()
     try:
-        return [
-            client.metadata(f"unix://{name}", 5.0) for name in names if name.startswith("@trtllm-disagg-kv-")
-        ]
+        return [client.metadata(f"unix://{name}", 5.0) for name in names if Path(name).name.startswith("kv-")]
     finally:
         client.close()
 
@@ -169,7 +166,7 @@ def nothing_by_nixl(metadata: PeerMetadata) -> None:
 def test_the_same_attacks_succeed_where_a_port_or_the_user_is_open() -> None:
     """So the ones above would show it."""
     require()
-    with pool_in_a_child("NIXL", "network") as (card, _):
+    with pool_in_a_child("NIXL", "tcp") as (card, _):
         result = attack(card, decoded_address(card, NixlAddress), "tcp")
     assert result["read"].startswith(FIRST_NUMBERS), result
     assert result["wrote"]

@@ -19,7 +19,6 @@ from openai import OpenAI
 from tests.parity.answers import Answer, Question, ask
 from tests.support.deployments import DEMO_CONFIGS, MODEL_NAME, demo_model, wait_until
 from tests.support.fake_slurm import FakeSlurm
-from tests.support.hosts import write_key
 from trtllm_disagg.tools.up.orphan_reaper import MARK_VARIABLE, kill_marked, marked_processes
 from trtllm_disagg.tools.up.plan import LOOPBACK
 from trtllm_disagg.tools.up.ports import free_http_port, free_system_ports
@@ -75,7 +74,6 @@ def test_a_job_on_two_nodes_answers_with_ranks_that_srun_started(
         HEAD_ADDRESS=LOOPBACK,
         FIRST_SYSTEM_PORT=str(system_port),
         DYN_TCP_RPC_HOST=LOOPBACK,
-        TRTLLM_DISAGG_TRANSFER_KEY_FILE=str(write_key(tmp_path)),
         TMPDIR=str(tmp_path),
         **{MARK_VARIABLE: mark},
     )

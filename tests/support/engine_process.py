@@ -73,11 +73,10 @@ def _serve(pipe: Connection, model: Path, args: dict[str, Any]) -> None:
 
     from tests.support.cores import Core
     from tests.support.fake_transport import FakeTransport
-    from trtllm_disagg.engines.embedded.kv_transfer.access import OneHost
     from trtllm_disagg.engines.embedded.kv_transfer.transports import create_transport
 
     torch.set_num_threads(1)
-    fake = FakeTransport(inner=create_transport(args["cache_transceiver_config"]["backend"], OneHost()))
+    fake = FakeTransport(inner=create_transport(args["cache_transceiver_config"]["backend"]))
     core = Core(model, **args, transport=fake)
     at_start = core.free_blocks
     pipe.send({"pid": os.getpid(), "endpoint": core.connector.endpoint})

@@ -15,7 +15,6 @@ from typing import Literal
 import numpy as np
 import torch
 
-from trtllm_disagg.engines.embedded.kv_transfer.access import OneHost, TransferScope
 from trtllm_disagg.engines.embedded.kv_transfer.base import PeerMetadata, ReadTimeoutError, StagingTransport
 from trtllm_disagg.engines.embedded.kv_transfer.shared_memory import SharedMemoryTransport
 from trtllm_disagg.errors import KvTransferError
@@ -84,8 +83,8 @@ class _Plan:
 class FakeTransport:
     """`then` says what becomes of the next transfers, `always` of all later ones; `transfers` lists those asked for."""
 
-    def __init__(self, scope: TransferScope | None = None, inner: StagingTransport | None = None) -> None:
-        self._inner = inner or SharedMemoryTransport(scope or OneHost())
+    def __init__(self, inner: StagingTransport | None = None) -> None:
+        self._inner = inner or SharedMemoryTransport()
         self.name = self._inner.name if inner else "FAKE"
         self.transfers: list[Transfer] = []
         self._plans: dict[Kind, _Plan] = {"read": _Plan(), "write": _Plan(), "forget": _Plan()}

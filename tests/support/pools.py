@@ -12,15 +12,13 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
+import pytest
 import torch
 
-from trtllm_disagg.engines.embedded.kv_transfer.access import Network, OneHost, TransferScope
+from trtllm_disagg.engines.embedded.kv_transfer import nixl
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout, PeerMetadata, StagingTransport
+from trtllm_disagg.engines.embedded.kv_transfer.nixl import NixlTransport
 from trtllm_disagg.engines.embedded.kv_transfer.transports import create_transport
-
-ONE_HOST = OneHost()
-#: As between hosts, although both ends are on this one.
-NETWORK = Network("127.0.0.1", b"k" * 32)
 
 LAYERS, SLOTS, HEADS, DIM = 3, 4, 2, 8
 LAYOUT = KvLayout("m", LAYERS, SLOTS, HEADS, DIM, "float32")
@@ -34,11 +32,10 @@ class Pool:
         backend: str,
         num_blocks: int,
         name: str,
-        scope: TransferScope = ONE_HOST,
         transport: StagingTransport | None = None,
     ) -> None:
         """`transport`: instead of one of this backend."""
-        self.transport = transport or create_transport(backend, scope)
+        self.transport = transport or create_transport(backend)
         shape = (num_blocks, LAYERS, 2, SLOTS, HEADS, DIM)
         self.kv = self.transport.allocate(shape, torch.float32, torch.device("cpu"))
         self.card = PeerMetadata(name, self.transport.name, LAYOUT, num_blocks, self.transport.serve(name))
@@ -71,10 +68,10 @@ class Pool:
 
 
 @contextmanager
-def pool_in_a_child(backend: str, scope: Literal["host", "network"] = "host") -> Any:
+def pool_in_a_child(backend: str, transport: Literal["as it is", "tcp"] = "as it is") -> Any:
     """(its card, its process): a filled pool that is served until the process ends."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.pools", backend, scope],
+        [sys.executable, "-m", "tests.support.pools", backend, transport],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": os.getcwd()},
@@ -91,8 +88,18 @@ def pool_in_a_child(backend: str, scope: Literal["host", "network"] = "host") ->
         process.stdout.close()
 
 
-def _serve(backend: str, scope: str) -> None:
-    pool = Pool(backend, 8, f"child-{os.getpid()}", NETWORK if scope == "network" else ONE_HOST)
+class TcpTransport(NixlTransport):
+    """NIXL over tcp, where a stopped peer stalls a read, and every program that connects may read."""
+
+    def serve(self, sender: str) -> bytes:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(nixl, "ucx_settings", lambda device, environ: {"UCX_TLS": "tcp"})
+            patched.setattr(nixl, "UCX_ERROR_MODE", "peer")
+            return super().serve(sender)
+
+
+def _serve(backend: str, transport: str) -> None:
+    pool = Pool(backend, 8, f"child-{os.getpid()}", TcpTransport() if transport == "tcp" else None)
     pool.fill(0.0)
     card = msgspec.msgpack.encode(pool.card)
     sys.stdout.buffer.write(b"%d\n" % len(card) + card)

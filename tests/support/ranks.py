@@ -18,7 +18,7 @@ import torch
 
 from tests.support.cores import Core
 from trtllm_disagg.engines.embedded.core import build as core_module
-from trtllm_disagg.engines.embedded.kv_transfer.transports import on_one_host
+from trtllm_disagg.engines.embedded.kv_transfer.transports import TRANSPORTS
 from trtllm_disagg.engines.embedded.model import sampler
 from trtllm_disagg.engines.embedded.tensor_parallel.follower import follow
 from trtllm_disagg.engines.embedded.tensor_parallel.group import join_as_follower, join_as_leader, leave
@@ -35,7 +35,7 @@ PROMPTS = [
     [5 + i % 7 for i in range(32)],
     [200 - i for i in range(97)],
 ]
-BACKENDS = on_one_host()
+BACKENDS = tuple(TRANSPORTS)
 
 #: (prompt, position) -> logits
 Logits = dict[tuple[int, int], torch.Tensor]

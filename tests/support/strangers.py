@@ -37,14 +37,12 @@ def as_stranger(
     env: dict[str, str] | None = None,
     seconds: float = 60.0,
     uid: int = UID,
-    namespace: str = "",
 ) -> Any:
     """What a Python program that runs as another user prints as JSON; its last line counts. It can import the modules
-    above, and `packages`. `namespace`: the network that it is on.
+    above, and `packages`.
     """
     done = subprocess.run(
         [
-            *(["ip", "netns", "exec", namespace] if namespace else []),
             sys.executable,
             "-c",
             _BECOME + program,

@@ -14,7 +14,6 @@ from trtllm_disagg import DYNAMO_VERSION, __version__
 from trtllm_disagg.admin.keys import AdminKey
 from trtllm_disagg.config.settings import POSITIVE, Allowed
 from trtllm_disagg.engine.engines import ENGINES
-from trtllm_disagg.engines.embedded.kv_transfer.shared_key import read_key
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.k8s.pods import MODELS, MOUNTED, Cluster, Resources
@@ -177,7 +176,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
         model_claim=args.model_claim,
         hf_token_secret=args.hf_token_secret,
         admin_key=_key(args.admin_key_file, lambda path: AdminKey.read(path, "--admin-key-file")),
-        transfer_key=_key(args.transfer_key_file, read_key),
+        transfer_key=_key(args.transfer_key_file, lambda path: AdminKey.read(path, "--transfer-key-file")),
         has_compute_domain=args.compute_domain,
         has_pod_monitor=args.pod_monitor,
     )

@@ -10,7 +10,6 @@ from pathlib import Path, PurePosixPath
 
 from trtllm_disagg.config.args import parse_worker_flags
 from trtllm_disagg.config.settings import MOST_SECONDS
-from trtllm_disagg.engines.embedded.kv_transfer.access import KEY_FILE_VARIABLE
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.strategies import spec_of
 from trtllm_disagg.tools.up.gpus import gpu_needs_of, shutdown_seconds
@@ -181,7 +180,7 @@ def _worker_env(cluster: Cluster) -> Iterator[tuple[str, str]]:
     if cluster.admin_key is not None:
         yield KEY_VARIABLE, str(MOUNTED / ADMIN_KEY / KEY)
     if cluster.transfer_key is not None:
-        yield KEY_FILE_VARIABLE, str(MOUNTED / TRANSFER_KEY / KEY)
+        yield "TRTLLM_DISAGG_TRANSFER_KEY_FILE", str(MOUNTED / TRANSFER_KEY / KEY)
 
 
 def _spread(num_gpus: int, gpus_per_node: int, role: ProcessRole) -> tuple[int, int]:

@@ -1,8 +1,9 @@
 """The handle inside `DisaggregatedParams.opaque_state`: which engine holds the KV of which prompt, in which blocks.
 
 It comes from the network, so decoding validates and bounds it. It proves nothing by itself: the sender compares it
-with its own lease before the receiver may use what it read (`control.py`). Its `endpoint` is the sender's control
-channel: unix://@NAME:NUMBER on one host, tcp://HOST:PORT between hosts.
+with its own lease before the receiver may use what it read (`kv_transfer/pull.py`). Its `endpoint` is the sender's
+control channel, a socket file: unix:///PATH. TensorRT-LLM's engines, which have handles of their own, have endpoints
+tcp://HOST:PORT.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import msgspec
 from trtllm_disagg.errors import HandoffRefusedError
 from trtllm_disagg.types import BlockId, Number63
 
-TCP, UNIX = "tcp", "unix"
-EXPECTED = "tcp://HOST:PORT or unix://@NAME:NUMBER"
+EXPECTED = "tcp://HOST:PORT or unix:///PATH"
 
 _ENDPOINT = re.compile(
-    r"(?:tcp://(\[[0-9a-fA-F:]+\]|[0-9A-Za-z._-]+)|unix://(@[0-9A-Za-z.-]{1,64})):(\d{1,5})", re.ASCII
+    r"tcp://(\[[0-9a-fA-F:]+\]|[0-9A-Za-z._-]+):(\d{1,5})|unix://((?:/[0-9A-Za-z._-]+){1,16})", re.ASCII
 )
+#: A path has no port; protocols that name a host and a port get this one beside it.
+_NO_PORT = 1
 _MAX_LENGTH = 256
 VERSION = 1
 MAX_BLOCKS = 1 << 20
@@ -37,25 +39,31 @@ def is_endpoint(text: object) -> bool:
     return isinstance(text, str) and split_endpoint(text) is not None
 
 
-def scheme_of(endpoint: str) -> str:
-    return endpoint.partition("://")[0]
-
-
 def split_endpoint(text: str) -> tuple[str, int] | None:
-    """(host, port), an IPv6 address without its brackets, a Unix socket's name with its @; None for
-    text that is not an endpoint.
+    """(host, port), an IPv6 address without its brackets, or a socket's path and 1; None for text that is not an
+    endpoint.
     """
     match = _ENDPOINT.fullmatch(text) if len(text) <= _MAX_LENGTH else None
-    if match is None or not 0 < int(match[3]) < 1 << 16:
+    if match is None:
         return None
-    return (match[1] or match[2]).strip("[]"), int(match[3])
+    if match[3]:
+        return match[3], _NO_PORT
+    return (match[1].strip("[]"), int(match[2])) if 0 < int(match[2]) < 1 << 16 else None
 
 
 def join_endpoint(host: str, port: int) -> str:
     """The inverse of `split_endpoint`."""
-    if host.startswith("@"):
-        return f"{UNIX}://{host}:{port}"
-    return f"{TCP}://[{host}]:{port}" if ":" in host else f"{TCP}://{host}:{port}"
+    if host.startswith("/"):
+        return f"unix://{host}"
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def socket_path(endpoint: str) -> str | None:
+    """Of an endpoint that is a socket file on this host. It may come from the network: check before connecting that
+    it is one of this user's (`ipc/socket_files.py`).
+    """
+    place = split_endpoint(endpoint)
+    return place[0] if place is not None and place[0].startswith("/") else None
 
 
 class KvHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -97,6 +105,6 @@ def decode_handle(opaque_state: bytes) -> KvHandle:
         raise HandoffRefusedError(
             f"handoff has version {handle.version}; this worker speaks version {VERSION}"
         )
-    if not is_endpoint(handle.endpoint):
-        raise HandoffRefusedError(f"handoff names endpoint {handle.endpoint!r}; expected {EXPECTED}")
+    if socket_path(handle.endpoint) is None:
+        raise HandoffRefusedError(f"handoff names endpoint {handle.endpoint!r}; expected unix:///PATH")
     return handle

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from trtllm_disagg.engines.embedded.kv_transfer.access import OneHost
 from trtllm_disagg.engines.embedded.kv_transfer.transports import create_transport
 from trtllm_disagg.engines.embedded.tensor_parallel.launch import core_launch
 from trtllm_disagg.errors import ConfigError
@@ -37,17 +36,17 @@ def test_a_directory_that_is_missing_has_no_room(tmp_path: Path) -> None:
 def test_nixl_by_name_is_refused_where_ucx_has_no_room(leave: Leave) -> None:
     leave(16 * MIB)
     with pytest.raises(ConfigError) as refused:
-        create_transport("NIXL", OneHost())
+        create_transport("NIXL")
     assert "/dev/shm has 16 MiB free of the 17 MiB that UCX asks for" in str(refused.value)
     assert ADVICE in str(refused.value)
 
 
 def test_default_falls_back_where_ucx_has_no_room(leave: Leave, caplog: pytest.LogCaptureFixture) -> None:
     leave(UCX_FREE - 1)
-    assert create_transport("DEFAULT", OneHost()).name == "SHARED_MEMORY"
+    assert create_transport("DEFAULT").name == "SHARED_MEMORY"
     assert "NIXL needs more room" in caplog.text
     leave(UCX_FREE)
-    assert create_transport("DEFAULT", OneHost()).name == "NIXL"
+    assert create_transport("DEFAULT").name == "NIXL"
 
 
 def test_ranks_are_refused_where_mpich_has_no_room(leave: Leave) -> None:

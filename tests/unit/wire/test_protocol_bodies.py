@@ -30,7 +30,7 @@ from trtllm_disagg.wire.kv_handle import KvHandle
 HANDLE = KvHandle(
     version=1,
     sender="engine-a",
-    endpoint="tcp://10.0.0.7:41000",
+    endpoint="unix:///run/kv/prefill-1",
     lease=b"l" * 16,
     layout=b"a" * 16,
     prompt=b"p" * 16,
@@ -71,8 +71,8 @@ HANDED_OVER = {
     "do_remote_prefill": True,
     "remote_engine_id": "engine-a",
     "remote_block_ids": [4, 9],
-    "remote_host": "10.0.0.7",
-    "remote_port": 41000,
+    "remote_host": "/run/kv/prefill-1",
+    "remote_port": 1,
     "remote_handle": PARAMS,
     "remote_cached_tokens": 2,
 }
@@ -210,10 +210,13 @@ def test_bootstrap_room_is_random_below_2_to_the_63() -> None:
     assert {tuple(room.ctx_info_endpoint) for room in rooms} == {tuple(ROOM.ctx_info_endpoint)}
 
 
-def test_an_ipv6_host_has_no_brackets_in_a_body() -> None:
-    sent = body("bootstrap", DECODE, asked(), rendezvous=Rendezvous(5, ["tcp://[::1]:80"]))
-    assert sent["bootstrap_host"] == "::1"
-    assert decode_request(sent).rendezvous == Rendezvous(5, ["tcp://[::1]:80"])
+@pytest.mark.parametrize(
+    ("endpoint", "host"), [("tcp://[::1]:80", "::1"), ("unix:///run/kv/prefill-1", "/run/kv/prefill-1")]
+)
+def test_an_ipv6_host_has_no_brackets_in_a_body_and_a_socket_file_is_a_host(endpoint: str, host: str) -> None:
+    sent = body("bootstrap", DECODE, asked(), rendezvous=Rendezvous(5, [endpoint]))
+    assert sent["bootstrap_host"] == host
+    assert decode_request(sent).rendezvous == Rendezvous(5, [endpoint])
 
 
 @pytest.mark.parametrize("endpoint", ["ipc:///x", "tcp://a:0"])

@@ -15,7 +15,6 @@ from trtllm_disagg.engines.embedded.core.engine_core import NoGuides
 from trtllm_disagg.engines.embedded.ipc.messages import Ready
 from trtllm_disagg.engines.embedded.kv_cache.block_manager import KvEventLog
 from trtllm_disagg.engines.embedded.kv_cache.memory import KvCommand
-from trtllm_disagg.engines.embedded.kv_transfer.access import OneHost
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout
 from trtllm_disagg.engines.embedded.scheduler.scheduler import create_blocks, create_scheduler
 from trtllm_disagg.engines.embedded.scheduler.statistics import IterationStats
@@ -203,7 +202,6 @@ def _create_connector(
         LinkTransport(cost, block_bytes, clock),
         layout,
         num_blocks,
-        authentication=OneHost().authentication(),
         timeouts=replace(timeouts, transfer=timeouts.transfer * own.time_scale),
         takes_offers=True,
         wake=wake,

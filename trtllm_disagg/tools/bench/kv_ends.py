@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from trtllm_disagg.engines.embedded.kv_transfer.access import OneHost
+from trtllm_disagg.engines.embedded.kv_cache.pool import huge_page_tensor
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvTimeouts
-from trtllm_disagg.engines.embedded.kv_transfer.host import huge_page_tensor
 from trtllm_disagg.engines.embedded.kv_transfer.peers import Peers
 from trtllm_disagg.engines.embedded.kv_transfer.pull import KvReceiver, KvSender, Pull
 from trtllm_disagg.engines.embedded.kv_transfer.transports import create_transport
@@ -66,14 +65,13 @@ class Sender:
 
     def __init__(self, start: SimpleNamespace) -> None:
         self._shape = shape = KvShape(**start.shape)
-        self._transport = create_transport(start.backend, OneHost())
+        self._transport = create_transport(start.backend)
         self._pool = shape.pool_of(self._transport, start.device)
         fill(self._pool)
         self._sender = KvSender(
             self._transport,
             shape.layout,
             shape.pool_blocks,
-            authentication=OneHost().authentication(),
             timeouts=KvTimeouts(transfer=_LEASE_SECONDS),
             on_lease_ended=lambda: None,
         )
@@ -109,14 +107,13 @@ class Receiver:
     def __init__(self, backend: str, shape: KvShape, device: str, sender: ChildProcess) -> None:
         self._shape = shape
         self._sender = sender
-        self._transport = create_transport(backend, OneHost())
+        self._transport = create_transport(backend)
         self.pool = shape.pool_of(self._transport, device)
         self._transport.serve("bench-receiver")
         self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._peers = Peers(
             self._transport,
             shape.layout,
-            authentication=OneHost().authentication(),
             timeouts=KvTimeouts(transfer=_PULL_SECONDS),
             on_change=lambda: None,
         )

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trtllm_disagg.config.settings import positive_up_to
-from trtllm_disagg.engines.embedded.kv_transfer.transports import on_one_host
+from trtllm_disagg.engines.embedded.kv_transfer.transports import TRANSPORTS
 from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.model_directory import model_directory
 from trtllm_disagg.tools.bench.figures import Column, Figure, Grid, Rounds, Section, in_turn
@@ -140,7 +140,7 @@ def add_arguments(parser: Parser) -> None:
     add_number(parser, "--repetitions", 5, help, type=positive_up_to(10_000))
     parser.add_argument(
         "--transport",
-        choices=on_one_host(),
+        choices=tuple(TRANSPORTS),
         default="NIXL",
         help="of KV between the two engines (default: %(default)s)",
     )

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from trtllm_disagg.config.settings import positive_up_to
-from trtllm_disagg.engines.embedded.kv_transfer.transports import TRANSPORTS, on_gpus, on_one_host
+from trtllm_disagg.engines.embedded.kv_transfer.transports import TRANSPORTS, on_gpus
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.tools.bench.figures import Column, Figure, Grid, Sample, Section, paired_ratio
@@ -42,7 +42,7 @@ def readv_of(pattern: str) -> str:
 def add_arguments(parser: Parser) -> None:
     add_output_arguments(parser)
     add_number(parser, "--rounds", 15, "repetitions, each in another order", type=positive_up_to(10_000))
-    add_choice(parser, "--transport", on_one_host(), "how KV moves")
+    add_choice(parser, "--transport", tuple(TRANSPORTS), "how KV moves")
     add_choice(
         parser, "--shape", SHAPES, "the KV of a model: layers and heads of Llama-3.1-8B, of Qwen2.5-0.5B"
     )

@@ -9,7 +9,7 @@ waits for prefill's work alone.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from trtllm_disagg.engines.embedded.ipc.messages import AddRequest, LogprobEntry, TokenOutput
 from trtllm_disagg.engines.embedded.scheduler.sequence import Sequence
@@ -19,22 +19,19 @@ from trtllm_disagg.wire.kv_handle import KvHandle
 _DISABLED = "KV transfer is disabled on this engine; set cache_transceiver_config.backend"
 
 
-@dataclass(frozen=True, slots=True)
-class Offered:
+class Offered(NamedTuple):
     """Decode's blocks are known: this prefill can be scheduled."""
 
     sequence: Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixArrived:
+class PrefixArrived(NamedTuple):
     """The first `num_fetchable` blocks of the prompt, which decode had, are in this prefill's blocks."""
 
     sequence: Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class KvArrived:
+class KvArrived(NamedTuple):
     """All KV of the prompt is here, and the first token."""
 
     sequence: Sequence
@@ -47,46 +44,40 @@ class KvArrived:
     num_known: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReadEnded:
+class ReadEnded(NamedTuple):
     """The request has failed or was aborted: its blocks are not filled any more."""
 
     sequence: Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class HandedOff:
+class HandedOff(NamedTuple):
     """Decode has the KV that was written to it, and the first token."""
 
     output: TokenOutput
     bytes_moved: int
 
 
-@dataclass(frozen=True, slots=True)
-class KvFailed:
+class KvFailed(NamedTuple):
     """The request cannot go on."""
 
     request_id: int
     error: DisaggError
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksReleased:
+class BlocksReleased(NamedTuple):
     """The blocks of an ended sequence, which no transfer uses any more."""
 
     blocks: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksQuarantined:
+class BlocksQuarantined(NamedTuple):
     """A late transfer with this peer may still write into these blocks: they must not be used."""
 
     blocks: list[int]
     peer: str
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksRestored:
+class BlocksRestored(NamedTuple):
     """Nothing can be written into these quarantined blocks any more."""
 
     blocks: list[int]

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from trtllm_disagg.engines.embedded.connector.connector import (
     BlocksInTransfer,
@@ -94,12 +93,11 @@ class IncomingWrites:
         self._blocks = blocks
         self._size = tokens_per_block
         self._seconds = seconds
-        #: Each sequence's offer, and the time at which decode gives up.
-        self._expected: dict[Sequence, tuple[Expected, float]] = {}
+        self._expected: dict[Sequence, Expected] = {}
 
     @property
     def deadlines(self) -> list[float]:
-        return [end for _, end in self._expected.values()]
+        return [expected.end for expected in self._expected.values()]
 
     def start(self, sequence: Sequence) -> None:
         """Offer the prompt's blocks, which the sequence now has."""
@@ -111,14 +109,15 @@ class IncomingWrites:
             blocks=sequence.blocks[: -(-sequence.num_prompt // self._size)],
             num_known=len(sequence.keys),
             seconds=self._seconds,
+            end=time.monotonic() + self._seconds,
         )
         sequence.timer.transfer_began()
-        self._expected[sequence] = expected, time.monotonic() + self._seconds
+        self._expected[sequence] = expected
         self._receiver.expect(expected)
 
     def release(self, sequence: Sequence) -> list[int]:
         """The blocks that prefill cannot write into."""
-        expected, _ = self._expected.pop(sequence, (None, 0.0))
+        expected = self._expected.pop(sequence, None)
         if expected is None:
             if sequence.rendezvous is not None and not sequence.num_output:
                 self._receiver.decline(sequence.rendezvous.endpoint, sequence.rendezvous.request)
@@ -133,7 +132,7 @@ class IncomingWrites:
 
     def poll(self) -> Iterator[KvEvent]:
         now = time.monotonic()
-        for sequence, (expected, end) in list(self._expected.items()):
+        for sequence, expected in list(self._expected.items()):
             if sequence not in self._expected:  # released while an earlier event was applied
                 continue
             if expected.notice is not None:
@@ -141,7 +140,7 @@ class IncomingWrites:
                 yield self._arrived(sequence, expected)
             elif expected.error is not None:
                 yield KvFailed(sequence.request_id, expected.error)
-            elif end <= now:
+            elif expected.end <= now:
                 reason = f"prefill gave no notice within {self._seconds:g} s"
                 yield KvFailed(sequence.request_id, KvTransferError(reason))
 
@@ -159,13 +158,6 @@ class IncomingWrites:
             bytes_moved=notice.bytes_moved,
             num_known=expected.num_known,
         )
-
-
-@dataclass(slots=True)
-class _Pushed:
-    push: Push
-    #: Prompt blocks that decode has, or that are being written.
-    num_sent: int
 
 
 class OutgoingWrites:
@@ -189,7 +181,7 @@ class OutgoingWrites:
         self._seconds = seconds
         #: Prefills without an offer, blocks or a place in the batch, by disagg_request_id, with their deadline.
         self._awaited: dict[int, tuple[Sequence, float]] = {}
-        self._pushed: dict[Sequence, _Pushed] = {}
+        self._pushed: dict[Sequence, Push] = {}
         #: Finished prefills: the output for the client once decode has accepted the notice.
         self._delivering: dict[Push, TokenOutput] = {}
         #: Late writes, which may still fill decode's blocks.
@@ -217,22 +209,20 @@ class OutgoingWrites:
         """Read the part of the prompt that only decode has in its cache, instead of computing it."""
         first = len(sequence.keys)
         local = sequence.blocks[first : sequence.num_fetchable]
-        self._pusher.read(self._pushed[sequence].push, first, local)
+        self._pusher.read(self._pushed[sequence], first, local)
 
     def computed(self, sequence: Sequence) -> None:
         """Write the finished blocks while the rest of the prompt is computed."""
-        if pushed := self._pushed.get(sequence):
-            num_blocks = len(pushed.push.offer.blocks)
-            is_whole = sequence.num_computed >= sequence.num_prompt
-            end = num_blocks if is_whole else sequence.num_computed // self._size
-            if end > pushed.num_sent:
-                local = sequence.blocks[pushed.num_sent : end]
-                self._pusher.write(pushed.push, pushed.num_sent, local)
-                pushed.num_sent = end
+        if push := self._pushed.get(sequence):
+            is_complete = sequence.num_computed >= sequence.num_prompt
+            end = len(push.offer.blocks) if is_complete else sequence.num_computed // self._size
+            if end > push.num_sent:
+                self._pusher.write(push, push.num_sent, sequence.blocks[push.num_sent : end])
+                push.num_sent = end
 
     def hand_off(self, sequence: Sequence, output: TokenOutput) -> None:
         """The first token is there: send decode the notice once all blocks are written."""
-        push = self._pushed.pop(sequence).push
+        push = self._pushed.pop(sequence)
         output.handoff = MadeHandoff(b"", sequence.output, sequence.request_id, "")
         self._delivering[push] = output
         self._blocks.hold(push, sequence.blocks)
@@ -249,11 +239,11 @@ class OutgoingWrites:
 
     def release(self, sequence: Sequence) -> list[int]:
         """The blocks that no move uses; those of a push come free when its last move has ended."""
-        pushed = self._pushed.pop(sequence, None)
-        if pushed is None:
+        push = self._pushed.pop(sequence, None)
+        if push is None:
             return sequence.blocks
-        self._pusher.fail(pushed.push, "the request has ended there")
-        self._blocks.hold(pushed.push, sequence.blocks)
+        self._pusher.fail(push, "the request has ended there")
+        self._blocks.hold(push, sequence.blocks)
         return []
 
     def abort(self, request_id: int) -> Sequence | None:
@@ -270,7 +260,7 @@ class OutgoingWrites:
             self.has_news = False
             for request in list(self._awaited):
                 yield from self._look_for_offer(request)
-            for sequence in [s for s, pushed in self._pushed.items() if pushed.push.is_withdrawn]:
+            for sequence in [s for s, push in self._pushed.items() if push.is_withdrawn]:
                 yield KvFailed(sequence.request_id, KvTransferError(GIVEN_UP))
         now = time.monotonic()
         for request in [request for request, (_, end) in self._awaited.items() if end <= now]:
@@ -298,7 +288,7 @@ class OutgoingWrites:
 
     def _take_offer(self, sequence: Sequence, push: Push) -> Iterator[KvEvent]:
         offer = push.offer
-        self._pushed[sequence] = _Pushed(push, offer.num_known)
+        self._pushed[sequence] = push
         digest = prompt_digest(sequence.tokens[: sequence.num_prompt], sequence.cache_salt)
         if offer.prompt != digest or len(offer.blocks) != -(-sequence.num_prompt // self._size):
             self.release(sequence)
@@ -341,10 +331,10 @@ class OutgoingWrites:
             self._blocks.take_from(move.push, move.filled)
             for sequence in sequences:
                 sequence.blocks = [block for block in sequence.blocks if block not in move.filled]
-            yield from self._blocks.quarantine(late, move.push.offer.decode, list(move.filled))
+            yield from self._blocks.quarantine(late, move.push.offer.endpoint, list(move.filled))
         else:
             self._landing[late] = move.push
         self._late.add(late)
 
     def _sequences_of(self, push: Push) -> list[Sequence]:
-        return [sequence for sequence, pushed in self._pushed.items() if pushed.push is push]
+        return [sequence for sequence, each in self._pushed.items() if each is push]

@@ -14,7 +14,6 @@ from trtllm_disagg.engines.embedded.connector.connector import (
 )
 from trtllm_disagg.engines.embedded.connector.sides import IncomingReads, IncomingWrites, OutgoingWrites
 from trtllm_disagg.engines.embedded.ipc.messages import AddRequest, MadeHandoff, TokenOutput
-from trtllm_disagg.engines.embedded.kv_transfer.access import PeerAuthentication
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout, KvTimeouts, KvTransport, prompt_digest
 from trtllm_disagg.engines.embedded.kv_transfer.control import MessageHandlers
 from trtllm_disagg.engines.embedded.kv_transfer.messages import (
@@ -46,7 +45,6 @@ class TwoSidedConnector(KvConnector):
         layout: KvLayout,
         num_blocks: int,
         *,
-        authentication: PeerAuthentication,
         timeouts: KvTimeouts,
         takes_offers: bool,
         wake: Callable[[], None],
@@ -62,19 +60,15 @@ class TwoSidedConnector(KvConnector):
             transport,
             layout,
             num_blocks,
-            authentication=authentication,
             timeouts=timeouts,
             on_lease_ended=wake,
         )
-        name, endpoint = self.sender.name, self.sender.endpoint
-        self.peers = Peers(
-            transport, layout, authentication=authentication, timeouts=timeouts, on_change=wake
-        )
+        self.peers = Peers(transport, layout, timeouts=timeouts, on_change=wake)
         self.receiver = KvReceiver(self.peers, on_finished=wake)
-        self.offers = OfferBook(name, layout.fingerprint(), wake, timeouts.stop)
+        self.offers = OfferBook(layout.fingerprint(), wake, timeouts.stop)
         self.pusher = KvPusher(self.peers, on_finished=wake)
         self.push_receiver = PushReceiver(
-            name, endpoint, self.peers, on_news=wake, on_busy=self.sender.progress_thread.expect_peer
+            self.endpoint, self.peers, on_news=wake, on_busy=self.sender.progress_thread.expect_peer
         )
         self._blocks = BlocksInTransfer()
         self._reads = IncomingReads(self.receiver, self.peers.late, self._blocks)
@@ -185,11 +179,11 @@ class TwoSidedConnector(KvConnector):
     def _message_handlers(self) -> MessageHandlers:
         return {
             Offer: self.offers.offered,
-            Withdraw: lambda message, _: self.offers.withdrawn(message),
-            Watch: lambda message, _: self.offers.watched(message),
-            Notice: lambda message, _: self.push_receiver.noticed(message),
-            Failure: lambda message, _: self.push_receiver.failed(message),
-            StillOffered: lambda message, _: self.push_receiver.still_offered(message),
+            Withdraw: self.offers.withdrawn,
+            Watch: self.offers.watched,
+            Notice: self.push_receiver.noticed,
+            Failure: self.push_receiver.failed,
+            StillOffered: self.push_receiver.still_offered,
         }
 
     def _lease(self, sequence: Sequence) -> MadeHandoff:

@@ -17,9 +17,8 @@ from trtllm_disagg.engines.embedded.core.engine_core import EngineCore, NoGuides
 from trtllm_disagg.engines.embedded.cpu_kernels.cpu import this_cpu
 from trtllm_disagg.engines.embedded.ipc.messages import Ready, SamplingSpec
 from trtllm_disagg.engines.embedded.kv_cache.block_manager import KvEventLog
-from trtllm_disagg.engines.embedded.kv_cache.pool import KvPool, LocalKvMemory
+from trtllm_disagg.engines.embedded.kv_cache.pool import KvPool, LocalKvMemory, new_memory
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout, KvTimeouts, StagingTransport
-from trtllm_disagg.engines.embedded.kv_transfer.host import new_memory
 from trtllm_disagg.engines.embedded.model.forward import ModelRunner, choose_forward
 from trtllm_disagg.engines.embedded.model.model_loader import load_model
 from trtllm_disagg.engines.embedded.model.rows import TILE, Sampled
@@ -34,7 +33,6 @@ from trtllm_disagg.engines.embedded.model.sizing import (
 )
 from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.engines.embedded.params.model_shape import ModelShape, max_seq_len, read_shape
-from trtllm_disagg.engines.embedded.params.supported_args import scope_of
 from trtllm_disagg.engines.embedded.scheduler.scheduler import Row, create_blocks, create_scheduler
 from trtllm_disagg.engines.embedded.scheduler.sequence import Sequence
 from trtllm_disagg.engines.embedded.scheduler.statistics import IterationStats
@@ -190,13 +188,12 @@ def _create_connector(
     config = args.cache_transceiver_config
     if config is None or config.backend is None:
         return KvConnector(), new_memory(pool.shape, pool.dtype, pool.device)
-    team = TeamTransport(transport or transport_of(args, config.backend, pool.device), others)
+    team = TeamTransport(transport or transport_of(config.backend, pool.device), others)
     kv = team.allocate(pool.shape, pool.dtype, pool.device)
     connector = TwoSidedConnector(
         team,
         layout,
         pool.num_blocks,
-        authentication=scope_of(args).authentication(),
         timeouts=timeouts or timeouts_of(config),
         takes_offers=args.tensor_parallel_size == 1,
         wake=wake,

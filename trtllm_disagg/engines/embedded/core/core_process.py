@@ -33,11 +33,11 @@ from trtllm_disagg.engines.embedded.ipc.messages import (
     Start,
     StepReport,
 )
+from trtllm_disagg.engines.embedded.ipc.socket_files import connect
 from trtllm_disagg.engines.embedded.ipc.sockets import Link
 from trtllm_disagg.engines.embedded.tensor_parallel.launch import IN_JOB, own_rank
 from trtllm_disagg.errors import DisaggError
 from trtllm_disagg.processes.activity import reporter_of
-from trtllm_disagg.processes.same_user import connect
 
 log = logging.getLogger("trtllm_disagg.engines.embedded")
 

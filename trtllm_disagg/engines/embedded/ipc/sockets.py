@@ -6,8 +6,6 @@ A thread that would send and receive for others has to be woken, and wakes them:
 from __future__ import annotations
 
 import contextlib
-import os
-import secrets
 import socket
 import struct
 import threading
@@ -16,8 +14,9 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from trtllm_disagg.processes import same_user
+from trtllm_disagg.engines.embedded.ipc.socket_files import Listener
 from trtllm_disagg.processes.framing import LENGTH, framed
+from trtllm_disagg.processes.same_user import require_same_user
 
 T = TypeVar("T")
 
@@ -142,10 +141,10 @@ class Link(Generic[T]):
                     return
 
 
-def listen() -> tuple[socket.socket, str]:
-    """A socket for `accept`, and its address for `same_user.connect`."""
-    address = f"trtllm-disagg-{os.getpid()}-{secrets.token_hex(16)}"
-    return same_user.listen(address), address
+def listen() -> tuple[Listener, str]:
+    """A socket for `accept`, and its address for `connect`."""
+    listener = Listener("core")
+    return listener, listener.path
 
 
 def accept(listener: socket.socket) -> socket.socket:
@@ -153,7 +152,7 @@ def accept(listener: socket.socket) -> socket.socket:
     while True:
         connection, _ = listener.accept()
         try:
-            same_user.require_same_user(connection)
+            require_same_user(connection)
         except PermissionError:
             connection.close()
         else:

@@ -187,10 +187,3 @@ def common_runs(remote: np.ndarray, local: np.ndarray) -> list[tuple[int, int]]:
     starts = np.concatenate(([0], breaks)) if len(remote) else np.empty(0, np.int64)
     ends = np.concatenate((breaks, [len(remote)])) if len(remote) else starts
     return [(int(start), int(end - start)) for start, end in zip(starts, ends, strict=True)]
-
-
-def runs_of(blocks: np.ndarray) -> list[slice]:
-    """Stretches of block ids that grow by one, in order, as slices of a pool."""
-    return [
-        slice(int(blocks[start]), int(blocks[start]) + size) for start, size in common_runs(blocks, blocks)
-    ]

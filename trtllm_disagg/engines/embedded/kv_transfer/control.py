@@ -1,225 +1,159 @@
-"""The control channel and the leases: an engine sends its metadata, and confirms that a lease holds before and after
-a read.
+"""The control channel between engines of one user on one host: an engine sends its metadata, confirms that a lease
+holds before and after a read, and gets decode's offers.
 
 Begin, read, finish: `Begin` refuses a read that would come too late, and extends the lease for the read; `Finish` is
 answered HELD when the blocks were untouched meanwhile, so that the bytes read are exactly the leased prompt's KV. After
 any other answer the receiver discards them. A forged, stale or foreign handle reads nothing, and can never put another
 prompt's KV into an answer.
-
-A lease holds the blocks of a finished prefill: until `Finish`, an explicit release, or its expiry.
 """
 
 from __future__ import annotations
 
-import secrets
+import contextlib
+import logging
+import select
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from trtllm_disagg.engines.embedded.kv_transfer.access import PeerAuthentication, PeerGoneError
+from trtllm_disagg.engines.embedded.ipc import socket_files
+from trtllm_disagg.engines.embedded.ipc.socket_files import Listener
 from trtllm_disagg.engines.embedded.kv_transfer.base import PeerMetadata
-from trtllm_disagg.engines.embedded.kv_transfer.listener import (
-    MAX_MESSAGE_BYTES,
-    Limits,
-    PeerListener,
-    receive_message,
-)
+from trtllm_disagg.engines.embedded.kv_transfer.leases import LeaseTable
 from trtllm_disagg.engines.embedded.kv_transfer.messages import (
     Begin,
     Finish,
-    FromDecode,
-    FromPrefill,
     GetMetadata,
     Release,
     Reply,
     Request,
 )
+from trtllm_disagg.engines.embedded.kv_transfer.transports import NOT_BETWEEN_HOSTS
 from trtllm_disagg.errors import KvTransferError
-from trtllm_disagg.processes.framing import AT_ONCE, UnreadableError, framed, receive_whole_frame
-from trtllm_disagg.wire.kv_handle import UNREADABLE, KvHandle
+from trtllm_disagg.processes.framing import (
+    AT_ONCE,
+    UnreadableError,
+    framed,
+    receive_frame,
+    receive_whole_frame,
+)
+from trtllm_disagg.processes.rate_limited_log import RateLimitedLog
+from trtllm_disagg.processes.same_user import require_same_user
+from trtllm_disagg.wire.kv_handle import UNREADABLE, KvHandle, socket_path
 
-_REMEMBERED = 1024
-#: A client closes a connection that it has not used for this long: the server hangs up after `Limits.idle`.
-_STALE_SECONDS = 60.0
-#: The handler of each message type; its second argument is the peer's name.
-MessageHandlers = Mapping[type, Callable[[Any, str], bytes]]
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 1 << 20
+#: A peer needs one.
+MAX_CONNECTIONS = 512
+_ACCEPT_RETRY_SECONDS = 0.1
+#: The handler of each message type.
+MessageHandlers = Mapping[type, Callable[[Any], bytes]]
 _requests = msgspec.msgpack.Decoder(Request)
 _peer_metadata = msgspec.msgpack.Decoder(PeerMetadata)
 _encoder = msgspec.msgpack.Encoder()
 
 
-@dataclass(slots=True)
-class Lease:
-    """Blocks that a sender keeps for a receiver: until `Finish`, an explicit release, or the expiry of the lease."""
-
-    id: bytes
-    request_id: int
-    blocks: list[int]
-    deadline: float  # time.monotonic() seconds
-    digest: bytes = b""  # KvHandle.digest(), set when the handle is made
-    begun: bool = False
-    granted: float = 0.0
-
-
-class LeaseTable:
-    """Thread-safe. A lease leaves the table exactly once, whatever ends it first; only then may its blocks go.
-
-    So when `finish` answers True, the blocks were untouched during everything that the receiver read before.
-    """
-
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.seconds = seconds
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._by_id: dict[bytes, Lease] = {}
-        self._by_request: dict[int, bytes] = {}
-        self._ended: list[Lease] = []
-        self._ended_early: deque[bytes] = deque(maxlen=_REMEMBERED)
-        self.expired_total = 0
-
-    def grant(self, request_id: int, blocks: list[int]) -> Lease:
-        now = self._clock()
-        lease = Lease(secrets.token_bytes(16), request_id, blocks, now + self.seconds, granted=now)
-        with self._lock:
-            self._by_id[lease.id] = lease
-            self._by_request[request_id] = lease.id
-        return lease
-
-    def begin(self, lease_id: bytes, digest: bytes) -> bool:
-        """The receiver is about to read: True when it may. The lease then has its whole time again, once: a
-        receiver that begins over and over cannot keep the blocks for ever.
-        """
-        with self._lock:
-            lease = self._held(lease_id, digest)
-            if lease is not None and not lease.begun:
-                lease.begun, lease.deadline = True, self._clock() + self.seconds
-            return lease is not None
-
-    def finish(self, lease_id: bytes, digest: bytes) -> bool:
-        """The receiver has read: True when the lease was still held and is the one that the receiver means."""
-        with self._lock:
-            lease = self._held(lease_id, digest)
-            if lease is not None:
-                self._end(lease)
-            return lease is not None
-
-    def has_ended_early(self, lease_id: bytes) -> bool:
-        """This lease expired, or was given back by either side, before a receiver had read. Only the last ones are
-        remembered.
-        """
-        with self._lock:
-            return lease_id in self._ended_early
-
-    def release(self, lease_id: bytes) -> None:
-        """The receiver does not want the blocks."""
-        with self._lock:
-            if lease := self._by_id.get(lease_id):
-                self._end_early(lease)
-
-    def release_request(self, request_id: int) -> bool:
-        with self._lock:
-            lease_id = self._by_request.get(request_id)
-            if lease_id is None:
-                return False
-            self._end_early(self._by_id[lease_id])
-            return True
-
-    def take_ended(self) -> list[Lease]:
-        """Leases that ended since the last call, expired ones included. Their blocks are the caller's to free."""
-        now = self._clock()
-        with self._lock:
-            for lease in [lease for lease in self._by_id.values() if lease.deadline <= now]:
-                self._expire(lease)
-            ended, self._ended = self._ended, []
-        return ended
-
-    def next_deadline(self) -> float | None:
-        with self._lock:
-            return min((lease.deadline for lease in self._by_id.values()), default=None)
-
-    def oldest(self) -> float | None:
-        """When it was granted; None when there is none."""
-        with self._lock:
-            return next((lease.granted for lease in self._by_id.values()), None)
-
-    def __len__(self) -> int:
-        with self._lock:
-            return len(self._by_id)
-
-    def _held(self, lease_id: bytes, digest: bytes) -> Lease | None:
-        """The lease that the receiver means, unless it is over."""
-        lease = self._by_id.get(lease_id)
-        if lease is None or not lease.digest or not secrets.compare_digest(lease.digest, digest):
-            return None
-        if self._clock() >= lease.deadline:
-            self._expire(lease)
-            return None
-        return lease
-
-    def _expire(self, lease: Lease) -> None:
-        self.expired_total += 1
-        self._end_early(lease)
-
-    def _end_early(self, lease: Lease) -> None:
-        self._ended_early.append(lease.id)
-        self._end(lease)
-
-    def _end(self, lease: Lease) -> None:
-        del self._by_id[lease.id]
-        del self._by_request[lease.request_id]
-        self._ended.append(lease)
+class PeerGoneError(KvTransferError):
+    """Nothing listens at the endpoint any more: the peer's process has ended."""
 
 
 class ControlServer:
-    """The sender's end: answers one message after the other; each peer has a thread of its own."""
+    """The sender's end: answers one message after the other; each peer has a thread of its own, so that a long engine
+    step delays none of them.
+    """
 
-    def __init__(
-        self,
-        authentication: PeerAuthentication,
-        leases: LeaseTable,
-        on_lease_ended: Callable[[], None],
-        limits: Limits | None = None,
-    ) -> None:
-        """Raises ConfigError as PeerListener does."""
+    def __init__(self, leases: LeaseTable, on_lease_ended: Callable[[], None]) -> None:
+        """Raises ConfigError as `Listener` does."""
         self._leases = leases
         self._on_lease_ended = on_lease_ended
-        self._limits = limits or Limits()
         self._metadata = b""
         self._handlers: MessageHandlers = {}
-        self._listener = PeerListener(authentication, self._converse, "kv-control", self._limits)
-        self.endpoint = self._listener.endpoint
+        self._lock = threading.Lock()
+        self._connections: set[socket.socket] = set()
+        self._closed = False
+        self._warn = RateLimitedLog(log)
+        self._listener = Listener("kv")
+        self.endpoint = f"unix://{self._listener.path}"
+        self._thread = threading.Thread(target=self._accept, name="kv-control", daemon=True)
 
     def start(self, metadata: PeerMetadata, handlers: MessageHandlers | None = None) -> None:
         """`handlers` answer the messages that are not about leases."""
         self._metadata = _encoder.encode(metadata)
         self._handlers = handlers or {}
-        self._listener.start()
+        self._thread.start()
 
     @property
     def num_connections(self) -> int:
-        return self._listener.num_connections
+        with self._lock:
+            return len(self._connections)
 
     def close(self) -> None:
         """No peer is answered any more, connected or not."""
+        self._closed = True
+        # Unlike close(), this wakes the thread that waits in accept().
+        _hang_up(self._listener)
+        if self._thread.is_alive():
+            self._thread.join(timeout=5)
         self._listener.close()
+        with self._lock:
+            open_now = list(self._connections)
+        for connection in open_now:
+            _hang_up(connection)
 
-    def _converse(self, connection: socket.socket, peer: str) -> None:
-        while (message := receive_message(connection, self._limits, AT_ONCE)) is not None:
-            request = _decoded(message)
+    def _accept(self) -> None:
+        while not self._closed:
             try:
-                connection.sendall(framed(self._answer(request, peer)))
-            finally:
-                # The receiver waits for the answer, the engine for free blocks; the answer goes first.
-                if isinstance(request, Finish | Release):
-                    self._on_lease_ended()
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                if not self._closed:
+                    self._warn("kv-control: cannot accept: %s", error)
+                    time.sleep(_ACCEPT_RETRY_SECONDS)
+                continue
+            try:
+                peer = f"pid {require_same_user(connection).pid}"
+                self._admit(connection)
+                # One for which the system has no thread may come again.
+                threading.Thread(
+                    target=self._serve, args=(connection, peer), name="kv-control-peer", daemon=True
+                ).start()
+            except (OSError, RuntimeError) as error:
+                self._warn("kv-control: refused a connection: %s", error)
+                self._drop(connection)
 
-    def _answer(self, request: Request, peer: str) -> bytes:
+    def _admit(self, connection: socket.socket) -> None:
+        with self._lock:
+            if self._closed or len(self._connections) >= MAX_CONNECTIONS:
+                raise ConnectionError(f"{len(self._connections)} are open")
+            self._connections.add(connection)
+
+    def _drop(self, connection: socket.socket) -> None:
+        connection.close()
+        with self._lock:
+            self._connections.discard(connection)
+
+    def _serve(self, connection: socket.socket, peer: str) -> None:
+        try:
+            while begun := connection.recv(AT_ONCE):
+                request = _decoded(receive_frame(connection, max_bytes=MAX_MESSAGE_BYTES, begun=begun))
+                try:
+                    connection.sendall(framed(self._answer(request)))
+                finally:
+                    # The receiver waits for the answer, the engine for free blocks; the answer goes first.
+                    if isinstance(request, Finish | Release):
+                        self._on_lease_ended()
+        except UnreadableError as error:
+            self._warn("kv-control: hung up on %s: %s", peer, error)
+        except (OSError, EOFError) as error:
+            log.debug("kv-control: %s: %s", peer, error)
+        finally:
+            self._drop(connection)
+
+    def _answer(self, request: Request) -> bytes:
         match request:
             case GetMetadata():
                 return self._metadata
@@ -232,10 +166,16 @@ class ControlServer:
                 return Reply.OK
             case _:
                 handler = self._handlers.get(type(request))
-                return Reply.BAD if handler is None else handler(request, peer)
+                return Reply.BAD if handler is None else handler(request)
 
     def _why_not(self, lease: bytes) -> bytes:
         return Reply.LATE if self._leases.has_ended_early(lease) else Reply.GONE
+
+
+def _hang_up(connection: socket.socket) -> None:
+    """Wakes the thread that waits for this connection, which then closes it."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _decoded(message: bytes) -> Request:
@@ -246,28 +186,18 @@ def _decoded(message: bytes) -> Request:
         raise UnreadableError(f"unreadable message of {len(message)} bytes: {error}") from error
 
 
-@dataclass(slots=True)
-class _Connection:
-    socket: socket.socket
-    used: float
-
-
 class ControlClient:
     """The receiver's end: one question, one answer, a deadline; one connection per endpoint, opened again
     after any failure.
     """
 
-    def __init__(
-        self, authentication: PeerAuthentication, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._clock = clock
-        self._authentication = authentication
+    def __init__(self) -> None:
         # Each peer has a thread, and each of them changes these.
         self._lock = threading.Lock()
-        self._connections: dict[str, _Connection] = {}
+        self._connections: dict[str, socket.socket] = {}
 
     def metadata(self, endpoint: str, timeout: float) -> PeerMetadata:
-        answer = self._ask(endpoint, GetMetadata(), timeout)
+        answer = self.ask(endpoint, GetMetadata(), timeout)
         try:
             return _peer_metadata.decode(answer)
         except UNREADABLE as error:
@@ -285,28 +215,25 @@ class ControlClient:
         return self._holds(handle, Finish(handle.lease, handle.digest()), timeout)
 
     def release(self, handle: KvHandle, timeout: float) -> None:
-        self._ask(handle.endpoint, Release(handle.lease), timeout)
-
-    def send(self, endpoint: str, message: FromDecode | FromPrefill, timeout: float) -> bytes:
-        return self._ask(endpoint, message, timeout)
+        self.ask(handle.endpoint, Release(handle.lease), timeout)
 
     def drop(self, endpoint: str) -> None:
         with self._lock:
             connection = self._connections.pop(endpoint, None)
         if connection is not None:
-            connection.socket.close()
+            connection.close()
 
     def close(self) -> None:
         for endpoint in list(self._connections):
             self.drop(endpoint)
 
     def _holds(self, handle: KvHandle, question: Begin | Finish, timeout: float) -> bool:
-        answer = self._ask(handle.endpoint, question, timeout)
+        answer = self.ask(handle.endpoint, question, timeout)
         if answer == Reply.LATE:
             raise KvTransferError(f"the lease of {handle.sender} ended before the KV was read")
         return answer == Reply.HELD
 
-    def _ask(self, endpoint: str, question: msgspec.Struct, timeout: float) -> bytes:
+    def ask(self, endpoint: str, question: msgspec.Struct, timeout: float) -> bytes:
         """Raises KvTransferError when no answer comes, PeerGoneError when nothing listens there any more."""
         seconds = max(timeout, 0.001)
         try:
@@ -314,29 +241,42 @@ class ControlClient:
             connection.settimeout(seconds)
             connection.sendall(framed(_encoder.encode(question)))
             return receive_whole_frame(connection, seconds=seconds, max_bytes=MAX_MESSAGE_BYTES)
-        except KvTransferError:
-            self.drop(endpoint)
-            raise
-        # ValueError, OverflowError: the address parser raises them for an impossible host or port.
-        except (OSError, EOFError, ValueError, OverflowError) as error:
+        except (OSError, EOFError) as error:
             self.drop(endpoint)
             reason = f"no answer within {timeout:.1f} s" if isinstance(error, TimeoutError) else error
-            kind = PeerGoneError if isinstance(error, ConnectionRefusedError) else KvTransferError
-            raise kind(f"the peer's control channel {endpoint}: {reason}") from error
+            raise KvTransferError(f"the peer's control channel {endpoint}: {reason}") from error
 
     def _connection(self, endpoint: str, timeout: float) -> socket.socket:
-        now = self._clock()
         with self._lock:
             known = self._connections.get(endpoint)
-            if known is not None and now - known.used <= _STALE_SECONDS:
-                known.used = now
-                return known.socket
-            # Those of peers that have ended, too.
-            old = [place for place, each in self._connections.items() if now - each.used > _STALE_SECONDS]
-            stale = [self._connections.pop(place).socket for place in old]
-        for each in stale:
-            each.close()
-        connection = self._authentication.connect(endpoint, timeout)
+            ended = [] if known else [place for place, each in self._connections.items() if _is_hung_up(each)]
+        for place in ended:
+            self.drop(place)
+        connection = known or _connect(endpoint, max(timeout, 0.001))
         with self._lock:
-            self._connections[endpoint] = _Connection(connection, now)
+            self._connections[endpoint] = connection
         return connection
+
+
+def _is_hung_up(connection: socket.socket) -> bool:
+    """The peer has ended."""
+    looks = select.poll()
+    looks.register(connection, select.POLLRDHUP)
+    return bool(looks.poll(0))
+
+
+def _connect(endpoint: str, timeout: float) -> socket.socket:
+    """The endpoint may be forged: only a socket that an engine of this user has made is connected to."""
+    path = socket_path(endpoint)
+    if path is None or not socket_files.is_socket_file(path):
+        raise KvTransferError(
+            f"the peer's control channel {endpoint} is not in {socket_files.directory()} ({socket_files.VARIABLE}), "
+            f"which workers share that exchange KV; {NOT_BETWEEN_HOSTS}"
+        )
+    try:
+        return socket_files.connect(path, timeout)
+    except (ConnectionRefusedError, FileNotFoundError) as error:
+        # A file that was deleted by hand does not show that its engine writes no more.
+        if isinstance(error, FileNotFoundError) and not socket_files.has_ended(path):
+            raise
+        raise PeerGoneError(f"the peer's control channel {endpoint}: {error}") from error

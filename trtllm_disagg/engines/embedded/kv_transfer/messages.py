@@ -16,7 +16,6 @@ import msgspec
 from trtllm_disagg.types import BlockId, Number63, TokenId
 from trtllm_disagg.wire.kv_handle import MAX_BLOCKS, Digest
 
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 #: An offer is void after at most this time.
 MAX_OFFER_SECONDS = 3600.0
 #: (token id, logprob, rank), the chosen token first.
@@ -34,8 +33,6 @@ class Reply(bytes, Enum):
     LATE = b"late"
     #: The engine has no handler for this message.
     BAD = b"bad"
-    #: Another engine than the one that the offer names.
-    STRANGER = b"stranger"
     UNFIT = b"unfit"
     WITHDRAWN = b"withdrawn"
     #: Of an offer: one with this disagg_request_id is there. Of a notice or a failure: decode has accepted it.
@@ -78,9 +75,6 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="offer"
     request: Number63
     #: A secret: only an engine that has received the offer can answer for it.
     ticket: Digest
-    #: Name of the prefill engine; a restarted one has another name.
-    prefill: Name
-    decode: Name
     #: Decode's control channel.
     endpoint: Annotated[str, msgspec.Meta(max_length=256)]
     layout: Digest
@@ -93,11 +87,8 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="offer"
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
-    """Decode to prefill: I have given up. Answered STOPPED once nothing can be written any more, BUSY before, and
-    STRANGER by another engine.
-    """
+    """Decode to prefill: I have given up. Answered STOPPED once nothing can be written any more, and BUSY before."""
 
-    prefill: Name
     request: Number63
     ticket: Digest
 
@@ -105,7 +96,6 @@ class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
 class Watch(msgspec.Struct, frozen=True, tag="watch"):
     """Decode to prefill: do you still work on these? Answered with the tickets that prefill does not work on."""
 
-    prefill: Name
     tickets: Annotated[list[Digest], msgspec.Meta(max_length=1 << 14)]
 
 

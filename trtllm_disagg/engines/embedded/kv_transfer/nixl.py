@@ -1,4 +1,4 @@
-"""NIXL transport: READs and WRITEs a peer's registered memory (UCX: cma on one host, tcp between hosts).
+"""NIXL transport: READs and WRITEs a peer's registered memory, on the CPU by UCX's cma.
 
 The rules here are measured, not taste: progress thread off (it spins), strict locking, reads
 never on an event loop, metadata added once per peer, re-added only after the old one was removed.
@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import torch
 
-from trtllm_disagg.engines.embedded.kv_transfer.access import OneHost, TransferScope
+from trtllm_disagg.engines.embedded.kv_cache.pool import huge_page_tensor, new_memory
 from trtllm_disagg.engines.embedded.kv_transfer.base import (
     STAGING_BYTES,
     PeerMetadata,
@@ -27,9 +27,13 @@ from trtllm_disagg.engines.embedded.kv_transfer.base import (
     decoded_address,
     require_running,
 )
-from trtllm_disagg.engines.embedded.kv_transfer.host import huge_page_tensor, new_memory
-from trtllm_disagg.engines.embedded.kv_transfer.nixl_package import nixl_api, require_package_for_gpus
-from trtllm_disagg.engines.embedded.kv_transfer.ucx import ucx_environment, ucx_error_mode, ucx_settings
+from trtllm_disagg.engines.embedded.kv_transfer.transports import (
+    UCX_ERROR_MODE,
+    nixl_api,
+    require_package_for_gpus,
+    ucx_environment,
+    ucx_settings,
+)
 from trtllm_disagg.errors import ConfigError, KvTransferError
 from trtllm_disagg.processes.proc_stat import ProcessMark, own_mark
 
@@ -43,13 +47,8 @@ class NixlAddress(msgspec.Struct, frozen=True):
 
     base: int
     metadata: bytes
-    #: Set on one host, where UCX finds the peer by its process id, even if another process has that id now.
-    process: ProcessMark | None
-
-    @property
-    def has_ended(self) -> bool:
-        """The peer's process is known to have ended."""
-        return self.process is not None and not self.process.is_running
+    #: UCX finds the peer by its process id, even if another process has that id now.
+    process: ProcessMark
 
 
 class _SerialAgent:
@@ -92,13 +91,12 @@ class _Buffer:
 class NixlTransport:
     name = "NIXL"
 
-    def __init__(self, scope: TransferScope, new_agent: Callable[[str, Any], Any] | None = None) -> None:
+    def __init__(self, new_agent: Callable[[str, Any], Any] | None = None) -> None:
         """`new_agent` makes a stand-in for NIXL's `nixl_agent` from a name and a configuration."""
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # read when the first agent is made
         # Import errors are the caller's to handle: DEFAULT falls back to shared memory, NIXL does not.
         self._api = nixl_api()
         self._new_agent = new_agent or self._api.nixl_agent
-        self._scope = scope
         self._name = ""
         self._agent: Any = None
         self._registration: Any = None
@@ -126,13 +124,12 @@ class NixlTransport:
         )
         self._name = sender
         self._agent = _SerialAgent(self._new_agent(sender, config))
-        with ucx_environment(ucx_settings(self._scope, self._pool.device.type, os.environ)):
-            self._agent.create_backend("UCX", {"ucx_error_handling_mode": ucx_error_mode(self._scope)})
+        with ucx_environment(ucx_settings(self._pool.device.type, os.environ)):
+            self._agent.create_backend("UCX", {"ucx_error_handling_mode": UCX_ERROR_MODE})
         self._registration = self._registered_pool(self._pool)
         self._local = self._own_table(self._pool, self._pool.shape[0], self._block_bytes)
-        process = own_mark() if isinstance(self._scope, OneHost) else None
         metadata = bytes(self._agent.get_agent_metadata())
-        return msgspec.msgpack.encode(NixlAddress(self._pool.data_ptr(), metadata, process))
+        return msgspec.msgpack.encode(NixlAddress(self._pool.data_ptr(), metadata, own_mark()))
 
     def read(
         self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
@@ -252,7 +249,7 @@ class NixlTransport:
                 remote.users += 1
         try:
             address = decoded_address(peer, NixlAddress) if remote is None else remote.address
-            if address.process is not None and (remote is None or operation == "WRITE"):
+            if remote is None or operation == "WRITE":
                 require_running(peer, address.process)
             remote = remote or self._add(peer, address)
             yield remote
@@ -268,7 +265,7 @@ class NixlTransport:
         # A restarted worker has another name; NIXL would keep all that it knows about the old one. Other peers' threads
         # add peers meanwhile.
         for sender, known in list(self._remotes.items()):
-            if known.address.has_ended:
+            if not known.address.process.is_running:
                 self._forget(sender)
         added = self._agent.add_remote_agent(address.metadata)
         name = added.decode() if isinstance(added, bytes) else str(added)
@@ -358,9 +355,8 @@ class NixlTransport:
             while state == "PROC":
                 if is_late := time.monotonic() > deadline:
                     with self._lock:
-                        remote.users += (
-                            1  # until it has ended: NIXL says of a forgotten peer's transfer only errors
-                        )
+                        # Until it has ended: NIXL says of a forgotten peer's transfer only errors.
+                        remote.users += 1
                     raise ReadTimeoutError(
                         f"{_DOING[operation]} {peer.sender} took longer than {timeout:.1f} s",
                         may_land_later=True,

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import queue
 import threading
 import time
-from collections import Counter
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from trtllm_disagg.engines.embedded.kv_transfer.access import PeerAuthentication, PeerGoneError
 from trtllm_disagg.engines.embedded.kv_transfer.base import (
     KvLayout,
     KvTimeouts,
@@ -24,7 +25,7 @@ from trtllm_disagg.engines.embedded.kv_transfer.base import (
     PeerMetadata,
     ReadTimeoutError,
 )
-from trtllm_disagg.engines.embedded.kv_transfer.control import ControlClient
+from trtllm_disagg.engines.embedded.kv_transfer.control import ControlClient, PeerGoneError
 from trtllm_disagg.engines.embedded.kv_transfer.messages import FromDecode, FromPrefill
 from trtllm_disagg.errors import DisaggError, HandoffRefusedError, KvTransferError
 
@@ -32,10 +33,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Of one engine, the one that peers share (_OTHERS) included.
 MAX_PEER_THREADS = 64
-#: The key of the thread that all further peers share. It runs from the start: the system may have none left later.
-_OTHERS = "others"
 #: The peers that restart come under new names; the metadata of the old ones must not pile up.
 _MAX_KNOWN = 1024
 _BUSY_SECONDS = 0.001
@@ -52,9 +50,7 @@ def take_all(arrivals: queue.SimpleQueue[T]) -> list[T]:
 
 
 class PeerMetadataCache:
-    """Peers' metadata by endpoint; loaded at the first contact, dropped when the peer is lost or has restarted. Used on
-    the peer's thread.
-    """
+    """By endpoint; loaded at the first contact, dropped when the peer is lost. Used on the peer's thread."""
 
     def __init__(self, client: ControlClient, check: Callable[[PeerMetadata], None], seconds: float) -> None:
         """`check` raises a DisaggError for a peer with KV that does not fit ours; `seconds`: timeout of a load."""
@@ -66,17 +62,8 @@ class PeerMetadataCache:
         self.loads = 0
 
     def of(self, endpoint: str) -> PeerMetadata:
-        """The metadata of the engine that is, or was last seen, at this endpoint."""
+        """The metadata of the engine at this endpoint; no other one ever has the same."""
         return self.known.get(endpoint) or self._load(endpoint)
-
-    def of_sender(self, endpoint: str, name: str) -> PeerMetadata:
-        """The metadata of the engine `name`. Raises KvTransferError when another engine is at the endpoint now."""
-        metadata = self.known.get(endpoint)
-        if metadata is None or metadata.sender != name:
-            metadata = self._load(endpoint)
-        if metadata.sender != name:
-            raise KvTransferError(f"the handoff is from {name}, but {metadata.sender} is at {endpoint} now")
-        return metadata
 
     def drop(self, endpoint: str) -> PeerMetadata | None:
         return self.known.pop(endpoint, None)
@@ -92,78 +79,47 @@ class PeerMetadataCache:
 
 
 class PeerThreads:
-    """One thread per peer runs its work in order: a peer that stalls delays no other peer's transfers."""
+    """Runs each peer's work in order, one after the other, because a peer has one connection. A peer that stalls delays
+    no other one's transfers, unless MAX_PEER_THREADS stall.
+    """
 
-    def __init__(self, is_known: Callable[[str], bool] = lambda endpoint: False) -> None:
-        """`is_known`: a transfer with the peer at this endpoint has begun before. Up to half of the threads stay with
-        such peers, those of the last transfers: forged endpoints that do not answer cannot make these wait.
-        """
-        self._is_known = is_known
-        #: Each thread's work, the one used last at the end; None ends it.
-        self._queues: dict[str, queue.SimpleQueue[Callable[[], None] | None]] = {}
-        self._threads: list[threading.Thread] = []
-        #: The number of calls that each thread has not finished.
-        self._pending: Counter[str] = Counter()
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(MAX_PEER_THREADS, "kv-peer")
+        # Starts a thread: the system may have none left later.
+        self._pool.submit(int)
+        #: Each peer's work; its first call is running, or comes next.
+        self._waiting: dict[str, deque[Callable[[], None]]] = {}
         self._lock = threading.Lock()
         self._closed = False
-        self._start(_OTHERS)
 
     def submit(self, endpoint: str, work: Callable[..., None], *args: Any) -> None:
         """Callable from any thread. After `close` the work is dropped."""
         with self._lock:
-            if not self._closed:
-                key = self._place_for(endpoint)
-                self._pending[key] += 1
-                self._queues[key].put(partial(work, *args))
+            if self._closed:
+                return
+            waiting = self._waiting.setdefault(endpoint, deque())
+            waiting.append(partial(work, *args))
+            if len(waiting) == 1:
+                # Where the system has no further thread, one of those that there are runs it.
+                with contextlib.suppress(RuntimeError):
+                    self._pool.submit(self._run, endpoint, waiting)
 
     def close(self) -> None:
         """Wait for running work; drop the work that has not begun."""
         with self._lock:
             self._closed = True
-            for waiting in self._queues.values():
-                take_all(waiting)
-                waiting.put(None)
-        for thread in self._threads:
-            thread.join()
+        self._pool.shutdown(cancel_futures=True)
 
-    def _place_for(self, endpoint: str) -> str:
-        """The key of the peer's thread. When there are too many peers (restarts, forgeries), idle threads end; when all
-        are busy, or the system has no more, one thread is shared by all further peers, until it has done all their
-        work: two threads for one peer would share its connection.
-        """
-        if endpoint in self._queues:
-            self._queues[endpoint] = self._queues.pop(endpoint)
-            return endpoint
-        if len(self._queues) >= MAX_PEER_THREADS:
-            self._end_idle_threads()
-        if len(self._queues) < MAX_PEER_THREADS and not self._pending[_OTHERS]:
-            with contextlib.suppress(RuntimeError):
-                self._start(endpoint)
-                return endpoint
-        return _OTHERS
-
-    def _end_idle_threads(self) -> None:
-        kept = {_OTHERS, *[key for key in self._queues if self._is_known(key)][-MAX_PEER_THREADS // 2 :]}
-        for idle in [key for key in self._queues if key not in kept and not self._pending[key]]:
-            self._queues.pop(idle).put(None)
-
-    def _start(self, key: str) -> None:
-        waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        thread = threading.Thread(target=self._run, args=(key, waiting), name="kv-peer", daemon=True)
-        thread.start()
-        self._threads = [thread, *(each for each in self._threads if each.is_alive())]
-        self._queues[key] = waiting
-
-    def _run(self, key: str, waiting: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-        while (work := waiting.get()) is not None:
+    def _run(self, endpoint: str, waiting: deque[Callable[[], None]]) -> None:
+        while waiting and not self._closed:
             try:
-                work()
+                waiting[0]()
             except Exception:
-                log.exception("work for the peer %s failed unexpectedly", key)
+                log.exception("work for the peer %s failed unexpectedly", endpoint)
             with self._lock:
-                self._pending[key] -= 1
-                if not self._pending[key]:
-                    del self._pending[key]
+                waiting.popleft()
+                if not waiting:
+                    del self._waiting[endpoint]
 
 
 @dataclass(slots=True, eq=False)
@@ -242,34 +198,6 @@ class LateTransfers:
             self._on_change()
 
 
-class DeathWatch:
-    """Decides whether an engine's process has ended, and can send no more bytes. Used on the peer's thread."""
-
-    def __init__(self, client: ControlClient, endpoint: str, timeouts: KvTimeouts) -> None:
-        self._client = client
-        self._endpoint = endpoint
-        self._timeouts = timeouts
-        #: When the engine was first found to be gone, if it has been each time since.
-        self._gone_since: float | None = None
-
-    def is_dead(self, name: str) -> bool:
-        """True once the engine `name` has not listened there for `KvTimeouts.dead` seconds."""
-        if not self._is_gone(name):
-            self._gone_since = None
-            return False
-        now = time.monotonic()
-        self._gone_since = now if self._gone_since is None else self._gone_since
-        return now - self._gone_since >= self._timeouts.dead
-
-    def _is_gone(self, name: str) -> bool:
-        try:
-            return self._client.metadata(self._endpoint, self._timeouts.control).sender != name
-        except PeerGoneError:
-            return True
-        except KvTransferError:  # slow, or stopped
-            return False
-
-
 class Outcome(NamedTuple):
     """How a transfer has ended. `late`: the failed transfer may still write into its destination blocks."""
 
@@ -288,7 +216,6 @@ class Peers:
         transport: KvTransport,
         layout: KvLayout,
         *,
-        authentication: PeerAuthentication,
         timeouts: KvTimeouts,
         on_change: Callable[[], None],
     ) -> None:
@@ -296,24 +223,24 @@ class Peers:
         self.transport = transport
         self.layout = layout
         self.timeouts = timeouts
-        self.client = ControlClient(authentication)
+        self.client = ControlClient()
         self.metadata = PeerMetadataCache(self.client, self._require_fits, timeouts.control)
-        self.threads = PeerThreads(self.metadata.known.__contains__)
+        self.threads = PeerThreads()
         self.late = LateTransfers(self.threads, on_change, timeouts.ask)
 
-    def peer_with(self, endpoint: str, name: str, blocks: list[int]) -> PeerMetadata:
-        """The engine `name`. Raises HandoffRefusedError for KV that does not fit ours, or for blocks
-        that the peer does not have; KvTransferError when the peer cannot be reached.
+    def peer_with(self, endpoint: str, blocks: list[int]) -> PeerMetadata:
+        """Raises HandoffRefusedError for KV that does not fit ours, or for blocks that the peer does not have;
+        KvTransferError when the peer cannot be reached.
         """
-        metadata = self.metadata.of_sender(endpoint, name)
+        metadata = self.metadata.of(endpoint)
         if max(blocks, default=-1) >= metadata.num_blocks:
             raise HandoffRefusedError(
                 f"the handoff names block {max(blocks)}; the other engine has {metadata.num_blocks}"
             )
         return metadata
 
-    def attempt(self, endpoint: str, name: str, transfer: Callable[[], None]) -> Outcome:
-        """A transfer with the engine `name`. Never raises, because this engine waits for the transfer's end. After a
+    def attempt(self, endpoint: str, transfer: Callable[[], None]) -> Outcome:
+        """A transfer with this peer. Never raises, because this engine waits for the transfer's end. After a
         failure the next transfer with this peer starts without cached state.
         """
         late = None
@@ -323,8 +250,8 @@ class Peers:
         except ReadTimeoutError as timeout:
             error: DisaggError = KvTransferError(str(timeout))
             if timeout.may_land_later:
-                watch, has_ended = self.death_watch(endpoint), timeout.has_ended
-                late = LateTransfer(endpoint, lambda: has_ended() or watch.is_dead(name))
+                is_dead, has_ended = self._death_watch(endpoint), timeout.has_ended
+                late = LateTransfer(endpoint, lambda: has_ended() or is_dead())
         except Exception as raised:
             error = as_disagg_error(raised, endpoint)
         if isinstance(error, KvTransferError):
@@ -336,17 +263,33 @@ class Peers:
                 log.exception("cleaning up after a KV transfer with %s failed", endpoint)
         return Outcome(error, late)
 
-    def death_watch(self, endpoint: str) -> DeathWatch:
-        return DeathWatch(self.client, endpoint, self.timeouts)
-
     def send(self, endpoint: str, message: FromDecode | FromPrefill) -> bytes:
         """Return the peer's answer. Raises KvTransferError."""
-        return self.client.send(endpoint, message, self.timeouts.control)
+        return self.client.ask(endpoint, message, self.timeouts.control)
 
     def close(self) -> None:
         self.late.close()
         self.threads.close()
         self.client.close()
+
+    def _death_watch(self, endpoint: str) -> Callable[[], bool]:
+        """Returns a question for the peer's thread: True once nothing has listened there for `KvTimeouts.dead`
+        seconds. By then the process has ended, and can send no more bytes.
+        """
+        gone_since = math.inf
+
+        def is_dead() -> bool:
+            nonlocal gone_since
+            try:
+                self.client.metadata(endpoint, self.timeouts.control)
+                gone_since = math.inf
+            except PeerGoneError:
+                gone_since = min(gone_since, time.monotonic())
+            except KvTransferError:  # slow, or stopped
+                gone_since = math.inf
+            return time.monotonic() - gone_since >= self.timeouts.dead
+
+        return is_dead
 
     def _require_fits(self, metadata: PeerMetadata) -> None:
         self.layout.require_same(metadata.layout)

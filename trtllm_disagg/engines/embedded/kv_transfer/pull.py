@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trtllm_disagg.engines.embedded.kv_transfer.access import PeerAuthentication
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout, KvTimeouts, KvTransport, PeerMetadata
-from trtllm_disagg.engines.embedded.kv_transfer.control import ControlServer, LeaseTable, MessageHandlers
+from trtllm_disagg.engines.embedded.kv_transfer.control import ControlServer, MessageHandlers
+from trtllm_disagg.engines.embedded.kv_transfer.leases import LeaseTable
 from trtllm_disagg.engines.embedded.kv_transfer.peers import SUCCESS, Outcome, Peers, ProgressThread, take_all
 from trtllm_disagg.errors import HandoffRefusedError, KvTransferError
 from trtllm_disagg.wire.kv_handle import VERSION, KvHandle
@@ -31,7 +31,6 @@ class KvSender:
         layout: KvLayout,
         num_blocks: int,
         *,
-        authentication: PeerAuthentication,
         timeouts: KvTimeouts,
         on_lease_ended: Callable[[], None],
     ) -> None:
@@ -39,7 +38,7 @@ class KvSender:
         # The random part tells this process from an earlier one with the same pid on the same host.
         self.name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self.leases = LeaseTable(timeouts.transfer)
-        self._control = ControlServer(authentication, self.leases, on_lease_ended)
+        self._control = ControlServer(self.leases, on_lease_ended)
         self.endpoint = self._control.endpoint
         address = transport.serve(self.name)
         self._metadata = PeerMetadata(self.name, transport.name, layout, num_blocks, address)
@@ -136,7 +135,7 @@ class KvReceiver:
         if reason := self._why_not(pull):
             pull.outcome = Outcome(KvTransferError(reason))
         else:
-            pull.outcome = self._peers.attempt(handle.endpoint, handle.sender, lambda: self._pull(pull))
+            pull.outcome = self._peers.attempt(handle.endpoint, lambda: self._pull(pull))
         self._finished.put(pull)
         self._on_finished()
         # The engine does not wait for that. It frees the blocks if the sender is still alive and the lease not over.
@@ -154,7 +153,7 @@ class KvReceiver:
 
     def _pull(self, pull: Pull) -> None:
         handle, client, timeouts = pull.handle, self._peers.client, self._peers.timeouts
-        sender = self._peers.peer_with(handle.endpoint, handle.sender, pull.remote)
+        sender = self._peers.peer_with(handle.endpoint, pull.remote)
         if handle.layout != self._peers.layout.fingerprint():
             raise HandoffRefusedError("the handoff names another KV layout than its prefill worker has")
         if pull.local:

@@ -6,7 +6,6 @@ import contextlib
 import queue
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -26,12 +25,10 @@ from trtllm_disagg.engines.embedded.kv_transfer.messages import (
 )
 from trtllm_disagg.engines.embedded.kv_transfer.peers import SUCCESS, Outcome, Peers, take_all
 from trtllm_disagg.errors import KvTransferError
-from trtllm_disagg.wire.kv_handle import is_endpoint
+from trtllm_disagg.wire.kv_handle import socket_path
 
 _REMEMBERED = 4096
 _MAX_OFFERS = 4096
-#: Offers of one peer: more than its batch holds, but several peers are needed to fill the book.
-_MAX_OFFERS_OF_PEER = 1024
 GIVEN_UP = "the decode worker has given up on this request"
 
 
@@ -40,6 +37,8 @@ class Push:
 
     def __init__(self, offer: Offer) -> None:
         self.offer = offer
+        #: Prompt blocks that decode has, or that are being written.
+        self.num_sent = offer.num_known
         self.bytes_moved = 0
         #: Decode has given up.
         self.is_withdrawn = False
@@ -81,28 +80,21 @@ class Push:
             self.stopped.set()
 
 
-class _Remembered:
+class _Remembered(dict[Hashable, None]):
     """The last ids that were added. The engine looks for every waiting request at each offer, so a look takes the same
     time however many there are.
     """
 
-    def __init__(self) -> None:
-        self._ids: OrderedDict[Hashable, None] = OrderedDict()
-
     def add(self, each: Hashable) -> None:
-        self._ids[each] = None
-        self._ids.move_to_end(each)
-        if len(self._ids) > _REMEMBERED:
-            self._ids.popitem(last=False)
-
-    def __contains__(self, each: Hashable) -> bool:
-        return each in self._ids
+        self.pop(each, None)
+        self[each] = None
+        if len(self) > _REMEMBERED:
+            del self[next(iter(self))]
 
 
 class _Open(NamedTuple):
     offer: Offer
     end: float
-    peer: str
 
 
 class OfferBook:
@@ -110,7 +102,6 @@ class OfferBook:
 
     def __init__(
         self,
-        name: str,
         layout: bytes,
         on_news: Callable[[], None],
         stop_seconds: float,
@@ -118,7 +109,6 @@ class OfferBook:
     ) -> None:
         """A withdrawal waits `stop_seconds` for a write that has begun."""
         self._stop_seconds = stop_seconds
-        self._name = name
         self._layout = layout
         self._on_news = on_news
         self._clock = clock
@@ -134,14 +124,12 @@ class OfferBook:
 
     # -- the control channel's threads
 
-    def offered(self, offer: Offer, peer: str) -> bytes:
-        """OK, or the reason of the refusal. `peer` is the control channel's name for it, which it cannot choose."""
-        if offer.prefill != self._name:
-            return Reply.STRANGER
+    def offered(self, offer: Offer) -> bytes:
+        """OK, or the reason of the refusal."""
         if (
             offer.layout != self._layout
             or offer.num_known > len(offer.blocks)
-            or not is_endpoint(offer.endpoint)
+            or socket_path(offer.endpoint) is None
         ):
             return Reply.UNFIT
         with self._lock:
@@ -154,17 +142,14 @@ class OfferBook:
                 push.offer.request == offer.request for push in self._pushes.values()
             ):
                 return Reply.TAKEN
-            of_peer = sum(1 for known in self._open.values() if known.peer == peer)
-            if len(self._open) >= _MAX_OFFERS or of_peer >= _MAX_OFFERS_OF_PEER:
+            if len(self._open) >= _MAX_OFFERS:
                 return Reply.FULL
-            self._open[offer.request] = _Open(offer, self._clock() + offer.seconds, peer)
+            self._open[offer.request] = _Open(offer, self._clock() + offer.seconds)
         self._wake_engine()
         return Reply.OK
 
     def withdrawn(self, withdraw: Withdraw) -> bytes:
-        """STOPPED: the blocks are decode's own again. BUSY: not yet, ask again. STRANGER: this is another engine."""
-        if withdraw.prefill != self._name:
-            return Reply.STRANGER
+        """STOPPED: the blocks are decode's own again. BUSY: not yet, ask again."""
         with self._lock:
             self._withdrawn.add(withdraw.ticket)
             known = self._open.get(withdraw.request)
@@ -183,8 +168,6 @@ class OfferBook:
 
     def watched(self, watch: Watch) -> bytes:
         """The tickets that this engine does not work on, as a msgpack list."""
-        if watch.prefill != self._name:
-            return msgspec.msgpack.encode(watch.tickets)
         with self._lock:
             known = {entry.offer.ticket for entry in self._open.values()} | self._pushes.keys()
         return msgspec.msgpack.encode([ticket for ticket in watch.tickets if ticket not in known])
@@ -263,8 +246,6 @@ class KvPusher:
         self._peers = peers
         self._on_finished = on_finished
         self._finished: queue.SimpleQueue[Move] = queue.SimpleQueue()
-        #: Number of writes that have ended.
-        self.writes = 0
 
     def read(self, push: Push, first: int, local: list[int]) -> None:
         """Read decode's blocks, from index `first` on, into the blocks `local`."""
@@ -296,7 +277,7 @@ class KvPusher:
         with push.operation() as allowed:
             outcome = Outcome(KvTransferError(GIVEN_UP))
             if allowed:
-                outcome = self._peers.attempt(push.offer.endpoint, push.offer.decode, move)
+                outcome = self._peers.attempt(push.offer.endpoint, move)
                 if outcome.error is None:
                     return
                 if outcome.late is not None and not filled:
@@ -314,7 +295,6 @@ class KvPusher:
     def _write(self, push: Push, first: int, local: list[int]) -> None:
         blocks = self._blocks(push, first, local)
         push.bytes_moved += self._peers.transport.write(*blocks, self._peers.timeouts.transfer)
-        self.writes += 1
 
     def _deliver(self, push: Push, notice: Notice) -> None:
         notice = msgspec.structs.replace(notice, bytes_moved=push.bytes_moved)
@@ -328,7 +308,7 @@ class KvPusher:
         self._finish(Move(push, "delivered"))
 
     def _send_failure(self, push: Push, reason: str) -> None:
-        # All moves of a peer run on this one thread, so none of them is under way now.
+        # All moves of a peer run one after the other, so none of them is under way now.
         self._finish(Move(push, "stopped"))
         with contextlib.suppress(KvTransferError):
             self._send(push, Failure(push.offer.ticket, reason[:1000], push.stopped.is_set()))
@@ -340,7 +320,7 @@ class KvPusher:
         """Arguments of a transport: decode's metadata, its blocks from index `first` on, and the blocks `local`."""
         offer = push.offer
         remote = offer.blocks[first : first + len(local)]
-        decode = self._peers.peer_with(offer.endpoint, offer.decode, remote)
+        decode = self._peers.peer_with(offer.endpoint, remote)
         return decode, np.asarray(remote, np.int32), np.asarray(local, np.int32)
 
     def _send(self, push: Push, message: Notice | Failure | StillOffered) -> bytes:

@@ -7,6 +7,7 @@ known to be dead; until then the blocks stay with the writer, which is asked rep
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from trtllm_disagg.engines.embedded.kv_transfer.access import PeerGoneError
+from trtllm_disagg.engines.embedded.kv_transfer.control import PeerGoneError
 from trtllm_disagg.engines.embedded.kv_transfer.messages import (
     MAX_OFFER_SECONDS,
     Failure,
@@ -28,14 +29,13 @@ from trtllm_disagg.engines.embedded.kv_transfer.messages import (
 )
 from trtllm_disagg.engines.embedded.kv_transfer.peers import LateTransfer, Peers, as_disagg_error
 from trtllm_disagg.errors import DisaggError, HandoffRefusedError, KvTransferError, OverloadedError
-from trtllm_disagg.wire.kv_handle import UNIX, UNREADABLE, scheme_of
+from trtllm_disagg.wire.kv_handle import UNREADABLE
 
 _REMEMBERED = 4096
 _tickets = msgspec.msgpack.Decoder(list[bytes])
 _REFUSALS = {
     Reply.UNFIT.value: "their layout, count or endpoint does not fit its engine",
     Reply.TAKEN.value: "this disagg_request_id was offered before",
-    Reply.STRANGER.value: "another engine is at that endpoint now",
     Reply.WITHDRAWN.value: "the decode worker has withdrawn them",
     Reply.BAD.value: "its engine takes no offers",
 }
@@ -51,9 +51,11 @@ class Expected:
     blocks: list[int]
     num_known: int
     seconds: float
+    #: When decode gives up, by time.monotonic().
+    end: float = math.inf
     ticket: bytes = field(default_factory=new_ticket)
-    #: Name of the prefill engine; empty until the blocks are offered to it.
-    prefill: str = ""
+    #: Prefill may know of these blocks.
+    is_offered: bool = False
     notice: Notice | None = None
     error: DisaggError | None = None
     #: Prefill does not write into the blocks any more.
@@ -65,7 +67,6 @@ class PushReceiver:
 
     def __init__(
         self,
-        name: str,
         endpoint: str,
         peers: Peers,
         *,
@@ -73,7 +74,6 @@ class PushReceiver:
         on_busy: Callable[[], None],
     ) -> None:
         """`on_busy` is called when a peer may write here from now on."""
-        self._name = name
         self._endpoint = endpoint
         self._peers = peers
         self._on_busy = on_busy
@@ -101,11 +101,8 @@ class PushReceiver:
             self._waiting.pop(expected.ticket, None)
             if expected.stopped:
                 return None
-        watch = self._peers.death_watch(expected.endpoint)
-        # The offer may still be on its way: only behind it, on the peer's thread, is prefill's name known.
-        late = LateTransfer(
-            expected.endpoint, lambda: self._withdraw(expected) or watch.is_dead(expected.prefill)
-        )
+        # The offer may still be on its way: only behind it, on the peer's thread, is it known whether it was sent.
+        late = LateTransfer(expected.endpoint, lambda: self._withdraw(expected))
         self._peers.late.add(late)
         return late
 
@@ -154,32 +151,25 @@ class PushReceiver:
             return
         endpoint = expected.endpoint
         try:
-            answer = self._send_offer(expected)
-            if answer == Reply.STRANGER:  # restarted since its metadata was loaded
-                self._peers.metadata.drop(endpoint)
-                answer = self._send_offer(expected)
+            self._peers.metadata.of(endpoint)  # which is refused where our KV does not fit
+            expected.is_offered = True
+            answer = self._peers.send(endpoint, self._offer_of(expected))
         except Exception as raised:
             error = as_disagg_error(raised, endpoint)
             is_lost = isinstance(error, KvTransferError)
             if is_lost:
                 self._peers.metadata.drop(endpoint)
             # Prefill may have accepted an offer although its answer was lost.
-            may_be_taken = is_lost and expected.prefill and not isinstance(error, PeerGoneError)
+            may_be_taken = is_lost and expected.is_offered and not isinstance(error, PeerGoneError)
             self._settle(expected.ticket, error=error, stopped=not may_be_taken)
         else:
             if answer != Reply.OK:
                 self._settle(expected.ticket, error=_refused(answer), stopped=True)
 
-    def _send_offer(self, expected: Expected) -> bytes:
-        expected.prefill = self._peers.metadata.of(expected.endpoint).sender
-        return self._peers.send(expected.endpoint, self._offer_of(expected))
-
     def _offer_of(self, expected: Expected) -> Offer:
         return Offer(
             request=expected.request,
             ticket=expected.ticket,
-            prefill=expected.prefill,
-            decode=self._name,
             endpoint=self._endpoint,
             layout=self._peers.layout.fingerprint(),
             prompt=expected.prompt,
@@ -190,21 +180,18 @@ class PushReceiver:
 
     def _decline(self, endpoint: str, request: int) -> None:
         with contextlib.suppress(DisaggError):
-            prefill = self._peers.metadata.of(endpoint).sender
-            self._peers.send(endpoint, Withdraw(prefill, request, new_ticket()))
+            self._peers.send(endpoint, Withdraw(request, new_ticket()))
 
     def _withdraw(self, expected: Expected) -> bool:
         """True once prefill cannot write into the blocks any more."""
-        if not expected.prefill:  # given up before it was offered: prefill waits for nothing
+        if not expected.is_offered:  # given up before it was offered: prefill waits for nothing
             self._decline(expected.endpoint, expected.request)
             return True
-        question = Withdraw(expected.prefill, expected.request, expected.ticket)
+        question = Withdraw(expected.request, expected.ticket)
         try:
             return self._peers.send(expected.endpoint, question) == Reply.STOPPED
         except PeerGoneError:
-            # On one host a process writes by system calls, and none outlives it. Between hosts what it has sent may
-            # still be on its way.
-            return scheme_of(expected.endpoint) == UNIX
+            return True  # it wrote by system calls, and none outlives a process
         except KvTransferError:
             return False
 
@@ -213,20 +200,20 @@ class PushReceiver:
     def _watch_all(self) -> None:
         while not self._closed.wait(self._peers.timeouts.ask):
             with self._lock:
-                waiting = [e for e in self._waiting.values() if e.prefill]
-            for endpoint, prefill in {(e.endpoint, e.prefill) for e in waiting}:
-                mine = [e.ticket for e in waiting if e.prefill == prefill and e.endpoint == endpoint]
+                waiting = [e for e in self._waiting.values() if e.is_offered]
+            for endpoint in {e.endpoint for e in waiting}:
+                tickets = [e.ticket for e in waiting if e.endpoint == endpoint]
                 if endpoint not in self._watching:  # one question at a time
                     self._watching.add(endpoint)
-                    self._peers.threads.submit(endpoint, self._watch, endpoint, prefill, mine)
+                    self._peers.threads.submit(endpoint, self._watch, endpoint, tickets)
 
-    def _watch(self, endpoint: str, prefill: str, tickets: list[bytes]) -> None:
+    def _watch(self, endpoint: str, tickets: list[bytes]) -> None:
         self._watching.discard(endpoint)
         try:
-            lost = _tickets.decode(self._peers.send(endpoint, Watch(prefill, tickets)))
-            reason = f"prefill worker {prefill} ended this request without a notice or a failure message"
+            lost = _tickets.decode(self._peers.send(endpoint, Watch(tickets)))
+            reason = f"prefill worker {endpoint} ended this request without a notice or a failure message"
         except PeerGoneError:
-            lost, reason = tickets, f"prefill worker {prefill} is gone"
+            lost, reason = tickets, f"prefill worker {endpoint} is gone"
         except (KvTransferError, *UNREADABLE):
             return  # the peer may come back; every expectation has a deadline
         # Not known to have stopped: a withdrawal asks that first. Requests that ended while the question was on its way

@@ -18,7 +18,6 @@ import msgspec
 import numpy as np
 import torch
 
-from trtllm_disagg.engines.embedded.kv_transfer.access import TransferScope
 from trtllm_disagg.engines.embedded.kv_transfer.base import (
     PeerMetadata,
     common_runs,
@@ -50,8 +49,7 @@ class _Mapping:
 class SharedMemoryTransport:
     name = "SHARED_MEMORY"
 
-    def __init__(self, scope: TransferScope) -> None:
-        """Whatever the scope, only processes of this user on this host can map the pool."""
+    def __init__(self) -> None:
         self._fd = -1
         self._memory: mmap.mmap | None = None
         self._blocks = np.empty((0, 0), np.uint8)

@@ -1,37 +1,38 @@
-"""The list of transports, and which of them `cache_transceiver_config.backend` means.
+"""The list of transports, which of them `cache_transceiver_config.backend` means, and what NIXL needs of this machine.
 
 A transport can be configured once it has an entry in `_SPECS`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
 import subprocess
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from trtllm_disagg.engines.embedded.kv_transfer.access import Network, OneHost, TransferScope
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes.dev_shm import DIRECTORY, UCX_FREE, free_bytes, how_to_get, in_mib
 from trtllm_disagg.processes.interpreter import python
-from trtllm_disagg.processes.limits import has_rdma
 
 if TYPE_CHECKING:
     from trtllm_disagg.engines.embedded.kv_transfer.base import StagingTransport
 
 log = logging.getLogger(__name__)
 
+_KEY = "cache_transceiver_config.backend"
+NOT_BETWEEN_HOSTS = "between hosts TensorRT-LLM moves KV; the embedded engine does within one host"
+
 
 @dataclass(frozen=True, slots=True)
 class TransportSpec:
     name: str
-    #: `module:class`, imported when the transport is chosen; its argument is the scope.
+    #: `module:class`, imported when the transport is chosen.
     path: str
-    #: The scopes that it supports.
-    scopes: tuple[type[TransferScope], ...]
     #: TensorRT-LLM has a backend of this name, too.
     is_tensorrt_llms: bool = False
     #: Where the pools may be that it moves KV between.
@@ -42,16 +43,13 @@ _SPECS = (
     TransportSpec(
         "NIXL",
         "trtllm_disagg.engines.embedded.kv_transfer.nixl:NixlTransport",
-        (OneHost, Network),
         is_tensorrt_llms=True,
         devices=("cpu", "cuda"),
     ),
     TransportSpec(
         "SHARED_MEMORY",
         "trtllm_disagg.engines.embedded.kv_transfer.shared_memory:SharedMemoryTransport",
-        (OneHost,),
     ),
-    TransportSpec("TLS", "trtllm_disagg.engines.embedded.kv_transfer.tls:TlsTransport", (Network,)),
 )
 TRANSPORTS = {spec.name: spec for spec in _SPECS}
 
@@ -66,22 +64,46 @@ def embedded_only_backends() -> tuple[str, ...]:
     return tuple(name for name, spec in TRANSPORTS.items() if not spec.is_tensorrt_llms)
 
 
-def on_one_host() -> tuple[str, ...]:
-    return tuple(name for name, spec in TRANSPORTS.items() if OneHost in spec.scopes)
-
-
 def on_gpus() -> tuple[str, ...]:
     return tuple(name for name, spec in TRANSPORTS.items() if "cuda" in spec.devices)
+
+
+def create_transport(backend: str, *, needs_cma: bool = False) -> StagingTransport:
+    """DEFAULT means NIXL, or shared memory where NIXL is not installed, has no room in /dev/shm or may not read other
+    processes' memory, which `needs_cma` asks for. Raises ConfigError for any other name, and where a transport would
+    not work.
+    """
+    if backend not in backends():
+        raise ConfigError.bad_value(_KEY, backend, f"one of {', '.join(backends())} on the embedded engine")
+    name = "NIXL" if backend == "DEFAULT" else backend
+    try:
+        reason = _why_not_nixl(needs_cma) if name == "NIXL" else ""
+        if not reason:
+            return _create(name)
+    except ImportError as error:
+        remedy = _NIXL_REMEDY if name == "NIXL" else ""
+        reason = f"a machine on which {name} is installed ({error}){remedy}"
+    if backend == "DEFAULT":
+        log.warning("KV moves through shared memory; NIXL needs %s", reason)
+        return _create("SHARED_MEMORY")
+    raise ConfigError.bad_value(_KEY, backend, reason)
+
+
+def _create(name: str) -> StagingTransport:
+    module, _, attribute = TRANSPORTS[name].path.partition(":")
+    return cast("StagingTransport", getattr(import_module(module), attribute)())
+
+
+# What NIXL needs: room in /dev/shm, and to read other processes' memory (CMA).
 
 
 _CMA_NEEDED = (
     "a machine where processes of one user may read each other's memory (process_vm_readv: {}): set sysctl "
     "kernel.yama.ptrace_scope=0, or run containers with --cap-add SYS_PTRACE and one pid namespace; or set "
-    "SHARED_MEMORY for workers on one host"
+    "SHARED_MEMORY"
 )
-_ROOM_NEEDED = f"more room ({{}}): {how_to_get(UCX_FREE)}; or set SHARED_MEMORY for workers on one host"
-_NIXL_REMEDY = ": pip install nixl-cu13==1.5.1; or set SHARED_MEMORY for workers on one host"
-_KEY = "cache_transceiver_config.backend"
+_ROOM_NEEDED = f"more room ({{}}): {how_to_get(UCX_FREE)}; or set SHARED_MEMORY"
+_NIXL_REMEDY = ": pip install nixl-cu13==1.5.1; or set SHARED_MEMORY"
 _TIMEOUT_SECONDS = 20.0
 _MARK = b"trtllm-disagg\0"
 
@@ -101,49 +123,14 @@ print(os.strerror(ctypes.get_errno()) if count != size else "" if buffer.raw == 
 """
 
 
-def create_transport(
-    backend: str, scope: TransferScope, *, needs_cma: bool = False, on_gpu: bool = False
-) -> StagingTransport:
-    """DEFAULT means on one host NIXL, or shared memory where NIXL is not installed, has no room in /dev/shm or may not
-    read other processes' memory, which `needs_cma` asks for; between hosts TLS, or NIXL for a GPU's memory or where
-    there is RDMA. Raises ConfigError for any other name, and where a transport would not work.
-    """
-    if backend not in backends():
-        raise ConfigError.bad_value(_KEY, backend, f"one of {', '.join(backends())} on the embedded engine")
-    is_default = backend == "DEFAULT"
-    if is_default and isinstance(scope, Network) and not on_gpu and not has_rdma():
-        return _create("TLS", scope)
-    name = "NIXL" if is_default else backend
-    try:
-        reason = _why_not(name, scope, needs_cma)
-        if not reason:
-            return _create(name, scope)
-    except ImportError as error:
-        remedy = _NIXL_REMEDY if name == "NIXL" else ""
-        reason = f"a machine on which {name} is installed ({error}){remedy}"
-    if is_default and isinstance(scope, OneHost):
-        log.warning("KV moves through shared memory, on this host only; NIXL needs %s", reason)
-        return _create("SHARED_MEMORY", scope)
-    raise ConfigError.bad_value(_KEY, backend, reason)
-
-
-def _why_not(name: str, scope: TransferScope, needs_cma: bool) -> str:
-    """What that transport needs and does not have here; empty when it would work."""
-    if name != "NIXL":
-        return ""
-    free = free_bytes()
-    # Between hosts UCX does without.
-    if isinstance(scope, OneHost) and free < UCX_FREE:
+def _why_not_nixl(needs_cma: bool) -> str:
+    """What NIXL needs and does not have here; empty when it would work."""
+    if (free := free_bytes()) < UCX_FREE:
         free_now = f"{DIRECTORY} has {in_mib(free)} free of the {in_mib(UCX_FREE)} that UCX asks for"
         return _ROOM_NEEDED.format(free_now)
     if needs_cma and (reason := why_no_cma()):
         return _CMA_NEEDED.format(reason)
     return ""
-
-
-def _create(name: str, scope: TransferScope) -> StagingTransport:
-    module, _, attribute = TRANSPORTS[name].path.partition(":")
-    return cast("StagingTransport", getattr(import_module(module), attribute)(scope))
 
 
 def why_no_cma() -> str:
@@ -164,6 +151,87 @@ def why_no_cma() -> str:
     return done.stdout.strip()
 
 
-def needs_cma(scope: TransferScope, device: str) -> bool:
-    """Workers on one host move KV by CMA (process_vm_readv), except for a GPU's memory."""
-    return device == "cpu" and isinstance(scope, OneHost)
+# NIXL's package: each reaches GPUs by one major version of CUDA, and CPUs' memory by none.
+
+
+#: By CUDA's major version.
+_MODULES = {"12": "nixl_cu12", "13": "nixl_cu13"}
+
+
+def nixl_api() -> Any:
+    """NIXL's bindings: those for torch's CUDA if installed, else the others. Raises ImportError without any."""
+    wanted = _MODULES.get(_cuda_of_torch())
+    first, second = sorted(_MODULES.values(), key=lambda name: name != wanted)
+    try:
+        return import_module(f"{first}._api")
+    except ImportError:
+        return import_module(f"{second}._api")
+
+
+def require_package_for_gpus(api: Any) -> None:
+    """Raises ConfigError when these bindings are for another CUDA than torch's: they would take a GPU's memory for the
+    CPU's.
+    """
+    wanted, found = _MODULES.get(_cuda_of_torch()), api.__name__.partition(".")[0]
+    if wanted is None:
+        raise ConfigError.bad_value(_KEY, "NIXL", f"torch for CUDA {' or '.join(_MODULES)} on a CUDA device")
+    if found != wanted:
+        package = wanted.replace("_", "-")
+        raise ConfigError.bad_value(
+            _KEY,
+            "NIXL",
+            f"{package} for torch's CUDA {_cuda_of_torch()} on a CUDA device, and {found} is what was found: "
+            f"pip install {package}==1.5.1",
+        )
+
+
+def _cuda_of_torch() -> str:
+    """The major version; empty for a torch without CUDA."""
+    import torch
+
+    return (torch.version.cuda or "").partition(".")[0]
+
+
+# UCX's settings, beneath NIXL. UCX must not listen on a network: it checks nothing there.
+
+
+#: KV by the system call that reads another process (the kernel asks for the same user), all else through shared
+#: memory that has no name. Nothing listens.
+_UCX_TLS = {"cpu": "posix,cma,self", "cuda": "posix,cma,cuda_copy,cuda_ipc,self"}
+#: Without tcp UCX has this mode only; a read of a dead peer fails all the same, and a read by CMA has ended when it
+#: returns.
+UCX_ERROR_MODE = "none"
+_TUNING = {
+    "UCX_LOG_LEVEL": "error",
+    # A whole run of blocks in one system call, and all of a request's in one round: a tenth less time.
+    "UCX_CMA_SEG_SIZE": "16m",
+    "UCX_CMA_TX_QUOTA": "inf",
+    # Where it sees no NVLink, UCX would read another process's GPU memory through the CPU's: within one GPU
+    # hundreds of times slower. A decode worker reads.
+    "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",
+}
+
+
+def ucx_settings(device: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """UCX's variables. The user's own values win, unless they would open this host's memory to other users."""
+    safe, chosen = _UCX_TLS[device], environ.get("UCX_TLS")
+    if chosen is not None and not set(chosen.split(",")) <= set(safe.split(",")):
+        log.warning(
+            "UCX_TLS=%s is not used: KV moves by UCX_TLS=%s, which opens no port (SECURITY.md)", chosen, safe
+        )
+    return {name: environ.get(name, value) for name, value in _TUNING.items()} | {"UCX_TLS": safe}
+
+
+@contextlib.contextmanager
+def ucx_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set the variables while an agent is made, which is when UCX reads them."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -24,7 +24,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from trtllm_disagg.engine.engines import TENSORRT_LLM_BACKENDS
-from trtllm_disagg.engines.embedded.kv_transfer.transports import embedded_only_backends
+from trtllm_disagg.engines.embedded.kv_transfer.transports import NOT_BETWEEN_HOSTS, embedded_only_backends
 from trtllm_disagg.engines.embedded.params.supported_args import NO_EFFECT, Served
 
 log = logging.getLogger(__name__)
@@ -125,6 +125,8 @@ class CacheTransceiverConfig(StrictModel):
     @field_validator("backend")
     @classmethod
     def _is_a_backend(cls, value: str | None) -> str | None:
+        if value == "TLS":
+            raise ValueError(f"NIXL or {' or '.join(embedded_only_backends())}: {NOT_BETWEEN_HOSTS}")
         known = (*TENSORRT_LLM_BACKENDS, *embedded_only_backends())
         if value is not None and value not in known:
             expected = f"{', '.join(map(repr, known[:-1]))} or {known[-1]!r}"
@@ -245,13 +247,15 @@ class EmbeddedConfig(StrictModel):
     #: KV tokens of preempted requests that may be put aside (MAX_UTILIZATION); what has no room there is computed
     #: again. None: a quarter of the pool.
     swap_tokens: NonNegativeInt | None = None
-    #: A loopback address: KV moves between workers of this user on this host. Another one: the address that workers on
-    #: other hosts reach this one at; it needs a key.
-    transfer_host: str = Field(default="127.0.0.1", min_length=1)
-    #: The same file on every host, readable by its owner only. None: TRTLLM_DISAGG_TRANSFER_KEY_FILE.
-    transfer_key_file: Path | None = None
     #: A step that takes longer ends the engine, and its requests go on elsewhere. None: it may take for ever.
     step_timeout_seconds: float | None = Field(default=600.0, gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_on_one_host(cls, given: Any) -> Any:
+        if isinstance(given, dict) and (gone := {"transfer_host", "transfer_key_file"} & given.keys()):
+            raise ValueError(f"no {' and no '.join(sorted(gone))}: {NOT_BETWEEN_HOSTS}")
+        return given
 
 
 class BaseLlmArgs(StrictModel):

@@ -15,8 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from trtllm_disagg.engines.embedded.cpu_kernels.cpu import this_cpu
-from trtllm_disagg.engines.embedded.kv_transfer.access import TransferScope, choose_scope
-from trtllm_disagg.engines.embedded.kv_transfer.transports import backends
+from trtllm_disagg.engines.embedded.kv_transfer.transports import NOT_BETWEEN_HOSTS, backends
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.model_directory import is_hub_name, model_directory
 
@@ -24,6 +23,10 @@ if TYPE_CHECKING:
     from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs
 
     Args = TypeVar("Args", bound=LlmArgs)
+
+
+#: Of a release that moved KV between hosts.
+_KEY_FILE_VARIABLE = "TRTLLM_DISAGG_TRANSFER_KEY_FILE"
 
 
 class Served:
@@ -61,7 +64,7 @@ def refuse_unsupported(args: LlmArgs) -> list[str]:
     _check_tokenizer(args)
     _check_ranks(args)
     _check_processors(args)
-    _check_scope(args)
+    _check_backend(args)
     this_cpu()  # refuses a level that there is not
     return ignored
 
@@ -78,19 +81,15 @@ def check_marks(args: LlmArgs, engine: str = "embedded") -> list[str]:
     return ignored
 
 
-def scope_of(args: LlmArgs) -> TransferScope:
-    """The scope of KV transfer: one host, or a network. Raises ConfigError."""
-    return choose_scope(args.embedded.transfer_host, args.embedded.transfer_key_file)
-
-
-def _check_scope(args: LlmArgs) -> None:
+def _check_backend(args: LlmArgs) -> None:
     config = args.cache_transceiver_config
     if config is None or config.backend is None:
         return
     if config.backend not in (allowed := backends()):
         expected = f"{', '.join(allowed[:-1])} or {allowed[-1]}, on the embedded engine"
         raise ConfigError.bad_value("cache_transceiver_config.backend", config.backend, expected)
-    scope_of(args).authentication()
+    if os.environ.get(_KEY_FILE_VARIABLE):
+        raise ConfigError(f"{_KEY_FILE_VARIABLE}: {NOT_BETWEEN_HOSTS}; unset it")
 
 
 def _all_arguments(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, FieldInfo]]:

@@ -14,8 +14,7 @@ import torch
 
 from trtllm_disagg.engines.embedded.cpu_kernels.cpu import this_cpu
 from trtllm_disagg.engines.embedded.kv_cache.memory import CopyStart, Drop, Restore, Save
-from trtllm_disagg.engines.embedded.kv_cache.pool import KvPool, LocalKvMemory
-from trtllm_disagg.engines.embedded.kv_transfer.host import new_memory
+from trtllm_disagg.engines.embedded.kv_cache.pool import KvPool, LocalKvMemory, new_memory
 from trtllm_disagg.engines.embedded.model.forward import ModelRunner, choose_forward
 from trtllm_disagg.engines.embedded.model.model_loader import load_model
 from trtllm_disagg.engines.embedded.model.sizing import PoolShape, choose_device, longest_sequence, new_pool
@@ -140,7 +139,7 @@ def _allocate(args: LlmArgs, wanted: PoolShape, group: RankGroup, transfers: Tra
     config = args.cache_transceiver_config
     if config is None or config.backend is None:
         return new_memory(wanted.shape, wanted.dtype, wanted.device)
-    transport = transport_of(args, config.backend, wanted.device)
+    transport = transport_of(config.backend, wanted.device)
     pool = transport.allocate(wanted.shape, wanted.dtype, wanted.device)
     transfers.start(transport, pool, group.rank, group.size)
     return pool

@@ -25,13 +25,12 @@ import msgspec
 import numpy as np
 import torch
 
-from trtllm_disagg.engines.embedded.ipc import sockets
+from trtllm_disagg.engines.embedded.ipc import socket_files, sockets
 from trtllm_disagg.engines.embedded.ipc.sockets import listen
 from trtllm_disagg.engines.embedded.kv_cache.memory import KvCommand
-from trtllm_disagg.engines.embedded.kv_transfer.ucx import ucx_environment
+from trtllm_disagg.engines.embedded.kv_transfer.transports import ucx_environment
 from trtllm_disagg.engines.embedded.model.rows import ForwardRow
 from trtllm_disagg.errors import ConfigError, EngineError
-from trtllm_disagg.processes import same_user
 from trtllm_disagg.processes.framing import framed, receive_exactly, receive_frame
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ _MPI_TRANSPORTS = "self,sm"
 
 
 class Channel:
-    """Messages in order, each after its length. The sockets are this user's only (sockets.py)."""
+    """Messages in order, each after its length. The sockets are this user's only (socket_files.py)."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -89,7 +88,7 @@ def connect(address: str, rank: int) -> OtherRank:
     """Connect another rank to rank 0."""
     channels = []
     for kind in _KINDS:
-        connection = same_user.connect(address)
+        connection = socket_files.connect(address)
         connection.sendall(_HELLO.pack(rank, os.getpid(), kind))
         channels.append(Channel(connection))
     return OtherRank(0, 0, *channels)

@@ -22,9 +22,7 @@ import torch
 from trtllm_disagg import errors
 from trtllm_disagg.engines.embedded.kv_transfer.base import PeerMetadata, ReadTimeoutError, StagingTransport
 from trtllm_disagg.engines.embedded.kv_transfer.peers import MAX_PEER_THREADS
-from trtllm_disagg.engines.embedded.kv_transfer.transports import create_transport, needs_cma
-from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs
-from trtllm_disagg.engines.embedded.params.supported_args import scope_of
+from trtllm_disagg.engines.embedded.kv_transfer.transports import create_transport
 from trtllm_disagg.engines.embedded.tensor_parallel.group import Channel, OtherRank
 from trtllm_disagg.engines.embedded.tensor_parallel.shards import (
     Shard,
@@ -37,12 +35,9 @@ from trtllm_disagg.errors import ConfigError, KvTransferError
 _GRACE_SECONDS = 5.0
 
 
-def transport_of(args: LlmArgs, backend: str, device: torch.device) -> StagingTransport:
+def transport_of(backend: str, device: torch.device) -> StagingTransport:
     """The transport that `backend` means on this rank. Raises ConfigError as `create_transport`."""
-    scope = scope_of(args)
-    return create_transport(
-        backend, scope, needs_cma=needs_cma(scope, device.type), on_gpu=device.type == "cuda"
-    )
+    return create_transport(backend, needs_cma=device.type == "cpu")
 
 
 class Serve(msgspec.Struct, tag="serve"):

@@ -11,13 +11,13 @@ from tests.support.cores import Core
 from tests.support.meeting import Duo, wait_until
 from tests.unit.engines.embedded.core.test_core_handoff import prompt
 from trtllm_disagg.engines.embedded.ipc.messages import Rendezvous, SamplingSpec
-from trtllm_disagg.engines.embedded.kv_transfer.transports import on_one_host
+from trtllm_disagg.engines.embedded.kv_transfer.transports import TRANSPORTS
 
 BLOCK = 32
 BLOCK_BYTES = 4 * 2 * BLOCK * 2 * 16 * 4
 
 
-@pytest.fixture(scope="module", params=on_one_host())
+@pytest.fixture(scope="module", params=tuple(TRANSPORTS))
 def engines(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Iterator[tuple[Core, Core, Core]]:
     backend = {"cache_transceiver_config": {"backend": request.param}}
     chunked = {"enable_chunked_prefill": True, "max_num_tokens": 64}
@@ -90,11 +90,10 @@ def test_a_prefill_that_waits_for_its_decode_holds_no_blocks_and_no_place(duo: D
 
 
 def test_finished_chunks_are_pushed_while_later_ones_are_computed(duo: Duo) -> None:
-    pusher = duo.prefill.connector.pusher
-    writes = pusher.writes
     met = duo.both(prompt(300, salt=142))
     duo.run_until(lambda: any(s.num_computed for s in duo.prefill.engine.scheduler.running))
-    wait_until(lambda: pusher.writes > writes)  # without a further step of the engine
+    (push,) = duo.prefill.connector._outgoing._pushed.values()
+    wait_until(lambda: push.bytes_moved > 0)  # without a further step of the engine
     (sequence,) = duo.prefill.engine.scheduler.running
     assert 0 < sequence.num_computed < sequence.num_prompt, "the rest of the prompt is still to be computed"
     duo.run()

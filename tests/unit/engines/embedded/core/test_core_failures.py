@@ -15,9 +15,8 @@ from tests.support.fake_transport import Fails, FakeTransport, TakesTooLong
 from tests.support.meeting import wait_until
 from trtllm_disagg.engines.embedded.core.engine_core import NoGuides
 from trtllm_disagg.engines.embedded.ipc.messages import MadeHandoff, SamplingSpec
-from trtllm_disagg.engines.embedded.kv_transfer.access import OneHost
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvTimeouts
-from trtllm_disagg.engines.embedded.kv_transfer.transports import create_transport, on_one_host
+from trtllm_disagg.engines.embedded.kv_transfer.transports import TRANSPORTS, create_transport
 from trtllm_disagg.errors import ConfigError, KvTransferError
 
 BLOCK = 32
@@ -54,7 +53,7 @@ def pull(decode: Core, handoff: MadeHandoff, prompt: list[int] = PROMPT, max_tok
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["after a good pull", "never met"])
-@pytest.mark.parametrize("backend", on_one_host())
+@pytest.mark.parametrize("backend", tuple(TRANSPORTS))
 def test_a_sender_that_is_gone_means_unavailable(make_core: MakeCore, backend: str, known: bool) -> None:
     prefill, decode = make_core(backend), make_core(backend)
     if known:
@@ -76,7 +75,7 @@ def test_a_receiver_that_is_gone_costs_the_sender_one_lease_time(make_core: Make
     leases.seconds = 0.05
     handoff = prefill.prefill(PROMPT[::-1])
     assert prefill.connector.num_leases == 2
-    while not leases.expired_total:
+    while prefill.connector.num_leases == 2:
         prefill.wait()  # the lease's end is a deadline that the loop keeps by itself
         prefill.step()
     assert prefill.connector.num_leases == 1
@@ -103,9 +102,9 @@ def test_nothing_is_read_once_the_lease_is_over(make_core: MakeCore, end: str) -
         core.assert_idle()
 
 
-@pytest.mark.parametrize("backend", on_one_host())
+@pytest.mark.parametrize("backend", tuple(TRANSPORTS))
 def test_a_failed_read_frees_both_sides(make_core: MakeCore, backend: str) -> None:
-    fake = FakeTransport(inner=create_transport(backend, OneHost()))
+    fake = FakeTransport(inner=create_transport(backend))
     prefill, decode = make_core(backend), make_core(backend, transport=fake)
     fake.then("read", Fails(KvTransferError("the wire was cut")))
     answer = pull(decode, prefill.prefill(PROMPT))
@@ -298,9 +297,3 @@ def test_an_unexpected_exception_at_its_start_fails_its_request_only(make_core: 
 def test_a_step_must_hold_one_tile(make_core: MakeCore) -> None:
     with pytest.raises(ConfigError, match="max_num_tokens: 31 is not allowed; expected at least 32"):
         make_core(None, max_num_tokens=31)
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "203.0.113.1", "\N{MICRO SIGN}" * 70])
-def test_the_control_channel_needs_an_address_that_others_can_reach(make_core: MakeCore, host: str) -> None:
-    with pytest.raises(ConfigError, match=r"embedded\.transfer_host"):
-        make_core(embedded={"transfer_host": host})

@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import Checkpoints
 from tests.support.cores import Core
 from trtllm_disagg.engines.embedded.ipc.messages import SamplingSpec
-from trtllm_disagg.engines.embedded.kv_transfer.transports import on_one_host
+from trtllm_disagg.engines.embedded.kv_transfer.transports import TRANSPORTS
 from trtllm_disagg.engines.embedded.scheduler.sequence import Status
 
 BLOCK = 32
@@ -38,7 +38,7 @@ class Pair:
         return int(self.decode.stats[-1]["totals"]["kvBytesPulled"]) if self.decode.stats else 0
 
 
-@pytest.fixture(scope="module", params=on_one_host())
+@pytest.fixture(scope="module", params=tuple(TRANSPORTS))
 def engines(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Iterator[Pair]:
     backend = {"cache_transceiver_config": {"backend": request.param}}
     cores = [Core(checkpoints(), **backend), Core(checkpoints(), **backend), Core(checkpoints())]

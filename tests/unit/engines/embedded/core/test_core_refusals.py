@@ -18,8 +18,7 @@ from tests.support.fake_transport import FakeTransport, Interrupted
 from tests.support.meeting import wait_until
 from trtllm_disagg.engines.embedded.ipc.messages import MadeHandoff
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvTimeouts
-from trtllm_disagg.engines.embedded.kv_transfer.control import LeaseTable
-from trtllm_disagg.engines.embedded.kv_transfer.transports import on_one_host
+from trtllm_disagg.engines.embedded.kv_transfer.transports import TRANSPORTS
 from trtllm_disagg.wire.kv_handle import KvHandle, decode_handle
 
 BLOCK = 32
@@ -32,7 +31,7 @@ def backend(name: str) -> dict[str, Any]:
     return {"cache_transceiver_config": {"backend": name}}
 
 
-@pytest.fixture(scope="module", params=on_one_host())
+@pytest.fixture(scope="module", params=tuple(TRANSPORTS))
 def cores(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Iterator[tuple[Core, Core]]:
     pair = Core(checkpoints(), **backend(request.param)), Core(checkpoints(), **backend(request.param))
     yield pair
@@ -102,27 +101,26 @@ def test_two_uses_at_the_same_time_give_one_answer(
     assert_refused(second, "does not hold this handoff")
 
 
-def test_handle_of_a_restarted_sender_is_refused_as_unavailable(prefill: Core, decode: Core) -> None:
+def test_handle_with_another_sender_is_refused(prefill: Core, decode: Core) -> None:
     handoff = prefill.prefill(PROMPT)
-    assert_refused(pull(decode, handoff, sender="host-1-0"), "the handoff is from host-1-0, but", UNAVAILABLE)
+    assert_refused(pull(decode, handoff, sender="host-1-0"), "does not hold this handoff")
     give_back(prefill, handoff)
 
 
 @pytest.fixture
-def short_leases(prefill: Core) -> Iterator[LeaseTable]:
+def short_leases(prefill: Core) -> Iterator[None]:
     leases = prefill.connector.sender.leases
     usual, leases.seconds = leases.seconds, 0.0
-    yield leases
+    yield
     leases.seconds = usual
 
 
 def test_a_lease_that_ended_too_early_may_be_tried_again(
-    prefill: Core, decode: Core, short_leases: LeaseTable
+    prefill: Core, decode: Core, short_leases: None
 ) -> None:
     handoff = prefill.prefill(PROMPT)
     prefill.step()
     assert_refused(pull(decode, handoff), "ended before the KV was read", UNAVAILABLE)
-    assert short_leases.expired_total > 0
 
 
 def has_expired(prefill: Core) -> bool:
@@ -170,8 +168,8 @@ def test_a_handle_with_another_prompt_is_refused_before_anything_is_read(prefill
         ({"blocks": [0, 1, 2, 3]}, "holds 4 blocks"),
         ({"blocks": [0, 1, 1_000_000]}, "names block 1000000; the other engine has 32"),
         ({"layout": b"?" * 16, "blocks": [0]}, "another KV layout"),
-        ({"endpoint": "http://127.0.0.1:1"}, "expected tcp://HOST:PORT or unix://"),
-        ({"endpoint": "tcp://127.0.0.1:99999"}, "expected tcp://HOST:PORT or unix://"),
+        ({"endpoint": "http://127.0.0.1:1"}, "expected unix:///PATH"),
+        ({"endpoint": "tcp://127.0.0.1:9"}, "expected unix:///PATH"),
     ],
 )
 def test_inconsistent_handle_is_refused_with_the_reason(
@@ -182,7 +180,7 @@ def test_inconsistent_handle_is_refused_with_the_reason(
     give_back(prefill, handoff)
 
 
-@pytest.mark.parametrize("endpoint", ["unix://@nowhere:9", "tcp://127.0.0.1:9", "tcp://a..b:9"])
+@pytest.mark.parametrize("endpoint", ["unix:///run/docker.sock", "unix:///no/where/kv-1-1-00000000"])
 def test_an_endpoint_without_listener_means_unavailable(prefill: Core, decode: Core, endpoint: str) -> None:
     handoff = prefill.prefill(PROMPT)
     assert_refused(pull(decode, handoff, endpoint=endpoint), "control channel", UNAVAILABLE)
@@ -196,10 +194,7 @@ def test_handle_with_flipped_bits_gives_no_wrong_answer(
 ) -> None:
     mine, other = prefill.prefill(PROMPT), prefill.prefill(OTHER)
     state = bytearray(mine.opaque_state)
-    # Flipped addresses would make it call hosts that are not ours; they have a test of their own.
-    endpoint = state.index(b"unix://")
-    places = [i for i in range(len(state)) if not endpoint <= i < endpoint + len(prefill.connector.endpoint)]
-    for place, bit in {(places[place % len(places)], bit) for place, bit in flips}:
+    for place, bit in {(place % len(state), bit) for place, bit in flips}:
         state[place] ^= 1 << bit
     try:
         answer = decode.run(decode.add_decode(PROMPT, mine, opaque_state=bytes(state)))

@@ -1,4 +1,4 @@
-"""The sender's control channel, over real sockets: within a host, and between hosts that have the same key."""
+"""The sender's control channel, over real sockets."""
 
 from __future__ import annotations
 
@@ -6,51 +6,44 @@ import logging
 import os
 import socket
 import struct
+import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import msgspec
 import pytest
 
-from tests.support.clock import Clock
 from tests.support.meeting import wait_until
-from tests.support.pools import NETWORK
 from tests.support.strangers import as_stranger, require
-from trtllm_disagg.engines.embedded.kv_transfer.access import (
-    Network,
-    PeerAuthentication,
-    PeerGoneError,
-    SameUserAuthentication,
-)
+from trtllm_disagg.engines.embedded.ipc import socket_files
+from trtllm_disagg.engines.embedded.ipc.socket_files import VARIABLE, Listener, connect
+from trtllm_disagg.engines.embedded.kv_transfer import control
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout, PeerMetadata
-from trtllm_disagg.engines.embedded.kv_transfer.control import ControlClient, ControlServer, LeaseTable
-from trtllm_disagg.engines.embedded.kv_transfer.listener import MAX_MESSAGE_BYTES, Limits
+from trtllm_disagg.engines.embedded.kv_transfer.control import (
+    MAX_MESSAGE_BYTES,
+    ControlClient,
+    ControlServer,
+    PeerGoneError,
+)
+from trtllm_disagg.engines.embedded.kv_transfer.leases import LeaseTable
 from trtllm_disagg.engines.embedded.kv_transfer.messages import Finish
-from trtllm_disagg.errors import ConfigError, KvTransferError
-from trtllm_disagg.wire.kv_handle import VERSION, KvHandle, split_endpoint
+from trtllm_disagg.errors import KvTransferError
+from trtllm_disagg.processes.proc_stat import birth
+from trtllm_disagg.wire.kv_handle import VERSION, KvHandle
 
 METADATA = PeerMetadata("prefill-1", "SHARED_MEMORY", KvLayout("m", 4, 32, 2, 16, "float32"), 8, b"address")
 SECONDS = 5.0
 GET_METADATA = msgspec.msgpack.encode({"type": "card"})
-#: A limit of each kind that a test reaches soon.
-TIGHT = Limits(connections=3, newcomers=4, greeting=0.3, idle=0.3, frame=0.3)
 
 
 class Server:
-    def __init__(
-        self,
-        authentication: PeerAuthentication,
-        limits: Limits | None = None,
-        leases: LeaseTable | None = None,
-    ) -> None:
-        self.authentication = authentication
+    def __init__(self, leases: LeaseTable | None = None) -> None:
         self.leases = LeaseTable(60.0) if leases is None else leases
         #: The engine was told of a lease that ended; it may be slow to listen.
         self.ended = threading.Event()
         self.listens = threading.Event()
         self.listens.set()
-        self.control = ControlServer(authentication, self.leases, self._tell, limits)
+        self.control = ControlServer(self.leases, self._tell)
         self.control.start(METADATA)
 
     def _tell(self) -> None:
@@ -67,31 +60,19 @@ class Server:
 
     def connect(self) -> socket.socket:
         """As a peer does."""
-        return self.authentication.connect(self.control.endpoint, SECONDS)
-
-
-@pytest.fixture(params=["one host", "network"])
-def authentication(request: pytest.FixtureRequest) -> PeerAuthentication:
-    return SameUserAuthentication() if request.param == "one host" else NETWORK.authentication()
+        return connect(path_of(self), SECONDS)
 
 
 @pytest.fixture
-def server(authentication: PeerAuthentication) -> Iterator[Server]:
-    made = Server(authentication)
+def server() -> Iterator[Server]:
+    made = Server()
     yield made
     made.control.close()
 
 
 @pytest.fixture
-def tight(authentication: PeerAuthentication) -> Iterator[Server]:
-    made = Server(authentication, TIGHT)
-    yield made
-    made.control.close()
-
-
-@pytest.fixture
-def client(authentication: PeerAuthentication) -> Iterator[ControlClient]:
-    made = ControlClient(authentication)
+def client() -> Iterator[ControlClient]:
+    made = ControlClient()
     yield made
     made.close()
 
@@ -152,11 +133,9 @@ class SlowLeases(LeaseTable):
         return is_held
 
 
-def test_a_receiver_that_hangs_up_before_its_answer_wakes_the_senders_engine_all_the_same(
-    authentication: PeerAuthentication,
-) -> None:
+def test_a_receiver_that_hangs_up_before_its_answer_wakes_the_senders_engine_all_the_same() -> None:
     leases = SlowLeases()
-    server = Server(authentication, leases=leases)
+    server = Server(leases=leases)
     handle, connection = server.lease(), server.connect()
     question = msgspec.msgpack.encode(Finish(handle.lease, handle.digest()))
     connection.sendall(struct.pack("<I", len(question)) + question)
@@ -209,77 +188,15 @@ def test_no_peer_is_answered_after_close(server: Server, client: ControlClient) 
     assert len(server.leases) == 1
 
 
-def test_a_client_connects_again_after_its_connection_broke(tight: Server, client: ControlClient) -> None:
-    handle = tight.lease()
-    client.metadata(handle.endpoint, SECONDS)
-    wait_until(lambda: tight.control.num_connections == 0)  # the server has hung up on an idle peer
-    with pytest.raises(KvTransferError):
-        client.metadata(handle.endpoint, SECONDS)
-    assert client.metadata(handle.endpoint, SECONDS) == METADATA
-
-
-def test_connections_to_peers_of_long_ago_are_closed_when_another_peer_is_met(
-    authentication: PeerAuthentication,
-) -> None:
-    clock, servers = Clock(), [Server(authentication) for _ in range(3)]
-    client = ControlClient(authentication, clock)
-    old, busy, new = (server.control for server in servers)
-    client.metadata(old.endpoint, SECONDS)
-    client.metadata(busy.endpoint, SECONDS)
-    clock.now = 50.0
-    client.metadata(busy.endpoint, SECONDS)
-    clock.now = 70.0
-    client.metadata(new.endpoint, SECONDS)
-    wait_until(lambda: old.num_connections == 0)
-    assert (busy.num_connections, new.num_connections) == (1, 1)
-    client.close()
-    for server in servers:
-        server.control.close()
-
-
-class WatchedSocket:
-    """A connection that calls `on_close` before it is closed."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self.on_close: Callable[[], object] = lambda: None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._connection, name)
-
-    def close(self) -> None:
-        self.on_close()
-        self._connection.close()
-
-
-class Watched(SameUserAuthentication):
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: dict[str, list[WatchedSocket]] = {}
-
-    def connect(self, endpoint: str, timeout: float) -> Any:
-        connection = WatchedSocket(super().connect(endpoint, timeout))
-        self.made.setdefault(endpoint, []).append(connection)
-        return connection
-
-
-def test_a_connection_that_is_made_while_old_ones_are_closed_stays() -> None:
-    authentication, clock, servers = Watched(), Clock(), [Server(SameUserAuthentication()) for _ in range(3)]
-    client = ControlClient(authentication, clock)
-    first, old, second = (server.control.endpoint for server in servers)
-    for endpoint in (first, old, second):
-        client.metadata(endpoint, SECONDS)
-    clock.now = 100.0
-    authentication.made[old][0].on_close = lambda: client.metadata(second, SECONDS)
-    client.metadata(first, SECONDS)
-    client.metadata(second, SECONDS)
-    assert {endpoint: len(made) for endpoint, made in authentication.made.items()} == {
-        first: 2,
-        old: 1,
-        second: 2,
-    }
-    client.close()
-    for server in servers:
+def test_connections_to_ended_peers_are_closed_when_another_peer_is_met(client: ControlClient) -> None:
+    ended, stays, new = (Server() for _ in range(3))
+    for server in (ended, stays):
+        client.metadata(server.control.endpoint, SECONDS)
+    ended.control.close()
+    client.metadata(new.control.endpoint, SECONDS)
+    assert list(client._connections) == [stays.control.endpoint, new.control.endpoint]
+    assert (stays.control.num_connections, new.control.num_connections) == (1, 1)
+    for server in (stays, new):
         server.control.close()
 
 
@@ -297,15 +214,9 @@ def test_a_peer_for_which_there_is_no_thread_is_refused_and_the_next_one_served(
     assert server.control.num_connections == 1
 
 
-def test_control_request_without_an_answer_times_out(
-    client: ControlClient, authentication: PeerAuthentication
-) -> None:
-    listener, endpoint = authentication.listen()
-    with listener, pytest.raises(KvTransferError, match=r"no answer within 0\.1 s"):
-        client.finish(msgspec.structs.replace(HANDLE, endpoint=endpoint), 0.1)
-
-
-HANDLE = KvHandle(VERSION, "s", "tcp://127.0.0.1:1", b"l" * 16, b"y" * 16, b"p" * 16, 1, [0], 0)
+def test_control_request_without_an_answer_times_out(client: ControlClient) -> None:
+    with Listener("kv") as listener, pytest.raises(KvTransferError, match=r"no answer within 0\.1 s"):
+        client.metadata(f"unix://{listener.path}", 0.1)
 
 
 @pytest.mark.parametrize(
@@ -338,27 +249,20 @@ def test_oversized_control_message_closes_the_connection(server: Server, client:
     assert client.metadata(server.lease().endpoint, SECONDS) == METADATA
 
 
-@pytest.mark.parametrize("said", [b"", b"\x10"], ids=["idle", "half a frame"])
-def test_connection_that_falls_silent_is_closed(tight: Server, said: bytes) -> None:
-    with tight.connect() as connection:
-        connection.sendall(said)
-        assert is_hung_up(connection)
-    wait_until(lambda: tight.control.num_connections == 0)
-
-
 def test_connection_beyond_the_limit_is_closed_until_another_one_ends(
-    tight: Server, client: ControlClient
+    server: Server, client: ControlClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = [tight.connect() for _ in range(TIGHT.connections)]
+    monkeypatch.setattr(control, "MAX_CONNECTIONS", 3)
+    held = [server.connect() for _ in range(3)]
     for connection in held:
         connection.settimeout(SECONDS)
         assert exchange(connection, GET_METADATA)
-    with tight.connect() as one_too_many:
+    with server.connect() as one_too_many:
         assert is_hung_up(one_too_many)
     for connection in held:
         connection.close()
-    wait_until(lambda: tight.control.num_connections == 0)
-    assert client.metadata(tight.control.endpoint, SECONDS) == METADATA
+    wait_until(lambda: server.control.num_connections == 0)
+    assert client.metadata(server.control.endpoint, SECONDS) == METADATA
 
 
 def test_one_slow_peer_does_not_delay_another(server: Server, client: ControlClient) -> None:
@@ -367,9 +271,9 @@ def test_one_slow_peer_does_not_delay_another(server: Server, client: ControlCli
         assert client.metadata(server.lease().endpoint, SECONDS) == METADATA
 
 
-def test_closing_leaves_no_thread(authentication: PeerAuthentication, client: ControlClient) -> None:
+def test_closing_leaves_no_thread(client: ControlClient) -> None:
     before = set(threading.enumerate())
-    server = Server(authentication)
+    server = Server()
     client.metadata(server.lease().endpoint, SECONDS)
     server.control.close()
     for thread in set(threading.enumerate()) - before:
@@ -378,31 +282,14 @@ def test_closing_leaves_no_thread(authentication: PeerAuthentication, client: Co
             assert not thread.is_alive()
 
 
-def test_an_address_with_a_zone_is_refused_at_the_start() -> None:
-    with pytest.raises(ConfigError, match=r"embedded\.transfer_host: '::1%1'.*without a zone"):
-        Network("::1%1", b"k" * 32).authentication().listen()
-
-
-def test_an_ipv6_address_is_shown_in_brackets() -> None:
-    authentication = Network("::1", b"k" * 32).authentication()
-    server = Server(authentication)
-    try:
-        assert server.control.endpoint.startswith("tcp://[::1]:")
-        client = ControlClient(authentication)
-        assert client.metadata(server.control.endpoint, SECONDS) == METADATA
-        client.close()
-    finally:
-        server.control.close()
-
-
-# -- on one host: the same user only
+# -- the same user only, and only an engine's socket
 
 _CONNECT = """
 import json, socket, struct, sys
 connection = socket.socket(socket.AF_UNIX)
 connection.settimeout(10)
 try:
-    connection.connect(b"\\0" + sys.argv[1].encode())
+    connection.connect(sys.argv[1])
     connection.sendall(struct.pack("<I", 10) + b"\\x81\\xa4type\\xa4card")
     got = connection.recv(1)
 except OSError as error:
@@ -410,112 +297,58 @@ except OSError as error:
 print(json.dumps(got.hex()))
 """
 
-_TAKE_THE_NAME = """
-import json, os, signal, socket, sys
-taken = socket.socket(socket.AF_UNIX)
-taken.bind(b"\\0" + sys.argv[1].encode())
-taken.listen(8)
-if os.fork() == 0:
-    sys.stdout.close()
-    os.close(1)
-    os.close(2)
-    connection, _ = taken.accept()
-    connection.recv(1)
-    os._exit(0)
-print(json.dumps(True))
-"""
+
+def path_of(server: Server) -> str:
+    return server.control.endpoint.removeprefix("unix://")
 
 
-def place_of(endpoint: str) -> tuple[str, int]:
-    place = split_endpoint(endpoint)
-    assert place is not None
-    return place
-
-
-def abstract_name(endpoint: str) -> str:
-    name, number = place_of(endpoint)
-    return f"{name.removeprefix('@')}:{number}"
-
-
-def test_another_user_gets_no_answer() -> None:
+def test_another_user_gets_no_answer_even_where_the_directory_is_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     require()
-    server = Server(SameUserAuthentication())
-    try:
-        name = abstract_name(server.control.endpoint)
-        assert as_stranger(_CONNECT, name) == ""
-        assert server.control.num_connections == 0
-        client = ControlClient(server.authentication)
-        assert client.metadata(server.control.endpoint, SECONDS) == METADATA
-        client.close()
-    finally:
-        server.control.close()
-
-
-def test_socket_name_taken_over_by_another_user_is_refused() -> None:
-    require()
-    server = Server(SameUserAuthentication())
-    server.control.close()
-    assert as_stranger(_TAKE_THE_NAME, abstract_name(server.control.endpoint))
-    client = ControlClient(SameUserAuthentication())
-    with pytest.raises(PeerGoneError, match=f"runs as uid 65534, this one as {os.geteuid()}"):
-        client.metadata(server.control.endpoint, SECONDS)
-    client.close()
-
-
-# -- between hosts: the same key only
-
-
-def test_a_peer_with_another_key_is_refused_by_either_end(caplog: pytest.LogCaptureFixture) -> None:
-    server = Server(NETWORK.authentication())
-    try:
-        client = ControlClient(Network("127.0.0.1", b"another key" * 4).authentication())
-        with pytest.raises(KvTransferError, match=r"does not have the key of embedded\.transfer_key_file"):
-            client.metadata(server.control.endpoint, SECONDS)
-        client.close()
-    finally:
-        server.control.close()
+    with tempfile.TemporaryDirectory(dir="/tmp") as where:
+        monkeypatch.setenv(VARIABLE, where)
+        server, client = Server(), ControlClient()
+        try:
+            assert as_stranger(_CONNECT, path_of(server)) == ""
+            os.chmod(where, 0o711)
+            os.chmod(path_of(server), 0o777)
+            assert as_stranger(_CONNECT, path_of(server)) == ""
+            assert server.control.num_connections == 0
+            os.chmod(where, 0o700)
+            assert client.metadata(server.control.endpoint, SECONDS) == METADATA
+        finally:
+            client.close()
+            server.control.close()
 
 
 @pytest.mark.parametrize(
-    "said", [b"GET / HTTP/1.1\r\n\r\n", struct.pack("<I", 10) + GET_METADATA, os.urandom(4096)]
+    "endpoint",
+    [
+        "tcp://127.0.0.1:9",
+        "unix:///run/docker.sock",
+        "unix://{}/docker.sock",
+        "unix://{}/../x/kv-1-1-00000000",
+    ],
 )
-def test_bytes_that_are_no_tls_are_answered_by_a_tls_alert_at_most(said: bytes) -> None:
-    server = Server(NETWORK.authentication())
-    try:
-        place = place_of(server.control.endpoint)
-        with socket.create_connection(place, timeout=SECONDS) as connection:
-            connection.sendall(said)
-            got = b""
-            try:
-                while part := connection.recv(4096):
-                    got += part
-            except ConnectionError:
-                pass
-        assert len(got) <= 7, "a TLS alert"
-        assert METADATA.address not in got
-        wait_until(lambda: server.control.num_connections == 0)
-    finally:
-        server.control.close()
+def test_forged_endpoint_is_not_connected_to(
+    client: ControlClient, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: str, timeout: float) -> None:
+        raise AssertionError(f"connected to {path}")
+
+    monkeypatch.setattr(socket_files, "connect", refuse)
+    with pytest.raises(KvTransferError, match=r"is not in /.*between hosts TensorRT-LLM"):
+        client.metadata(endpoint.format(socket_files.directory()), SECONDS)
 
 
-def test_peer_connects_during_a_flood_of_silent_connections() -> None:
-    server = Server(NETWORK.authentication())
-    place = place_of(server.control.endpoint)
-    flood = [socket.create_connection(place, timeout=SECONDS) for _ in range(3 * Limits().newcomers)]
-    try:
-        client = ControlClient(server.authentication)
-        assert client.metadata(server.control.endpoint, SECONDS) == METADATA
-        client.close()
-        wait_until(lambda: server.control.num_connections <= Limits().newcomers + 1)
-    finally:
-        for connection in flood:
-            connection.close()
-        server.control.close()
-
-
-def test_local_and_network_engines_refuse_each_others_endpoints() -> None:
-    local, network = ControlClient(SameUserAuthentication()), ControlClient(NETWORK.authentication())
-    with pytest.raises(KvTransferError, match="is on another host"):
-        local.metadata("tcp://127.0.0.1:9", SECONDS)
-    with pytest.raises(KvTransferError, match="accepts peers on its own host only"):
-        network.metadata("unix://@name:1", SECONDS)
+def test_peer_with_a_deleted_socket_file_is_gone_only_when_its_process_has_ended(
+    client: ControlClient,
+) -> None:
+    """It may still write into our blocks."""
+    parent = os.getppid()
+    for started, error in ((birth(parent), KvTransferError), (birth(parent) + 1, PeerGoneError)):
+        endpoint = f"unix://{socket_files.directory()}/kv-{parent}-{started}-00000000"
+        with pytest.raises(KvTransferError) as refused:
+            client.metadata(endpoint, SECONDS)
+        assert type(refused.value) is error

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import os
 import queue
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -24,11 +22,10 @@ from nixl_cu13._api import nixl_agent
 from tests.support.fake_transport import WaitsFor
 from tests.support.meeting import wait_until
 from tests.support.nixl_agents import ScriptedAgents
-from tests.support.pools import DIM, HEADS, LAYERS, LAYOUT, NETWORK, ONE_HOST, SLOTS, Pool, pool_in_a_child
+from tests.support.pools import DIM, HEADS, LAYERS, LAYOUT, SLOTS, Pool, TcpTransport, pool_in_a_child
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvTimeouts, PeerMetadata, ReadTimeoutError
 from trtllm_disagg.engines.embedded.kv_transfer.nixl import NixlAddress, NixlTransport
 from trtllm_disagg.engines.embedded.kv_transfer.peers import Peers
-from trtllm_disagg.engines.embedded.kv_transfer.transports import create_transport
 from trtllm_disagg.errors import ConfigError, KvTransferError
 from trtllm_disagg.processes import proc_stat
 from trtllm_disagg.processes.proc_stat import ProcessMark
@@ -42,8 +39,7 @@ def agents() -> ScriptedAgents:
 @pytest.fixture(scope="module")
 def pools(agents: ScriptedAgents) -> Iterator[tuple[Pool, Pool]]:
     sender, receiver = (
-        Pool("NIXL", 8, name, transport=NixlTransport(ONE_HOST, agents.make))
-        for name in ("sender", "receiver")
+        Pool("NIXL", 8, name, transport=NixlTransport(agents.make)) for name in ("sender", "receiver")
     )
     yield sender, receiver
     for pool in (sender, receiver):
@@ -114,7 +110,7 @@ def test_one_peers_copy_is_over_before_another_peers_handle_is_released(agents: 
     call comes first here: any other one would wait in its place.
     """
     near, far = Pool("NIXL", 8, "near"), Pool("NIXL", 8, "far")
-    reader = Pool("NIXL", 8, "reader", transport=NixlTransport(ONE_HOST, agents.make))
+    reader = Pool("NIXL", 8, "reader", transport=NixlTransport(agents.make))
     agent, held = agents["reader"], WaitsFor()
 
     try:
@@ -137,7 +133,7 @@ def test_one_peers_copy_is_over_before_another_peers_handle_is_released(agents: 
 
 
 def test_a_restarted_peers_predecessor_is_forgotten_when_the_next_peer_is_met(agents: ScriptedAgents) -> None:
-    reader = Pool("NIXL", 8, "long-lived", transport=NixlTransport(ONE_HOST, agents.make))
+    reader = Pool("NIXL", 8, "long-lived", transport=NixlTransport(agents.make))
     with pool_in_a_child("NIXL") as (card, process):
         reader.read(card, [0], [0])
         process.kill()
@@ -160,7 +156,7 @@ def test_a_peer_may_be_met_while_another_peers_thread_looks_for_peers_that_have_
     agents: ScriptedAgents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known, met, meets = (Pool("NIXL", 8, name) for name in ("known", "met-meanwhile", "meets"))
-    reader = Pool("NIXL", 8, "meets-two", transport=NixlTransport(ONE_HOST, agents.make))
+    reader = Pool("NIXL", 8, "meets-two", transport=NixlTransport(agents.make))
     parent, birth = os.getppid(), proc_stat.birth
     reader.read(in_process(known.card, ProcessMark(parent, birth(parent))), [0], [0])
     looks = itertools.count()
@@ -181,7 +177,7 @@ def test_an_ended_peer_is_forgotten_only_after_the_transfer_with_it(
     agents: ScriptedAgents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends, second, third = (Pool("NIXL", 8, name) for name in ("ends", "second", "third"))
-    reader = Pool("NIXL", 8, "reads-from-an-ended-one", transport=NixlTransport(ONE_HOST, agents.make))
+    reader = Pool("NIXL", 8, "reads-from-an-ended-one", transport=NixlTransport(agents.make))
     parent, birth = os.getppid(), proc_stat.birth
     agent, held = agents["reads-from-an-ended-one"], WaitsFor()
     agent.state, agent.held = "PROC", held
@@ -205,7 +201,7 @@ def test_an_ended_peer_is_forgotten_only_after_the_transfer_with_it(
 
 def test_fetches_of_all_sizes_use_one_buffer(agents: ScriptedAgents) -> None:
     sender = Pool("NIXL", 8, "giver")
-    reader = Pool("NIXL", 8, "fetcher", transport=NixlTransport(ONE_HOST, agents.make))
+    reader = Pool("NIXL", 8, "fetcher", transport=NixlTransport(agents.make))
     bytes_of_block = reader.kv[0].nbytes
     agents["fetcher"].own_tables.clear()
     for count in (1, 4, 8):
@@ -221,7 +217,7 @@ def test_a_pool_that_ucx_cannot_have_is_refused_by_name() -> None:
         def register_memory(self, *args: Any) -> Any:
             raise RuntimeError("NIXL_ERR_BACKEND")
 
-    transport = NixlTransport(ONE_HOST, Refusing)
+    transport = NixlTransport(Refusing)
     transport.allocate((4, 1, 2, 4, 2, 8), torch.float32, torch.device("cpu"))
     expected = "'NIXL' is not allowed; expected memory that UCX can register, 2048 bytes of the CPU: NIXL_ERR_BACKEND"
     with pytest.raises(ConfigError, match=expected):
@@ -229,48 +225,13 @@ def test_a_pool_that_ucx_cannot_have_is_refused_by_name() -> None:
     transport.close()
 
 
-# -- when it is not installed
-
-
-@pytest.fixture
-def without_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
-    # What Python does with a name that is None here: it cannot be imported.
-    for name in ("nixl_cu12", "nixl_cu13"):
-        monkeypatch.setitem(sys.modules, f"{name}._api", None)
-
-
-@pytest.mark.usefixtures("without_nixl")
-def test_default_falls_back_to_shared_memory_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        transport = create_transport("DEFAULT", ONE_HOST)
-    assert transport.name == "SHARED_MEMORY"
-    assert "KV moves through shared memory, on this host only" in caplog.text
-    transport.close()
-
-
-@pytest.mark.usefixtures("without_nixl")
-def test_nixl_by_name_does_not_fall_back() -> None:
-    with pytest.raises(ConfigError, match=r"'NIXL' is not allowed; expected .* pip install nixl-cu13"):
-        create_transport("NIXL", ONE_HOST)
-
-
-def test_default_is_nixl_where_it_is_installed() -> None:
-    assert create_transport("DEFAULT", ONE_HOST).name == "NIXL"
-
-
-def test_an_unknown_backend_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"cache_transceiver_config\.backend: 'UCX' is not allowed"):
-        create_transport("UCX", ONE_HOST)
-
-
 # -- a read that lands late
 
 
-def test_a_late_read_has_ended_when_its_bytes_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_read_has_ended_when_its_bytes_are_there() -> None:
     """Over tcp a stopped sender answers when it goes on, however long that takes."""
-    monkeypatch.setenv("UCX_TLS", "tcp")
-    with pool_in_a_child("NIXL", "network") as (card, process):
-        receiver = Pool("NIXL", 8, "late-receiver", NETWORK)
+    with pool_in_a_child("NIXL", "tcp") as (card, process):
+        receiver = Pool("NIXL", 8, "late-receiver", TcpTransport())
         receiver.read(card, [0], [0])
         stop(process)
         with pytest.raises(ReadTimeoutError) as timeout:
@@ -285,18 +246,14 @@ def test_a_late_read_has_ended_when_its_bytes_are_there(monkeypatch: pytest.Monk
         receiver.close()
 
 
-def test_a_late_read_ends_although_the_next_pull_from_that_peer_fails(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_late_read_ends_although_the_next_pull_from_that_peer_fails() -> None:
     """A peer with a late transfer is not forgotten: NIXL would say nothing more of that transfer."""
-    monkeypatch.setenv("UCX_TLS", "tcp")
     endpoint = "tcp://127.0.0.1:1"
-    with pool_in_a_child("NIXL", "network") as (card, process):
-        receiver = Pool("NIXL", 8, "late-receiver-3", NETWORK)
+    with pool_in_a_child("NIXL", "tcp") as (card, process):
+        receiver = Pool("NIXL", 8, "late-receiver-3", TcpTransport())
         peers = Peers(
             receiver.transport,
             LAYOUT,
-            authentication=NETWORK.authentication(),
             timeouts=KvTimeouts(control=0.2),
             on_change=lambda: None,
         )
@@ -307,14 +264,14 @@ def test_a_late_read_ends_although_the_next_pull_from_that_peer_fails(
         def read() -> None:
             receiver.read(card, [3, 4], [5, 6], timeout=0.2)
 
-        slow = peers.attempt(endpoint, card.sender, read)
+        slow = peers.attempt(endpoint, read)
         assert slow.late is not None
 
         def refused() -> None:
             peers.metadata.known[endpoint] = card
             raise KvTransferError("the lease ended before the KV was read")
 
-        assert peers.attempt(endpoint, card.sender, refused).error is not None
+        assert peers.attempt(endpoint, refused).error is not None
         process.send_signal(signal.SIGCONT)
         wait_until(slow.late.has_ended)
         assert torch.equal(receiver.kv[5:7], filled(8)[3:5])
@@ -324,11 +281,10 @@ def test_a_late_read_ends_although_the_next_pull_from_that_peer_fails(
         receiver.close()
 
 
-def test_the_buffers_of_late_fetches_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_buffers_of_late_fetches_are_used_again() -> None:
     """Each has 16 MiB, and a slow link makes one after the other."""
-    monkeypatch.setenv("UCX_TLS", "tcp")
-    with pool_in_a_child("NIXL", "network") as (card, process):
-        receiver = Pool("NIXL", 8, "late-fetcher", NETWORK)
+    with pool_in_a_child("NIXL", "tcp") as (card, process):
+        receiver = Pool("NIXL", 8, "late-fetcher", TcpTransport())
         size, addresses = receiver.kv[0].nbytes, set[int]()
 
         def fetch(block: int, timeout: float) -> None:
@@ -349,10 +305,9 @@ def test_the_buffers_of_late_fetches_are_used_again(monkeypatch: pytest.MonkeyPa
         receiver.close()
 
 
-def test_a_late_read_of_a_sender_that_died_has_not_ended_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UCX_TLS", "tcp")
-    with pool_in_a_child("NIXL", "network") as (card, process):
-        receiver = Pool("NIXL", 8, "late-receiver-2", NETWORK)
+def test_a_late_read_of_a_sender_that_died_has_not_ended_by_itself() -> None:
+    with pool_in_a_child("NIXL", "tcp") as (card, process):
+        receiver = Pool("NIXL", 8, "late-receiver-2", TcpTransport())
         receiver.read(card, [0], [0])
         stop(process)
         with pytest.raises(ReadTimeoutError) as timeout:

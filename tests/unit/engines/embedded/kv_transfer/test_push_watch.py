@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from threading import Event
 
@@ -10,10 +9,10 @@ import msgspec
 import pytest
 
 from tests.support.fake_transport import FakeTransport
-from tests.support.pools import NETWORK
-from trtllm_disagg.engines.embedded.kv_transfer.access import OneHost, TransferScope
+from trtllm_disagg.engines.embedded.ipc.socket_files import directory
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout, KvTimeouts, PeerMetadata
-from trtllm_disagg.engines.embedded.kv_transfer.control import ControlClient, ControlServer, LeaseTable
+from trtllm_disagg.engines.embedded.kv_transfer.control import ControlClient, ControlServer
+from trtllm_disagg.engines.embedded.kv_transfer.leases import LeaseTable
 from trtllm_disagg.engines.embedded.kv_transfer.messages import (
     FromDecode,
     FromPrefill,
@@ -24,14 +23,14 @@ from trtllm_disagg.engines.embedded.kv_transfer.messages import (
     Withdraw,
 )
 from trtllm_disagg.engines.embedded.kv_transfer.peers import (
-    DeathWatch,
-    LateTransfer,
     PeerMetadataCache,
     Peers,
 )
 from trtllm_disagg.engines.embedded.kv_transfer.push_receiver import Expected, PushReceiver
 
 ENDPOINT = "prefill"
+#: Of a process that has ended.
+GONE = f"unix://{directory()}/kv-1-1-00000000"
 LAYOUT = KvLayout("model", 1, 16, 1, 8, "float32")
 METADATA = PeerMetadata("engine", "NIXL", LAYOUT, 4, b"")
 
@@ -45,12 +44,11 @@ class ScriptedPeers(Peers):
         super().__init__(
             FakeTransport(),
             LAYOUT,
-            authentication=OneHost().authentication(),
             timeouts=KvTimeouts(ask=0.01),
             on_change=lambda: None,
         )
         self.metadata.known[ENDPOINT] = METADATA
-        self.receiver = PushReceiver("decode", "here", self, on_news=lambda: None, on_busy=lambda: None)
+        self.receiver = PushReceiver("here", self, on_news=lambda: None, on_busy=lambda: None)
         self.answered = Event()
         self._is_done = is_done
 
@@ -78,18 +76,16 @@ def peers(request: pytest.FixtureRequest) -> Iterator[ScriptedPeers]:
 class LostPrefill(Peers):
     """The prefill engine has taken the offer, and nothing listens at its endpoint any more."""
 
-    def __init__(self, scope: TransferScope, endpoint: str, dead: float = 0.5) -> None:
-        authentication = scope.authentication()
+    def __init__(self, endpoint: str, dead: float = 0.5) -> None:
         timeouts, self.changed = KvTimeouts(ask=0.01, dead=dead), Event()
         super().__init__(
             FakeTransport(),
             LAYOUT,
-            authentication=authentication,
             timeouts=timeouts,
             on_change=self.changed.set,
         )
         self.metadata.known[endpoint] = METADATA
-        self.receiver = PushReceiver("decode", "here", self, on_news=self.changed.set, on_busy=lambda: None)
+        self.receiver = PushReceiver("here", self, on_news=self.changed.set, on_busy=lambda: None)
         self.endpoint = endpoint
 
     def send(self, endpoint: str, message: FromDecode | FromPrefill) -> bytes:
@@ -109,50 +105,19 @@ def expected_from(endpoint: str) -> Expected:
     return Expected(endpoint=endpoint, request=1, prompt=b"p" * 16, blocks=[0], num_known=0, seconds=30.0)
 
 
-def give_up_on(peers: LostPrefill) -> tuple[LateTransfer, float]:
-    """The blocks' transfer after it has ended, and how long that took since the engine's death was known."""
-    expected = expected_from(peers.endpoint)
-    peers.receiver.expect(expected)
-    peers.wait_for(lambda: expected.error is not None)
-    assert "engine is gone" in str(expected.error)
-    began = time.monotonic()
-    late = peers.receiver.give_up(expected)
-    assert late is not None
-    peers.wait_for(lambda: late.ended)
-    return late, time.monotonic() - began
-
-
-def test_between_hosts_a_dead_writers_bytes_are_waited_for() -> None:
-    """They may still be on their way, into blocks that another request would have by then."""
-    listener, endpoint = NETWORK.authentication().listen()
-    listener.close()
-    peers = LostPrefill(NETWORK, endpoint)
+def test_a_dead_writers_blocks_are_free_at_once() -> None:
+    peers = LostPrefill(GONE)
     try:
-        late, seconds = give_up_on(peers)
-        assert seconds >= 0.5
-        assert peers.late.take_news() == [late, late], "running at the first look, and ended"
-    finally:
-        peers.close()
-
-
-def test_on_one_host_a_dead_writers_blocks_are_free_at_once() -> None:
-    peers = LostPrefill(OneHost(), "unix://@gone:1")
-    try:
-        late, _ = give_up_on(peers)
+        expected = expected_from(GONE)
+        peers.receiver.expect(expected)
+        peers.wait_for(lambda: expected.error is not None)
+        assert "is gone" in str(expected.error)
+        late = peers.receiver.give_up(expected)
+        assert late is not None
+        peers.wait_for(lambda: late.ended)
         assert peers.late.take_news() == [late]
     finally:
         peers.close()
-
-
-def test_an_engine_is_dead_when_another_one_has_its_endpoint() -> None:
-    server = ControlServer(OneHost().authentication(), LeaseTable(60.0), lambda: None)
-    server.start(METADATA)
-    client = ControlClient(OneHost().authentication())
-    timeouts = KvTimeouts(dead=0.0)
-    assert DeathWatch(client, server.endpoint, timeouts).is_dead("an earlier one")
-    assert not DeathWatch(client, server.endpoint, timeouts).is_dead(METADATA.sender)
-    client.close()
-    server.close()
 
 
 class SlowMetadata(PeerMetadataCache):
@@ -169,9 +134,9 @@ class SlowMetadata(PeerMetadataCache):
 
 
 def test_blocks_given_up_before_their_offer_was_sent_stay_apart_while_a_live_prefill_writes() -> None:
-    server = ControlServer(OneHost().authentication(), LeaseTable(60.0), lambda: None)
-    server.start(METADATA, {Withdraw: lambda message, peer: Reply.BUSY})
-    peers = LostPrefill(OneHost(), server.endpoint, dead=0.0)
+    server = ControlServer(LeaseTable(60.0), lambda: None)
+    server.start(METADATA, {Withdraw: lambda message: Reply.BUSY})
+    peers = LostPrefill(server.endpoint, dead=0.0)
     peers.metadata = slow = SlowMetadata(peers.client)
     try:
         expected = expected_from(server.endpoint)
@@ -182,7 +147,7 @@ def test_blocks_given_up_before_their_offer_was_sent_stay_apart_while_a_live_pre
         assert peers.changed.wait(30)
         assert late is not None
         assert peers.late.take_news() == [late]
-        assert expected.prefill == METADATA.sender
+        assert expected.is_offered
         assert not late.ended
     finally:
         peers.close()

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.pools import ONE_HOST, Pool, pool_in_a_child
+from tests.support.pools import Pool, pool_in_a_child
 from trtllm_disagg.engines.embedded.kv_transfer.base import common_runs
 from trtllm_disagg.engines.embedded.kv_transfer.shared_memory import SharedMemoryTransport
 from trtllm_disagg.errors import ConfigError, KvTransferError
@@ -84,7 +84,7 @@ def test_closed_pool_leaves_no_file_descriptor() -> None:
 
 def test_a_pool_on_a_gpu_is_refused() -> None:
     with pytest.raises(ConfigError, match="NIXL on a CUDA device"):
-        SharedMemoryTransport(ONE_HOST).allocate((1, 2, 1, 1, 1, 1), torch.float32, torch.device("cuda"))
+        SharedMemoryTransport().allocate((1, 2, 1, 1, 1, 1), torch.float32, torch.device("cuda"))
 
 
 def test_blocks_of_another_size_are_not_copied() -> None:

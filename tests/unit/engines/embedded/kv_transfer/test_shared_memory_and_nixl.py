@@ -11,14 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.pools import DIM, HEADS, LAYERS, SLOTS, Pool, pool_in_a_child
-from trtllm_disagg.engines.embedded.kv_transfer.transports import on_one_host
+from trtllm_disagg.engines.embedded.kv_transfer.transports import TRANSPORTS
 from trtllm_disagg.errors import KvTransferError
 
 BLOCK_BYTES = LAYERS * 2 * SLOTS * HEADS * DIM * 4
 MakePool = Callable[..., Pool]
 
 
-@pytest.fixture(scope="module", params=on_one_host())
+@pytest.fixture(scope="module", params=tuple(TRANSPORTS))
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

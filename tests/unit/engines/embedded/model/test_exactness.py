@@ -14,7 +14,7 @@ from tests.conftest import Checkpoints
 from tests.support.cores import Core
 from tests.support.models import write_checkpoint
 from trtllm_disagg.engines.embedded.core import build as core_module
-from trtllm_disagg.engines.embedded.kv_transfer.transports import on_one_host
+from trtllm_disagg.engines.embedded.kv_transfer.transports import TRANSPORTS
 from trtllm_disagg.engines.embedded.model import sampler
 from trtllm_disagg.engines.embedded.params.model_config import FAMILIES
 
@@ -308,7 +308,7 @@ def test_logits_after_a_handoff_and_preemption_have_the_bits_of_solo_requests(
     assert_same_bits({key: row for key, row in recorder.take().items() if key in solo}, solo)
 
 
-@pytest.mark.parametrize("backend", on_one_host())
+@pytest.mark.parametrize("backend", tuple(TRANSPORTS))
 def test_logits_after_a_handoff_have_the_bits_of_solo_requests(
     make_core: MakeCore, recorder: Recorder, solo: Logits, backend: str
 ) -> None:

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.nixl_agents import ScriptedAgents
-from tests.support.pools import ONE_HOST
 from trtllm_disagg.engines.embedded.kv_transfer.base import (
     STAGING_BYTES,
     KvLayout,
@@ -22,7 +21,7 @@ from trtllm_disagg.engines.embedded.kv_transfer.base import (
     StagingTransport,
 )
 from trtllm_disagg.engines.embedded.kv_transfer.nixl import NixlTransport
-from trtllm_disagg.engines.embedded.kv_transfer.transports import create_transport, on_one_host
+from trtllm_disagg.engines.embedded.kv_transfer.transports import TRANSPORTS, create_transport
 from trtllm_disagg.engines.embedded.tensor_parallel.shards import (
     Shard,
     ShardReader,
@@ -63,9 +62,7 @@ class Engine:
         self.pools: list[torch.Tensor] = []
         shards = []
         for rank in range(num_ranks):
-            transport: StagingTransport = (
-                NixlTransport(ONE_HOST, agents.make) if agents else create_transport(backend, ONE_HOST)
-            )
+            transport: StagingTransport = NixlTransport(agents.make) if agents else create_transport(backend)
             shape = (num_blocks, LAYERS, 2, SLOTS, HEADS // num_ranks, DIM)
             self.pools.append(transport.allocate(shape, torch.float32, torch.device("cpu")))
             shards.append(Shard(f"{name}/{rank}", transport.serve(f"{name}/{rank}")))
@@ -119,7 +116,7 @@ def ids(blocks: list[int]) -> np.ndarray:
     return np.asarray(blocks, np.int32)
 
 
-@pytest.mark.parametrize("backend", on_one_host())
+@pytest.mark.parametrize("backend", tuple(TRANSPORTS))
 @pytest.mark.parametrize(("theirs", "ours"), [(1, 2), (2, 1), (2, 2), (4, 2), (1, 1)])
 @pytest.mark.parametrize("staging", [STAGING_BYTES, 1], ids=["at once", "block by block"])
 def test_blocks_arrive_bit_for_bit(backend: str, theirs: int, ours: int, staging: int) -> None:
@@ -143,7 +140,7 @@ def test_a_card_of_several_ranks_is_read_back() -> None:
 
 def test_a_number_of_ranks_that_does_not_divide_the_heads_is_refused() -> None:
     card = PeerMetadata("a", "NIXL", LAYOUT, 3, join_addresses([Shard(f"a/{i}", b"") for i in range(3)]))
-    reader = ShardReader(create_transport("SHARED_MEMORY", ONE_HOST), torch.zeros(1), 0, 2)
+    reader = ShardReader(create_transport("SHARED_MEMORY"), torch.zeros(1), 0, 2)
     with pytest.raises(HandoffRefusedError, match="prefill has tensor_parallel_size 3, decode 2"):
         reader.read(card, ids([0]), ids([0]), 1.0)
 
