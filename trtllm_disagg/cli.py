@@ -70,12 +70,6 @@ COMMANDS = {
         "trtllm_disagg.tools.admin.scale_command",
         "trtllm-disagg scale --run-dir DIR --prefill 2 --decode 3",
     ),
-    "k8s": Command(
-        "write a deployment as manifests for Dynamo's Kubernetes operator",
-        "trtllm_disagg.k8s",
-        "trtllm-disagg k8s --strategy decode_first --model Qwen/Qwen3-8B --engine-configs engine_configs/qwen3 "
-        "--image registry.example/trtllm-disagg:0.2.0",
-    ),
     "plan": Command(
         "simulate in seconds which layout of modelled GPUs suits a model, traffic and limits",
         "trtllm_disagg.tools.plan",
@@ -323,7 +317,7 @@ TAKE_FLAGS = ("--worker-args", "--frontend-args", "--prefill-flags", "--decode-f
 
 
 #: Commands of earlier versions: what to use instead.
-_REPLACED: dict[str, str] = {}
+_REPLACED = {"k8s": "deploy/k8s/ has the manifests, kubectl apply -k deploy/k8s/decode_first"}
 
 
 def _command(name: str) -> Command:

@@ -1,4 +1,4 @@
-"""The containers of a rendered manifest as processes, which find each other through Kubernetes' API and answer."""
+"""The containers of a manifest in deploy/k8s/ as processes, which find each other by Kubernetes' API and answer."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.deployments import DEMO_CONFIGS, demo_model, wait_until
-from tests.support.kubernetes import WORKERS, Cluster, Kubelet, Pod, components, rendered
+from tests.support.deployments import DEMO_CONFIGS, ROOT, demo_model, wait_until
+from tests.support.kubernetes import WORKERS, Cluster, Kubelet, Manifest, Pod, components, container, rendered
 from trtllm_disagg.tools.up.plan import LOOPBACK
 from trtllm_disagg.tools.up.ports import free_http_port, free_system_ports
 
 START_SECONDS = 120.0
+#: The name for clients in the manifest.
+MODEL = "Qwen/Qwen3-8B"
 NAMESPACE = "serving-demo"
 #: What Dynamo's operator gives every container, and workers, of the graph `demo` in the namespace `serving`.
 OF_OPERATOR = {
@@ -55,35 +57,23 @@ def cluster() -> Iterator[Cluster]:
     cluster.close()
 
 
-@pytest.fixture
-def key(tmp_path: Path) -> str:
-    path = tmp_path / "key"
-    path.touch(0o600)
-    path.write_bytes(secrets.token_bytes(40))
-    return str(path)
+def on_the_embedded_engine(component: Manifest) -> None:
+    """The demo model instead of the one of the manifest; everything else stays."""
+    spec, model = container(component), str(demo_model().absolute())
+    spec["args"][1] = f"--extra-engine-args={DEMO_CONFIGS / component['name']}.yaml"
+    given = {"TRTLLM_DISAGG_MODEL": model, "TRTLLM_DISAGG_ENGINE": "embedded"}
+    for each in spec["env"]:
+        each["value"] = given.get(each["name"], each["value"])
 
 
-def test_pods_of_a_manifest_find_each_other_answer_and_are_switched(
-    cluster: Cluster, key: str, tmp_path: Path
-) -> None:
-    manifests = rendered(
-        *("--strategy", "decode_first", "--model", str(demo_model().absolute()), "--name", "demo"),
-        *(
-            "--engine",
-            "embedded",
-            "--engine-configs",
-            str(DEMO_CONFIGS),
-            "--image",
-            "registry.example/demo:1",
-        ),
-        *("--admin-key-file", key, "--transfer-key-file", key, "--drain-seconds", "5"),
-    )
-    graph = components(manifests)
-    kubelet = Kubelet(cluster, manifests, tmp_path)
+def test_pods_of_a_manifest_find_each_other_answer_and_are_switched(cluster: Cluster, tmp_path: Path) -> None:
+    graph = components(rendered(ROOT / "deploy" / "k8s" / "decode_first"))
+    kubelet = Kubelet(cluster, {"trtllm-disagg-admin-key": {"key": secrets.token_bytes(32)}}, tmp_path)
     http_port = free_http_port(LOOPBACK, 0)
     try:
         kubelet.start(graph["frontend"], http_port, OF_OPERATOR | OF_FRONTENDS)
         for role, port in zip(("prefill", "decode"), free_system_ports(2), strict=True):
+            on_the_embedded_engine(graph[role])
             kubelet.start(graph[role], port, OF_OPERATOR | OF_WORKERS)
         become_ready(kubelet.pods[1:], cluster)
         decode = kubelet.pods[-1]
@@ -93,7 +83,7 @@ def test_pods_of_a_manifest_find_each_other_answer_and_are_switched(
 
             def crosses_both_stages() -> bool:
                 """Decode may learn of prefill a moment after the frontend has learned of decode."""
-                body = {"model": "demo-model", "prompt": next(prompts), "max_tokens": 8, "ignore_eos": True}
+                body = {"model": MODEL, "prompt": next(prompts), "max_tokens": 8, "ignore_eos": True}
                 answer = client.post("/v1/completions", json=body)
                 assert answer.status_code == 200, answer.text
                 assert answer.json()["usage"]["completion_tokens"] == 8

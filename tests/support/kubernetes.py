@@ -4,12 +4,9 @@ containers of a manifest as processes, with what Dynamo's operator adds to them.
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import io
 import json
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -23,11 +20,12 @@ from urllib.parse import parse_qs, urlsplit
 import yaml
 
 from tests.support.dynamo_deployment import die_with_parent
-from trtllm_disagg import cli
-from trtllm_disagg.k8s.pods import MOUNTED
 from trtllm_disagg.tools.up.plan import LOOPBACK
 
 Manifest = dict[str, Any]
+
+#: deploy/k8s/ mounts its files below it.
+MOUNTED = "/etc/trtllm-disagg"
 
 SLICES, WORKERS = "endpointslices", "dynamoworkermetadatas"
 _KINDS = {
@@ -37,12 +35,39 @@ _KINDS = {
 _WATCH_SECONDS = 60.0
 
 
-def rendered(*flags: str) -> list[Manifest]:
-    """What `trtllm-disagg k8s` writes to stdout."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        assert cli.run(["k8s", *flags]) == 0
-    return list(yaml.safe_load_all(out.getvalue()))
+def rendered(folder: Path) -> list[Manifest]:
+    """As `kubectl kustomize`, as far as deploy/k8s/ uses it."""
+    told = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    made: list[Manifest] = []
+    for name in told["resources"]:
+        path = folder / name
+        made += rendered(path) if path.is_dir() else read(path)
+    for patch in told.get("patches", ()):
+        (target,) = (each for each in made if each["kind"] == patch["target"]["kind"])
+        for step in yaml.safe_load(patch["patch"]):
+            _patch(target, **step)
+    return made
+
+
+def read(file: Path) -> list[Manifest]:
+    """Without aliases: a patch changes one place."""
+    loaded: list[Manifest] = json.loads(json.dumps(list(yaml.safe_load_all(file.read_text()))))
+    return loaded
+
+
+def _patch(target: Any, op: str, path: str, value: Any = None) -> None:
+    *parents, last = (word.replace("~1", "/") for word in path.split("/")[1:])
+    for word in parents:
+        target = target[int(word)] if isinstance(target, list) else target[word]
+    if last == "-":
+        return target.append(value)
+    key = int(last) if isinstance(target, list) else last
+    assert (op == "add") != (isinstance(target, list) or key in target)
+    if op == "remove":
+        del target[key]
+    else:
+        target[key] = value
+    return None
 
 
 def components(manifests: Sequence[Manifest]) -> dict[str, Manifest]:
@@ -203,11 +228,10 @@ class Pod:
 
 
 class Kubelet:
-    """Starts containers with their files below `root`."""
+    """Starts containers with their files below `root`. `secrets`: what they mount."""
 
-    def __init__(self, cluster: Cluster, manifests: Sequence[Manifest], root: Path) -> None:
-        self._cluster = cluster
-        self._objects = {each["metadata"]["name"]: each for each in manifests}
+    def __init__(self, cluster: Cluster, secrets: Mapping[str, Mapping[str, bytes]], root: Path) -> None:
+        self._secrets = secrets
         self._root = root
         self.pods: list[Pod] = []
         kubeconfig = {
@@ -224,26 +248,19 @@ class Kubelet:
         spec = container(component)
         pod = f"{component['name']}-0"
         self._mount(component["podTemplate"]["spec"].get("volumes", []), spec.get("volumeMounts", []))
-        own = {
-            each["name"]: each.get(
-                "value", LOOPBACK
-            )  # a pod's address is the only thing that is read from it
-            for each in spec["env"]
-        }
         env = {
             **of_operator,
-            **{name: self._in_root(value) for name, value in own.items()},
+            **{each["name"]: self._in_root(each["value"]) for each in spec["env"]},
             "POD_NAME": pod,
             "POD_UID": pod,
             "KUBECONFIG": str(self._root / "kubeconfig"),
         }
         # All pods of a cluster have the same one.
         env |= {"DYN_SYSTEM_PORT": str(port)} if "DYN_SYSTEM_PORT" in env else {"DYN_HTTP_PORT": str(port)}
-        argv = [re.sub(r"\$\((\w+)\)", lambda found: own[found[1]], word) for word in spec["args"]]
         log = self._root / f"{pod}.log"
         with log.open("wb") as out:
             process = subprocess.Popen(
-                [sys.executable, *spec["command"][1:], *map(self._in_root, argv)],
+                [sys.executable, *spec["command"][1:], *spec["args"]],
                 env={**os.environ, **env},
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -281,20 +298,13 @@ class Kubelet:
             pod.process.wait()
 
     def _in_root(self, text: str) -> str:
-        return text.replace(str(MOUNTED), f"{self._root}{MOUNTED}")
+        return text.replace(MOUNTED, f"{self._root}{MOUNTED}")
 
     def _mount(self, volumes: Sequence[Manifest], mounts: Sequence[Manifest]) -> None:
         paths = {mount["name"]: Path(self._in_root(mount["mountPath"])) for mount in mounts}
         for volume in volumes:
             path = paths[volume["name"]]
             path.mkdir(parents=True, exist_ok=True)
-            for name, content in self._files(volume).items():
+            for name, content in self._secrets[volume["secret"]["secretName"]].items():
                 (path / name).write_bytes(content)
-                (path / name).chmod(0o600 if "secret" in volume else 0o644)
-
-    def _files(self, volume: Manifest) -> dict[str, bytes]:
-        if "configMap" in volume:
-            data = self._objects[volume["configMap"]["name"]]["data"]
-            return {name: text.encode() for name, text in data.items()}
-        data = self._objects[volume["secret"]["secretName"]]["data"]
-        return {name: base64.b64decode(text) for name, text in data.items()}
+                (path / name).chmod(0o600)

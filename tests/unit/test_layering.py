@@ -54,7 +54,7 @@ LAYERS = (
     ("engines.modelled", "engines.recording", "embedded"),
     ("tools.up", "tools"),
     ("tools.plan",),
-    ("tools.admin", "tools.trace", "tools.doctor", "tools.bench", "k8s"),
+    ("tools.admin", "tools.trace", "tools.doctor", "tools.bench"),
     ("tools.demo", "tools.completion", "tools.top"),
 )
 

@@ -290,21 +290,14 @@ def _frontend(config: DeploymentConfig, env: Mapping[str, str]) -> ProcessSpec:
         *("--http-host", config.http_host),
         *("--http-port", str(config.http_port)),
         *("--discovery-backend", "file"),
-        *frontend_flags(config),
-    ]
-    # No system port: the frontend opens no system server, its health is on the HTTP port.
-    return ProcessSpec("frontend", "frontend", tuple(argv), env, http_port=config.http_port)
-
-
-def frontend_flags(config: DeploymentConfig) -> tuple[str, ...]:
-    """The flags of a frontend of this deployment, on any platform."""
-    return (
         *("--router-mode", "kv"),
         *("--request-plane", "tcp"),
         *("--event-plane", "zmq"),
         *_flag("--kv-cache-block-size", config.kv_block_size),
         *config.frontend_args,
-    )
+    ]
+    # No system port: the frontend opens no system server, its health is on the HTTP port.
+    return ProcessSpec("frontend", "frontend", tuple(argv), env, http_port=config.http_port)
 
 
 def _nats(config: DeploymentConfig, port: int, health_port: int) -> ProcessSpec:
@@ -334,7 +327,16 @@ def worker_spec(
     argv = (
         *config.worker_command,
         *("--namespace", config.namespace),
-        *worker_flags(config, role),
+        *("--model", config.model),
+        *("--served-model-name", config.served_model_name),
+        *_stage_flags(config.strategy, role),
+        *_flag("--engine", config.engine),
+        *_flag("--extra-engine-args", config.engine_configs.get(role)),
+        *_flag("--kv-block-size", config.kv_block_size),
+        *_flag("--next-router", config.next_router),
+        *_flag(flag_of("drain_seconds"), config.drain_seconds),
+        *config.worker_args,
+        *(text for name, value in config.thresholds.items() for text in (flag_of(name), str(value))),
     )
     return ProcessSpec(
         name=f"{role}-{index}",
@@ -348,25 +350,6 @@ def worker_spec(
             FILE_VARIABLE: str(config.run_dir / TRACES_DIR / f"{role}-{index}.jsonl"),
         },
         system_port=system_port,
-    )
-
-
-def worker_flags(
-    config: DeploymentConfig, role: ProcessRole, queue_flags: Iterable[str] = ()
-) -> tuple[str, ...]:
-    """The flags of a worker of this deployment, on any platform."""
-    return (
-        *("--model", config.model),
-        *("--served-model-name", config.served_model_name),
-        *_stage_flags(config.strategy, role),
-        *_flag("--engine", config.engine),
-        *_flag("--extra-engine-args", config.engine_configs.get(role)),
-        *_flag("--kv-block-size", config.kv_block_size),
-        *_flag("--next-router", config.next_router),
-        *_flag(flag_of("drain_seconds"), config.drain_seconds),
-        *queue_flags,
-        *config.worker_args,
-        *(text for name, value in config.thresholds.items() for text in (flag_of(name), str(value))),
     )
 
 

@@ -35,49 +35,6 @@ from trtllm_disagg.tools.up.plan import (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = DeploymentConfig
     add = parser.add_argument
-    add_deployment_arguments(parser)
-    add("--http-host", default=default.http_host, help="where the frontend listens (default: %(default)s)")
-    add(
-        "--http-port",
-        type=int,
-        default=default.http_port,
-        metavar="PORT",
-        help="0 takes any free port (default: %(default)s)",
-    )
-    add("--namespace", default=default.namespace, help="Dynamo namespace (default: %(default)s)")
-    add(
-        "--run-dir",
-        type=Path,
-        metavar="DIR",
-        help="logs and processes.json (default: a temporary directory, kept when something failed)",
-    )
-    add(
-        "--gpus",
-        dest="gpu_devices",
-        metavar="LIST",
-        help="GPUs for the workers, as CUDA numbers them: each gets as many of its own as its engine config says "
-        f"(default: {', '.join(ROLE_VARIABLES[role] for role in ('prefill', 'decode'))}, or CUDA_VISIBLE_DEVICES, or "
-        "all of the machine; only --engine tensorrt_llm)",
-    )
-    add(
-        "--stop-timeout",
-        type=float,
-        metavar="SECONDS",
-        help=f"when a process that was told to stop is killed (default: {BEYOND_DRAIN_SECONDS:g} s after draining, and "
-        f"with GPUs also {flag_of('engine_health_shutdown_timeout')})",
-    )
-    add(
-        "--no-restart",
-        dest="restart",
-        action="store_false",
-        help="a process that dies is not started again (default: it is, after 1, 2, 4 ... 30 s)",
-    )
-
-
-def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of a deployment on any platform."""
-    default = DeploymentConfig
-    add = parser.add_argument
     add("--strategy", required=True, choices=STRATEGIES, help="which stage takes the request first")
     add("--model", required=True, help="model directory or Hugging Face name")
     add("--served-model-name", help="name for clients (default: the name of the model directory)")
@@ -121,6 +78,42 @@ def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="how long a worker that leaves waits for its requests; then other workers go on with them "
         f"(default: {SETTINGS['drain_seconds'].default:g}) [{drain.variables[0]}]",
+    )
+    add("--http-host", default=default.http_host, help="where the frontend listens (default: %(default)s)")
+    add(
+        "--http-port",
+        type=int,
+        default=default.http_port,
+        metavar="PORT",
+        help="0 takes any free port (default: %(default)s)",
+    )
+    add("--namespace", default=default.namespace, help="Dynamo namespace (default: %(default)s)")
+    add(
+        "--run-dir",
+        type=Path,
+        metavar="DIR",
+        help="logs and processes.json (default: a temporary directory, kept when something failed)",
+    )
+    add(
+        "--gpus",
+        dest="gpu_devices",
+        metavar="LIST",
+        help="GPUs for the workers, as CUDA numbers them: each gets as many of its own as its engine config says "
+        f"(default: {', '.join(ROLE_VARIABLES[role] for role in ('prefill', 'decode'))}, or CUDA_VISIBLE_DEVICES, or "
+        "all of the machine; only --engine tensorrt_llm)",
+    )
+    add(
+        "--stop-timeout",
+        type=float,
+        metavar="SECONDS",
+        help=f"when a process that was told to stop is killed (default: {BEYOND_DRAIN_SECONDS:g} s after draining, and "
+        f"with GPUs also {flag_of('engine_health_shutdown_timeout')})",
+    )
+    add(
+        "--no-restart",
+        dest="restart",
+        action="store_false",
+        help="a process that dies is not started again (default: it is, after 1, 2, 4 ... 30 s)",
     )
     add_worker_args(parser)
     _add_flags_for(parser, "--frontend-args", "dynamo.frontend")

@@ -230,8 +230,12 @@ def test_work_submitted_for_one_peer_runs_in_order() -> None:
 def test_a_peers_call_waits_for_the_one_before_although_threads_are_free() -> None:
     """Two threads would mix up the answers on the peer's one connection."""
     workers, go, second = PeerThreads(), threading.Event(), threading.Event()
+
+    def first() -> None:
+        assert go.wait(20)
+
     try:
-        workers.submit("one", lambda: [None, go.wait(20)][0])
+        workers.submit("one", first)
         workers.submit("one", second.set)
         assert not second.wait(0.2)
         go.set()
