@@ -23,7 +23,7 @@ from trtllm_disagg.dynamo_runtime.error_mapping import to_dynamo
 from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.engines.embedded.params.supported_args import NO_EFFECT, Served
 from trtllm_disagg.engines.modelled.config import ModelledArgs
-from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.processes.exits import ExitCode
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "reference"

@@ -10,7 +10,7 @@ def main() -> None:
     try:
         from trtllm_disagg import cli
     except KeyboardInterrupt:
-        from trtllm_disagg.exit_codes import ExitCode
+        from trtllm_disagg.processes.exits import ExitCode
 
         sys.exit(ExitCode.INTERRUPTED)
     cli.main()

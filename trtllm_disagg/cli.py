@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from trtllm_disagg import INSTALL_DYNAMO, __version__
 from trtllm_disagg.errors import ERROR_PREFIX, ConfigError, DisaggError
-from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.processes.exits import ExitCode
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from tests.support.deployments import wait_until
-from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.tools.up.command_socket import COMMAND_SOCKET
 from trtllm_disagg.tools.up.plan import LOOPBACK
 from trtllm_disagg.tools.up.run_dir import RunDir

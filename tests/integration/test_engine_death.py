@@ -12,7 +12,7 @@ from tests.support.dynamo_deployment import DynamoDeployment
 from tests.support.hard_worker import LOADS, NEVER_LOADS
 from tests.support.models import write_checkpoint
 from trtllm_disagg.engine.health import TIMES
-from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.processes.exits import ExitCode
 
 #: For what a loaded machine adds.
 MORE_SECONDS = 15.0

@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.stand_ins import Exits, StartUp, nothing_runs
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.processes.interrupts import ONE_INTERRUPT_SECONDS
+from trtllm_disagg.processes.exits import ONE_INTERRUPT_SECONDS
 from trtllm_disagg.tools.up.command_socket import COMMAND_SOCKET
 from trtllm_disagg.tools.up.lifecycle import (
     deployment_in_background,

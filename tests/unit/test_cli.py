@@ -20,7 +20,7 @@ from tests.support.tracing import write
 from trtllm_disagg import INSTALL_DYNAMO
 from trtllm_disagg.cli import COMMANDS, Command, main, parser_of
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.tools.bench import BENCHMARKS
 from trtllm_disagg.tracing.spans import SpanData
 

@@ -14,7 +14,7 @@ from typing import get_type_hints
 import pytest
 
 from trtllm_disagg.cli import COMMANDS, main
-from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.tools.bench import BENCHMARKS
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ import pytest
 
 from trtllm_disagg.cli import COMMANDS, main
 from trtllm_disagg.config.args import actions_of
-from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.tools.completion import SHELLS, parsers_of, whole_parser
 
 #: Each takes longer to load than all that `--help` needs.

@@ -24,7 +24,6 @@ LAYERS = (
         "engine.trtllm_version",
         "console",
         "errors",
-        "exit_codes",
         "admin.keys",
         "model_directory",
         "processes",
@@ -40,7 +39,7 @@ LAYERS = (
     ("dynamo_runtime",),
     ("prefill_queue",),
     ("worker", "cli", "__main__"),
-    ("engines.embedded.kv_transfer", "engines"),
+    ("engines.embedded.dev_shm", "engines.embedded.kv_transfer", "engines"),
     ("engines.embedded.cpu_kernels", "engines.embedded.ipc"),
     ("engines.embedded.params",),
     ("engines.embedded.kv_cache",),
@@ -54,8 +53,9 @@ LAYERS = (
     ("engines.modelled", "engines.recording", "embedded"),
     ("tools.up", "tools"),
     ("tools.plan",),
+    ("tools.top",),
     ("tools.admin", "tools.trace", "tools.doctor", "tools.bench"),
-    ("tools.demo", "tools.completion", "tools.top"),
+    ("tools.demo", "tools.completion"),
 )
 
 #: These run on Dynamo, and nothing else may need it.

@@ -15,8 +15,8 @@ from tests.conftest import Checkpoints
 from trtllm_disagg.cli import run
 from trtllm_disagg.engines.embedded import LLM, SamplingParams
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.model_directory import is_hub_name, model_directory, servable_model
+from trtllm_disagg.processes.exits import ExitCode
 
 NAME = "acme/tiny-1.5"
 

@@ -21,7 +21,7 @@ from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.dynamo_runtime.error_mapping import from_dynamo
 from trtllm_disagg.dynamo_runtime.handler import DESCRIBE
 from trtllm_disagg.dynamo_runtime.system_port import without_system_port
-from trtllm_disagg.processes.rate_limited_log import RateLimitedLog
+from trtllm_disagg.processes.reports import RateLimitedLog
 from trtllm_disagg.types import GenerateRequest, RequestContext
 
 _DESCRIBE_SECONDS = 5.0

@@ -24,7 +24,7 @@ from trtllm_disagg.config.yaml_file import read_json
 from trtllm_disagg.dynamo_runtime.error_mapping import to_dynamo
 from trtllm_disagg.dynamo_runtime.pushed_answers import Answer, pushed
 from trtllm_disagg.errors import ConfigError, InvalidRequestError
-from trtllm_disagg.processes.rate_limited_log import RateLimitedLog
+from trtllm_disagg.processes.reports import RateLimitedLog
 from trtllm_disagg.streams import PerRequestStream
 from trtllm_disagg.types import Generate, GenerateRequest
 from trtllm_disagg.wire.bodies import decode_request, encode_chunk

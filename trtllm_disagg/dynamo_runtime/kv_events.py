@@ -14,7 +14,7 @@ from itertools import takewhile
 from typing import Any, NamedTuple, Protocol
 
 from trtllm_disagg.dynamo_runtime.polling import EVENTS_TIMEOUT, PollingPublisher
-from trtllm_disagg.processes.rate_limited_log import RateLimitedLog
+from trtllm_disagg.processes.reports import RateLimitedLog
 
 log = logging.getLogger(__name__)
 

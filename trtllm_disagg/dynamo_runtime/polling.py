@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from typing import Any
 
-from trtllm_disagg.processes.rate_limited_log import RateLimitedLog
+from trtllm_disagg.processes.reports import RateLimitedLog
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.processes.hosts import can_be_host
 
 _SYSTEM_PORT, _SYSTEM_HOST = "DYN_SYSTEM_PORT", "DYN_SYSTEM_HOST"
 #: Dynamo reads the number as a signed one of 16 bits.
@@ -25,7 +24,7 @@ def require_system_port(environ: Mapping[str, str]) -> None:
     if not port.isdecimal() or int(port) > _HIGHEST_PORT:
         raise ConfigError.bad_value(_SYSTEM_PORT, port, f"a port, {_HIGHEST_PORT} at most")
     host = environ.get(_SYSTEM_HOST) or "0.0.0.0"
-    if not can_be_host(host):
+    if not _can_be_host(host):
         raise ConfigError.bad_value(_SYSTEM_HOST, host, "an address or a host's name")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -46,3 +45,12 @@ def without_system_port() -> Iterator[None]:
     finally:
         if port is not None:
             os.environ[_SYSTEM_PORT] = port
+
+
+def _can_be_host(text: str) -> bool:
+    """Python's sockets raise TypeError or ValueError for other texts, and leave a socket open."""
+    try:
+        text.encode("idna")
+    except UnicodeError:
+        return False
+    return "\0" not in text

@@ -22,7 +22,7 @@ from trtllm_disagg.config.settings import without_password
 from trtllm_disagg.config.worker_config import flag_of
 from trtllm_disagg.errors import ConfigError, OverloadedError, QueueUnusableError
 from trtllm_disagg.prefill_queue.messages import CONSUMER, MAX_BYTES, NO, YES, Names
-from trtllm_disagg.processes.rate_limited_log import RateLimitedLog
+from trtllm_disagg.processes.reports import RateLimitedLog
 
 log = logging.getLogger(__name__)
 

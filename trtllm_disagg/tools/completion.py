@@ -9,7 +9,7 @@ from importlib import import_module
 from trtllm_disagg.cli import COMMANDS, Parser
 from trtllm_disagg.config.args import actions_of
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.tools.bench import BenchmarkParser
 
 SHELLS = ("bash", "zsh", "tcsh")

@@ -52,7 +52,7 @@ from trtllm_disagg.handlers.services import LiveState, build_generate, watch_pol
 from trtllm_disagg.handlers.trace import LinesTogether, with_request_log
 from trtllm_disagg.model_directory import fingerprint
 from trtllm_disagg.prefill_queue import PrefillQueue, open_prefill_queue
-from trtllm_disagg.processes.activity import DRAINING, SERVING, Reporter, reporter_of
+from trtllm_disagg.processes.reports import DRAINING, SERVING, Reporter, reporter_of
 from trtllm_disagg.tracing.tracer import Tracer, tracer_of
 from trtllm_disagg.types import Generate
 from trtllm_disagg.worker.model_facts import UNKNOWN_MODEL, read_model_facts

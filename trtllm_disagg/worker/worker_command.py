@@ -18,10 +18,10 @@ from trtllm_disagg.config.worker_config import WorkerConfig, flag_of
 from trtllm_disagg.config.yaml_file import read_mapping
 from trtllm_disagg.engine.engines import resolve_engine
 from trtllm_disagg.errors import ERROR_PREFIX, ConfigError, DisaggError, EngineLostError
-from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.model_directory import servable_model
-from trtllm_disagg.processes.activity import reporter_of
-from trtllm_disagg.processes.limits import check_limits, needs_of_worker
+from trtllm_disagg.processes.exits import ExitCode
+from trtllm_disagg.processes.machine import check_limits, needs_of_worker
+from trtllm_disagg.processes.reports import reporter_of
 from trtllm_disagg.processes.watchdog import watch_over_this_process
 
 if TYPE_CHECKING:

@@ -41,7 +41,7 @@ from trtllm_disagg.errors import (
 from trtllm_disagg.handlers.remote import NoStage
 from trtllm_disagg.handlers.select import InFlight, RoundRobin, SelectedStage
 from trtllm_disagg.handlers.services import build_generate
-from trtllm_disagg.processes.rate_limited_log import RateLimitedLog
+from trtllm_disagg.processes.reports import RateLimitedLog
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 #: Our error, what Dynamo is given for it, how it arrives at the other worker.

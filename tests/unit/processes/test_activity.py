@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tests.support.clock import Clock
-from trtllm_disagg.processes.activity import (
+from trtllm_disagg.processes.reports import (
     ACTIVITY_VARIABLE,
     Activity,
     FileReporter,

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from trtllm_disagg.engines.embedded.dev_shm import MIB, MPICH_PER_RANK, UCX_FREE, free_bytes
 from trtllm_disagg.engines.embedded.kv_transfer.transports import create_transport
 from trtllm_disagg.engines.embedded.tensor_parallel.launch import core_launch
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.processes.dev_shm import MIB, MPICH_PER_RANK, UCX_FREE, free_bytes
 
 Leave = Callable[[int], None]
 ADVICE = "start the container with --shm-size=256m, or: sudo mount -o remount,size=256m /dev/shm"

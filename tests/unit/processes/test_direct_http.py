@@ -12,8 +12,8 @@ from urllib.request import Request
 
 import pytest
 
-from trtllm_disagg.processes import direct_http
-from trtllm_disagg.processes.direct_http import open_url, read_url
+from trtllm_disagg.tools import http as direct_http
+from trtllm_disagg.tools.http import open_url, read_url
 
 SECONDS = 30.0
 

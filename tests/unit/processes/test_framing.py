@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from trtllm_disagg.processes.framing import (
+from trtllm_disagg.engines.embedded.ipc.framing import (
     UnreadableError,
     framed,
     receive_exactly,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.processes.exits import ExitCode
 
 # Not in one sleep: a signal between Python's last look for one and the system call is not seen before its end.
 WAITS = "print(flush=True); [time.sleep(0.05) for _ in range(1200)]"
@@ -26,7 +26,7 @@ WAITS_IN_A_LOOP = """
 COMMAND = """
 import asyncio, shutil, signal, sys, time
 from pathlib import Path
-from trtllm_disagg.processes.interrupts import ending_as_on_ctrl_c
+from trtllm_disagg.processes.exits import ending_as_on_ctrl_c
 scratch = Path(sys.argv[1])
 {before}
 with ending_as_on_ctrl_c():
@@ -71,7 +71,7 @@ def test_signal_that_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
 
 LATE_SIGNAL = """
 import os, signal
-from trtllm_disagg.processes.interrupts import ending_as_on_ctrl_c
+from trtllm_disagg.processes.exits import ending_as_on_ctrl_c
 class Late:
     def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGTERM):
         kill(pid, number)

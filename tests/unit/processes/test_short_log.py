@@ -6,9 +6,9 @@ import asyncio
 import os
 from pathlib import Path
 
-from trtllm_disagg.processes.short_log import halves, move_to_predecessor
 from trtllm_disagg.tools.up.managed_process import ManagedProcess
 from trtllm_disagg.tools.up.plan import ProcessSpec
+from trtllm_disagg.tools.up.short_log import halves, move_to_predecessor
 
 MOST_BYTES = 2000
 

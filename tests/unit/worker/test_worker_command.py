@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from trtllm_disagg.config.args import add_worker_arguments
-from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.processes.interpreter import python
 from trtllm_disagg.worker import worker_command
 

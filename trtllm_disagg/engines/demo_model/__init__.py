@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trtllm_disagg.engines.demo_model.recipe import DEFAULT_RECIPE, Recipe
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.processes.exits import ExitCode
 
 __all__ = ["DEFAULT_RECIPE", "Recipe", "add_arguments", "run"]
 

@@ -31,7 +31,7 @@ from trtllm_disagg.engines.modelled.tables import (
     read_model_config,
 )
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.processes.activity import Reporter
+from trtllm_disagg.processes.reports import Reporter
 
 if TYPE_CHECKING:
     from trtllm_disagg.engines.embedded.core.core_process import CoreProcess

@@ -23,7 +23,7 @@ from trtllm_disagg.engines.embedded.kv_transfer.base import (
 )
 from trtllm_disagg.engines.modelled.core import Clock
 from trtllm_disagg.errors import HandoffRefusedError, KvTransferError
-from trtllm_disagg.processes.proc_stat import ProcessMark, own_mark
+from trtllm_disagg.processes.machine import ProcessMark, own_mark
 
 _MOMENT = struct.Struct("<d")
 _NAME = "trtllm-disagg-link"

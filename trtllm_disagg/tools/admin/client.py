@@ -32,7 +32,7 @@ from trtllm_disagg.admin.keys import KEY_FILE, AdminKey, user_key
 from trtllm_disagg.config.args import argument_parser_of, whereabouts_of
 from trtllm_disagg.config.worker_config import FLAGS, Role, flag_of
 from trtllm_disagg.errors import ConfigError, DisaggError, StageTimeoutError
-from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.processes.steadily import without_silence
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.tools.admin import client
 
 

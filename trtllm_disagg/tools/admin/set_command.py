@@ -16,7 +16,7 @@ from trtllm_disagg.config.settings import not_negative
 from trtllm_disagg.config.thresholds import ADMISSION, NAMES
 from trtllm_disagg.config.worker_config import FLAGS, flag_of
 from trtllm_disagg.errors import ConfigError, DisaggError
-from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.strategies import switchable
 from trtllm_disagg.tools.admin import client
 from trtllm_disagg.tools.admin.client import Up, Worker, Workers, all_workers

@@ -22,11 +22,11 @@ from trtllm_disagg.admin.commands import Switch
 from trtllm_disagg.config.settings import not_negative
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.errors import ConfigError, DisaggError, StageTimeoutError
-from trtllm_disagg.exit_codes import ExitCode
-from trtllm_disagg.processes.direct_http import open_url
+from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.strategies import require_switchable, spec_of, switchable
 from trtllm_disagg.tools.admin import client
 from trtllm_disagg.tools.admin.client import Up, Worker, Workers, all_workers
+from trtllm_disagg.tools.http import open_url
 
 
 @dataclass(frozen=True, slots=True)

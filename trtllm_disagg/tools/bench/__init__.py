@@ -12,8 +12,7 @@ from typing import Any
 
 from trtllm_disagg.cli import Command, Parser
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.exit_codes import ExitCode
-from trtllm_disagg.processes.interrupts import ending_as_on_ctrl_c
+from trtllm_disagg.processes.exits import ExitCode, ending_as_on_ctrl_c
 
 #: Each module has add_arguments(parser) and run(namespace) -> ExitCode.
 BENCHMARKS = {

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from trtllm_disagg.errors import DisaggError, EngineError
-from trtllm_disagg.processes.proc_stat import is_computing
+from trtllm_disagg.processes.machine import is_computing
 from trtllm_disagg.tools.bench import child_main
 
 if TYPE_CHECKING:

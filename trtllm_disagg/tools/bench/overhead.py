@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from trtllm_disagg.config.settings import not_negative, positive_up_to
-from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.processes.interpreter import python
 from trtllm_disagg.strategies import STRATEGIES, orders, spec_of
 from trtllm_disagg.tools.bench.figures import Column, Figure, Grid, Rounds, Sample, Section, in_turn

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 from trtllm_disagg.config.settings import positive_up_to
 from trtllm_disagg.engines.embedded.kv_transfer.transports import TRANSPORTS
-from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.model_directory import model_directory
+from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.tools.bench.figures import Column, Figure, Grid, Rounds, Section, in_turn
 from trtllm_disagg.tools.bench.machine import two_cores
 from trtllm_disagg.tools.bench.models import NANOGPT_DIRECTORY, random_checkpoint, vocab_size

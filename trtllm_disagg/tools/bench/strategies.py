@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trtllm_disagg.config.settings import positive_up_to
-from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.tools.plan import add_engine_arguments, add_workload_arguments
 from trtllm_disagg.tools.up.up_command import add_worker_args
 

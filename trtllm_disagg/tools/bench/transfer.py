@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from trtllm_disagg.config.settings import positive_up_to
 from trtllm_disagg.engines.embedded.kv_transfer.transports import TRANSPORTS, on_gpus
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.tools.bench.figures import Column, Figure, Grid, Sample, Section, paired_ratio
 from trtllm_disagg.tools.bench.kv_shapes import SHAPES, KvShape
 from trtllm_disagg.tools.bench.machine import seconds_of

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from trtllm_disagg.config.settings import positive
 from trtllm_disagg.engines.demo_model.recipe import DEFAULT_DIRECTORY
-from trtllm_disagg.exit_codes import ExitCode
-from trtllm_disagg.processes.interrupts import ending_as_on_ctrl_c
+from trtllm_disagg.processes.exits import ExitCode, ending_as_on_ctrl_c
 
 QUESTION = "What is a list?"
 _DEFAULT_CONFIGS = Path("engine_configs/demo")

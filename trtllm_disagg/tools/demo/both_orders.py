@@ -18,10 +18,10 @@ from urllib.error import HTTPError
 from trtllm_disagg.console import Console
 from trtllm_disagg.engines.demo_model.building import build_demo_model
 from trtllm_disagg.engines.demo_model.recipe import DEFAULT_DIRECTORY
-from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.model_directory import is_hub_name, servable_model
-from trtllm_disagg.processes.direct_http import open_url
+from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.strategies import StrategySpec, orders
+from trtllm_disagg.tools.http import open_url
 from trtllm_disagg.tools.trace.reading import Trace, read_traces
 from trtllm_disagg.tools.trace.waterfall import duration, waterfall
 from trtllm_disagg.tools.up.lifecycle import Deployment, deployment_in_background

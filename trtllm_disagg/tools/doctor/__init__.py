@@ -15,7 +15,7 @@ from trtllm_disagg.config.settings import more_than_zero
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle
 from trtllm_disagg.engine.trtllm_version import NEWEST_KNOWN, TrtllmVersion, installed_version
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.strategies import disaggregated
 from trtllm_disagg.tools.up.gpus import ROLE_VARIABLES, parse_gpus
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.processes.exits import ExitCode
 
 if TYPE_CHECKING:
     from rich.table import Table

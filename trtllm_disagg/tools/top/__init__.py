@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.processes.exits import ExitCode
 
 if TYPE_CHECKING:
     from trtllm_disagg.tools.top.observers import Observer
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     # Imported here because `--help` does not need them.
     import asyncio
 
-    from trtllm_disagg.processes.interrupts import ending_as_on_ctrl_c
+    from trtllm_disagg.processes.exits import ending_as_on_ctrl_c
     from trtllm_disagg.tools.top.frame import print_frame, to_json
     from trtllm_disagg.tools.top.observers import observer_of
 

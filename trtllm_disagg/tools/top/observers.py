@@ -22,8 +22,8 @@ from trtllm_disagg.admin.commands import Describe
 from trtllm_disagg.config.settings import COMPONENTS, SHARED_COMPONENT
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.errors import ConfigError, DisaggError
-from trtllm_disagg.processes.activity import read_activity
-from trtllm_disagg.processes.direct_http import get
+from trtllm_disagg.processes.reports import read_activity
+from trtllm_disagg.tools.http import get
 from trtllm_disagg.tools.top.frontend import FrontendClient, Instance, environ_of_listener
 from trtllm_disagg.tools.top.snapshot import (
     DEAD,

@@ -25,7 +25,7 @@ from trtllm_disagg import __version__
 from trtllm_disagg.admin.commands import Describe, Scale, Set, Switch, UpCommand, decode_up_command
 from trtllm_disagg.config.thresholds import check_thresholds
 from trtllm_disagg.errors import ConfigError, DisaggError
-from trtllm_disagg.processes.same_user import peer_process
+from trtllm_disagg.processes.machine import peer_process
 from trtllm_disagg.strategies import spec_of, switchable
 from trtllm_disagg.tools.up.scaler import Say, Scaler
 from trtllm_disagg.tools.up.supervisor import Supervisor

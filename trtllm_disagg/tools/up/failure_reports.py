@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from trtllm_disagg.errors import ERROR_PREFIX
-from trtllm_disagg.processes.limits import INOTIFY_KEY
+from trtllm_disagg.processes.machine import INOTIFY_KEY
 from trtllm_disagg.tools.up.managed_process import ManagedProcess
 from trtllm_disagg.tools.up.plan import NO_WORKERS
 

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from trtllm_disagg import INSTALL_DYNAMO
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.exit_codes import ExitCode
-from trtllm_disagg.processes.interrupts import EXIT_CODES, ONE_INTERRUPT_SECONDS, is_wanted
+from trtllm_disagg.processes.exits import EXIT_CODES, ONE_INTERRUPT_SECONDS, ExitCode, is_wanted
 from trtllm_disagg.tools.up.command_socket import serving_commands
 from trtllm_disagg.tools.up.first_completed import first_completed
 from trtllm_disagg.tools.up.gpus import gpus_of, worker_configs

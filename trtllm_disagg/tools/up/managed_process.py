@@ -13,11 +13,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
-from trtllm_disagg.processes.activity import ACTIVITY_VARIABLE, DRAINING, Activity, read_activity
-from trtllm_disagg.processes.proc_stat import birth
-from trtllm_disagg.processes.short_log import MOST_BYTES, forget_predecessor, move_to_predecessor
+from trtllm_disagg.processes.machine import birth
+from trtllm_disagg.processes.reports import ACTIVITY_VARIABLE, DRAINING, Activity, read_activity
 from trtllm_disagg.tools.up.plan import ProcessRole, ProcessSpec
 from trtllm_disagg.tools.up.run_dir import ProcessRecord
+from trtllm_disagg.tools.up.short_log import MOST_BYTES, forget_predecessor, move_to_predecessor
 
 State = Literal["planned", "starting", "ready", "stopping", "exited", "restarting"]
 

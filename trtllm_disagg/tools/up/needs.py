@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from trtllm_disagg.processes.limits import (
+from trtllm_disagg.processes.machine import (
     INOTIFY_PER_FRONTEND,
     INOTIFY_PER_KV_ROUTER,
     INOTIFY_PER_WORKER,
@@ -23,8 +23,7 @@ def needs_of(config: DeploymentConfig) -> Needs:
     return Needs(
         INOTIFY_PER_FRONTEND
         + INOTIFY_PER_WORKER * worker_total(config)
-        + INOTIFY_PER_KV_ROUTER * sum(config.workers[role] for role in routers),
-        peers=worker_total(config),
+        + INOTIFY_PER_KV_ROUTER * sum(config.workers[role] for role in routers)
     )
 
 

@@ -13,8 +13,8 @@ from trtllm_disagg.admin.keys import KEY_FILE
 from trtllm_disagg.config.args import NAMESPACE_SUFFIX
 from trtllm_disagg.config.worker_config import FLAGS, SETTINGS, check_value, flag_of
 from trtllm_disagg.errors import ConfigError, DisaggError
-from trtllm_disagg.processes.activity import ACTIVITY_VARIABLE
 from trtllm_disagg.processes.interpreter import SAFE_PATH, python
+from trtllm_disagg.processes.reports import ACTIVITY_VARIABLE
 from trtllm_disagg.strategies import STRATEGIES, spec_of, worker_side
 from trtllm_disagg.tools.up.backoff import Backoff
 from trtllm_disagg.tools.up.brokers import (

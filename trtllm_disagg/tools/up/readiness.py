@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from trtllm_disagg.processes.direct_http import get
+from trtllm_disagg.tools.http import get
 from trtllm_disagg.tools.up.plan import LOOPBACK, DeploymentConfig, ProcessSpec
 
 NATS_HEALTH = "/healthz?js-server-only=true"

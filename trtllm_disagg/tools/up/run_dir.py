@@ -19,7 +19,7 @@ import msgspec
 
 from trtllm_disagg.admin.keys import KEY_FILE, AdminKey
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.processes.proc_stat import birth
+from trtllm_disagg.processes.machine import birth
 from trtllm_disagg.tools.up.brokers import STORE_DIR
 from trtllm_disagg.tools.up.plan import DISCOVERY_DIR, RunDirInUseError
 from trtllm_disagg.tracing.trace_file import TRACES_DIR

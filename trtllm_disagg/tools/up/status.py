@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from trtllm_disagg.processes.activity import DRAINING
+from trtllm_disagg.processes.reports import DRAINING
 from trtllm_disagg.tools.up.failure_reports import unserved_because
 from trtllm_disagg.tools.up.managed_process import ManagedProcess
 

@@ -15,9 +15,8 @@ from trtllm_disagg.config.args import argument_parser_of, parse_worker_flags, re
 from trtllm_disagg.config.settings import NOT_EMPTY
 from trtllm_disagg.config.worker_config import FLAGS, SETTINGS, choices_of, flag_of
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.exit_codes import ExitCode
 from trtllm_disagg.model_directory import servable_model
-from trtllm_disagg.processes.interrupts import ending_as_on_ctrl_c
+from trtllm_disagg.processes.exits import ExitCode, ending_as_on_ctrl_c
 from trtllm_disagg.strategies import STRATEGIES, spec_of
 from trtllm_disagg.tools.up.gpus import ROLE_VARIABLES
 from trtllm_disagg.tools.up.plan import (

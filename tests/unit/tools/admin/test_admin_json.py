@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.tools.admin.test_set_command import FakeDeployment
 from trtllm_disagg.cli import run
-from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.tools.admin import client
 
 

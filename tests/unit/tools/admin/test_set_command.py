@@ -11,7 +11,7 @@ from trtllm_disagg.admin.commands import Command, DescribedInstance, Set, Switch
 from trtllm_disagg.cli import run
 from trtllm_disagg.config.thresholds import NAMES
 from trtllm_disagg.errors import ConfigError, PeerUnavailableError
-from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.strategies import spec_of
 from trtllm_disagg.tools.admin import client
 from trtllm_disagg.tools.admin.set_command import Change, set_thresholds

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import pytest
 
 from trtllm_disagg import cli
-from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.strategies import orders
 from trtllm_disagg.tools.demo import both_orders
 from trtllm_disagg.tools.demo.both_orders import ChatAnswer, show_both_orders, stream_chat

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.processes.proc_stat import birth
+from trtllm_disagg.processes.machine import birth
 from trtllm_disagg.tools.top import observers
 from trtllm_disagg.tools.top.observers import RunDirObserver, frontend_of, load_of, observer_of
 from trtllm_disagg.tools.top.snapshot import DEAD, EMPTY, SILENT, Histogram, WorkerLoad, latency

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.deployments import wait_until
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.processes.proc_stat import birth
+from trtllm_disagg.processes.machine import birth
 from trtllm_disagg.tools.up.backoff import Backoff
 from trtllm_disagg.tools.up.brokers import EventBroker
 from trtllm_disagg.tools.up.gpus import GpuNeeds, Gpus

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trtllm_disagg.processes.dev_shm import MIB
-from trtllm_disagg.processes.limits import (
+from trtllm_disagg.processes.machine import (
     LimitError,
     MachineLimits,
     Needs,
@@ -17,9 +16,7 @@ from trtllm_disagg.processes.limits import (
 from trtllm_disagg.tools.up.needs import needs_of
 from trtllm_disagg.tools.up.plan import DeploymentConfig
 
-USUAL = MachineLimits(
-    max_inotify_instances=128, free_inotify_instances=128, max_open_files=524288, ptrace_scope=0
-)
+USUAL = MachineLimits(max_inotify_instances=128, free_inotify_instances=128, max_open_files=524288)
 PAIR = needs_of(DeploymentConfig("prefill_first", "toy", "toy", Path("run")))
 
 
@@ -58,39 +55,9 @@ def test_all_shortages_are_in_one_error() -> None:
         require(PAIR, replace(USUAL, free_inotify_instances=0, max_open_files=64))
 
 
-@pytest.mark.parametrize(("is_root", "warnings"), [(False, 1), (True, 0)])
-def test_a_ptrace_scope_that_forbids_reading_is_a_warning(is_root: bool, warnings: int) -> None:
-    assert len(require(PAIR, replace(USUAL, ptrace_scope=1, is_root=is_root))) == warnings
-
-
-def test_no_room_in_dev_shm_is_a_warning_with_the_command_that_helps() -> None:
-    (warning,) = require(PAIR, replace(USUAL, free_shared_memory=20 * MIB))
-    assert warning == (
-        "/dev/shm has 20 MiB free, and NIXL between 2 workers needs 21 MiB; some or all would move KV through shared "
-        "memory without a name, or be refused where NIXL is set: remove what is left in /dev/shm, or start the "
-        "container with --shm-size=256m, or: sudo mount -o remount,size=256m /dev/shm"
-    )
-    assert require(PAIR, replace(USUAL, free_shared_memory=22 * MIB)) == []
-
-
-def test_workers_that_move_no_kv_need_no_room_in_dev_shm() -> None:
-    alone = needs_of(DeploymentConfig("agg", "toy", "toy", Path("run")))
-    assert require(alone, replace(USUAL, free_shared_memory=0)) == []
-
-
-def test_little_locked_memory_beside_rdma_is_a_warning() -> None:
-    little = replace(USUAL, max_locked_memory=64 * 1024)
-    (warning,) = require(PAIR, little)
-    assert warning.startswith(
-        "the hard limit of locked memory (ulimit -Hl) is 64 KiB, and KV that moves by RDMA"
-    )
-    assert require(Needs(), little) == []
-
-
 def test_deployments_side_by_side_need_the_sum_of_instances() -> None:
     assert (PAIR + PAIR).inotify_instances == 2 * PAIR.inotify_instances
     assert (PAIR + PAIR).open_files == PAIR.open_files
-    assert (PAIR + PAIR).peers == 4
 
 
 @pytest.mark.parametrize(

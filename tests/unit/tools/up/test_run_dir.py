@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from tests.support.commanded_up import worker_config
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.processes.proc_stat import birth
+from trtllm_disagg.processes.machine import birth
 from trtllm_disagg.tools.up.plan import RunDirInUseError
 from trtllm_disagg.tools.up.run_dir import (
     ProcessRecord,

@@ -13,7 +13,7 @@ from tests.support.commanded_up import tell
 from trtllm_disagg.admin.commands import Describe, Scale, Set, Switch, UpCommand
 from trtllm_disagg.cli import run
 from trtllm_disagg.errors import ConfigError, DisaggError
-from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.tools.up.gpus import GpuNeeds, Gpus
 from trtllm_disagg.tools.up.run_dir import is_alive, read_processes
 from trtllm_disagg.tools.up.supervisor import Supervisor

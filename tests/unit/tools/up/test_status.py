@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from tests.support.clock import Clock
-from trtllm_disagg.processes.activity import ACTIVITY_VARIABLE, FileReporter
+from trtllm_disagg.processes.reports import ACTIVITY_VARIABLE, FileReporter
 from trtllm_disagg.tools.up.managed_process import ManagedProcess, State
 from trtllm_disagg.tools.up.plan import ProcessRole, ProcessSpec
 from trtllm_disagg.tools.up.status import (

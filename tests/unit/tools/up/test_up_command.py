@@ -15,7 +15,7 @@ import pytest
 from trtllm_disagg.cli import run
 from trtllm_disagg.config.args import WHEREABOUTS, parse_worker_flags, whereabouts_of
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.tools.up import lifecycle, up_command
 from trtllm_disagg.tools.up.plan import PLANES, DeploymentConfig, plan, shared_env, worker_arguments
 

@@ -40,7 +40,7 @@ from trtllm_disagg.engines.embedded.tensor_parallel.group import OtherRank, use_
 from trtllm_disagg.engines.embedded.tensor_parallel.team import Runner, SingleRank, Team, open_team
 from trtllm_disagg.engines.embedded.tensor_parallel.transfers import TeamTransport, transport_of
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.processes.activity import LOADING, Reporter
+from trtllm_disagg.processes.reports import LOADING, Reporter
 
 if TYPE_CHECKING:
     from trtllm_disagg.engines.embedded.core.core_process import CoreProcess

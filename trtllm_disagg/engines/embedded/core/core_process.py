@@ -37,7 +37,7 @@ from trtllm_disagg.engines.embedded.ipc.socket_files import connect
 from trtllm_disagg.engines.embedded.ipc.sockets import Link
 from trtllm_disagg.engines.embedded.tensor_parallel.launch import IN_JOB, own_rank
 from trtllm_disagg.errors import DisaggError
-from trtllm_disagg.processes.activity import reporter_of
+from trtllm_disagg.processes.reports import reporter_of
 
 log = logging.getLogger("trtllm_disagg.engines.embedded")
 

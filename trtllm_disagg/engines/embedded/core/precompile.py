@@ -25,7 +25,7 @@ from trtllm_disagg.engines.embedded.params.checkpoint import expected_weights
 from trtllm_disagg.engines.embedded.params.llm_args import EmbeddedConfig
 from trtllm_disagg.engines.embedded.params.model_config import read_config
 from trtllm_disagg.engines.embedded.params.model_shape import read_shape
-from trtllm_disagg.processes.interrupts import ending_as_on_ctrl_c
+from trtllm_disagg.processes.exits import ending_as_on_ctrl_c
 from trtllm_disagg.processes.steadily import steadily
 
 DTYPES = ("float32", "bfloat16")

@@ -29,7 +29,7 @@ from numba.core.registry import CPUDispatcher
 from numba.core.serialize import dumps
 
 from trtllm_disagg.engines.embedded.cpu_kernels.cpu import this_cpu
-from trtllm_disagg.processes.activity import Reporter
+from trtllm_disagg.processes.reports import Reporter
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.processes.proc_stat import ProcessMark, own_mark
-from trtllm_disagg.processes.same_user import require_same_user
+from trtllm_disagg.processes.machine import ProcessMark, own_mark, require_same_user
 
 #: Names another directory than /tmp/trtllm-disagg-UID. Workers that exchange KV need the same one.
 VARIABLE = "TRTLLM_DISAGG_SOCKETS"

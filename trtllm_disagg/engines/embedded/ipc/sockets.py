@@ -14,9 +14,9 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from trtllm_disagg.engines.embedded.ipc.framing import LENGTH, framed
 from trtllm_disagg.engines.embedded.ipc.socket_files import Listener
-from trtllm_disagg.processes.framing import LENGTH, framed
-from trtllm_disagg.processes.same_user import require_same_user
+from trtllm_disagg.processes.machine import require_same_user
 
 T = TypeVar("T")
 

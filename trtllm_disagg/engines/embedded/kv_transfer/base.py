@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from trtllm_disagg.errors import HandoffRefusedError, KvTransferError
-from trtllm_disagg.processes.proc_stat import ProcessMark
+from trtllm_disagg.processes.machine import ProcessMark
 from trtllm_disagg.wire.kv_handle import UNREADABLE
 
 if TYPE_CHECKING:

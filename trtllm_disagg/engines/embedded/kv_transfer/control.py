@@ -21,6 +21,13 @@ from typing import Any
 import msgspec
 
 from trtllm_disagg.engines.embedded.ipc import socket_files
+from trtllm_disagg.engines.embedded.ipc.framing import (
+    AT_ONCE,
+    UnreadableError,
+    framed,
+    receive_frame,
+    receive_whole_frame,
+)
 from trtllm_disagg.engines.embedded.ipc.socket_files import Listener
 from trtllm_disagg.engines.embedded.kv_transfer.base import PeerMetadata
 from trtllm_disagg.engines.embedded.kv_transfer.leases import LeaseTable
@@ -34,15 +41,8 @@ from trtllm_disagg.engines.embedded.kv_transfer.messages import (
 )
 from trtllm_disagg.engines.embedded.kv_transfer.transports import NOT_BETWEEN_HOSTS
 from trtllm_disagg.errors import KvTransferError
-from trtllm_disagg.processes.framing import (
-    AT_ONCE,
-    UnreadableError,
-    framed,
-    receive_frame,
-    receive_whole_frame,
-)
-from trtllm_disagg.processes.rate_limited_log import RateLimitedLog
-from trtllm_disagg.processes.same_user import require_same_user
+from trtllm_disagg.processes.machine import require_same_user
+from trtllm_disagg.processes.reports import RateLimitedLog
 from trtllm_disagg.wire.kv_handle import UNREADABLE, KvHandle, socket_path
 
 log = logging.getLogger(__name__)

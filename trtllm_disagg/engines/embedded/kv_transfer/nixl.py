@@ -35,7 +35,7 @@ from trtllm_disagg.engines.embedded.kv_transfer.transports import (
     ucx_settings,
 )
 from trtllm_disagg.errors import ConfigError, KvTransferError
-from trtllm_disagg.processes.proc_stat import ProcessMark, own_mark
+from trtllm_disagg.processes.machine import ProcessMark, own_mark
 
 _POLL_SECONDS = 0.0002
 _DOING = {"READ": "reading KV from", "WRITE": "writing KV to"}

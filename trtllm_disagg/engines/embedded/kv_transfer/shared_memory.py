@@ -25,7 +25,7 @@ from trtllm_disagg.engines.embedded.kv_transfer.base import (
     require_running,
 )
 from trtllm_disagg.errors import ConfigError, KvTransferError
-from trtllm_disagg.processes.proc_stat import ProcessMark, own_mark
+from trtllm_disagg.processes.machine import ProcessMark, own_mark
 
 
 class _Address(msgspec.Struct, frozen=True):

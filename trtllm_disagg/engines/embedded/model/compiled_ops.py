@@ -39,7 +39,7 @@ from trtllm_disagg.engines.embedded.model.linear import MOST_ROWS, PackedLinear,
 from trtllm_disagg.engines.embedded.model.paged_rows import DecodeRows, PrefillRows
 from trtllm_disagg.engines.embedded.model.plain_model import PlainLayer, PlainModel
 from trtllm_disagg.engines.embedded.model.rows import ForwardRow
-from trtllm_disagg.processes.activity import Reporter
+from trtllm_disagg.processes.reports import Reporter
 
 log = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ from trtllm_disagg.engines.embedded.params.llm_args import EmbeddedConfig, LlmAr
 from trtllm_disagg.engines.embedded.params.model_config import ModelConfig
 from trtllm_disagg.engines.embedded.params.model_shape import ModelShape, available_bytes
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.processes.activity import Reporter
+from trtllm_disagg.processes.reports import Reporter
 
 #: Largest share of the available memory for float32 copies of bfloat16 weights.
 _MOST_OF_MEMORY = 0.8

@@ -20,7 +20,7 @@ from torch.nn import functional
 from trtllm_disagg.engines.embedded.kv_cache.pool import KvPool
 from trtllm_disagg.engines.embedded.model.attention import StepLayout
 from trtllm_disagg.engines.embedded.model.rows import ForwardRow
-from trtllm_disagg.processes.activity import Reporter
+from trtllm_disagg.processes.reports import Reporter
 
 if TYPE_CHECKING:
     from trtllm_disagg.engines.embedded.model.compiled_ops import FusedDecode

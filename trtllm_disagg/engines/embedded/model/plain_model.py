@@ -27,7 +27,7 @@ from trtllm_disagg.engines.embedded.params.checkpoint import (
     weight_places,
 )
 from trtllm_disagg.engines.embedded.params.model_config import ModelConfig
-from trtllm_disagg.processes.activity import LOADING, Reporter
+from trtllm_disagg.processes.reports import LOADING, Reporter
 
 _NO_NORM = np.empty(0, np.float32)
 

@@ -26,12 +26,12 @@ import numpy as np
 import torch
 
 from trtllm_disagg.engines.embedded.ipc import socket_files, sockets
+from trtllm_disagg.engines.embedded.ipc.framing import framed, receive_exactly, receive_frame
 from trtllm_disagg.engines.embedded.ipc.sockets import listen
 from trtllm_disagg.engines.embedded.kv_cache.memory import KvCommand
 from trtllm_disagg.engines.embedded.kv_transfer.transports import ucx_environment
 from trtllm_disagg.engines.embedded.model.rows import ForwardRow
 from trtllm_disagg.errors import ConfigError, EngineError
-from trtllm_disagg.processes.framing import framed, receive_exactly, receive_frame
 
 if TYPE_CHECKING:
     from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs

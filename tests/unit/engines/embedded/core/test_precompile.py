@@ -10,7 +10,7 @@ import pytest
 
 from trtllm_disagg.engines.embedded.core.precompile import main
 from trtllm_disagg.engines.embedded.cpu_kernels.cpu import this_cpu
-from trtllm_disagg.exit_codes import ExitCode
+from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.processes.interpreter import python
 
 if not this_cpu().compiles:

@@ -28,7 +28,7 @@ from trtllm_disagg.engines.embedded.kv_transfer.control import (
 from trtllm_disagg.engines.embedded.kv_transfer.leases import LeaseTable
 from trtllm_disagg.engines.embedded.kv_transfer.messages import Finish
 from trtllm_disagg.errors import KvTransferError
-from trtllm_disagg.processes.proc_stat import birth
+from trtllm_disagg.processes.machine import birth
 from trtllm_disagg.wire.kv_handle import VERSION, KvHandle
 
 METADATA = PeerMetadata("prefill-1", "SHARED_MEMORY", KvLayout("m", 4, 32, 2, 16, "float32"), 8, b"address")

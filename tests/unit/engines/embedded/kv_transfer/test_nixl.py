@@ -27,8 +27,8 @@ from trtllm_disagg.engines.embedded.kv_transfer.base import KvTimeouts, PeerMeta
 from trtllm_disagg.engines.embedded.kv_transfer.nixl import NixlAddress, NixlTransport
 from trtllm_disagg.engines.embedded.kv_transfer.peers import Peers
 from trtllm_disagg.errors import ConfigError, KvTransferError
-from trtllm_disagg.processes import proc_stat
-from trtllm_disagg.processes.proc_stat import ProcessMark
+from trtllm_disagg.processes import machine as proc_stat
+from trtllm_disagg.processes.machine import ProcessMark
 
 
 @pytest.fixture(scope="module")

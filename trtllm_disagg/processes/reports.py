@@ -1,17 +1,17 @@
-"""Reports what a process is doing to the program that started it, through a small file that is replaced atomically.
-
-`up` names the file in an environment variable, which the engine core inherits from its worker. The core reports while
-the engine loads, and the worker afterwards. No token or request costs a write of its own.
-"""
+"""What a process tells others: what it is doing, and warnings that many requests can cause."""
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
+
+# -- activity: a small file that is replaced atomically. `up` names it in a variable; no token or request costs a write
 
 ACTIVITY_VARIABLE = "TRTLLM_DISAGG_ACTIVITY_FILE"
 LOADING = "loading weights"
@@ -73,3 +73,28 @@ def read_activity(file: Path) -> Activity:
         return msgspec.json.decode(file.read_bytes(), type=Activity)
     except (OSError, msgspec.MsgspecError):
         return Activity()
+
+
+# -- warnings
+
+_WARNING_SECONDS = 60.0
+
+
+class RateLimitedLog:
+    """One warning a minute for each message, with the number of suppressed ones. Thread-safe."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._lock = threading.Lock()
+        #: By message: when it may be logged again, and how often it was suppressed.
+        self._kinds: dict[str, tuple[float, int]] = {}
+
+    def __call__(self, message: str, *details: object) -> None:
+        with self._lock:
+            due, left_out = self._kinds.get(message, (0.0, 0))
+            now = time.monotonic()
+            is_due = now >= due
+            self._kinds[message] = (now + _WARNING_SECONDS, 0) if is_due else (due, left_out + 1)
+        if is_due:
+            more = f" (and {left_out} more of these in the last minute)" if left_out else ""
+            self._log.warning(message + "%s", *details, more)

@@ -1,7 +1,7 @@
-"""Room in /dev/shm. Containers have 64 MiB of it by default. A process that exhausts it dies of a signal or fails at
-the first request, without naming the cause.
+"""The room in /dev/shm.
 
-The KV pool needs none, since its memory has no name. The needs below were measured with nixl-cu12 1.5.1 and mpich 5.0.
+Containers have 64 MiB of it by default. A process that exhausts it dies of a signal or fails at the first request,
+without naming the cause. The needs below were measured with nixl-cu12 1.5.1 and mpich 5.0.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 DIRECTORY = Path("/dev/shm")
 MIB = 1 << 20
 #: With less than 16 MiB free, UCX starts without its shared memory and reaches no peer (with exactly 16 MiB it
-#: crashes). It keeps 4.2 MiB.
-UCX_FREE, UCX_KEPT = 17 * MIB, 4_500_000
+#: crashes).
+UCX_FREE = 17 * MIB
 #: mpich maps 1034 KiB for each rank, and dies of SIGBUS if there is less.
 MPICH_PER_RANK = 1_100_000
 
