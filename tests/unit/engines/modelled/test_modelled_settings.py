@@ -45,7 +45,5 @@ def test_a_sequence_is_no_longer_than_the_modelled_models() -> None:
 
 
 def test_a_pool_without_a_block_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"max_tokens: 16 is not allowed; expected at least one block of 32"
-    ):
+    with pytest.raises(ConfigError, match=r"max_tokens: 16 is not allowed; .* 32"):
         ModelledTestCore(kv_cache_config={"max_tokens": 16})

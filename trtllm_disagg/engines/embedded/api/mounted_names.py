@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel
 
 from trtllm_disagg.engines.embedded.api.llm import LLM
-from trtllm_disagg.engines.embedded.api.perf_metrics import FINISHED_REASON
+from trtllm_disagg.engines.embedded.api.perf_metrics import FINISHED_REASON, MetricNames
 from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs
 
 BaseLLM = LLM
@@ -116,19 +116,87 @@ def update_llm_args_with_extra_options(
     return update_llm_args_with_extra_dict(llm_args, content or {}, extra_llm_api_options)
 
 
+# -- metrics
+
+#: Prometheus name -> where its value is in the engine's statistics.
+_GAUGES = {
+    "num_requests_running": "numActiveRequests",
+    "num_requests_waiting": "numQueuedRequests",
+    "max_num_active_requests": "maxNumActiveRequests",
+    "kv_cache_hit_rate": "kvCacheStats.cacheHitRate",
+    "kv_cache_max_blocks": "kvCacheStats.maxNumBlocks",
+    "kv_cache_free_blocks": "kvCacheStats.freeNumBlocks",
+    "kv_cache_used_blocks": "kvCacheStats.usedNumBlocks",
+    "kv_cache_tokens_per_block": "kvCacheStats.tokensPerBlock",
+    "num_context_requests": "inflightBatchingStats.numContextRequests",
+    "num_generation_requests": "inflightBatchingStats.numGenRequests",
+    "num_scheduled_requests": "inflightBatchingStats.numScheduledRequests",
+    "total_context_tokens": "inflightBatchingStats.numCtxTokens",
+}
+
+#: Histograms of measured requests, in seconds.
+_HISTOGRAMS = {
+    MetricNames.E2E: "e2e_request_latency_seconds",
+    MetricNames.TTFT: "time_to_first_token_seconds",
+    MetricNames.TPOT: "time_per_output_token_seconds",
+    MetricNames.REQUEST_QUEUE_TIME: "request_queue_time_seconds",
+    MetricNames.PREFILL_TIME: "request_prefill_time_seconds",
+    MetricNames.DECODE_TIME: "request_decode_time_seconds",
+    MetricNames.INFERENCE_TIME: "request_inference_time_seconds",
+}
+#: From a millisecond to an hour, three to a decade: a laptop's engine and a cluster's have their requests in them.
+_BUCKETS = [step * 10.0**power for power in range(-3, 4) for step in (1, 2.5, 5)]
+
+
 class MetricsCollector:
-    """Has no metrics, which Dynamo's own worker would add to its own; ours has them (docs/reference/metrics.md)."""
+    """The engine's statistics as Prometheus metrics, under TensorRT-LLM's names."""
 
     labelname_finish_reason = FINISHED_REASON
 
     def __init__(self, labels: dict[str, str]) -> None:
-        """`labels` of each metric."""
+        # A client that wants metrics has it; other clients do not need it.
+        from prometheus_client import Counter, Gauge, Histogram
+
+        self._labels = labels
+        self._gauges = {
+            name: Gauge(f"trtllm_{name}", path, labelnames=list(labels)).labels(**labels)
+            for name, path in {**_GAUGES, "kv_cache_utilization": "used blocks / all blocks"}.items()
+        }
+        self._histograms = {
+            metric: Histogram(
+                f"trtllm_{name}", metric.value, labelnames=list(labels), buckets=_BUCKETS
+            ).labels(**labels)
+            for metric, name in _HISTOGRAMS.items()
+        }
+        self._tokens = Counter(
+            "trtllm_generation_tokens_total", "Tokens of answers.", labelnames=list(labels)
+        ).labels(**labels)
+        self._finished = Counter(
+            "trtllm_request_success_total",
+            "Requests by how they finished.",
+            labelnames=[*labels, self.labelname_finish_reason],
+        )
 
     def log_iteration_stats(self, iteration_stats: Mapping[str, Any]) -> None:
-        """One record of `get_stats`."""
+        for name, path in _GAUGES.items():
+            value: Any = iteration_stats
+            for part in path.split("."):
+                value = value.get(part, {})
+            if isinstance(value, (int, float)):
+                self._gauges[name].set(value)
+        blocks = iteration_stats.get("kvCacheStats") or {}
+        if blocks.get("maxNumBlocks"):
+            self._gauges["kv_cache_utilization"].set(blocks["usedNumBlocks"] / blocks["maxNumBlocks"])
 
     def log_request_metrics_dict(self, metrics_dict: Mapping[Any, Any]) -> None:
-        """The metrics of one result; they are empty when it was not measured."""
+        """Record the metrics of one result; they are empty when it was not measured."""
+        for metric, histogram in self._histograms.items():
+            if metric in metrics_dict:
+                histogram.observe(metrics_dict[metric])
+        self._tokens.inc(metrics_dict.get(MetricNames.GENERATION_TOKENS, 0))
+        reason = metrics_dict.get(self.labelname_finish_reason)
+        if reason is not None:
+            self._finished.labels(**self._labels, **{self.labelname_finish_reason: reason}).inc()
 
 
 # -- what the embedded engine does not have

@@ -171,18 +171,14 @@ def test_a_broken_checkpoint_is_refused_before_a_process_is_started(
     weights = copied / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
     monkeypatch.setattr(subprocess, "Popen", None)
-    with pytest.raises(
-        ConfigError, match=r"model\.safetensors is no safetensors file, or not all of one: .*; copy"
-    ):
+    with pytest.raises(ConfigError, match=r"model\.safetensors is no safetensors file"):
         start(copied)
 
 
 @pytest.mark.parametrize("family", ["mamba", "gpt2", None])
 def test_a_family_that_is_not_served_is_refused_by_name(copied: Path, family: str | None) -> None:
     edit_config(copied, model_type=family)
-    with pytest.raises(
-        ConfigError, match=f"model_type: {family!r} is not allowed; expected one of llama, qwen2"
-    ):
+    with pytest.raises(ConfigError, match=f"model_type: {family!r} is not allowed"):
         Core(copied)
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -20,9 +21,11 @@ from trtllm_disagg.engine.llm_api import load_api
 from trtllm_disagg.engines import embedded
 from trtllm_disagg.engines.embedded import mount
 from trtllm_disagg.engines.embedded.api.mounted_names import (
+    MetricsCollector,
     tokenizer_factory,
     update_llm_args_with_extra_options,
 )
+from trtllm_disagg.engines.embedded.api.perf_metrics import MetricNames
 from trtllm_disagg.engines.embedded.api.request import PreprocessedInputs, prompt_of
 from trtllm_disagg.engines.embedded.mount import MOUNTED, NOT_SERVED, ROOT, mount_as_tensorrt_llm
 from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs
@@ -258,3 +261,35 @@ def test_the_tokenizer_wraps_transformers_own(tmp_path: Path) -> None:
     assert tokenizer("hello")["input_ids"] == tokenizer.encode("hello")
     assert tokenizer_factory(tokenizer) is tokenizer
     assert tokenizer_factory(tokenizer.tokenizer).tokenizer is tokenizer.tokenizer
+
+
+def test_the_metrics_have_tensorrt_llms_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    prometheus = pytest.importorskip("prometheus_client")
+    registry = prometheus.CollectorRegistry()
+    made = {
+        kind: lambda *args, kind=kind, **kwargs: getattr(prometheus, kind)(*args, registry=registry, **kwargs)
+        for kind in ("Gauge", "Counter", "Histogram")
+    }
+    monkeypatch.setitem(sys.modules, "prometheus_client", SimpleNamespace(**made))
+    collector = MetricsCollector({"model_name": "m"})
+
+    collector.log_iteration_stats(
+        {"numActiveRequests": 3, "kvCacheStats": {"usedNumBlocks": 2, "maxNumBlocks": 8}}
+    )
+    collector.log_request_metrics_dict(
+        {"finished_reason": "stop", MetricNames.TTFT: 0.25, MetricNames.TPOT: 0.01}
+        | {MetricNames.GENERATION_TOKENS: 7}
+    )
+    collector.log_request_metrics_dict({})
+
+    def value(name: str, **labels: str) -> float | None:
+        sample: float | None = registry.get_sample_value(f"trtllm_{name}", {"model_name": "m", **labels})
+        return sample
+
+    assert value("num_requests_running") == 3
+    assert value("kv_cache_utilization") == 0.25
+    assert value("request_success_total", finished_reason="stop") == 1
+    assert value("time_to_first_token_seconds_sum") == 0.25
+    assert value("time_per_output_token_seconds_count") == 1
+    assert value("e2e_request_latency_seconds_count") == 0
+    assert value("generation_tokens_total") == 7

@@ -33,9 +33,7 @@ def test_weights_that_are_no_numbers_are_refused(
     weights = load_file(model / "model.safetensors")
     weights[tensor].view(-1)[7] = value
     save_file(weights, model / "model.safetensors", {"format": "pt"})
-    with pytest.raises(
-        ConfigError, match=r"/model gives logits that are not finite numbers; its weights are"
-    ):
+    with pytest.raises(ConfigError, match="/model gives logits that are not finite"):
         Core(model)
 
 

@@ -152,7 +152,5 @@ def test_numbers_out_of_range_are_refused(values: dict[str, Any], key: str) -> N
 
 @pytest.mark.parametrize("cpu", [-1, 9999])
 def test_cpu_affinity_with_missing_processors_is_refused(cpu: int) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"embedded\.cpu_affinity: \[{cpu}\] is not allowed; expected processors"
-    ):
+    with pytest.raises(ConfigError, match=rf"embedded\.cpu_affinity: \[{cpu}\] is not allowed"):
         refuse_unsupported(llm_args(embedded={"cpu_affinity": [0, cpu]}))
