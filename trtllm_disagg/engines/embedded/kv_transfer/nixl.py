@@ -19,7 +19,6 @@ import msgspec
 import numpy as np
 import torch
 
-from trtllm_disagg.engines.embedded.kv_cache.pool import huge_page_tensor, new_memory
 from trtllm_disagg.engines.embedded.kv_transfer.base import (
     STAGING_BYTES,
     PeerMetadata,
@@ -27,6 +26,7 @@ from trtllm_disagg.engines.embedded.kv_transfer.base import (
     decoded_address,
     require_running,
 )
+from trtllm_disagg.engines.embedded.kv_transfer.shared_memory import huge_page_tensor, new_memory
 from trtllm_disagg.engines.embedded.kv_transfer.transports import (
     UCX_ERROR_MODE,
     nixl_api,

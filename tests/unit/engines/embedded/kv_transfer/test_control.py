@@ -25,8 +25,8 @@ from trtllm_disagg.engines.embedded.kv_transfer.control import (
     ControlServer,
     PeerGoneError,
 )
-from trtllm_disagg.engines.embedded.kv_transfer.leases import LeaseTable
 from trtllm_disagg.engines.embedded.kv_transfer.messages import Finish
+from trtllm_disagg.engines.embedded.kv_transfer.pull import LeaseTable
 from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.processes.proc_stat import birth
 from trtllm_disagg.wire.kv_handle import VERSION, KvHandle
@@ -43,8 +43,8 @@ class Server:
         self.ended = threading.Event()
         self.listens = threading.Event()
         self.listens.set()
-        self.control = ControlServer(self.leases, self._tell)
-        self.control.start(METADATA)
+        self.control = ControlServer(self._tell)
+        self.control.start(METADATA, self.leases.handlers())
 
     def _tell(self) -> None:
         self.listens.wait(2 * SECONDS)

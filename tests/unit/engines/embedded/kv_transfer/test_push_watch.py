@@ -12,7 +12,6 @@ from tests.support.fake_transport import FakeTransport
 from trtllm_disagg.engines.embedded.ipc.socket_files import directory
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout, KvTimeouts, PeerMetadata
 from trtllm_disagg.engines.embedded.kv_transfer.control import ControlClient, ControlServer
-from trtllm_disagg.engines.embedded.kv_transfer.leases import LeaseTable
 from trtllm_disagg.engines.embedded.kv_transfer.messages import (
     FromDecode,
     FromPrefill,
@@ -134,7 +133,7 @@ class SlowMetadata(PeerMetadataCache):
 
 
 def test_blocks_given_up_before_their_offer_was_sent_stay_apart_while_a_live_prefill_writes() -> None:
-    server = ControlServer(LeaseTable(60.0), lambda: None)
+    server = ControlServer(lambda: None)
     server.start(METADATA, {Withdraw: lambda message: Reply.BUSY})
     peers = LostPrefill(server.endpoint, dead=0.0)
     peers.metadata = slow = SlowMetadata(peers.client)
