@@ -85,11 +85,6 @@ class ControlServer:
         self._handlers = handlers
         self._thread.start()
 
-    @property
-    def num_connections(self) -> int:
-        with self._lock:
-            return len(self._connections)
-
     def close(self) -> None:
         """No peer is answered any more, connected or not."""
         self._closed = True

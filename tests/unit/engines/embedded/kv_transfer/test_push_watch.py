@@ -20,6 +20,7 @@ from trtllm_disagg.engines.embedded.kv_transfer.messages import (
     Reply,
     Watch,
     Withdraw,
+    new_ticket,
 )
 from trtllm_disagg.engines.embedded.kv_transfer.peers import (
     PeerMetadataCache,
@@ -47,7 +48,7 @@ class ScriptedPeers(Peers):
             on_change=lambda: None,
         )
         self.metadata.known[ENDPOINT] = METADATA
-        self.receiver = PushReceiver("here", self, on_news=lambda: None, on_busy=lambda: None)
+        self.receiver = PushReceiver(self, on_news=lambda: None, on_busy=lambda: None)
         self.answered = Event()
         self._is_done = is_done
 
@@ -84,7 +85,7 @@ class LostPrefill(Peers):
             on_change=self.changed.set,
         )
         self.metadata.known[endpoint] = METADATA
-        self.receiver = PushReceiver("here", self, on_news=self.changed.set, on_busy=lambda: None)
+        self.receiver = PushReceiver(self, on_news=self.changed.set, on_busy=lambda: None)
         self.endpoint = endpoint
 
     def send(self, endpoint: str, message: FromDecode | FromPrefill) -> bytes:
@@ -101,7 +102,17 @@ class LostPrefill(Peers):
 
 
 def expected_from(endpoint: str) -> Expected:
-    return Expected(endpoint=endpoint, request=1, prompt=b"p" * 16, blocks=[0], num_known=0, seconds=30.0)
+    offer = Offer(
+        request=1,
+        ticket=new_ticket(),
+        endpoint="here",
+        layout=LAYOUT.fingerprint(),
+        prompt=b"p" * 16,
+        blocks=[0],
+        num_known=0,
+        seconds=30.0,
+    )
+    return Expected(endpoint=endpoint, offer=offer)
 
 
 def test_a_dead_writers_blocks_are_free_at_once() -> None:
