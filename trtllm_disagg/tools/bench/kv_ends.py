@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from trtllm_disagg.engines.embedded.kv_cache.pool import huge_page_tensor
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvTimeouts
 from trtllm_disagg.engines.embedded.kv_transfer.peers import Peers
 from trtllm_disagg.engines.embedded.kv_transfer.pull import KvReceiver, KvSender, Pull
+from trtllm_disagg.engines.embedded.kv_transfer.shared_memory import huge_page_tensor
 from trtllm_disagg.engines.embedded.kv_transfer.transports import create_transport
 from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.tools.bench.child_process import ChildProcess

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trtllm_disagg import cli
-from trtllm_disagg.engines.embedded.kv_cache.pool import huge_page_tensor
+from trtllm_disagg.engines.embedded.kv_transfer.shared_memory import huge_page_tensor
 from trtllm_disagg.errors import ConfigError, KvTransferError
 from trtllm_disagg.tools.bench.figures import Figure
 from trtllm_disagg.tools.bench.kv_ends import (

@@ -18,8 +18,8 @@ from trtllm_disagg.engines.embedded.connector.connector import (
     ReadEnded,
 )
 from trtllm_disagg.engines.embedded.ipc.messages import MadeHandoff, TokenOutput
-from trtllm_disagg.engines.embedded.kv_transfer.base import prompt_digest
-from trtllm_disagg.engines.embedded.kv_transfer.messages import Notice
+from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout, prompt_digest
+from trtllm_disagg.engines.embedded.kv_transfer.messages import MAX_OFFER_SECONDS, Notice, Offer, new_ticket
 from trtllm_disagg.engines.embedded.kv_transfer.peers import LateTransfer, LateTransfers
 from trtllm_disagg.engines.embedded.kv_transfer.pull import KvReceiver, Pull
 from trtllm_disagg.engines.embedded.kv_transfer.push import GIVEN_UP, KvPusher, Move, OfferBook, Push
@@ -86,12 +86,18 @@ class IncomingWrites:
     """GENERATION_FIRST, decode's end: offers blocks, and waits for prefill's notice."""
 
     def __init__(
-        self, receiver: PushReceiver, blocks: BlocksInTransfer, tokens_per_block: int, seconds: float
+        self,
+        receiver: PushReceiver,
+        blocks: BlocksInTransfer,
+        endpoint: str,
+        layout: KvLayout,
+        seconds: float,
     ) -> None:
-        """`seconds`: how long prefill's notice is awaited."""
+        """`endpoint`: of this engine; `seconds`: how long prefill's notice is awaited."""
         self._receiver = receiver
         self._blocks = blocks
-        self._size = tokens_per_block
+        self._endpoint = endpoint
+        self._layout = layout
         self._seconds = seconds
         self._expected: dict[Sequence, Expected] = {}
 
@@ -102,15 +108,18 @@ class IncomingWrites:
     def start(self, sequence: Sequence) -> None:
         """Offer the prompt's blocks, which the sequence now has."""
         assert sequence.rendezvous is not None
-        expected = Expected(
-            endpoint=sequence.rendezvous.endpoint,
+        offer = Offer(
             request=sequence.rendezvous.request,
+            ticket=new_ticket(),
+            endpoint=self._endpoint,
+            layout=self._layout.fingerprint(),
             prompt=prompt_digest(sequence.tokens[: sequence.num_prompt], sequence.cache_salt),
-            blocks=sequence.blocks[: -(-sequence.num_prompt // self._size)],
+            blocks=sequence.blocks[: -(-sequence.num_prompt // self._layout.tokens_per_block)],
             num_known=len(sequence.keys),
-            seconds=self._seconds,
-            end=time.monotonic() + self._seconds,
+            seconds=min(self._seconds, MAX_OFFER_SECONDS),
         )
+        end = time.monotonic() + self._seconds
+        expected = Expected(endpoint=sequence.rendezvous.endpoint, offer=offer, end=end)
         sequence.timer.transfer_began()
         self._expected[sequence] = expected
         self._receiver.expect(expected)
@@ -125,7 +134,7 @@ class IncomingWrites:
         late = self._receiver.give_up(expected)
         if late is None:
             return sequence.blocks
-        offered = expected.blocks[expected.num_known :]
+        offered = expected.offer.blocks[expected.offer.num_known :]
         self._blocks.hold(late, offered)
         kept = set(offered)
         return [block for block in sequence.blocks if block not in kept]
@@ -156,7 +165,7 @@ class IncomingWrites:
             notice.logprobs,
             num_cached=notice.cached_tokens,
             bytes_moved=notice.bytes_moved,
-            num_known=expected.num_known,
+            num_known=expected.offer.num_known,
         )
 
 

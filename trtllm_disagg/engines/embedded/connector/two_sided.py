@@ -68,11 +68,11 @@ class TwoSidedConnector(KvConnector):
         self.offers = OfferBook(layout.fingerprint(), wake, timeouts.stop)
         self.pusher = KvPusher(self.peers, on_finished=wake)
         self.push_receiver = PushReceiver(
-            self.endpoint, self.peers, on_news=wake, on_busy=self.sender.progress_thread.expect_peer
+            self.peers, on_news=wake, on_busy=self.sender.progress_thread.expect_peer
         )
         self._blocks = BlocksInTransfer()
         self._reads = IncomingReads(self.receiver, self.peers.late, self._blocks)
-        self._incoming = IncomingWrites(self.push_receiver, self._blocks, size, seconds)
+        self._incoming = IncomingWrites(self.push_receiver, self._blocks, self.endpoint, layout, seconds)
         self._outgoing = OutgoingWrites(
             self.offers, self.pusher, self.peers.late, self._blocks, size, seconds
         )

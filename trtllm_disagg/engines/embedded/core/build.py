@@ -17,8 +17,9 @@ from trtllm_disagg.engines.embedded.core.engine_core import EngineCore, NoGuides
 from trtllm_disagg.engines.embedded.cpu_kernels.cpu import this_cpu
 from trtllm_disagg.engines.embedded.ipc.messages import Ready, SamplingSpec
 from trtllm_disagg.engines.embedded.kv_cache.block_manager import KvEventLog
-from trtllm_disagg.engines.embedded.kv_cache.pool import KvPool, LocalKvMemory, new_memory
+from trtllm_disagg.engines.embedded.kv_cache.pool import KvPool, LocalKvMemory
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout, KvTimeouts, StagingTransport
+from trtllm_disagg.engines.embedded.kv_transfer.shared_memory import new_memory
 from trtllm_disagg.engines.embedded.model.forward import ModelRunner, choose_forward
 from trtllm_disagg.engines.embedded.model.model_loader import load_model
 from trtllm_disagg.engines.embedded.model.rows import TILE, Sampled

@@ -30,7 +30,6 @@ from trtllm_disagg.engines.embedded.ipc.framing import (
 )
 from trtllm_disagg.engines.embedded.ipc.socket_files import Listener
 from trtllm_disagg.engines.embedded.kv_transfer.base import PeerMetadata
-from trtllm_disagg.engines.embedded.kv_transfer.leases import LeaseTable
 from trtllm_disagg.engines.embedded.kv_transfer.messages import (
     Begin,
     Finish,
@@ -67,9 +66,8 @@ class ControlServer:
     step delays none of them.
     """
 
-    def __init__(self, leases: LeaseTable, on_lease_ended: Callable[[], None]) -> None:
+    def __init__(self, on_lease_ended: Callable[[], None]) -> None:
         """Raises ConfigError as `Listener` does."""
-        self._leases = leases
         self._on_lease_ended = on_lease_ended
         self._metadata = b""
         self._handlers: MessageHandlers = {}
@@ -81,16 +79,11 @@ class ControlServer:
         self.endpoint = f"unix://{self._listener.path}"
         self._thread = threading.Thread(target=self._accept, name="kv-control", daemon=True)
 
-    def start(self, metadata: PeerMetadata, handlers: MessageHandlers | None = None) -> None:
-        """`handlers` answer the messages that are not about leases."""
+    def start(self, metadata: PeerMetadata, handlers: MessageHandlers) -> None:
+        """`handlers` answer all messages but GetMetadata."""
         self._metadata = _encoder.encode(metadata)
-        self._handlers = handlers or {}
+        self._handlers = handlers
         self._thread.start()
-
-    @property
-    def num_connections(self) -> int:
-        with self._lock:
-            return len(self._connections)
 
     def close(self) -> None:
         """No peer is answered any more, connected or not."""
@@ -154,22 +147,10 @@ class ControlServer:
             self._drop(connection)
 
     def _answer(self, request: Request) -> bytes:
-        match request:
-            case GetMetadata():
-                return self._metadata
-            case Begin(lease, digest):
-                return Reply.HELD if self._leases.begin(lease, digest) else self._why_not(lease)
-            case Finish(lease, digest):
-                return Reply.HELD if self._leases.finish(lease, digest) else self._why_not(lease)
-            case Release(lease):
-                self._leases.release(lease)
-                return Reply.OK
-            case _:
-                handler = self._handlers.get(type(request))
-                return Reply.BAD if handler is None else handler(request)
-
-    def _why_not(self, lease: bytes) -> bytes:
-        return Reply.LATE if self._leases.has_ended_early(lease) else Reply.GONE
+        if isinstance(request, GetMetadata):
+            return self._metadata
+        handler = self._handlers.get(type(request))
+        return Reply.BAD if handler is None else handler(request)
 
 
 def _hang_up(connection: socket.socket) -> None:

@@ -19,7 +19,6 @@ import msgspec
 import numpy as np
 import torch
 
-from trtllm_disagg.engines.embedded.kv_cache.pool import huge_page_tensor, new_memory
 from trtllm_disagg.engines.embedded.kv_transfer.base import (
     STAGING_BYTES,
     PeerMetadata,
@@ -27,6 +26,7 @@ from trtllm_disagg.engines.embedded.kv_transfer.base import (
     decoded_address,
     require_running,
 )
+from trtllm_disagg.engines.embedded.kv_transfer.shared_memory import huge_page_tensor, new_memory
 from trtllm_disagg.engines.embedded.kv_transfer.transports import (
     UCX_ERROR_MODE,
     nixl_api,
@@ -101,6 +101,7 @@ class NixlTransport:
         self._agent: Any = None
         self._registration: Any = None
         self._pool: torch.Tensor | None = None
+        self._memory, self._device, self._block_bytes = "DRAM", 0, 0
         self._local: Any = None
         self._remotes: dict[str, _Remote] = {}
         self._lock = threading.Lock()
@@ -113,6 +114,9 @@ class NixlTransport:
         if device.type == "cuda":
             require_package_for_gpus(self._api)
         self._pool = new_memory(shape, dtype, device)
+        self._block_bytes = self._pool[0].nbytes
+        if self._pool.is_cuda:
+            self._memory, self._device = "VRAM", self._pool.get_device()
         return self._pool
 
     def serve(self, sender: str) -> bytes:
@@ -193,21 +197,6 @@ class NixlTransport:
         self._agent = None
 
     # -- internals
-
-    @property
-    def _memory(self) -> str:
-        assert self._pool is not None
-        return "VRAM" if self._pool.is_cuda else "DRAM"
-
-    @property
-    def _device(self) -> int:
-        assert self._pool is not None
-        return self._pool.get_device() if self._pool.is_cuda else 0
-
-    @property
-    def _block_bytes(self) -> int:
-        assert self._pool is not None
-        return self._pool[0].nbytes
 
     def _registered_pool(self, pool: torch.Tensor) -> Any:
         """Raises ConfigError where UCX cannot have the pool; its own words are in the log."""

@@ -88,11 +88,11 @@ class PeerThreads:
         # Starts a thread: the system may have none left later.
         self._pool.submit(int)
         #: Each peer's work; its first call is running, or comes next.
-        self._waiting: dict[str, deque[Callable[[], None]]] = {}
+        self._waiting: dict[str, deque[Callable[[], object]]] = {}
         self._lock = threading.Lock()
         self._closed = False
 
-    def submit(self, endpoint: str, work: Callable[..., None], *args: Any) -> None:
+    def submit(self, endpoint: str, work: Callable[..., object], *args: Any) -> None:
         """Callable from any thread. After `close` the work is dropped."""
         with self._lock:
             if self._closed:
@@ -110,7 +110,7 @@ class PeerThreads:
             self._closed = True
         self._pool.shutdown(cancel_futures=True)
 
-    def _run(self, endpoint: str, waiting: deque[Callable[[], None]]) -> None:
+    def _run(self, endpoint: str, waiting: deque[Callable[[], object]]) -> None:
         while waiting and not self._closed:
             try:
                 waiting[0]()

@@ -1,4 +1,7 @@
-"""CONTEXT_FIRST, both ends: `KvSender` leases a finished prefill's blocks, `KvReceiver` reads them."""
+"""CONTEXT_FIRST, both ends: `KvSender` leases a finished prefill's blocks, `KvReceiver` reads them.
+
+A lease holds the blocks of a finished prefill: until `Finish`, an explicit release, or its expiry.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,12 @@ import contextlib
 import math
 import os
 import queue
+import secrets
 import socket
+import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,10 +22,146 @@ import numpy as np
 
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout, KvTimeouts, KvTransport, PeerMetadata
 from trtllm_disagg.engines.embedded.kv_transfer.control import ControlServer, MessageHandlers
-from trtllm_disagg.engines.embedded.kv_transfer.leases import LeaseTable
+from trtllm_disagg.engines.embedded.kv_transfer.messages import Begin, Finish, Release, Reply
 from trtllm_disagg.engines.embedded.kv_transfer.peers import SUCCESS, Outcome, Peers, ProgressThread, take_all
 from trtllm_disagg.errors import HandoffRefusedError, KvTransferError
 from trtllm_disagg.wire.kv_handle import VERSION, KvHandle
+
+_REMEMBERED = 1024
+
+
+@dataclass(slots=True)
+class Lease:
+    """Blocks that a sender keeps for a receiver: until `Finish`, an explicit release, or the expiry of the lease."""
+
+    id: bytes
+    request_id: int
+    blocks: list[int]
+    deadline: float  # time.monotonic() seconds
+    digest: bytes = b""  # KvHandle.digest(), set when the handle is made
+    begun: bool = False
+    granted: float = 0.0
+
+
+class LeaseTable:
+    """Thread-safe. A lease leaves the table exactly once, whatever ends it first; only then may its blocks go.
+
+    So when `finish` answers True, the blocks were untouched during everything that the receiver read before.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds = seconds
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._by_id: dict[bytes, Lease] = {}
+        self._by_request: dict[int, bytes] = {}
+        self._ended: list[Lease] = []
+        self._ended_early: deque[bytes] = deque(maxlen=_REMEMBERED)
+
+    def grant(self, request_id: int, blocks: list[int]) -> Lease:
+        now = self._clock()
+        lease = Lease(secrets.token_bytes(16), request_id, blocks, now + self.seconds, granted=now)
+        with self._lock:
+            self._by_id[lease.id] = lease
+            self._by_request[request_id] = lease.id
+        return lease
+
+    def begin(self, lease_id: bytes, digest: bytes) -> bool:
+        """The receiver is about to read: True when it may. The lease then has its whole time again, once: a
+        receiver that begins over and over cannot keep the blocks for ever.
+        """
+        with self._lock:
+            lease = self._held(lease_id, digest)
+            if lease is not None and not lease.begun:
+                lease.begun, lease.deadline = True, self._clock() + self.seconds
+            return lease is not None
+
+    def finish(self, lease_id: bytes, digest: bytes) -> bool:
+        """The receiver has read: True when the lease was still held and is the one that the receiver means."""
+        with self._lock:
+            lease = self._held(lease_id, digest)
+            if lease is not None:
+                self._end(lease)
+            return lease is not None
+
+    def has_ended_early(self, lease_id: bytes) -> bool:
+        """This lease expired, or was given back by either side, before a receiver had read. Only the last ones are
+        remembered.
+        """
+        with self._lock:
+            return lease_id in self._ended_early
+
+    def release(self, lease_id: bytes) -> None:
+        """The receiver does not want the blocks."""
+        with self._lock:
+            if lease := self._by_id.get(lease_id):
+                self._end_early(lease)
+
+    def release_request(self, request_id: int) -> bool:
+        with self._lock:
+            lease_id = self._by_request.get(request_id)
+            if lease_id is None:
+                return False
+            self._end_early(self._by_id[lease_id])
+            return True
+
+    def handlers(self) -> MessageHandlers:
+        """They answer the messages about leases."""
+        return {
+            Begin: lambda asked: self._reply(asked.lease, self.begin(asked.lease, asked.digest)),
+            Finish: lambda asked: self._reply(asked.lease, self.finish(asked.lease, asked.digest)),
+            Release: self._released,
+        }
+
+    def take_ended(self) -> list[Lease]:
+        """Leases that ended since the last call, expired ones included. Their blocks are the caller's to free."""
+        now = self._clock()
+        with self._lock:
+            for lease in [lease for lease in self._by_id.values() if lease.deadline <= now]:
+                self._end_early(lease)
+            ended, self._ended = self._ended, []
+        return ended
+
+    def next_deadline(self) -> float | None:
+        with self._lock:
+            return min((lease.deadline for lease in self._by_id.values()), default=None)
+
+    def oldest(self) -> float | None:
+        """When it was granted; None when there is none."""
+        with self._lock:
+            return next((lease.granted for lease in self._by_id.values()), None)
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._by_id)
+
+    def _released(self, asked: Release) -> bytes:
+        self.release(asked.lease)
+        return Reply.OK
+
+    def _reply(self, lease_id: bytes, is_held: bool) -> bytes:
+        if is_held:
+            return Reply.HELD
+        return Reply.LATE if self.has_ended_early(lease_id) else Reply.GONE
+
+    def _held(self, lease_id: bytes, digest: bytes) -> Lease | None:
+        """The lease that the receiver means, unless it is over."""
+        lease = self._by_id.get(lease_id)
+        if lease is None or not lease.digest or not secrets.compare_digest(lease.digest, digest):
+            return None
+        if self._clock() >= lease.deadline:
+            self._end_early(lease)
+            return None
+        return lease
+
+    def _end_early(self, lease: Lease) -> None:
+        self._ended_early.append(lease.id)
+        self._end(lease)
+
+    def _end(self, lease: Lease) -> None:
+        del self._by_id[lease.id]
+        del self._by_request[lease.request_id]
+        self._ended.append(lease)
 
 
 class KvSender:
@@ -38,7 +180,7 @@ class KvSender:
         # The random part tells this process from an earlier one with the same pid on the same host.
         self.name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self.leases = LeaseTable(timeouts.transfer)
-        self._control = ControlServer(self.leases, on_lease_ended)
+        self._control = ControlServer(on_lease_ended)
         self.endpoint = self._control.endpoint
         address = transport.serve(self.name)
         self._metadata = PeerMetadata(self.name, transport.name, layout, num_blocks, address)
@@ -52,7 +194,7 @@ class KvSender:
         when a peer other than the holder of a lease may read or write here.
         """
         self._expects = expects
-        self._control.start(self._metadata, handlers)
+        self._control.start(self._metadata, {**self.leases.handlers(), **(handlers or {})})
 
     def lease(
         self,

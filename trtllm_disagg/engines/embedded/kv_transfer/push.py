@@ -172,12 +172,6 @@ class OfferBook:
             known = {entry.offer.ticket for entry in self._open.values()} | self._pushes.keys()
         return msgspec.msgpack.encode([ticket for ticket in watch.tickets if ticket not in known])
 
-    @property
-    def open_offers(self) -> list[Offer]:
-        """The offers that no request has taken yet."""
-        with self._lock:
-            return [entry.offer for entry in self._open.values()]
-
     # -- the engine's thread
 
     def take_news(self) -> bool:

@@ -11,13 +11,12 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
 from trtllm_disagg.engines.embedded.kv_transfer.control import PeerGoneError
 from trtllm_disagg.engines.embedded.kv_transfer.messages import (
-    MAX_OFFER_SECONDS,
     Failure,
     Notice,
     Offer,
@@ -45,15 +44,11 @@ _REFUSALS = {
 class Expected:
     """The KV of one request, expected from a prefill engine that may not have begun."""
 
+    #: Prefill's control channel.
     endpoint: str
-    request: int
-    prompt: bytes
-    blocks: list[int]
-    num_known: int
-    seconds: float
+    offer: Offer
     #: When decode gives up, by time.monotonic().
     end: float = math.inf
-    ticket: bytes = field(default_factory=new_ticket)
     #: Prefill may know of these blocks.
     is_offered: bool = False
     notice: Notice | None = None
@@ -67,14 +62,12 @@ class PushReceiver:
 
     def __init__(
         self,
-        endpoint: str,
         peers: Peers,
         *,
         on_news: Callable[[], None],
         on_busy: Callable[[], None],
     ) -> None:
         """`on_busy` is called when a peer may write here from now on."""
-        self._endpoint = endpoint
         self._peers = peers
         self._on_busy = on_busy
         self._on_news = on_news
@@ -91,14 +84,14 @@ class PushReceiver:
 
     def expect(self, expected: Expected) -> None:
         with self._lock:
-            self._waiting[expected.ticket] = expected
+            self._waiting[expected.offer.ticket] = expected
         self._on_busy()
         self._peers.threads.submit(expected.endpoint, self._offer, expected)
 
     def give_up(self, expected: Expected) -> LateTransfer | None:
         """None when the blocks may be used again; else the transfer that may still write into them."""
         with self._lock:
-            self._waiting.pop(expected.ticket, None)
+            self._waiting.pop(expected.offer.ticket, None)
             if expected.stopped:
                 return None
         # The offer may still be on its way: only behind it, on the peer's thread, is it known whether it was sent.
@@ -147,13 +140,13 @@ class PushReceiver:
     # -- on the prefill engine's thread
 
     def _offer(self, expected: Expected) -> None:
-        if expected.ticket not in self._waiting:
+        if expected.offer.ticket not in self._waiting:
             return
         endpoint = expected.endpoint
         try:
             self._peers.metadata.of(endpoint)  # which is refused where our KV does not fit
             expected.is_offered = True
-            answer = self._peers.send(endpoint, self._offer_of(expected))
+            answer = self._peers.send(endpoint, expected.offer)
         except Exception as raised:
             error = as_disagg_error(raised, endpoint)
             is_lost = isinstance(error, KvTransferError)
@@ -161,22 +154,10 @@ class PushReceiver:
                 self._peers.metadata.drop(endpoint)
             # Prefill may have accepted an offer although its answer was lost.
             may_be_taken = is_lost and expected.is_offered and not isinstance(error, PeerGoneError)
-            self._settle(expected.ticket, error=error, stopped=not may_be_taken)
+            self._settle(expected.offer.ticket, error=error, stopped=not may_be_taken)
         else:
             if answer != Reply.OK:
-                self._settle(expected.ticket, error=_refused(answer), stopped=True)
-
-    def _offer_of(self, expected: Expected) -> Offer:
-        return Offer(
-            request=expected.request,
-            ticket=expected.ticket,
-            endpoint=self._endpoint,
-            layout=self._peers.layout.fingerprint(),
-            prompt=expected.prompt,
-            blocks=expected.blocks,
-            num_known=expected.num_known,
-            seconds=min(expected.seconds, MAX_OFFER_SECONDS),
-        )
+                self._settle(expected.offer.ticket, error=_refused(answer), stopped=True)
 
     def _decline(self, endpoint: str, request: int) -> None:
         with contextlib.suppress(DisaggError):
@@ -185,9 +166,9 @@ class PushReceiver:
     def _withdraw(self, expected: Expected) -> bool:
         """True once prefill cannot write into the blocks any more."""
         if not expected.is_offered:  # given up before it was offered: prefill waits for nothing
-            self._decline(expected.endpoint, expected.request)
+            self._decline(expected.endpoint, expected.offer.request)
             return True
-        question = Withdraw(expected.request, expected.ticket)
+        question = Withdraw(expected.offer.request, expected.offer.ticket)
         try:
             return self._peers.send(expected.endpoint, question) == Reply.STOPPED
         except PeerGoneError:
@@ -202,7 +183,7 @@ class PushReceiver:
             with self._lock:
                 waiting = [e for e in self._waiting.values() if e.is_offered]
             for endpoint in {e.endpoint for e in waiting}:
-                tickets = [e.ticket for e in waiting if e.endpoint == endpoint]
+                tickets = [e.offer.ticket for e in waiting if e.endpoint == endpoint]
                 if endpoint not in self._watching:  # one question at a time
                     self._watching.add(endpoint)
                     self._peers.threads.submit(endpoint, self._watch, endpoint, tickets)

@@ -14,7 +14,8 @@ import torch
 
 from trtllm_disagg.engines.embedded.cpu_kernels.cpu import this_cpu
 from trtllm_disagg.engines.embedded.kv_cache.memory import CopyStart, Drop, Restore, Save
-from trtllm_disagg.engines.embedded.kv_cache.pool import KvPool, LocalKvMemory, new_memory
+from trtllm_disagg.engines.embedded.kv_cache.pool import KvPool, LocalKvMemory
+from trtllm_disagg.engines.embedded.kv_transfer.shared_memory import new_memory
 from trtllm_disagg.engines.embedded.model.forward import ModelRunner, choose_forward
 from trtllm_disagg.engines.embedded.model.model_loader import load_model
 from trtllm_disagg.engines.embedded.model.sizing import PoolShape, choose_device, longest_sequence, new_pool

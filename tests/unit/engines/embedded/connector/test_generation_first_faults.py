@@ -113,13 +113,13 @@ def test_an_offer_that_comes_after_it_was_withdrawn_is_not_taken(make_duo: MakeD
     book = duo.prefill.connector.offers
     met = duo.request(prompt(40))
     request_id = duo.add_decode(met)
-    duo.run_until(lambda: bool(book.open_offers))
-    (offer,) = book.open_offers
+    duo.run_until(lambda: bool(book._open))
+    ((offer, _),) = book._open.values()
     duo.decode.engine.abort(request_id)
     duo.run()
     duo.assert_idle()
     assert book.offered(offer) == b"withdrawn"
-    assert not book.open_offers
+    assert not book._open
 
 
 def test_an_endpoint_without_listener_is_noticed_at_once(make_duo: MakeDuo) -> None:
@@ -135,7 +135,7 @@ def test_a_prefill_that_dies_is_noticed_long_before_the_deadline(make_duo: MakeD
     duo = make_duo()
     met = duo.request(prompt(40))
     request_id = duo.add_decode(met)
-    duo.run_until(lambda: bool(duo.prefill.connector.offers.open_offers))
+    duo.run_until(lambda: bool(duo.prefill.connector.offers._open))
     duo.prefill.close()
     answer = duo.decode.run(request_id)
     # By its process, or by its end of the channel: whichever is seen first.
@@ -235,7 +235,7 @@ def test_a_decode_that_is_gone_fails_the_prefill(make_duo: MakeDuo) -> None:
     duo = make_duo()
     met = duo.request(prompt(100))
     duo.add_decode(met)
-    duo.run_until(lambda: bool(duo.prefill.connector.offers.open_offers))
+    duo.run_until(lambda: bool(duo.prefill.connector.offers._open))
     duo.decode.close()
     request_id = duo.add_prefill(met)
     answer = duo.prefill.run(request_id)
@@ -357,8 +357,8 @@ def test_a_notice_of_a_token_that_the_model_has_not_is_the_prefill_engines_fault
     met = duo.request(prompt(40))
     duo.add_decode(met)
     book = duo.prefill.connector.offers
-    duo.run_until(lambda: bool(book.open_offers))
-    (offer,) = book.open_offers
+    duo.run_until(lambda: bool(book._open))
+    ((offer, _),) = book._open.values()
     notice = Notice(offer.ticket, VOCAB, None, 0, 0, 0)
     assert duo.decode.connector.push_receiver.noticed(notice) == b"taken"
     duo.run()

@@ -25,8 +25,8 @@ from trtllm_disagg.engines.embedded.kv_transfer.control import (
     ControlServer,
     PeerGoneError,
 )
-from trtllm_disagg.engines.embedded.kv_transfer.leases import LeaseTable
 from trtllm_disagg.engines.embedded.kv_transfer.messages import Finish
+from trtllm_disagg.engines.embedded.kv_transfer.pull import LeaseTable
 from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.processes.machine import birth
 from trtllm_disagg.wire.kv_handle import VERSION, KvHandle
@@ -43,8 +43,8 @@ class Server:
         self.ended = threading.Event()
         self.listens = threading.Event()
         self.listens.set()
-        self.control = ControlServer(self.leases, self._tell)
-        self.control.start(METADATA)
+        self.control = ControlServer(self._tell)
+        self.control.start(METADATA, self.leases.handlers())
 
     def _tell(self) -> None:
         self.listens.wait(2 * SECONDS)
@@ -195,7 +195,7 @@ def test_connections_to_ended_peers_are_closed_when_another_peer_is_met(client: 
     ended.control.close()
     client.metadata(new.control.endpoint, SECONDS)
     assert list(client._connections) == [stays.control.endpoint, new.control.endpoint]
-    assert (stays.control.num_connections, new.control.num_connections) == (1, 1)
+    assert (len(stays.control._connections), len(new.control._connections)) == (1, 1)
     for server in (stays, new):
         server.control.close()
 
@@ -211,7 +211,7 @@ def test_a_peer_for_which_there_is_no_thread_is_refused_and_the_next_one_served(
         with pytest.raises(KvTransferError):
             client.metadata(server.control.endpoint, SECONDS)
     assert client.metadata(server.control.endpoint, SECONDS) == METADATA
-    assert server.control.num_connections == 1
+    assert len(server.control._connections) == 1
 
 
 def test_control_request_without_an_answer_times_out(client: ControlClient) -> None:
@@ -261,7 +261,7 @@ def test_connection_beyond_the_limit_is_closed_until_another_one_ends(
         assert is_hung_up(one_too_many)
     for connection in held:
         connection.close()
-    wait_until(lambda: server.control.num_connections == 0)
+    wait_until(lambda: len(server.control._connections) == 0)
     assert client.metadata(server.control.endpoint, SECONDS) == METADATA
 
 
@@ -314,7 +314,7 @@ def test_another_user_gets_no_answer_even_where_the_directory_is_open(
             os.chmod(where, 0o711)
             os.chmod(path_of(server), 0o777)
             assert as_stranger(_CONNECT, path_of(server)) == ""
-            assert server.control.num_connections == 0
+            assert len(server.control._connections) == 0
             os.chmod(where, 0o700)
             assert client.metadata(server.control.endpoint, SECONDS) == METADATA
         finally:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.support.clock import Clock
-from trtllm_disagg.engines.embedded.kv_transfer.leases import Lease, LeaseTable
+from trtllm_disagg.engines.embedded.kv_transfer.pull import Lease, LeaseTable
 
 SECONDS = 10.0
 

@@ -12,7 +12,6 @@ from tests.support.fake_transport import FakeTransport
 from trtllm_disagg.engines.embedded.ipc.socket_files import directory
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout, KvTimeouts, PeerMetadata
 from trtllm_disagg.engines.embedded.kv_transfer.control import ControlClient, ControlServer
-from trtllm_disagg.engines.embedded.kv_transfer.leases import LeaseTable
 from trtllm_disagg.engines.embedded.kv_transfer.messages import (
     FromDecode,
     FromPrefill,
@@ -21,6 +20,7 @@ from trtllm_disagg.engines.embedded.kv_transfer.messages import (
     Reply,
     Watch,
     Withdraw,
+    new_ticket,
 )
 from trtllm_disagg.engines.embedded.kv_transfer.peers import (
     PeerMetadataCache,
@@ -48,7 +48,7 @@ class ScriptedPeers(Peers):
             on_change=lambda: None,
         )
         self.metadata.known[ENDPOINT] = METADATA
-        self.receiver = PushReceiver("here", self, on_news=lambda: None, on_busy=lambda: None)
+        self.receiver = PushReceiver(self, on_news=lambda: None, on_busy=lambda: None)
         self.answered = Event()
         self._is_done = is_done
 
@@ -85,7 +85,7 @@ class LostPrefill(Peers):
             on_change=self.changed.set,
         )
         self.metadata.known[endpoint] = METADATA
-        self.receiver = PushReceiver("here", self, on_news=self.changed.set, on_busy=lambda: None)
+        self.receiver = PushReceiver(self, on_news=self.changed.set, on_busy=lambda: None)
         self.endpoint = endpoint
 
     def send(self, endpoint: str, message: FromDecode | FromPrefill) -> bytes:
@@ -102,7 +102,17 @@ class LostPrefill(Peers):
 
 
 def expected_from(endpoint: str) -> Expected:
-    return Expected(endpoint=endpoint, request=1, prompt=b"p" * 16, blocks=[0], num_known=0, seconds=30.0)
+    offer = Offer(
+        request=1,
+        ticket=new_ticket(),
+        endpoint="here",
+        layout=LAYOUT.fingerprint(),
+        prompt=b"p" * 16,
+        blocks=[0],
+        num_known=0,
+        seconds=30.0,
+    )
+    return Expected(endpoint=endpoint, offer=offer)
 
 
 def test_a_dead_writers_blocks_are_free_at_once() -> None:
@@ -134,7 +144,7 @@ class SlowMetadata(PeerMetadataCache):
 
 
 def test_blocks_given_up_before_their_offer_was_sent_stay_apart_while_a_live_prefill_writes() -> None:
-    server = ControlServer(LeaseTable(60.0), lambda: None)
+    server = ControlServer(lambda: None)
     server.start(METADATA, {Withdraw: lambda message: Reply.BUSY})
     peers = LostPrefill(server.endpoint, dead=0.0)
     peers.metadata = slow = SlowMetadata(peers.client)
