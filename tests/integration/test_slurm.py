@@ -1,5 +1,6 @@
-"""launch/slurm/deployment.sh as it is, on a node that is this machine: etcd, and a prefill worker of two ranks, started by
-srun, that the embedded engine joins.
+"""launch/slurm/deployment.sh as it is, on a node that is this machine: etcd, and a prefill worker of two ranks.
+
+srun starts the ranks, and the embedded engine joins them.
 """
 
 from __future__ import annotations
