@@ -1,6 +1,7 @@
 """How long a process that died waits, and when it is given up."""
 
-from trtllm_disagg.tools.up.backoff import Backoff, Deaths
+from trtllm_disagg.tools.up.managed_process import Deaths
+from trtllm_disagg.tools.up.plan import Backoff
 
 
 def delays(deaths: Deaths, ready: list[float | None]) -> list[float]:

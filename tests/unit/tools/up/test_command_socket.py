@@ -24,7 +24,6 @@ from tests.support.commanded_up import tell, worker_config
 from tests.support.handling import until
 from trtllm_disagg.admin.commands import Describe, Scale, Switch
 from trtllm_disagg.errors import ConfigError, DisaggError
-from trtllm_disagg.tools.up.backoff import Backoff
 from trtllm_disagg.tools.up.command_socket import (
     COMMAND_SOCKET,
     LIMITS,
@@ -35,6 +34,7 @@ from trtllm_disagg.tools.up.command_socket import (
     serving_commands,
 )
 from trtllm_disagg.tools.up.managed_process import ManagedProcess
+from trtllm_disagg.tools.up.plan import Backoff
 from trtllm_disagg.tools.up.run_dir import ProcessRecord, RunDir
 from trtllm_disagg.tools.up.status import Status
 from trtllm_disagg.tools.up.supervisor import Restarts, Supervisor

@@ -250,7 +250,7 @@ def test_stop_order_covers_every_role_once_and_ends_with_what_all_need(strategy:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"prefill_workers": 0}, "--prefill-workers: 0 is not allowed; expected at least 1"),
+        ({"prefill_workers": 0}, "--prefill-workers: 0 is not allowed; expected 1 to 64 workers"),
         ({"http_port": 65536}, "--http-port: 65536"),
         ({"strategy": "both"}, "--strategy: 'both'"),
         ({"startup_timeout": 0.0}, "--startup-timeout: 0.0"),

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.tools.up.for_scripts import require_room
-from trtllm_disagg.tools.up.gpus import NO_GPUS, Gpus, gpus_of
+from trtllm_disagg.tools.up.gpus import NO_GPUS, Gpus, gpus_of, present_gpus
 from trtllm_disagg.tools.up.plan import (
     BEYOND_DRAIN_SECONDS,
     GPU_STARTUP_SECONDS,
@@ -158,20 +157,24 @@ def test_with_gpus_a_stop_leaves_time_for_the_engines_shutdown(tmp_path: Path) -
     assert replace(on_gpus, stop_timeout=7.0).stop_seconds == 7
 
 
-def test_workers_that_scripts_start_take_the_first_gpus_of_their_lists(tmp_path: Path) -> None:
-    config = deployment(tmp_path, {"fraction": 0.6}, {"fraction": 0.6})
-    workers = worker_arguments(config)
-    require_room(workers, {"PREFILL_" + DEVICES: "0,1", "DECODE_" + DEVICES: "1,0"})
-    with pytest.raises(
-        ConfigError, match=r"'4' is not allowed; expected GPUs of their own.*0\.6 for prefill"
-    ):
-        require_room(workers, {DEVICES: "4,5"})
-
-
-def test_workers_that_scripts_start_with_too_few_gpus_are_refused_by_name(tmp_path: Path) -> None:
-    workers = worker_arguments(deployment(tmp_path, {}, {"tp": 2}))
-    few = {"PREFILL_" + DEVICES: "0", "DECODE_" + DEVICES: "1"}
-    with pytest.raises(
-        ConfigError, match="DECODE_CUDA_VISIBLE_DEVICES: '1' is not allowed; expected at least 2"
-    ):
-        require_room(workers, few)
+@pytest.mark.parametrize(
+    ("smi", "found"),
+    [
+        ("printf '0\\n1\\n2\\n'", ("0", "1", "2")),
+        ("echo No devices were found; exit 6", ("0", "1")),
+        ("exit 9", ("0", "1")),
+        (None, ("0", "1")),
+    ],
+    ids=["as nvidia-smi says", "no devices", "no driver", "no nvidia-smi"],
+)
+def test_gpus_of_the_machine_are_those_of_nvidia_smi_else_of_the_driver(
+    smi: str | None, found: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / "driver" / name).mkdir(parents=True)
+    if smi is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{smi}\n")
+        (tmp_path / "nvidia-smi").chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("trtllm_disagg.tools.up.gpus._DRIVER", tmp_path / "driver")
+    assert present_gpus() == found

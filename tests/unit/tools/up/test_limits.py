@@ -14,7 +14,7 @@ from trtllm_disagg.processes.limits import (
     needs_of_worker,
     require,
 )
-from trtllm_disagg.tools.up.needs import needs_of
+from trtllm_disagg.tools.up.lifecycle import needs_of
 from trtllm_disagg.tools.up.plan import DeploymentConfig
 
 USUAL = MachineLimits(
