@@ -60,14 +60,14 @@ def _patch(target: Any, op: str, path: str, value: Any = None) -> None:
     for word in parents:
         target = target[int(word)] if isinstance(target, list) else target[word]
     if last == "-":
-        return target.append(value)
+        target.append(value)
+        return
     key = int(last) if isinstance(target, list) else last
     assert (op == "add") != (isinstance(target, list) or key in target)
     if op == "remove":
         del target[key]
     else:
         target[key] = value
-    return None
 
 
 def components(manifests: Sequence[Manifest]) -> dict[str, Manifest]:

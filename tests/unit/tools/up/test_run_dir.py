@@ -54,7 +54,8 @@ def test_claim_makes_a_directory_for_this_user_only_and_again_a_key_and_an_empty
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    before, keys = os.umask(0), set()
+    keys: set[bytes] = set()
+    before = os.umask(0)
     try:
         for _ in range(2):
             run_dir = claimed(Path("deeper/run"))
