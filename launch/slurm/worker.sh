@@ -1,19 +1,11 @@
 #!/usr/bin/env bash
-# One worker in a Slurm job: on as many nodes as its engine config says, or on some GPUs of one. Beside a frontend and an
-# etcd that are there already; deployment.sh starts all.
-# Machine:  a Slurm job (salloc); this project in PLAN_PYTHON on the machine where the script runs, and in PYTHON on the nodes.
-# Launch:   ENGINE=tensorrt_llm MODEL=path/to/model ENGINE_CONFIGS=directory ETCD_ENDPOINTS=http://HOST:2379 \
-#           launch/slurm/worker.sh agg|prefill|decode [more arguments for the worker]
-#           Several on one node: PREFILL_CUDA_VISIBLE_DEVICES=0,1 and DECODE_CUDA_VISIBLE_DEVICES=2,3, each with a
-#           DYN_SYSTEM_PORT of its own. On a certain node: SRUN_ARGS=--nodelist=NODE.
-# Settings: launch/lib.sh, launch/slurm/lib.sh
-source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
-[[ $DYN_DISCOVERY_BACKEND != etcd || -n ${ETCD_ENDPOINTS:-} ]] ||
-    fail "ETCD_ENDPOINTS: set it to the etcd of the frontend, http://HOST:2379"
-role=${1:-}
-worker_args=("${@:2}")
-devices="${role^^}_CUDA_VISIBLE_DEVICES"
-given_gpus=${!devices:-}
-plan "$role:1"
-export DYN_SYSTEM_PORT="${DYN_SYSTEM_PORT:-$FIRST_SYSTEM_PORT}"
-worker_at "${places[0]}"
+# One worker in a Slurm job, beside a frontend and an etcd that are there already; deployment.sh starts all.
+# Launch: NODES=a,b ENGINE=tensorrt_llm MODEL=path/to/model ENGINE_CONFIGS=directory ETCD_ENDPOINTS=http://HOST:2379 \
+#         launch/slurm/worker.sh agg|prefill|decode [more arguments for the worker]
+: "${NODES:=}" "${SRUN_ARGS:=}" # NODE[,NODE...]; more arguments, divided at spaces: --container-image=... --container-mounts=...
+source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh"
+read_ranks "${1:-}" "${@:2}"
+commas=${NODES//[^,]/} && read -ra srun_args <<<"$SRUN_ARGS"
+exec srun --overlap --kill-on-bad-exit=1 --cpu-bind=none --nodelist="$NODES" --nodes=$((${#commas} + 1)) --ntasks="$ranks" \
+    --ntasks-per-node=$((ranks / (${#commas} + 1))) --mpi="$mpi" "${srun_args[@]}" \
+    env ${CUDA_VISIBLE_DEVICES:+"CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES"} "${launcher[@]}" "$script" "${@:2}"

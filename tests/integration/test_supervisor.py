@@ -140,7 +140,7 @@ async def test_the_startup_timeout_names_the_late_process(start_up: StartUp) -> 
     up = await start_up(worker_args=("--unready-role", "prefill"), startup_timeout=3.0)
 
     assert await up.ends() == 1
-    assert "not ready after 3 s: prefill-0; --startup-timeout allows for more\n" in up.errors
+    assert "not ready after 3 s: prefill-0 (starting); --startup-timeout allows for more\n" in up.errors
     assert f"{up.run_dir}/prefill-0.log): child" in up.errors
     assert nothing_runs(up.run_dir)
 

@@ -47,6 +47,7 @@ tr , '\\n' <<<"$3"
 #: As TensorRT-LLM's: divides its arguments again, runs them in the background of the first rank, and waits for the
 #: ranks only, also when the command has failed.
 _LAUNCHER = """#!/usr/bin/env bash
+export TLLM_SPAWN_PROXY_PROCESS=1
 words="${@:1}"
 (set -e; $words) &
 exec sleep 600

@@ -66,7 +66,7 @@ http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 UP = """
 import asyncio, json, sys
 from pathlib import Path
-from trtllm_disagg.tools.up.backoff import Backoff
+from trtllm_disagg.tools.up.plan import Backoff
 from trtllm_disagg.tools.up.plan import DeploymentConfig
 from trtllm_disagg.tools.up.lifecycle import serve
 from trtllm_disagg.tools.up.status import status_for

@@ -16,21 +16,12 @@ from tests.support.fake_slurm import SECONDS, FakeSlurm
 pytestmark = pytest.mark.process
 
 LAUNCH = ROOT / "launch"
-#: Tells how many ranks a worker of a role has; as a worker it fails.
+#: As a worker it fails.
 PYTHON = f"""#!{sys.executable} -P
 import os, sys
-words = sys.argv
-if {{"trtllm_disagg.tools.up.for_scripts", "ranks"}} <= set(words):
-    role = words[words.index("--disaggregation-mode") + 1]
-    print(os.environ[role.upper() + "_NEEDS"])
-elif "worker" in words:
-    sys.exit(3)
-else:
-    os.execv({sys.executable!r}, [{sys.executable!r}, *words[1:]])
+sys.exit(3) if "worker" in sys.argv else os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])
 """
-TRTLLM = "yes pmix trtllm-llmapi-launch"
-EMBEDDED = "no pmi2"
-BEHIND = ["trtllm-llmapi-launch", str(LAUNCH / "all_or_none.sh")]
+LAUNCHER = "trtllm-llmapi-launch"
 
 
 @pytest.fixture
@@ -42,20 +33,28 @@ def slurm(tmp_path: Path) -> Iterator[FakeSlurm]:
 
 
 def start(slurm: FakeSlurm, script: str, *args: str, **variables: str) -> Any:
+    """Variables such as PREFILL_NEEDS are lines of that role's engine config."""
+    needs = {
+        "AGG": "tensor_parallel_size: 4 # of\npipeline_parallel_size: 2",
+        "DECODE": "tensor_parallel_size: 2",
+    }
+    for role in ("AGG", "PREFILL", "DECODE"):
+        text = variables.pop(f"{role}_NEEDS", needs.get(role, "max_batch_size: 8"))
+        (slurm.directory / f"{role.lower()}.yaml").write_text(text + "\n")
     settings = {
         "PYTHON": str(slurm.directory / "python"),
         "MODEL": "m",
         "ENGINE": "tensorrt_llm",
+        "ENGINE_CONFIGS": str(slurm.directory),
         "GPUS_PER_NODE": "4",
         "ETCD_ENDPOINTS": "http://x:2379",
-        "PREFILL_NEEDS": f"1 {TRTLLM}",
-        "DECODE_NEEDS": f"2 {TRTLLM}",
-        "AGG_NEEDS": f"8 {TRTLLM}",
+        "NODES": "a",
     }
     return slurm.start(script, *args, **settings | variables)
 
 
-def step(nodes: str, count: int, tasks: int, mpi: str, *command: str) -> list[str]:
+def step(nodes: str, tasks: int, mpi: str, *command: str) -> list[str]:
+    count = nodes.count(",") + 1
     options = [
         "--overlap",
         "--kill-on-bad-exit=1",
@@ -66,31 +65,22 @@ def step(nodes: str, count: int, tasks: int, mpi: str, *command: str) -> list[st
     return [*options, f"--ntasks={tasks}", f"--ntasks-per-node={tasks // count}", f"--mpi={mpi}", *command]
 
 
-def script(role: str) -> str:
-    return str(LAUNCH / f"{role}.sh")
+def worker(role: str, gpus: str) -> list[str]:
+    script = f"{role}_worker" if role == "agg" else role
+    return ["env", f"CUDA_VISIBLE_DEVICES={gpus}", LAUNCHER, str(LAUNCH / f"{script}.sh")]
 
 
 def test_a_worker_over_two_nodes_has_a_rank_for_each_gpu(slurm: FakeSlurm) -> None:
-    start(slurm, "slurm/worker.sh", "agg", "--max-seq-len", "99", SRUN_ARGS="-A me --container-image=x.sqsh")
-    (call,) = slurm.calls(count=1)
-    all_gpus = ["env", "CUDA_VISIBLE_DEVICES=0,1,2,3", *BEHIND]
-    expected = step("a,b", 2, 8, "pmix", "-A", "me", "--container-image=x.sqsh", *all_gpus, script("agg"))
-    assert call["argv"] == [*expected, "--max-seq-len", "99"]
-    assert call["environment"]["DYN_SYSTEM_PORT"] == "8081"
-    assert call["environment"]["DYN_DISCOVERY_BACKEND"] == "etcd"
-
-
-def test_a_worker_gets_the_gpus_that_are_named_for_its_role(slurm: FakeSlurm) -> None:
-    start(slurm, "slurm/worker.sh", "decode", DECODE_CUDA_VISIBLE_DEVICES="2,3", DYN_SYSTEM_PORT="8090")
-    (call,) = slurm.calls(count=1)
-    assert call["argv"] == step(
-        "a", 1, 2, "pmix", "env", "CUDA_VISIBLE_DEVICES=2,3", *BEHIND, script("decode")
+    gpus = {"AGG_CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    start(
+        slurm, "slurm/worker.sh", "agg", "--max-seq-len", "99", NODES="a,b", SRUN_ARGS="-A me --x=y", **gpus
     )
-    assert call["environment"]["DYN_SYSTEM_PORT"] == "8090"
+    (call,) = slurm.calls(count=1)
+    expected = step("a,b", 8, "pmix", "-A", "me", "--x=y", *worker("agg", "0,1,2,3"))
+    assert call["argv"] == [*expected, "--max-seq-len", "99"]
 
 
 def test_a_deployment_places_each_worker_on_gpus_and_a_port_of_its_own(slurm: FakeSlurm) -> None:
-    python = str(slurm.directory / "python")
     running = start(
         slurm,
         "slurm/deployment.sh",
@@ -98,21 +88,16 @@ def test_a_deployment_places_each_worker_on_gpus_and_a_port_of_its_own(slurm: Fa
         PREFILL_WORKERS="3",
         DECODE_WORKERS="2",
         PYTHON="python-of-the-nodes",
-        PLAN_PYTHON=python,
+        PLAN_PYTHON=str(slurm.directory / "python"),
         PREFILL_CUDA_VISIBLE_DEVICES="7",
     )
     calls = slurm.calls(count=6)
-    started = {call["environment"].get("DYN_SYSTEM_PORT", "frontend"): call["argv"] for call in calls}
-    assert started == {
-        "frontend": step("a", 1, 1, "none", str(LAUNCH / "frontend.sh")),
-        **{
-            str(8081 + n): step(
-                "a", 1, 1, "pmix", "env", f"CUDA_VISIBLE_DEVICES={n}", *BEHIND, script("prefill")
-            )
-            for n in range(3)
-        },
-        "8084": step("b", 1, 2, "pmix", "env", "CUDA_VISIBLE_DEVICES=0,1", *BEHIND, script("decode")),
-        "8085": step("b", 1, 2, "pmix", "env", "CUDA_VISIBLE_DEVICES=2,3", *BEHIND, script("decode")),
+    ports = {call["environment"].get("DYN_SYSTEM_PORT"): call["argv"] for call in calls}
+    assert ports.pop(None)[-2:] == ["--mpi=none", str(LAUNCH / "frontend.sh")]
+    assert ports == {
+        **{str(8081 + n): step("a", 1, "pmix", *worker("prefill", str(n))) for n in range(3)},
+        "8084": step("b", 2, "pmix", *worker("decode", "0,1")),
+        "8085": step("b", 2, "pmix", *worker("decode", "2,3")),
     }
     assert {call["environment"]["PYTHON"] for call in calls} == {"python-of-the-nodes"}
     assert "frontend http://a:8000 model=m strategy=prefill_first" in slurm.output
@@ -120,40 +105,35 @@ def test_a_deployment_places_each_worker_on_gpus_and_a_port_of_its_own(slurm: Fa
     assert running.wait(SECONDS) == 0
 
 
-def test_embedded_workers_take_turns_on_the_nodes_and_get_their_transfer_host(slurm: FakeSlurm) -> None:
-    start(
-        slurm,
-        "slurm/deployment.sh",
-        "decode_first",
-        ENGINE="embedded",
-        GPUS_PER_NODE="",
-        PREFILL_NEEDS=f"2 {EMBEDDED}",
-        DECODE_NEEDS=f"1 {EMBEDDED}",
-        TRTLLM_DISAGG_TRANSFER_KEY_FILE="key",
-    )
+def test_a_worker_larger_than_a_node_has_nodes_of_its_own(slurm: FakeSlurm) -> None:
+    slurm.nodes = "a,b,c"
+    start(slurm, "slurm/deployment.sh", "auto", DECODE_NEEDS="tensor_parallel_size: 8")
     argvs = [call["argv"] for call in slurm.calls(count=3)]
-    assert step("a", 1, 2, "pmi2", "env", "TRANSFER_HOST=a", script("prefill")) in argvs
-    assert step("b", 1, 1, "pmi2", "env", "TRANSFER_HOST=b", script("decode")) in argvs
+    assert step("a", 1, "pmix", *worker("prefill", "0")) in argvs
+    assert step("b,c", 8, "pmix", *worker("decode", "0,1,2,3")) in argvs
+
+
+def test_embedded_workers_are_on_one_node_without_gpus(slurm: FakeSlurm) -> None:
+    slurm.nodes = "a"
+    start(slurm, "slurm/deployment.sh", "agg", ENGINE="embedded", GPUS_PER_NODE="", AGG_WORKERS="2")
+    argvs = [call["argv"] for call in slurm.calls(count=3)]
+    assert argvs.count(step("a", 8, "pmi2", "env", str(LAUNCH / "agg_worker.sh"))) == 2
 
 
 REFUSED = {
-    "no job": ({"SLURM_JOB_NODELIST": ""}, (), "SLURM_JOB_NODELIST: not set"),
-    "no engine": ({"ENGINE": ""}, (), "ENGINE: set it to tensorrt_llm or embedded"),
-    "no model": ({"MODEL": ""}, (), "MODEL: set it"),
+    "no job": ({"SLURM_JOB_NODELIST": ""}, (), "SLURM_JOB_NODELIST: no nodes"),
+    "no engine": ({"ENGINE": ""}, (), "ENGINE: '' is not allowed; expected tensorrt_llm or embedded"),
     "no gpus": ({"GPUS_PER_NODE": ""}, (), "GPUS_PER_NODE: '' is not allowed"),
-    "too few nodes": ({"PREFILL_NEEDS": f"16 {TRTLLM}"}, (), "2 nodes with 4 GPUs each have no room for"),
-    "no workers": ({"PREFILL_WORKERS": "0"}, (), "PREFILL_WORKERS: '0' is not allowed"),
-    "files": (
-        {"DYN_DISCOVERY_BACKEND": "file"},
+    "no configs": ({"ENGINE_CONFIGS": "/none"}, (), "/none/prefill.yaml"),
+    "too few nodes": (
+        {"PREFILL_NEEDS": "tensor_parallel_size: 16"},
         (),
-        "DYN_DISCOVERY_BACKEND: 'file' is not allowed on 2 nodes",
+        "2 nodes of 4 GPUs have no room for prefill workers of 16 ranks",
     ),
-    "no key": (
-        {"PREFILL_NEEDS": f"1 {EMBEDDED}", "DECODE_NEEDS": f"1 {EMBEDDED}"},
-        (),
-        "TRTLLM_DISAGG_TRANSFER_KEY_FILE: not set",
-    ),
+    "files": ({"DYN_DISCOVERY_BACKEND": "file"}, (), "DYN_DISCOVERY_BACKEND=file are for one node"),
+    "embedded": ({"ENGINE": "embedded"}, (), "ENGINE=embedded and"),
     "a space": ({}, ("auto", "--override-engine-args", '{"a": 1}'), "splits its arguments again"),
+    "an empty one": ({}, ("auto", "--served-model-name", ""), "splits its arguments again"),
     "a strategy": ({}, ("sideways",), "STRATEGY: 'sideways' is not allowed"),
     "no address": (
         {"ETCD_ENDPOINTS": "", "SLURM_JOB_NODELIST": "localhost,b"},
@@ -174,34 +154,10 @@ def test_impossible_slurm_job_is_refused_before_srun_is_called(
 
 
 @pytest.mark.parametrize("launch", ["slurm/worker.sh", "mpi.sh"])
-def test_unknown_role_is_refused(slurm: FakeSlurm, launch: str) -> None:
-    assert start(slurm, launch, "encode").wait(SECONDS) == 1
-    assert "ROLE: 'encode' is not allowed; expected agg, prefill or decode" in slurm.output
-
-
-@pytest.mark.parametrize(
-    ("gpus", "words"),
-    [
-        ("1,1", "CUDA_VISIBLE_DEVICES: '1,1' is not allowed; expected different GPUs"),
-        (
-            "3,4",
-            "CUDA_VISIBLE_DEVICES: '3,4' is not allowed; expected GPUs from 0 to 3: a node has 4 of them",
-        ),
-    ],
-)
-def test_gpus_that_no_node_has_are_refused_before_srun_is_called(
-    slurm: FakeSlurm, gpus: str, words: str
-) -> None:
-    refused = start(slurm, "slurm/worker.sh", "decode", DECODE_CUDA_VISIBLE_DEVICES=gpus)
-    assert refused.wait(SECONDS) != 0
-    assert words in slurm.output
-    assert slurm.calls() == []
-
-
-def test_gpus_may_be_named_by_their_uuid(slurm: FakeSlurm) -> None:
-    start(slurm, "slurm/worker.sh", "prefill", PREFILL_CUDA_VISIBLE_DEVICES="GPU-8932f937")
-    (call,) = slurm.calls(count=1)
-    assert "CUDA_VISIBLE_DEVICES=GPU-8932f937" in call["argv"]
+@pytest.mark.parametrize("role", ["encode", ""])
+def test_unknown_role_is_refused(slurm: FakeSlurm, launch: str, role: str) -> None:
+    assert start(slurm, launch, role).wait(SECONDS) == 1
+    assert f"ROLE: '{role}' is not allowed; expected agg, prefill or decode" in slurm.output
 
 
 def test_sbatch_copy_of_deployment_sh_exits_1_and_names_wrap(slurm: FakeSlurm, tmp_path: Path) -> None:
@@ -213,11 +169,12 @@ def test_sbatch_copy_of_deployment_sh_exits_1_and_names_wrap(slurm: FakeSlurm, t
 
 def test_mpirun_starts_the_ranks_of_each_engine(slurm: FakeSlurm) -> None:
     assert start(slurm, "mpi.sh", "agg", MPIRUN_ARGS="-x A --hostfile h").wait(SECONDS) == 0
-    embedded = {"AGG_NEEDS": f"2 {EMBEDDED}", "AGG_CUDA_VISIBLE_DEVICES": "5"}
-    assert start(slurm, "mpi.sh", "agg", "--max-seq-len", "9", **embedded).wait(SECONDS) == 0
+    embedded = {"ENGINE": "embedded", "DECODE_CUDA_VISIBLE_DEVICES": "5"}
+    assert start(slurm, "mpi.sh", "decode", "--max-seq-len", "9", **embedded).wait(SECONDS) == 0
     on_trtllm, on_embedded = slurm.calls("mpirun")
-    assert on_trtllm["argv"] == ["-n", "8", "-x", "A", "--hostfile", "h", *BEHIND, script("agg")]
-    assert on_embedded["argv"] == ["-n", "2", script("agg"), "--max-seq-len", "9"]
+    script = str(LAUNCH / "agg_worker.sh")
+    assert on_trtllm["argv"] == ["-n", "8", "-x", "A", "--hostfile", "h", LAUNCHER, script]
+    assert on_embedded["argv"] == ["-n", "2", str(LAUNCH / "decode.sh"), "--max-seq-len", "9"]
     assert on_embedded["environment"]["CUDA_VISIBLE_DEVICES"] == "5"
 
 

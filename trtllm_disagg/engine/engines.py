@@ -37,10 +37,6 @@ class EngineSpec:
     rank_server: str | None = None
     #: "module:function" that raises ConfigError, before loading, for a model that the engine cannot serve.
     model_check: str | None = None
-    #: The value of `srun --mpi` for its ranks.
-    srun_mpi: str = "none"
-    #: A program that starts each rank, and the worker in the first one; empty where none is needed.
-    rank_launcher: str = ""
     #: The extra of this package that installs it (`pip install 'trtllm-disagg[EXTRA]'`); empty for none.
     extra: str = ""
     #: Modules that are looked for before the engine is imported and built.
@@ -73,8 +69,6 @@ ENGINES: dict[str, EngineSpec] = {
             "tensorrt_llm",
             is_flat=False,
             takes_embedded_arguments=False,
-            srun_mpi="pmix",
-            rank_launcher="trtllm-llmapi-launch",
             extra="tensorrt-llm",
             needs=("tensorrt_llm",),
         ),
@@ -88,7 +82,6 @@ ENGINES: dict[str, EngineSpec] = {
             defaults={"max_batch_size": 64, "max_num_tokens": 512, "enable_chunked_prefill": True},
             rank_server="trtllm_disagg.engines.embedded.tensor_parallel.launch:serve_as_rank",
             model_check="trtllm_disagg.engines.embedded.params.model_shape:check_arguments",
-            srun_mpi="pmi2",
             extra="embedded",
             needs=("torch", "transformers"),
         ),
@@ -127,7 +120,3 @@ def resolve_engine(name: str) -> str:
 def _is_installed(module: str) -> bool:
     """A module that was put among the imported ones by hand may have no spec."""
     return sys.modules.get(module) is not None or importlib.util.find_spec(module) is not None
-
-
-if __name__ == "__main__":  # for launch/disagg.sh
-    print(resolve_engine(sys.argv[1]))

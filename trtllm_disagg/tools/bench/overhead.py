@@ -41,7 +41,7 @@ from trtllm_disagg.tools.bench.report import (
     run_benchmark,
 )
 from trtllm_disagg.tools.bench.upstream_worker import require_upstream
-from trtllm_disagg.tools.up.needs import check_deployment_limits
+from trtllm_disagg.tools.up.lifecycle import check_deployment_limits
 from trtllm_disagg.tools.up.plan import DeploymentConfig
 
 if TYPE_CHECKING:

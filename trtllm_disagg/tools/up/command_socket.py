@@ -27,6 +27,7 @@ from trtllm_disagg.config.thresholds import check_thresholds
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.processes.machine import peer_process
 from trtllm_disagg.strategies import spec_of, switchable
+from trtllm_disagg.tools.up.plan import DISCOVERY_DIR
 from trtllm_disagg.tools.up.scaler import Say, Scaler
 from trtllm_disagg.tools.up.supervisor import Supervisor
 from trtllm_disagg.wire.kv_handle import UNREADABLE
@@ -135,7 +136,14 @@ class CommandServer:
 
     async def _execute(self, command: UpCommand, say: Say) -> Any:
         if isinstance(command, Describe):
-            return self._description()
+            config = self._supervisor.config
+            return DeploymentDescription(
+                strategy=config.strategy,
+                namespace=config.namespace,
+                model=config.served_model_name,
+                url=config.base_url,
+                discovery=str(config.run_dir / DISCOVERY_DIR),
+            )
         if isinstance(command, Switch):
             return self._switch(command.to)
         if isinstance(command, Set):
@@ -147,16 +155,6 @@ class CommandServer:
                 say(text)
 
             return await Scaler(self._supervisor).scale(command.workers, note)
-
-    def _description(self) -> DeploymentDescription:
-        config = self._supervisor.config
-        return {
-            "strategy": config.strategy,
-            "namespace": config.namespace,
-            "model": config.served_model_name,
-            "url": config.base_url,
-            "discovery": str(config.run_dir / "discovery"),
-        }
 
     def _switch(self, to: str) -> str:
         """Start further workers with `to`; the running workers have been switched already."""

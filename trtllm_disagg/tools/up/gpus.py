@@ -7,6 +7,7 @@ scaled without a device in common. A GPU is shared only where the workers' share
 from __future__ import annotations
 
 import math
+import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -31,6 +32,8 @@ PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "context_par
 #: TensorRT-LLM's default of kv_cache_config.free_gpu_memory_fraction.
 _FRACTION = 0.9
 _DRIVER = Path("/proc/driver/nvidia/gpus")
+#: Without its daemon the driver loads for each call, which takes seconds with many GPUs.
+_SMI_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,17 +122,15 @@ def gpus_of(
     if given is not None:
         devices = dict.fromkeys(on_gpus, parse_gpus("--gpus", given))
     else:
-        devices = _devices_in(environ, on_gpus, present or _present)
+        devices = _devices_in(environ, on_gpus, present or present_gpus)
     return Gpus(devices, {role: gpu_needs_of(config) for role, config in on_gpus.items() if devices[role]})
 
 
 def _devices_in(
     environ: Mapping[str, str], roles: Iterable[str], present: Callable[[], tuple[str, ...]]
 ) -> dict[str, tuple[str, ...]]:
-    if (shared := environ.get(VARIABLE)) is None:
-        everything = present()
-    else:
-        everything = parse_gpus(VARIABLE, shared) if shared else ()
+    shared = environ.get(VARIABLE)
+    everything = present() if shared is None else parse_gpus(VARIABLE, shared) if shared else ()
     return {
         role: parse_gpus(name, environ[name]) if environ.get(name := ROLE_VARIABLES[role]) else everything
         for role in roles
@@ -139,18 +140,11 @@ def _devices_in(
 def worker_configs(
     workers: Mapping[str, Sequence[str]], environ: Mapping[str, str]
 ) -> Iterator[tuple[str, WorkerConfig]]:
-    """Skips workers with wrong arguments: the worker itself refuses those."""
+    """With `auto` resolved to an engine. Skips workers with wrong arguments: the worker itself refuses those."""
     for role, arguments in workers.items():
         with suppress(ConfigError):
-            yield role, read_worker(arguments, environ)
-
-
-def read_worker(arguments: Sequence[str], environ: Mapping[str, str]) -> WorkerConfig:
-    """A worker's configuration, with `auto` resolved to an engine. Raises ConfigError, but not for what the worker has
-    to check itself: flags that are not known, and a chat template, which a container may have.
-    """
-    config = parse_worker_flags(arguments, environ, ignores_unknown=True, is_elsewhere=True)
-    return replace(config, engine=resolve_engine(config.engine))
+            config = parse_worker_flags(arguments, environ, ignores_unknown=True, is_elsewhere=True)
+            yield role, replace(config, engine=resolve_engine(config.engine))
 
 
 def gpu_needs_of(config: WorkerConfig) -> GpuNeeds:
@@ -187,6 +181,13 @@ def parse_gpus(key: str, text: str) -> tuple[str, ...]:
     return devices
 
 
-def _present() -> tuple[str, ...]:
-    """The GPUs of this machine, as numbered by the driver."""
-    return tuple(str(index) for index, _ in enumerate(_DRIVER.glob("*")))
+def present_gpus() -> tuple[str, ...]:
+    """The GPUs of this machine, as nvidia-smi numbers them; without it, those of the driver's directory, which
+    containers may lack.
+    """
+    command = ("nvidia-smi", "--query-gpu=index", "--format=csv,noheader")
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return tuple(str(index) for index, _ in enumerate(_DRIVER.glob("*")))
+    return tuple(word for word in said.stdout.split() if word.isdecimal())

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
@@ -16,12 +16,12 @@ from pathlib import Path
 
 from trtllm_disagg import INSTALL_DYNAMO
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.processes import machine
 from trtllm_disagg.processes.exits import EXIT_CODES, ONE_INTERRUPT_SECONDS, ExitCode, is_wanted
+from trtllm_disagg.strategies import spec_of
 from trtllm_disagg.tools.up.command_socket import serving_commands
-from trtllm_disagg.tools.up.first_completed import first_completed
 from trtllm_disagg.tools.up.gpus import gpus_of, worker_configs
 from trtllm_disagg.tools.up.managed_process import ManagedProcess
-from trtllm_disagg.tools.up.needs import check_deployment_limits
 from trtllm_disagg.tools.up.plan import (
     DeploymentConfig,
     DeploymentFailedError,
@@ -29,15 +29,13 @@ from trtllm_disagg.tools.up.plan import (
     num_system_ports,
     plan,
     worker_arguments,
+    worker_total,
 )
 from trtllm_disagg.tools.up.ports import free_http_port, free_system_ports
+from trtllm_disagg.tools.up.readiness import first_completed
 from trtllm_disagg.tools.up.run_dir import RunDir
 from trtllm_disagg.tools.up.status import Status
 from trtllm_disagg.tools.up.supervisor import Supervisor
-
-_DYNAMO_IS_MISSING = (
-    f"the frontend and the workers need Dynamo, which is not installed here: {INSTALL_DYNAMO}"
-)
 
 
 def prepare(config: DeploymentConfig, status: Status) -> Supervisor:
@@ -45,7 +43,7 @@ def prepare(config: DeploymentConfig, status: Status) -> Supervisor:
     directory. Starts no process.
     """
     if find_spec("dynamo") is None:
-        raise ConfigError(_DYNAMO_IS_MISSING)
+        raise ConfigError(f"frontend and workers need Dynamo, which is not installed here: {INSTALL_DYNAMO}")
     for shortage in check_deployment_limits([config]):
         status.note(f"warning: {shortage}")
     http_port = free_http_port(config.http_host, config.http_port)
@@ -64,6 +62,19 @@ def prepare(config: DeploymentConfig, status: Status) -> Supervisor:
     # Last, because it removes the traces of the deployment before.
     run_dir = RunDir.claim(config.run_dir, status.note)
     return Supervisor(config, specs, run_dir, status)
+
+
+def needs_of(config: DeploymentConfig) -> machine.Needs:
+    spec = spec_of(config.strategy)
+    workers = worker_total(config) if spec.is_disaggregated else 0
+    routers = sum(config.workers[role] for role in spec.kv_routed_roles) if config.next_router == "kv" else 0
+    inotify = machine.INOTIFY_PER_WORKER * workers + machine.INOTIFY_PER_KV_ROUTER * routers
+    return machine.Needs(machine.INOTIFY_PER_FRONTEND + inotify)
+
+
+def check_deployment_limits(configs: Iterable[DeploymentConfig]) -> list[str]:
+    """`check_limits` for deployments that run side by side."""
+    return machine.check_limits(sum(map(needs_of, configs), machine.Needs()))
 
 
 async def serve(config: DeploymentConfig, status: Status) -> ExitCode:
@@ -149,7 +160,6 @@ class Deployment:
 
     @property
     def processes(self) -> tuple[ManagedProcess, ...]:
-        """The processes of now; `scale` changes them."""
         return tuple(self._supervisor.processes)
 
     @property
@@ -177,7 +187,11 @@ async def running_deployment(
     supervisor = prepare(config, status)
     try:
         async with status.showing(supervisor.processes):
-            await _load(supervisor)
+            try:
+                await supervisor.load()
+            except DeploymentFailedError:
+                await supervisor.abandon()
+                raise
         try:
             async with serving_commands(supervisor):
                 yield Deployment(supervisor)
@@ -202,14 +216,6 @@ def deployment_in_background(config: DeploymentConfig, status: Status | None = N
         loop.call_soon_threadsafe(keeping.cancel)
         thread.join()
         loop.close()
-
-
-async def _load(supervisor: Supervisor) -> None:
-    try:
-        await supervisor.load()
-    except DeploymentFailedError:
-        await supervisor.abandon()
-        raise
 
 
 async def _keep(deployment: AbstractAsyncContextManager[Deployment], ready: Future[Deployment]) -> None:

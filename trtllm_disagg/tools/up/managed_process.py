@@ -15,7 +15,7 @@ from typing import Literal
 
 from trtllm_disagg.processes.machine import birth
 from trtllm_disagg.processes.reports import ACTIVITY_VARIABLE, DRAINING, Activity, read_activity
-from trtllm_disagg.tools.up.plan import ProcessRole, ProcessSpec
+from trtllm_disagg.tools.up.plan import Backoff, ProcessRole, ProcessSpec
 from trtllm_disagg.tools.up.run_dir import ProcessRecord
 from trtllm_disagg.tools.up.short_log import MOST_BYTES, forget_predecessor, move_to_predecessor
 
@@ -224,3 +224,32 @@ class ManagedProcess:
             state=self.state,
             born=self._born,
         )
+
+
+class Deaths:
+    """Counts the deaths of one process, from which follow the delay of its next start, and when it is given up."""
+
+    def __init__(self, backoff: Backoff) -> None:
+        self._backoff = backoff
+        self._in_a_row = 0
+        self.failed_starts = 0
+
+    def count(self, ready_seconds: float | None) -> None:
+        """Count one more death. `ready_seconds`: how long the process had been ready; None when it never was."""
+        if ready_seconds is None:
+            self.failed_starts += 1
+        else:
+            self.failed_starts = 0
+            if ready_seconds >= self._backoff.steady:
+                self._in_a_row = 0
+        self._in_a_row += 1
+
+    @property
+    def is_hopeless(self) -> bool:
+        return self.failed_starts >= self._backoff.attempts
+
+    @property
+    def delay(self) -> float:
+        """Seconds before the next start."""
+        doublings = min(self._in_a_row - 1, 30)
+        return min(self._backoff.first * 2.0**doublings, self._backoff.most)

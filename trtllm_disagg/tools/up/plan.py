@@ -16,7 +16,6 @@ from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.processes.interpreter import SAFE_PATH, python
 from trtllm_disagg.processes.reports import ACTIVITY_VARIABLE
 from trtllm_disagg.strategies import STRATEGIES, spec_of, worker_side
-from trtllm_disagg.tools.up.backoff import Backoff
 from trtllm_disagg.tools.up.brokers import (
     STORE_DIR,
     broker_env,
@@ -76,6 +75,19 @@ MOST_WORKERS = 64
 
 
 @dataclass(frozen=True)
+class Backoff:
+    """The delays before a dead process is started again, in seconds: `first`, twice that, and so on up to `most`.
+
+    After `steady` seconds of being ready the delays begin anew. After `attempts` failed starts in a row it is given up.
+    """
+
+    first: float = 1.0
+    most: float = 30.0
+    steady: float = 60.0
+    attempts: int = 5
+
+
+@dataclass(frozen=True)
 class DeploymentConfig:
     """A whole deployment on this machine. `http_port` 0 means: any free port."""
 
@@ -121,12 +133,13 @@ class DeploymentConfig:
             raise ConfigError.bad_value("--strategy", self.strategy, f"one of {', '.join(STRATEGIES)}")
         if self.next_router is not None:
             check_value("next_router", self.next_router)
+        check_value("served_model_name", self.served_model_name)
         check_value("prefill_dispatch", self.prefill_dispatch)
         if self.strategy not in worker_side():
             self._refuse_calls()
         for role, count in self.workers.items():
-            if count < 1:
-                raise ConfigError.bad_value(f"--{role}-workers", count, "at least 1")
+            if not 1 <= count <= MOST_WORKERS:
+                raise ConfigError.bad_value(f"--{role}-workers", count, f"1 to {MOST_WORKERS} workers")
         if not self.http_host.strip():
             raise ConfigError.bad_value("--http-host", self.http_host, "an address or a name of this machine")
         if not 0 <= self.http_port <= 65535:
@@ -219,8 +232,7 @@ def plan(
     config: DeploymentConfig, *, system_ports: Iterable[int], environ: Mapping[str, str]
 ) -> tuple[ProcessSpec, ...]:
     """All processes, in the order in which they start. Uses `num_system_ports` of `system_ports`."""
-    env = shared_env(config, environ)
-    ports = iter(system_ports)
+    env, ports = shared_env(config, environ), iter(system_ports)
     services = [_nats(config, next(ports), next(ports))] if config.has_queue else []
     specs = [*services, _frontend(config, env)]
     for role in spec_of(config.strategy).roles:
@@ -253,10 +265,8 @@ def worker_total(config: DeploymentConfig) -> int:
 
 
 def shared_env(config: DeploymentConfig, environ: Mapping[str, str]) -> dict[str, str]:
-    """Discovery and planes: equal in all processes, and on loopback as far as Dynamo allows.
-
-    Without a broker, ZMQ publishers bind every interface; `DYN_EVENT_PLANE_HOST` sets only the
-    address that they advertise.
+    """Discovery and planes: equal in all processes, and on loopback as far as Dynamo allows. Without a broker, ZMQ
+    publishers bind every interface; `DYN_EVENT_PLANE_HOST` sets only the address that they advertise.
     """
     where = PLANES | {"namespace": config.namespace, "prefill_dispatch": config.prefill_dispatch}
     return {
@@ -285,7 +295,7 @@ def _home_of_user(otherwise: Path) -> str:
 
 
 def _frontend(config: DeploymentConfig, env: Mapping[str, str]) -> ProcessSpec:
-    argv = [
+    argv = (
         *config.frontend_command,
         *("--http-host", config.http_host),
         *("--http-port", str(config.http_port)),
@@ -295,16 +305,13 @@ def _frontend(config: DeploymentConfig, env: Mapping[str, str]) -> ProcessSpec:
         *("--event-plane", "zmq"),
         *_flag("--kv-cache-block-size", config.kv_block_size),
         *config.frontend_args,
-    ]
+    )
     # No system port: the frontend opens no system server, its health is on the HTTP port.
-    return ProcessSpec("frontend", "frontend", tuple(argv), env, http_port=config.http_port)
+    return ProcessSpec("frontend", "frontend", argv, env, http_port=config.http_port)
 
 
 def _nats(config: DeploymentConfig, port: int, health_port: int) -> ProcessSpec:
-    argv = (
-        *nats_server_argv(LOOPBACK, port, health_port, config.run_dir / STORE_DIR),
-        *nats_config_argv(),
-    )
+    argv = (*nats_server_argv(LOOPBACK, port, health_port, config.run_dir / STORE_DIR), *nats_config_argv())
     return ProcessSpec("nats", "nats", argv, new_nats_password(), system_port=health_port, nats_port=port)
 
 
@@ -317,11 +324,7 @@ def queue_env(services: Iterable[ProcessSpec]) -> dict[str, str]:
 
 
 def worker_spec(
-    config: DeploymentConfig,
-    role: ProcessRole,
-    index: int,
-    env: Mapping[str, str],
-    system_port: int,
+    config: DeploymentConfig, role: ProcessRole, index: int, env: Mapping[str, str], system_port: int
 ) -> ProcessSpec:
     """One worker; `env` is `shared_env`, and the worker's queue and GPUs."""
     argv = (
@@ -329,7 +332,10 @@ def worker_spec(
         *("--namespace", config.namespace),
         *("--model", config.model),
         *("--served-model-name", config.served_model_name),
-        *_stage_flags(config.strategy, role),
+        *("--disaggregation-mode", role),
+        *(() if role == "agg" else ("--disaggregation-strategy", config.strategy)),
+        # Also for a second stage: after a switch it is the first one, and the frontend then knows its cache.
+        "--publish-events-and-metrics",
         *_flag("--engine", config.engine),
         *_flag("--extra-engine-args", config.engine_configs.get(role)),
         *_flag("--kv-block-size", config.kv_block_size),
@@ -366,14 +372,6 @@ def same_again(
         env[VARIABLE] = spec.env[VARIABLE]
     index = int(spec.name.rpartition("-")[2])
     return worker_spec(config, spec.role, index, env | queue_env(others), spec.system_port)
-
-
-def _stage_flags(strategy: str, role: ProcessRole) -> Iterator[str]:
-    yield from ("--disaggregation-mode", role)
-    if role != "agg":
-        yield from ("--disaggregation-strategy", strategy)
-    # Also for a second stage: after a switch it is the first one, and the frontend then knows its cache.
-    yield "--publish-events-and-metrics"
 
 
 def _flag(name: str, value: object | None) -> tuple[str, ...]:

@@ -1,25 +1,28 @@
 """Ports for the processes of a deployment. Two deployments on one machine never pick the same ports.
 
 A port that is free when it is picked may be in use before its process listens on it. So a process that picks ports
-reserves them by binding an abstract Unix socket with their name: such names are unique in a network namespace, as ports
-are, and end with the process.
+reserves them by locks on files of a directory that no other user may enter. Locks end with the process.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import socket
+import stat
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.tools.up.plan import LOOPBACK, PortInUseError
 
 # Dynamo reads DYN_SYSTEM_PORT as a signed 16 bit number. The kernel takes ephemeral ports from above these.
 SYSTEM_PORTS = range(20000, 32768)
-#: Number of ports that one name, which is one open file, reserves.
+#: Number of ports that one lock, which is one open file, reserves.
 _BLOCK = 32
+_TEMPORARY = Path("/tmp")
 
 
 class OwnPorts:
@@ -27,14 +30,14 @@ class OwnPorts:
 
     def __init__(self, among: Sequence[int] = SYSTEM_PORTS) -> None:
         self._among = among
-        self._names: list[socket.socket] = []
+        self._locks: list[int] = []
         self._held = self._hold()
-        self._lock = threading.Lock()
+        self._one_at_a_time = threading.Lock()
 
     def take(self, count: int, host: str) -> list[int]:
         """Ports on which a process can listen at `host` now. Raises PortInUseError when there are too few."""
         taken: list[int] = []
-        with self._lock:
+        with self._one_at_a_time:
             while len(taken) < count:
                 port = next(self._held, None)
                 if port is None:
@@ -46,20 +49,40 @@ class OwnPorts:
         return taken
 
     def close(self) -> None:
-        for name in self._names:
-            name.close()
+        for lock in self._locks:
+            os.close(lock)
 
     def _hold(self) -> Iterator[int]:
+        directory = own_directory()
         blocks = [self._among[start : start + _BLOCK] for start in range(0, len(self._among), _BLOCK)]
         for block in random.sample(blocks, len(blocks)):
-            name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            try:
-                name.bind(f"\0trtllm-disagg/ports/{block[0]}")
-            except OSError:  # another process has reserved them
-                name.close()
-            else:
-                self._names.append(name)
+            if directory is None or self._lock(directory / f"ports-{block[0]}"):
                 yield from block
+
+    def _lock(self, file: Path) -> bool:
+        """Whether this object has the lock now, and no other process or object."""
+        lock = os.open(file, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)
+            return False
+        self._locks.append(lock)
+        return True
+
+
+def own_directory() -> Path | None:
+    """A directory of this user only. None where another user has taken its name: then no port is reserved, and a worker
+    whose port is in use starts again on another one.
+    """
+    path = _TEMPORARY / f"trtllm-disagg-{os.geteuid()}"
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        state = path.lstat()
+    except OSError:
+        return None
+    is_own = stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid()
+    return path if is_own and not stat.S_IMODE(state.st_mode) & 0o077 else None
 
 
 _OWN_PORTS = OwnPorts()

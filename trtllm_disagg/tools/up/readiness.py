@@ -1,8 +1,11 @@
-"""Asks the processes of a deployment over HTTP whether they can serve."""
+"""Asks the processes of a deployment over HTTP whether they can serve, and waits for what comes first."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from trtllm_disagg.tools.http import get
 from trtllm_disagg.tools.up.plan import LOOPBACK, DeploymentConfig, ProcessSpec
@@ -10,6 +13,9 @@ from trtllm_disagg.tools.up.plan import LOOPBACK, DeploymentConfig, ProcessSpec
 NATS_HEALTH = "/healthz?js-server-only=true"
 #: A model may be served at one of them only.
 REQUEST_PATHS = ("/v1/chat/completions", "/v1/completions")
+
+First = TypeVar("First")
+Second = TypeVar("Second")
 
 
 async def is_ready(spec: ProcessSpec, config: DeploymentConfig) -> bool:
@@ -37,7 +43,10 @@ async def lacks_model(spec: ProcessSpec, config: DeploymentConfig) -> bool:
 
 async def lists_model(host: str, port: int, model: str) -> bool:
     status, body = await get(host, port, "/v1/models")
-    return status == 200 and model in _listed_models(body)
+    try:
+        return status == 200 and any(card["id"] == model for card in json.loads(body)["data"])
+    except (ValueError, TypeError, KeyError):
+        return False
 
 
 async def _is_open(host: str, port: int) -> bool:
@@ -46,8 +55,20 @@ async def _is_open(host: str, port: int) -> bool:
     return any(status not in (0, 404) for status in statuses)
 
 
-def _listed_models(body: bytes) -> list[str]:
+async def first_completed(
+    first: Coroutine[Any, Any, First], second: Coroutine[Any, Any, Second], timeout: float | None = None
+) -> First | Second | None:
+    """The result of the one that ends first, the second one when both did; None after `timeout` seconds.
+
+    The other one is cancelled, and over, before this returns.
+    """
+    a, b = asyncio.create_task(first), asyncio.create_task(second)
     try:
-        return [card["id"] for card in json.loads(body)["data"]]
-    except (ValueError, TypeError, KeyError):
-        return []
+        await asyncio.wait((a, b), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        a.cancel()
+        b.cancel()
+        await asyncio.gather(a, b, return_exceptions=True)
+    if not b.cancelled():
+        return b.result()
+    return None if a.cancelled() else a.result()

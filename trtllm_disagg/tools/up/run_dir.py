@@ -1,6 +1,4 @@
-"""The run directory, open to its user only: one log per process, the discovery store, the deployment's key, and
-`processes.json` for other tools.
-"""
+"""The run directory, of one user only: logs, the discovery store, the deployment's key, `processes.json` for tools."""
 
 from __future__ import annotations
 

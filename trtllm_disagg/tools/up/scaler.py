@@ -47,8 +47,7 @@ class Scaler:
                 obeyed = await self.supervisor.remove(process)
                 say(f"{process.name} has left" + ("" if obeyed else f" ({process.describe_end()})"))
         running = Counter(process.role for process in self.supervisor.processes if process.stays)
-        roles = spec_of(self.supervisor.config.strategy).roles
-        return {role: running[role] for role in roles}
+        return {role: running[role] for role in spec_of(self.supervisor.config.strategy).roles}
 
     def _missing(self, wanted: Mapping[ProcessRole, int]) -> list[ProcessSpec]:
         config = self.supervisor.config

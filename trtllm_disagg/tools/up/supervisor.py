@@ -14,20 +14,8 @@ from dataclasses import replace
 
 from trtllm_disagg.errors import ERROR_PREFIX
 from trtllm_disagg.strategies import spec_of
-from trtllm_disagg.tools.up.backoff import Deaths
 from trtllm_disagg.tools.up.brokers import EventBroker
-from trtllm_disagg.tools.up.failure_reports import (
-    continued,
-    death_report,
-    given_up_report,
-    late_report,
-    left_report,
-    leftovers_report,
-    lost_discovery_report,
-    survivors_report,
-)
-from trtllm_disagg.tools.up.first_completed import first_completed
-from trtllm_disagg.tools.up.managed_process import ManagedProcess
+from trtllm_disagg.tools.up.managed_process import Deaths, ManagedProcess
 from trtllm_disagg.tools.up.orphan_reaper import (
     MARK_VARIABLE,
     PROCESS_VARIABLE,
@@ -48,9 +36,16 @@ from trtllm_disagg.tools.up.plan import (
     stop_order,
 )
 from trtllm_disagg.tools.up.ports import free_system_ports, is_free
-from trtllm_disagg.tools.up.readiness import answers, is_ready, lacks_model
+from trtllm_disagg.tools.up.readiness import answers, first_completed, is_ready, lacks_model
 from trtllm_disagg.tools.up.run_dir import RunDir
-from trtllm_disagg.tools.up.status import Status
+from trtllm_disagg.tools.up.status import (
+    Status,
+    continued,
+    death_report,
+    given_up_report,
+    late_report,
+    left_report,
+)
 
 PROBE_SECONDS = 0.1
 ABANDON_SECONDS = 5.0
@@ -91,10 +86,9 @@ class Restarts:
     async def _after(self, process: ManagedProcess) -> None:
         report = death_report(process, "while serving")
         if process.ended_well and process.role != "frontend":
-            others = [
-                each for each in self._owner.processes if each.role == process.role and each.state != "exited"
-            ]
-            self._owner.note(left_report(process, is_last=not others))
+            alike = (each for each in self._owner.processes if each.role == process.role)
+            is_last = all(each.state == "exited" for each in alike)
+            self._owner.note(left_report(process, is_last=is_last))
         elif self._owner.config.restart:
             await self._until_ready(process, report)
         else:
@@ -178,17 +172,15 @@ class Supervisor:
         self._reaper = start_reaper(self._mark)
         self._events.start()
         deadline = time.monotonic() + self.config.startup_seconds
-        first = [process for process in self.processes if process.role in STARTED_FIRST]
-        then = [process for process in self.processes if process not in first]
-        for wave in filter(None, (first, then)):
+        for is_first in (True, False):
+            wave = [each for each in self.processes if (each.role in STARTED_FIRST) == is_first]
             await self._load_wave(wave, deadline)
 
     async def _load_wave(self, wave: Sequence[ManagedProcess], deadline: float) -> None:
         for process in wave:
             await self._start(process)
-        outcome = await first_completed(
-            self._all_ready(wave), self._deaths.get(), timeout=deadline - time.monotonic()
-        )
+        remaining = deadline - time.monotonic()
+        outcome = await first_completed(self._all_ready(wave), self._deaths.get(), timeout=remaining)
         if isinstance(outcome, ManagedProcess):
             raise DeploymentFailedError(death_report(outcome, "before the deployment was ready"))
         if outcome is None:
@@ -209,7 +201,10 @@ class Supervisor:
         # Also where inotify has no instance left.
         while self._is_discovery_in_place():  # noqa: ASYNC110
             await asyncio.sleep(LOOK_SECONDS)
-        self.report_error(lost_discovery_report(self._run_dir.discovery))
+        self.report_error(
+            f"{self._run_dir.discovery} was removed or moved: frontend and workers lose each other, and requests fail; "
+            "stop this `up`, and start it again"
+        )
 
     async def add(self, spec: ProcessSpec) -> ManagedProcess:
         """Start one more worker, and wait until it is ready. Raises DeploymentFailedError when it dies or is late; then
@@ -229,11 +224,10 @@ class Supervisor:
         self._starting_or_stopping.add(process)
         try:
             await self._start(process)
-            await first_completed(
-                self._becomes_ready(process), self._gone([process]), timeout=self.config.startup_seconds
-            )
+            seconds = self.config.startup_seconds
+            await first_completed(self._becomes_ready(process), self._gone([process]), timeout=seconds)
             if process.is_running and process.state != "ready":
-                late = late_report([process], self.config.startup_seconds)
+                late = late_report([process], seconds)
                 await self._until_killed([process])
                 raise DeploymentFailedError(late)
             if not process.is_running:
@@ -287,7 +281,10 @@ class Supervisor:
             hanging = (process.pid for process in self.processes if process.is_running)
             self._survivors = sorted({*marked, *hanging})
             if self._survivors:
-                self.note(survivors_report(self._survivors))
+                pids = ", ".join(map(str, self._survivors))
+                self.note(
+                    f"warning: SIGKILL has not ended these processes, which may wait for a GPU or a disk: pid {pids}"
+                )
             self._write()
         finally:
             self._is_gone = True
@@ -360,10 +357,9 @@ class Supervisor:
         return any([await lacks_model(each.spec, self.config) for each in serving])
 
     def _is_back_alone(self, process: ManagedProcess) -> bool:
-        first_stage = [
-            each for each in self.processes if each.role in spec_of(self.config.strategy).kv_routed_roles
-        ]
-        return process.restarts > 0 and not any(each.state == "ready" for each in first_stage)
+        first_stage = spec_of(self.config.strategy).kv_routed_roles
+        is_served = any(each.role in first_stage and each.state == "ready" for each in self.processes)
+        return process.restarts > 0 and not is_served
 
     async def _stop(
         self, waves: Iterable[Sequence[ProcessRole]], timeout: float, hurry: asyncio.Event | None
@@ -388,7 +384,8 @@ class Supervisor:
         await first_completed(self._gone(wave), hurry.wait(), timeout=timeout)
         leftovers = [process for process in wave if process.is_running]
         if leftovers:
-            self._status.note(leftovers_report(leftovers, time.monotonic() - began))
+            names, waited = ", ".join(process.name for process in leftovers), time.monotonic() - began
+            self.note(f"still running {waited:.1f} s after the order to stop, killed: {names}")
         for process in leftovers:
             process.kill()
 
@@ -417,8 +414,6 @@ async def kill_all_marked(variable: str, mark: str, seconds: float) -> list[int]
     """
     deadline = time.monotonic() + seconds
     # The end of another process's child is no event.
-    while left := await asyncio.to_thread(kill_marked, mark, variable):
-        if time.monotonic() > deadline:
-            break
+    while (left := await asyncio.to_thread(kill_marked, mark, variable)) and time.monotonic() < deadline:  # noqa: ASYNC110
         await asyncio.sleep(PROBE_SECONDS)
     return left

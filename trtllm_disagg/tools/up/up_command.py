@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 from trtllm_disagg.config.args import argument_parser_of, parse_worker_flags, read_worker_flags
-from trtllm_disagg.config.settings import NOT_EMPTY
 from trtllm_disagg.config.worker_config import FLAGS, SETTINGS, choices_of, flag_of
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.model_directory import servable_model
@@ -22,7 +21,6 @@ from trtllm_disagg.tools.up.gpus import ROLE_VARIABLES
 from trtllm_disagg.tools.up.plan import (
     BEYOND_DRAIN_SECONDS,
     GPU_STARTUP_SECONDS,
-    MOST_WORKERS,
     STARTUP_SECONDS,
     DeploymentConfig,
     ProcessRole,
@@ -164,18 +162,13 @@ def _serve(config: DeploymentConfig) -> ExitCode:
     from trtllm_disagg.tools.up.lifecycle import serve
     from trtllm_disagg.tools.up.status import status_for
 
-    for role, count in config.workers.items():
-        if count > MOST_WORKERS:
-            raise ConfigError.bad_value(f"--{role}-workers", count, f"1 to {MOST_WORKERS} workers")
     config = replace(config, model=str(servable_model(config.model)))
-    _check_worker_arguments(config, os.environ)
-    return asyncio.run(serve(config, status_for(sys.stderr)))
-
-
-def _check_worker_arguments(config: DeploymentConfig, environ: Mapping[str, str]) -> None:
-    """Raises ConfigError for what each worker would refuse, seconds after its start."""
+    # Each worker would refuse the same, seconds after its start; of another name `up` would never hear.
     for arguments in worker_arguments(config).values():
-        parse_worker_flags(arguments, {**environ, **shared_env(config, environ)})
+        worker = parse_worker_flags(arguments, {**os.environ, **shared_env(config, os.environ)})
+        if worker.served_model_name != config.served_model_name:
+            raise ConfigError("--worker-args: --served-model-name is a flag of `up` itself")
+    return asyncio.run(serve(config, status_for(sys.stderr)))
 
 
 def config_from(args: argparse.Namespace, run_dir: Path) -> DeploymentConfig:
@@ -186,13 +179,17 @@ def config_from(args: argparse.Namespace, run_dir: Path) -> DeploymentConfig:
     for role in get_args(ProcessRole):
         if values.get(f"{role}_workers", 0) is None:
             del values[f"{role}_workers"]
-        elif f"{role}_workers" in values:
-            _require_role(role, values[f"{role}_workers"], args.strategy)
+        elif f"{role}_workers" in values and role not in spec_of(args.strategy).roles:
+            fitting = ", ".join(name for name, spec in STRATEGIES.items() if role in spec.roles)
+            allowed = f"--strategy {fitting}, not {args.strategy}"
+            raise ConfigError.bad_value(f"--{role}-workers", values[f"{role}_workers"], allowed)
     configs = engine_configs_in(args.engine_configs, args.strategy) if args.engine_configs else {}
     return DeploymentConfig(
         **values
         | {
-            "served_model_name": _served_name(args),
+            "served_model_name": default_name(args.model)
+            if (name := args.served_model_name) is None
+            else name,
             "run_dir": run_dir,
             "engine_configs": configs,
             "worker_args": tuple(args.worker_args),
@@ -202,13 +199,6 @@ def config_from(args: argparse.Namespace, run_dir: Path) -> DeploymentConfig:
             or DeploymentConfig.prefill_dispatch,
         }
     )
-
-
-def _served_name(args: argparse.Namespace) -> str:
-    name: str | None = args.served_model_name
-    if name is not None and not NOT_EMPTY.accepts(name):
-        raise ConfigError.bad_value("--served-model-name", name, NOT_EMPTY.in_words)
-    return name or default_name(args.model)
 
 
 def _or_variable(name: str, given: Any, environ: Mapping[str, str]) -> Any:
@@ -235,9 +225,3 @@ def engine_configs_in(directory: Path, strategy: str) -> dict[ProcessRole, Path]
             "--engine-configs", str(directory), f"a directory with {' and '.join(missing)}"
         )
     return files
-
-
-def _require_role(role: ProcessRole, count: int, strategy: str) -> None:
-    if role not in spec_of(strategy).roles:
-        fitting = ", ".join(name for name, spec in STRATEGIES.items() if role in spec.roles)
-        raise ConfigError.bad_value(f"--{role}-workers", count, f"--strategy {fitting}, not {strategy}")

@@ -16,12 +16,11 @@ import pytest
 from tests.support.deployments import wait_until
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes.machine import birth
-from trtllm_disagg.tools.up.backoff import Backoff
 from trtllm_disagg.tools.up.brokers import EventBroker
 from trtllm_disagg.tools.up.gpus import GpuNeeds, Gpus
 from trtllm_disagg.tools.up.managed_process import ManagedProcess
 from trtllm_disagg.tools.up.orphan_reaper import PROCESS_VARIABLE, kill_marked
-from trtllm_disagg.tools.up.plan import DeploymentConfig, ProcessSpec, RunDirInUseError
+from trtllm_disagg.tools.up.plan import Backoff, DeploymentConfig, ProcessSpec, RunDirInUseError
 from trtllm_disagg.tools.up.run_dir import RunDir, read_processes
 from trtllm_disagg.tools.up.scaler import Scaler
 from trtllm_disagg.tools.up.status import Status

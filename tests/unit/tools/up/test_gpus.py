@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.tools.up.for_scripts import require_room
-from trtllm_disagg.tools.up.gpus import NO_GPUS, Gpus, gpus_of
+from trtllm_disagg.tools.up.gpus import NO_GPUS, Gpus, gpus_of, present_gpus
 from trtllm_disagg.tools.up.plan import (
     BEYOND_DRAIN_SECONDS,
     GPU_STARTUP_SECONDS,
@@ -26,12 +25,7 @@ EIGHT = ",".join(map(str, range(8)))
 
 
 def config_of(tmp_path: Path, **changes: Any) -> DeploymentConfig:
-    settings: dict[str, Any] = {
-        "strategy": "prefill_first",
-        "model": "toy/llama",
-        "served_model_name": "toy",
-    }
-    return DeploymentConfig(**settings | {"run_dir": tmp_path / "run"} | changes)
+    return DeploymentConfig("prefill_first", "toy/llama", "toy", tmp_path / "run", **changes)
 
 
 def yaml(path: Path, tp: int = 1, fraction: float = 0.85, pp: int = 1) -> Path:
@@ -80,31 +74,16 @@ def test_without_a_list_the_roles_variables_then_cudas_then_the_machine_decide(t
     assert planned(config, environ=of_roles) == {"prefill-0": "1", "decode-0": "3"}
     by_flag = replace(config, gpu_devices="6,7")
     assert planned(by_flag, environ=of_roles) == {"prefill-0": "6", "decode-0": "7"}
-
-
-def test_cudas_empty_list_has_no_gpus(tmp_path: Path) -> None:
     none = {"prefill-0": None, "decode-0": None}
-    assert planned(deployment(tmp_path, {}, {}), environ={DEVICES: ""}, present=("0", "1")) == none
-
-
-def test_workers_get_no_gpu_list_when_no_gpu_is_known(tmp_path: Path) -> None:
-    assert planned(deployment(tmp_path, {}, {})) == {"prefill-0": None, "decode-0": None}
-
-
-def test_workers_share_a_gpu_where_their_shares_of_its_memory_fit(tmp_path: Path) -> None:
-    config = deployment(tmp_path, {"fraction": 0.4}, {"fraction": 0.45}, gpu_devices="0")
-    assert planned(config) == {"prefill-0": "0", "decode-0": "0"}
+    assert planned(config, environ={DEVICES: ""}, present=("0", "1")) == planned(config) == none
+    shared = deployment(tmp_path, {"fraction": 0.4}, {"fraction": 0.45}, gpu_devices="0")
+    assert planned(shared) == {"prefill-0": "0", "decode-0": "0"}
 
 
 @pytest.mark.parametrize(
     ("prefill", "decode", "devices", "words"),
     [
-        (
-            {},
-            {},
-            "0",
-            "--gpus: '0' is not allowed; .*one more decode worker.*0.85 of GPU 0.*other workers have 0.85",
-        ),
+        ({}, {}, "0", "--gpus: '0' .*one more decode worker.*0.85 of GPU 0.*other workers have 0.85"),
         ({"tp": 4}, {}, "0,1", "--gpus: '0,1' is not allowed; .*at least 4: each prefill worker"),
         ({}, {}, "0,0", "--gpus: '0,0' is not allowed; .*different GPUs"),
         ({}, {}, "0,,1", "--gpus: '0,,1' is not allowed"),
@@ -140,38 +119,36 @@ def test_a_worker_that_comes_later_gets_the_gpus_of_one_that_left(tmp_path: Path
     assert there.environment("decode", taken) == {DEVICES: "4,5"}
 
 
-def test_with_gpus_a_deployment_may_take_longer_to_load(tmp_path: Path) -> None:
-    config = deployment(tmp_path, {}, {}, gpu_devices="0,1")
-    assert config.startup_seconds == STARTUP_SECONDS
-    assert replace(config, gpus=gpus(config)).startup_seconds == GPU_STARTUP_SECONDS
-    assert replace(config, startup_timeout=7.0, gpus=gpus(config)).startup_seconds == 7
-
-
-def test_with_gpus_a_stop_leaves_time_for_the_engines_shutdown(tmp_path: Path) -> None:
+def test_with_gpus_a_deployment_has_more_time_to_load_and_to_end_its_engines(tmp_path: Path) -> None:
     config = deployment(tmp_path, {}, {}, gpu_devices="0,1", drain_seconds=20.0)
-    assert config.stop_seconds == 20 + BEYOND_DRAIN_SECONDS
     on_gpus = replace(config, gpus=gpus(config))
+    assert (config.startup_seconds, on_gpus.startup_seconds) == (STARTUP_SECONDS, GPU_STARTUP_SECONDS)
+    assert replace(on_gpus, startup_timeout=7.0).startup_seconds == 7
+    assert config.stop_seconds == 20 + BEYOND_DRAIN_SECONDS
     assert on_gpus.stop_seconds == 20 + BEYOND_DRAIN_SECONDS + 60
     assert on_gpus.beyond_drain_seconds == BEYOND_DRAIN_SECONDS + 60
     longer = replace(config, worker_args=("--engine-health-shutdown-timeout", "90"))
     assert replace(longer, gpus=gpus(longer)).stop_seconds == 20 + BEYOND_DRAIN_SECONDS + 90
-    assert replace(on_gpus, stop_timeout=7.0).stop_seconds == 7
 
 
-def test_workers_that_scripts_start_take_the_first_gpus_of_their_lists(tmp_path: Path) -> None:
-    config = deployment(tmp_path, {"fraction": 0.6}, {"fraction": 0.6})
-    workers = worker_arguments(config)
-    require_room(workers, {"PREFILL_" + DEVICES: "0,1", "DECODE_" + DEVICES: "1,0"})
-    with pytest.raises(
-        ConfigError, match=r"'4' is not allowed; expected GPUs of their own.*0\.6 for prefill"
-    ):
-        require_room(workers, {DEVICES: "4,5"})
-
-
-def test_workers_that_scripts_start_with_too_few_gpus_are_refused_by_name(tmp_path: Path) -> None:
-    workers = worker_arguments(deployment(tmp_path, {}, {"tp": 2}))
-    few = {"PREFILL_" + DEVICES: "0", "DECODE_" + DEVICES: "1"}
-    with pytest.raises(
-        ConfigError, match="DECODE_CUDA_VISIBLE_DEVICES: '1' is not allowed; expected at least 2"
-    ):
-        require_room(workers, few)
+@pytest.mark.parametrize(
+    ("smi", "found"),
+    [
+        ("printf '0\\n1\\n2\\n'", ("0", "1", "2")),
+        ("echo No devices were found; exit 6", ("0", "1")),
+        ("exit 9", ("0", "1")),
+        (None, ("0", "1")),
+    ],
+    ids=["as nvidia-smi says", "no devices", "no driver", "no nvidia-smi"],
+)
+def test_gpus_of_the_machine_are_those_of_nvidia_smi_else_of_the_driver(
+    smi: str | None, found: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / "driver" / name).mkdir(parents=True)
+    if smi is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{smi}\n")
+        (tmp_path / "nvidia-smi").chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("trtllm_disagg.tools.up.gpus._DRIVER", tmp_path / "driver")
+    assert present_gpus() == found

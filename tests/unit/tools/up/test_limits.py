@@ -3,61 +3,68 @@
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from trtllm_disagg.processes.machine import (
-    LimitError,
-    MachineLimits,
-    Needs,
-    needs_of_worker,
-    require,
-)
-from trtllm_disagg.tools.up.needs import needs_of
+from trtllm_disagg.processes.machine import LimitError, MachineLimits, Needs, needs_of_worker, require
+from trtllm_disagg.tools.up.lifecycle import needs_of
 from trtllm_disagg.tools.up.plan import DeploymentConfig
 
 USUAL = MachineLimits(max_inotify_instances=128, free_inotify_instances=128, max_open_files=524288)
 PAIR = needs_of(DeploymentConfig("prefill_first", "toy", "toy", Path("run")))
 
 
-def test_machine_with_usual_limits_has_no_shortage() -> None:
-    assert require(PAIR, USUAL) == []
+@pytest.mark.parametrize(
+    "limits",
+    [
+        USUAL,
+        MachineLimits(),
+        replace(USUAL, free_inotify_instances=PAIR.inotify_instances),
+    ],
+    ids=["usual", "unknown", "just enough inotify"],
+)
+def test_machine_that_suffices_has_no_shortage(limits: MachineLimits) -> None:
+    assert require(PAIR, limits) == []
 
 
-def test_machine_with_unknown_limits_is_not_refused() -> None:
-    assert require(PAIR, MachineLimits()) == []
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        (
+            {"free_inotify_instances": PAIR.inotify_instances - 1},
+            f"is 128, .* {PAIR.inotify_instances} are needed.* sudo sysctl fs.inotify.max_user_instances=1024",
+        ),
+        ({"max_open_files": 64}, r"ulimit -Hn\) is 64; each process needs 128"),
+        (
+            {"free_inotify_instances": 0, "max_open_files": 64},
+            "max_user_instances .*; the hard limit of open files",
+        ),
+    ],
+)
+def test_machine_on_which_no_deployment_can_start_is_refused_with_all_reasons(
+    limits: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(LimitError, match=words):
+        require(PAIR, replace(USUAL, **limits))
 
 
-def test_missing_inotify_instances_are_named_with_the_command_that_helps() -> None:
-    few = replace(USUAL, free_inotify_instances=PAIR.inotify_instances - 1)
-
-    with pytest.raises(LimitError) as raised:
-        require(PAIR, few)
-
-    assert str(raised.value) == (
-        f"fs.inotify.max_user_instances is 128, of which this user's processes leave {PAIR.inotify_instances - 1}; "
-        f"{PAIR.inotify_instances} are needed. Stop another deployment, or: "
-        "sudo sysctl fs.inotify.max_user_instances=1024"
-    )
-    assert require(PAIR, replace(few, free_inotify_instances=PAIR.inotify_instances)) == []
-
-
-def test_too_few_open_files_are_refused_and_few_are_a_warning() -> None:
-    with pytest.raises(LimitError, match=r"ulimit -Hn\) is 64; each process needs 128"):
-        require(PAIR, replace(USUAL, max_open_files=64))
-
-    (warning,) = require(PAIR, replace(USUAL, max_open_files=256))
-    assert warning == "the hard limit of open files (ulimit -Hn) is 256: enough for some 128 connections"
-
-
-def test_all_shortages_are_in_one_error() -> None:
-    with pytest.raises(LimitError, match=r"max_user_instances .*; the hard limit of open files"):
-        require(PAIR, replace(USUAL, free_inotify_instances=0, max_open_files=64))
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        ({"max_open_files": 256}, "(ulimit -Hn) is 256: enough for some 128 connections"),
+    ],
+)
+def test_machine_on_which_something_is_slow_or_missing_is_warned_of(
+    limits: dict[str, Any], words: str
+) -> None:
+    (warning,) = require(PAIR, replace(USUAL, **limits))
+    assert words in warning
 
 
 def test_deployments_side_by_side_need_the_sum_of_instances() -> None:
-    assert (PAIR + PAIR).inotify_instances == 2 * PAIR.inotify_instances
-    assert (PAIR + PAIR).open_files == PAIR.open_files
+    both = PAIR + PAIR
+    assert (both.inotify_instances, both.open_files) == (2 * PAIR.inotify_instances, PAIR.open_files)
 
 
 @pytest.mark.parametrize(
@@ -72,8 +79,5 @@ def test_a_worker_alone_needs_instances_for_its_peers_in_files(
 
 def test_reading_this_machine_opens_no_more_than_was_asked_for_and_leaves_nothing_open() -> None:
     before = len(os.listdir("/proc/self/fd"))
-
-    limits = MachineLimits.read(Needs(inotify_instances=2))
-
-    assert limits.free_inotify_instances in (0, 1, 2)
+    assert MachineLimits.read(Needs(inotify_instances=2)).free_inotify_instances in (0, 1, 2)
     assert len(os.listdir("/proc/self/fd")) == before

@@ -1,11 +1,14 @@
-"""What `up` shows of its processes, on a terminal and without one."""
+"""What `up` shows of its processes, on a terminal and without one, and what it reports of one that died."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import io
 import os
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,12 +16,16 @@ from rich.console import Console
 
 from tests.support.clock import Clock
 from trtllm_disagg.processes.reports import ACTIVITY_VARIABLE, FileReporter
-from trtllm_disagg.tools.up.managed_process import ManagedProcess, State
-from trtllm_disagg.tools.up.plan import ProcessRole, ProcessSpec
+from trtllm_disagg.tools.up.managed_process import Deaths, ManagedProcess, State
+from trtllm_disagg.tools.up.plan import Backoff, ProcessRole, ProcessSpec
 from trtllm_disagg.tools.up.status import (
     SILENCE_SECONDS,
     PlainStatus,
     age,
+    cause_in,
+    continued,
+    death_report,
+    late_report,
     process_table,
     status_for,
     what_it_does,
@@ -31,9 +38,8 @@ class Told:
     def __init__(self, directory: Path, name: str, state: State) -> None:
         file = directory / f"{name}.activity"
         role: ProcessRole = "frontend" if name == "frontend" else "decode"
-        self.process = ManagedProcess(
-            ProcessSpec(name, role, ("true",), {ACTIVITY_VARIABLE: str(file)}), directory / f"{name}.log"
-        )
+        spec = ProcessSpec(name, role, ("true",), {ACTIVITY_VARIABLE: str(file)})
+        self.process = ManagedProcess(spec, directory / f"{name}.log")
         self.process.state = state
         self.reporter = FileReporter(file)
 
@@ -43,58 +49,28 @@ def decode(tmp_path: Path) -> Told:
     return Told(tmp_path, "decode-0", "starting")
 
 
-def test_without_a_terminal_each_activity_is_one_line_and_progress_none(
-    decode: Told,
-) -> None:
-    clock, stream = Clock(50.0), io.StringIO()
-    status = PlainStatus(stream, clock)
-
-    for percent in (1, 43):
-        clock.now += 1
-        decode.reporter.tell("loading weights", percent=percent)
-        status.update([decode.process])
-    clock.now += 1
-    decode.reporter.tell("warming up")
-    status.update([decode.process])
-
-    assert stream.getvalue().splitlines() == [
-        "[   1.0s] decode-0 pid=0 starting: loading weights",
-        "[   3.0s] decode-0 pid=0 starting: warming up",
-    ]
-
-
-def test_without_a_terminal_a_silence_ends_after_10_s_with_what_is_waited_for(
+def test_without_a_terminal_each_activity_is_one_line_and_a_silence_ends_after_10_s(
     decode: Told, tmp_path: Path
 ) -> None:
     clock, stream = Clock(50.0), io.StringIO()
     status = PlainStatus(stream, clock)
     frontend, ready = Told(tmp_path, "frontend", "starting"), Told(tmp_path, "decode-1", "ready")
     processes = [frontend.process, decode.process, ready.process]
-    decode.reporter.tell("loading weights", percent=43)
-    status.update(processes)
-
-    clock.now += SILENCE_SECONDS - 0.1
-    status.update(processes)
-    clock.now += 0.1
-    status.update(processes)
-
-    assert stream.getvalue().splitlines()[2:] == [
-        "[  10.0s] waiting for frontend (waits for a worker that registers the model), "
-        "decode-0 (loading weights 43 %)"
+    # A percentage that grows is no line of its own, and nothing is written of a process that serves.
+    for doing, percent in (("loading weights", 1), ("loading weights", 43), ("warming up", None)):
+        clock.now += 1
+        decode.reporter.tell(doing, percent=percent)
+        ready.reporter.tell("serving", requests=percent)
+        status.update(processes)
+    for seconds in (SILENCE_SECONDS - 0.1, 0.1):
+        clock.now += seconds
+        status.update(processes)
+    assert stream.getvalue().splitlines() == [
+        "[   1.0s] frontend pid=0 starting",
+        "[   1.0s] decode-0 pid=0 starting: loading weights",
+        "[   3.0s] decode-0 pid=0 starting: warming up",
+        "[  13.0s] waiting for frontend (waits for a worker that registers the model), decode-0 (warming up)",
     ]
-
-
-def test_plain_status_writes_nothing_while_serving(tmp_path: Path) -> None:
-    clock, stream = Clock(50.0), io.StringIO()
-    status = PlainStatus(stream, clock)
-    ready = Told(tmp_path, "decode-1", "ready")
-
-    for requests in range(3):
-        clock.now += SILENCE_SECONDS
-        ready.reporter.tell("serving", requests=requests)
-        status.update([ready.process])
-
-    assert stream.getvalue() == ""
 
 
 def test_status_text_for_each_process_state(tmp_path: Path) -> None:
@@ -116,46 +92,29 @@ def test_status_text_for_each_process_state(tmp_path: Path) -> None:
     assert what_it_does(restarting) == "killed by SIGKILL; restarting in 4 s"
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_the_table_fits_a_terminal(decode: Told, tmp_path: Path, width: int) -> None:
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_the_table_fits_a_terminal_with_names_and_states_whole(
+    decode: Told, tmp_path: Path, width: int
+) -> None:
     decode.reporter.tell("loading weights", percent=43)
-    frontend = Told(tmp_path, "frontend", "starting")
-    frontend.process.changed_at -= 90
-    stream = io.StringIO()
-
-    Console(file=stream, width=width).print(
-        process_table([frontend.process, decode.process], time.monotonic() - 12)
-    )
-
-    lines = stream.getvalue().splitlines()
-    assert lines[0].startswith("up for 12 s")
-    assert lines[1].split() == ["process", "pid", "state", "for", "what", "it", "does"]
-    assert lines[2].split(maxsplit=4)[3:] == ["90s", "waits for a worker that registers the model"]
-    assert "loading weights 43 %" in lines[3]
-    assert max(map(len, lines)) <= width
-
-
-@pytest.mark.parametrize(
-    ("seconds", "shown"),
-    [(0.2, "0s"), (119, "119s"), (120, "2m"), (7199, "119m"), (7200, "2h"), (9e5, "10d")],
-)
-def test_a_long_time_is_shown_in_a_larger_unit(seconds: float, shown: str) -> None:
-    assert age(seconds) == shown
-
-
-def test_on_a_narrow_terminal_names_and_states_are_whole(decode: Told, tmp_path: Path) -> None:
+    frontend = Told(tmp_path, "frontend", "starting").process
     restarting = Told(tmp_path, "prefill-10", "restarting").process
+    frontend.changed_at -= 90
     restarting.returncode = -9
     stream = io.StringIO()
-
-    Console(file=stream, width=40).print(process_table([restarting, decode.process], time.monotonic()))
-
-    lines = stream.getvalue().splitlines()
-    assert [line.split()[:2] for line in lines[2:]] == [
-        ["prefill-10", "restarting"],
-        ["decode-0", "starting"],
-    ]
-    assert max(map(len, lines)) <= 40
+    table = process_table([frontend, restarting, decode.process], time.monotonic() - 12)
+    Console(file=stream, width=width).print(table)
+    title, _, *rows = stream.getvalue().splitlines()
+    assert title.startswith("up for 12 s")
+    shown = (("frontend", "starting"), ("prefill-10", "restarting"), ("decode-0", "starting"))
+    for row, names in zip(rows, shown, strict=True):
+        assert set(names) <= set(row.split())
+    if width > 40:
+        assert rows[0].split(maxsplit=4)[3:] == ["90s", "waits for a worker that registers the model"]
+        assert "loading weights 43 %" in rows[2]
+    assert max(map(len, rows)) <= width
+    times = {0.2: "0s", 119: "119s", 120: "2m", 7199: "119m", 7200: "2h", 9e5: "10d"}
+    assert {seconds: age(seconds) for seconds in times} == times
 
 
 class Lost(io.StringIO):
@@ -170,8 +129,7 @@ class Lost(io.StringIO):
         return self._is_terminal
 
     def write(self, text: str) -> int:
-        if self.error is not None:
-            raise OSError(self.error, os.strerror(self.error))
+        self.flush()
         return super().write(text)
 
     def flush(self) -> None:
@@ -193,3 +151,110 @@ async def test_text_is_lost_while_the_stream_fails_and_nothing_is_raised(
     status.note("kept")
     assert "lost" not in stream.getvalue()
     assert "kept\n" in stream.getvalue()
+
+
+OURS = "error: model: toy holds no *.safetensors file"
+NOISE = "2026-11-22T00:27:52.98Z  INFO dynamo_runtime::runtime: Runtime shutdown initiated"
+DYNAMO = "2026-11-22T00:33:33.25Z ERROR main.parse_args: Unknown arguments specified: ['--nonsense']"
+PYTHON = "ValueError: no such thing"
+
+
+@pytest.mark.parametrize(
+    ("lines", "cause"),
+    [
+        ([NOISE, OURS, NOISE], "model: toy holds no *.safetensors file"),
+        ([OURS, PYTHON, DYNAMO, NOISE], "model: toy holds no *.safetensors file"),
+        (["Traceback (most recent call last):", "  raise ValueError", PYTHON, NOISE], PYTHON),
+        (["pkg.errors.OddError: x"], "pkg.errors.OddError: x"),
+        ([NOISE, DYNAMO, NOISE], "Unknown arguments specified: ['--nonsense']"),
+        ([NOISE, "an error: in a sentence"], None),
+        ([DYNAMO, *[NOISE] * 5], None),
+        ([], None),
+    ],
+)
+def test_death_cause_is_found_in_any_line(lines: Sequence[str], cause: str | None) -> None:
+    assert cause_in(lines) == cause
+
+
+async def run(process: ManagedProcess, script: str) -> ManagedProcess:
+    process.spec = ProcessSpec("decode-0", "decode", (sys.executable, "-S", "-c", script))
+    await process.start({})
+    async with asyncio.timeout(30):
+        await process.wait()
+    return process
+
+
+async def test_report_begins_with_the_cause_and_ends_with_the_log_of_the_last_start(
+    decode: Told,
+) -> None:
+    decode.process.log.write_text("of an earlier deployment\n" * 1000)
+    process = await run(decode.process, f"print({OURS!r}); print('x' * 999); raise SystemExit(2)")
+    sentence, where, *tail = death_report(process, "while serving").split("\n")
+    assert sentence.startswith(
+        f"decode-0 died while serving: model: toy holds no *.safetensors file (exit code 2), pid {process.pid}, "
+    )
+    assert (where, tail) == (f"last lines of {process.log}:", [f"  {OURS}", f"  {'x' * 237}..."])
+    assert continued(f"{sentence}\n{where}", "then").split("\n") == [f"{sentence}; then", where]
+
+    await run(process, "print('second')")
+    assert process.last_lines(10) == ["second"]
+    marker = process.log.read_text().splitlines()[-2]
+    assert marker.startswith("--- started again at ")
+    assert marker.endswith(", after: exit code 2 ---")
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        (f"import os; print({DYNAMO!r}, flush=True); os.kill(os.getpid(), 9)", "killed by SIGKILL, pid"),
+        (
+            "print('watch: Too many open files (os error 24)'); raise SystemExit(1)",
+            "sudo sysctl fs.inotify.max_user_instances=1024",
+        ),
+    ],
+    ids=["killed", "inotify"],
+)
+async def test_report_names_the_signal_and_a_limit_that_helps(decode: Told, script: str, words: str) -> None:
+    report = death_report(await run(decode.process, script), "while serving")
+    assert words in report.split("\n")[0]
+
+
+UNSERVED = (
+    "2026-11-27T11:39:12.205527Z  WARN dynamo_llm::discovery::controller: Model materialization failed; scheduling "
+    'retry group=["toy","[\\"dynamo\\"]"] attempt=1 retry_ms=1000 '
+    'error="prompt_formatter_from_mdc: chat_template is required"'
+)
+
+
+@pytest.mark.parametrize("name", ["frontend", "decode-0"])
+def test_late_frontend_is_reported_with_the_reason_that_it_logged(tmp_path: Path, name: str) -> None:
+    process = Told(tmp_path, name, "starting").process
+    process.log.write_text(f"{NOISE}\n{UNSERVED}\n{NOISE}\n")
+    first, line = late_report([process], 25).split("\n")
+    reason = "cannot serve the model: prompt_formatter_from_mdc: chat_template is required"
+    assert (f"frontend ({reason})" in first) == (name == "frontend")
+    assert line.endswith(NOISE)
+
+
+@pytest.mark.parametrize(
+    ("ready", "delays"),
+    [
+        ([10.0, *[None] * 6], [1, 2, 4, 8, 16, 30, 30]),
+        ([5.0, 59.0, 60.0, 5.0], [1, 2, 1, 2]),
+    ],
+    ids=["double up to the longest", "anew after the steady time only"],
+)
+def test_delays_before_the_next_start(ready: list[float | None], delays: list[float]) -> None:
+    deaths = Deaths(Backoff(steady=60.0))
+    for seconds, delay in zip(ready, delays, strict=True):
+        deaths.count(seconds)
+        assert deaths.delay == delay
+
+
+def test_only_consecutive_failed_starts_end_restarts() -> None:
+    deaths = Deaths(Backoff(attempts=2))
+    for seconds in (5.0, None, 5.0, None):
+        deaths.count(seconds)
+    assert not deaths.is_hopeless
+    deaths.count(None)
+    assert deaths.is_hopeless

@@ -1,4 +1,4 @@
-"""`up` refuses what its workers would refuse, before any process starts."""
+"""The flags of `up`, which refuses what its workers would refuse, before any process starts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,12 @@ def up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     return ["up", "--strategy", "decode_first", "--model", "m", "--run-dir", str(tmp_path / "run")]
 
 
+def config_of(*argv: str) -> DeploymentConfig:
+    parser = argparse.ArgumentParser()
+    up_command.add_arguments(parser)
+    return up_command.config_from(parser.parse_args(["--model", "org/toy", *argv]), Path("run"))
+
+
 @pytest.mark.parametrize(
     ("flag", "named"),
     [
@@ -40,13 +47,16 @@ def up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         ("--namespace=a/b", "^--namespace: 'a/b' is not allowed; expected letters"),
         ("--served-model-name=", "^--served-model-name: '' is not allowed; expected a name"),
         ("--served-model-name= ", "^--served-model-name: ' ' is not allowed; expected a name"),
-        (
-            "--worker-args=--max-tries many",
-            "^--worker-args: --max-tries: 'many' is not allowed; expected a whole",
-        ),
+        ("--worker-args=--served-model-name x", "^--worker-args: --served-model-name is a flag of `up`"),
+        ("--worker-args=--max-tries many", "^--worker-args: --max-tries: 'many' is not allowed"),
         ("--worker-args=--max-trees 3", "^--worker-args: unknown flag --max-trees; did you mean --max-tries"),
         ("--worker-args='", "^--worker-args: No closing quotation"),
         ("--frontend-args='", "^--frontend-args: No closing quotation"),
+        ("--agg-workers=1", "--agg-workers: 1 .* --strategy agg, not decode_first"),
+        (
+            "--engine-configs=/none",
+            r"--engine-configs: '/none' .* directory with prefill\.yaml and decode\.yaml",
+        ),
     ],
 )
 def test_up_refuses_what_its_workers_would_refuse(up: list[str], flag: str, named: str) -> None:
@@ -61,19 +71,41 @@ def test_up_starts_with_what_its_workers_accept(up: list[str], flag: str) -> Non
     assert run([*up, flag]) is ExitCode.DONE
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_up_starts_at_most_as_many_workers_as_scale(up: list[str], role: str) -> None:
-    assert run([*up, f"--{role}-workers=64"]) is ExitCode.DONE
-    with pytest.raises(ConfigError, match=f"^--{role}-workers: 65 is not allowed; expected 1 to 64 workers"):
-        run([*up, f"--{role}-workers=65"])
+def test_flags_become_a_config(tmp_path: Path) -> None:
+    for role in ("prefill", "decode"):
+        (tmp_path / f"{role}.yaml").touch()
+    flags = ("--prefill-workers=2", "--worker-args=--max-tries 1 --revision 'a b'")
+    config = config_of("--strategy=router", *flags, "--startup-timeout=7", f"--engine-configs={tmp_path}")
+    assert (config.strategy, config.prefill_workers, config.decode_workers) == ("router", 2, 1)
+    assert config.worker_args == ("--max-tries", "1", "--revision", "a b")
+    assert (config.startup_timeout, config.served_model_name) == (7, "org/toy")
+    assert config.engine_configs == {role: tmp_path / f"{role}.yaml" for role in ("prefill", "decode")}
+    assert up_command.default_name(f"{tmp_path}/") == tmp_path.name
+
+
+def test_wrong_settings_leave_no_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(ConfigError):
+        run(["up", "--strategy=auto", "--model=m", "--engine-configs=/none"])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("flags", "seconds"), [((), 9.0), (("--drain-seconds=4",), 4.0)])
+def test_drain_seconds_of_up_follow_flag_and_variable(
+    flags: tuple[str, ...], seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRTLLM_DISAGG_DRAIN_SECONDS", "9")
+    assert config_of("--strategy=agg", *flags).drain_seconds == seconds
+    monkeypatch.setenv("TRTLLM_DISAGG_DRAIN_SECONDS", "soon")
+    with pytest.raises(ConfigError, match="TRTLLM_DISAGG_DRAIN_SECONDS: 'soon' is not allowed"):
+        config_of("--strategy=agg")
 
 
 def test_workers_are_where_up_is_whatever_the_environment_says(tmp_path: Path) -> None:
     environ = {f"TRTLLM_DISAGG_{name.upper()}": "nats" for name in WHEREABOUTS}
     environ |= {"DYN_NAMESPACE_WORKER_SUFFIX": "blue", "ETCD_ENDPOINTS": "http://etcd"}
     config = DeploymentConfig("decode_first", "m", "m", tmp_path, namespace="here")
-    specs = plan(config, system_ports=itertools.count(20001), environ=environ)
-    for spec in specs:
+    for spec in plan(config, system_ports=itertools.count(20001), environ=environ):
         assert whereabouts_of({**environ, **spec.env}) == PLANES | {"namespace": "here"}
 
 
@@ -87,14 +119,11 @@ def test_workers_are_where_up_is_whatever_the_environment_says(tmp_path: Path) -
     ],
 )
 def test_up_and_its_workers_agree_on_the_prefill_queue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], variable: str, dispatch: str
+    monkeypatch: pytest.MonkeyPatch, flags: list[str], variable: str, dispatch: str
 ) -> None:
     """Workers would use the variable where `up` starts no NATS."""
     monkeypatch.setenv("TRTLLM_DISAGG_PREFILL_DISPATCH", variable)
-    parser = argparse.ArgumentParser()
-    up_command.add_arguments(parser)
-    args = parser.parse_args(["--strategy", "decode_first", "--model", "m", *flags])
-    config = up_command.config_from(args, tmp_path)
+    config = config_of("--strategy=decode_first", *flags)
     assert config.has_queue is (dispatch == "queue")
     environ = {"TRTLLM_DISAGG_PREFILL_DISPATCH": variable}
     environ |= shared_env(config, environ)
@@ -127,12 +156,7 @@ cli.main(["up", "--strategy", "decode_first", "--model", "m"])
 def test_up_that_a_signal_ends_before_or_after_it_listens_leaves_no_directory(
     number: signal.Signals, when: str, tmp_path: Path
 ) -> None:
-    up = subprocess.run(
-        [sys.executable, "-c", SIGNALLED_UP.format(when=when), str(int(number))],
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-c", SIGNALLED_UP.format(when=when), str(int(number))]
+    up = subprocess.run(command, env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True)
     assert (up.returncode, up.stderr) == (128 + number, "")
     assert list(tmp_path.iterdir()) == []
