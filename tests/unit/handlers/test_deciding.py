@@ -240,5 +240,5 @@ def test_a_worker_that_calls_no_other_refuses_the_setting(
 
 
 def test_an_unknown_decider_is_named_with_the_others() -> None:
-    with pytest.raises(ConfigError, match="'long' .*always, length, length_and_queue"):
+    with pytest.raises(ConfigError, match=r"'long' .*always, length, length_and_queue"):
         WorkerConfig(model="m", role=Role.DECODE, prefill_decider="long")
