@@ -13,7 +13,7 @@ from urllib.request import Request
 import pytest
 
 from trtllm_disagg.processes import direct_http
-from trtllm_disagg.processes.direct_http import open_url, read_url
+from trtllm_disagg.processes.direct_http import read_url
 
 SECONDS = 30.0
 
@@ -61,8 +61,7 @@ def test_a_server_on_this_machine_is_asked_without_the_proxy(
     server: Server, host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    with open_url(Request(server.url(host) + "/v1/models"), SECONDS) as response:
-        assert response.read() == b"ok"
+    assert read_url(Request(server.url(host) + "/v1/models"), SECONDS) == b"ok"
     assert server.asked == ["/v1/models"]
 
 
@@ -71,8 +70,7 @@ def test_another_machine_is_asked_through_the_proxy(
     server: Server, host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("http_proxy", server.url())
-    with open_url(Request(f"http://{host}:8000/health"), SECONDS) as response:
-        assert response.read() == b"ok"
+    assert read_url(Request(f"http://{host}:8000/health"), SECONDS) == b"ok"
     assert server.asked == [f"http://{host}:8000/health"]
 
 
