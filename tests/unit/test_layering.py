@@ -39,7 +39,7 @@ LAYERS = (
     ("dynamo_runtime",),
     ("prefill_queue",),
     ("worker", "cli", "__main__"),
-    ("engines.embedded.dev_shm", "engines.embedded.kv_transfer", "engines.embedded.ipc", "engines"),
+    ("engines.embedded.kv_transfer", "engines.embedded.ipc", "engines"),
     ("engines.embedded.cpu_kernels",),
     ("engines.embedded.params",),
     ("engines.embedded.kv_cache",),

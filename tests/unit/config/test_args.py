@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,8 @@ from typing import Any
 import pytest
 
 from tests.support.worker_args import parse_worker_args
-from trtllm_disagg.cli import Parser
 from trtllm_disagg.config.args import (
     WHEREABOUTS,
-    add_worker_arguments,
-    config_from_namespace,
     whereabouts_of,
 )
 from trtllm_disagg.config.dynamo_flags import names_of_switch
@@ -123,9 +119,7 @@ NEEDS_DECODE = ("--disaggregation-mode", "decode")
 
 def test_every_setting_has_a_flag_and_a_test() -> None:
     assert set(FLAGS) == set(SETTINGS)
-    assert set(SETTINGS) == set(OTHER_VALUES), (
-        "OTHER_VALUES has a value of each setting that is not its default"
-    )
+    assert set(SETTINGS) == set(OTHER_VALUES), "OTHER_VALUES has a value of each that is not its default"
 
 
 @pytest.mark.parametrize("name", OTHER_VALUES)
@@ -159,12 +153,9 @@ def test_a_flag_wins_over_our_variable_that_over_dynamos_and_that_over_the_defau
     assert parse().max_batch_size == WorkerConfig(model="m").max_batch_size
 
 
-def test_no_flags_give_the_defaults_of_the_dataclass() -> None:
-    assert dataclasses.replace(parse(), explicit=frozenset()) == WorkerConfig(model="m")
-
-
-def test_one_machine_needs_no_etcd_and_no_nats() -> None:
+def test_no_flags_give_the_defaults_of_the_dataclass_without_etcd_and_nats() -> None:
     config = parse()
+    assert dataclasses.replace(config, explicit=frozenset()) == WorkerConfig(model="m")
     assert (config.discovery_backend, config.request_plane, config.event_plane) == ("file", "tcp", "zmq")
 
 
@@ -226,7 +217,9 @@ def test_missing_model_is_refused_with_flag_and_variable() -> None:
         parse_worker_args([], {})
 
 
-def test_a_whole_endpoint_names_its_namespace() -> None:
+def test_worker_suffix_is_appended_to_the_namespace_unless_an_endpoint_names_it() -> None:
+    assert parse(DYN_NAMESPACE_WORKER_SUFFIX="blue").namespace == "dynamo-blue"
+    assert parse("--namespace", "ns", DYN_NAMESPACE_WORKER_SUFFIX="blue").namespace == "ns-blue"
     config = parse("--endpoint", "dyn://ns.c.e", DYN_NAMESPACE="other", DYN_NAMESPACE_WORKER_SUFFIX="x")
     assert config.namespace == "ns"
     with pytest.raises(ConfigError, match="--endpoint"):
@@ -237,18 +230,10 @@ def test_an_endpoint_without_its_scheme_is_the_same_endpoint() -> None:
     decode = ("--disaggregation-mode", "decode")
     config = parse(*decode, "--endpoint", "ns.c.e", "--next-endpoint", "ns.c.n")
     assert config == parse(*decode, "--endpoint", "dyn://ns.c.e", "--next-endpoint", "dyn://ns.c.n")
+    for given in ("ns/c/e", "ns.c.e", "dyn://ns.c.e"):
+        assert parse("--kv-state-endpoint", given).kv_state_endpoint == given
     with pytest.raises(ConfigError, match="another endpoint than this"):
         parse(*decode, "--endpoint", "dyn://ns.c.e", "--next-endpoint", "ns.c.e")
-
-
-@pytest.mark.parametrize("given", ["ns/c/e", "ns.c.e", "dyn://ns.c.e"])
-def test_the_owner_of_kv_events_may_be_given_as_an_endpoint(given: str) -> None:
-    assert parse("--kv-state-endpoint", given).kv_state_endpoint == given
-
-
-def test_worker_suffix_is_appended_to_the_namespace() -> None:
-    assert parse(DYN_NAMESPACE_WORKER_SUFFIX="blue").namespace == "dynamo-blue"
-    assert parse("--namespace", "ns", DYN_NAMESPACE_WORKER_SUFFIX="blue").namespace == "ns-blue"
 
 
 @pytest.mark.parametrize(
@@ -272,19 +257,3 @@ def test_a_template_in_the_home_directory_is_found(tmp_path: Path, monkeypatch: 
     (tmp_path / "chat.jinja").touch()
     template = parse("--custom-jinja-template", "~/chat.jinja").custom_jinja_template
     assert template == str(tmp_path / "chat.jinja")
-
-
-def test_help_lists_groups_defaults_and_variables() -> None:
-    parser = Parser(prog="x")
-    add_worker_arguments(parser)
-    text = " ".join(parser.format_help().split())
-    for part in ("disaggregation:", "(default: decode_first)", "DYN_TRTLLM_MODEL", "{agg,prefill,decode}"):
-        assert part in text
-
-
-def test_a_larger_command_line_can_hold_the_flags() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--verbose", action="store_true")
-    add_worker_arguments(parser)
-    namespace = parser.parse_args(["--verbose", "--model", "m"])
-    assert config_from_namespace(namespace, {}).model == "m"

@@ -30,30 +30,26 @@ def built(*flags: str) -> WorkerConfig:
 
 
 @pytest.mark.parametrize(
-    "flag",
+    ("flag", "value"),
     [
-        "--max-tries",
-        "--breaker-failures",
-        "--max-batch-size",
-        "--max-num-tokens",
-        "--max-seq-len",
-        "--tensor-parallel-size",
+        *(
+            (flag, HUGE)
+            for flag in (
+                "--breaker-failures",
+                "--max-batch-size",
+                "--max-num-tokens",
+                "--max-seq-len",
+                "--tensor-parallel-size",
+            )
+        ),
+        # What has failed a request travels with it, and that list is bounded.
+        ("--max-tries", "65"),
     ],
 )
-def test_number_above_the_flags_bound_is_refused(flag: str) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"{flag}: {HUGE} is not allowed; expected a whole number from 1 to"
-    ):
-        built("--disaggregation-mode", "decode", flag, HUGE)
-
-
-def test_max_tries_above_64_is_refused() -> None:
-    """What has failed a request travels with it, and that list is bounded."""
+def test_number_above_the_flags_bound_is_refused(flag: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{flag}: {value} .* from 1 to"):
+        built("--disaggregation-mode", "decode", flag, value)
     assert built("--disaggregation-mode", "decode", "--max-tries", "64").max_tries == 64
-    with pytest.raises(
-        ConfigError, match="--max-tries: 65 is not allowed; expected a whole number from 1 to 64"
-    ):
-        built("--disaggregation-mode", "decode", "--max-tries", "65")
 
 
 @pytest.mark.parametrize(
@@ -66,21 +62,17 @@ def test_max_tries_above_64_is_refused() -> None:
         "nats://",
         "nats://one:4222,nats://two:x",
         "http://127.0.0.1:4222",
+        "me:secret@h:1",
+        "nats://me:secret@h:x",
+        "nats://a:1,me:secret@h",
+        "nats://me:secret@,secret@:4222",
     ],
 )
-def test_invalid_nats_address_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"--nats-server: .* is not allowed; expected nats://host:port"):
-        built("--disaggregation-mode", "decode", "--prefill-dispatch", "queue", "--nats-server", url)
-
-
-@pytest.mark.parametrize(
-    "url",
-    ["me:secret@h:1", "nats://me:secret@h:x", "nats://a:1,me:secret@h", "nats://me:secret@,secret@:4222"],
-)
-def test_password_of_an_invalid_nats_address_is_not_shown(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"--nats-server: '(nats://)?\*\*\*@") as raised:
+def test_invalid_nats_address_is_refused_without_its_password(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"--nats-server: .* nats://host:port") as raised:
         built("--disaggregation-mode", "decode", "--prefill-dispatch", "queue", "--nats-server", url)
     assert "secret" not in str(raised.value)
+    assert ("***@" in str(raised.value)) is ("@" in url)
 
 
 @pytest.mark.parametrize("url", ["nats://h", "nats://[::1]:4222", "tls://u:p@h:1,nats://b"])
@@ -157,21 +149,19 @@ def up(*flags: str) -> Any:
     return config_from(parser.parse_args(["--strategy", "agg", "--model", "m", *flags]), Path("run"))
 
 
-def test_impossible_engine_configs_directory_is_refused_by_its_flag() -> None:
-    with pytest.raises(ConfigError, match="--engine-configs: "):
-        up("--engine-configs", LONG)
-
-
-@pytest.mark.parametrize("flag", ["--startup-timeout", "--stop-timeout"])
-def test_a_time_that_is_no_number_is_refused(flag: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"{flag}: nan is not allowed"):
-        up(flag, "nan", "--run-dir", str(tmp_path))
-
-
-@pytest.mark.parametrize("host", ["", " "])
-def test_empty_http_host_is_refused(host: str) -> None:
-    with pytest.raises(ConfigError, match=f"--http-host: '{host}' is not allowed"):
-        up("--http-host", host)
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--engine-configs", LONG),
+        ("--startup-timeout", "nan"),
+        ("--stop-timeout", "nan"),
+        ("--http-host", ""),
+        ("--http-host", " "),
+    ],
+)
+def test_impossible_value_of_up_is_refused_by_its_flag(flag: str, value: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{flag}: "):
+        up(flag, value, "--run-dir", str(tmp_path))
 
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 100])
@@ -180,15 +170,8 @@ def test_http_host_without_an_address_is_refused_by_its_flag(host: str) -> None:
         free_http_port(host, 0)
 
 
-@pytest.mark.parametrize("make", ["file", "in a file", "in proc", "too long"])
-def test_run_directory_that_cannot_be_created_is_refused(make: str, tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    path = {
-        "file": file,
-        "in a file": file / "run",
-        "in proc": Path("/proc/run"),
-        "too long": tmp_path / LONG,
-    }[make]
-    with pytest.raises(ConfigError, match=r"--run-dir: .* is not allowed; expected a directory that"):
-        RunDir.claim(path)
+@pytest.mark.parametrize("path", ["file", "file/run", "/proc/run", LONG])
+def test_run_directory_that_cannot_be_created_is_refused(path: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--run-dir: .* a directory that"):
+        RunDir.claim(tmp_path / path)

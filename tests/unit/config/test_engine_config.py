@@ -73,15 +73,6 @@ def test_what_is_built_is_what_the_engine_takes(tmp_path: Path) -> None:
     assert args.scheduler_config.dynamic_batch_config is not None
 
 
-def test_the_file_wins_over_defaults_and_is_merged_key_by_key(tmp_path: Path) -> None:
-    args = build(tmp_path, {"max_batch_size": 7, "kv_cache_config": {"max_tokens": 64}})
-    assert args["max_batch_size"] == 7
-    assert args["kv_cache_config"] == {
-        "free_gpu_memory_fraction": 0.9,
-        "max_tokens": 64,
-    }
-
-
 def test_engine_file_wins_over_flags_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As Dynamo resolves the two."""
     content = {"max_batch_size": 7, "kv_cache_config": {"free_gpu_memory_fraction": 0.5}}
@@ -93,14 +84,8 @@ def test_engine_file_wins_over_flags_with_a_warning(tmp_path: Path, caplog: pyte
     (told,) = caplog.messages
     assert told.startswith("max_batch_size: 7 of ")
     assert told.endswith(" wins over --max-batch-size 8")
-
-
-def test_flag_equal_to_the_engine_file_logs_no_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        build(tmp_path, {"max_batch_size": 8}, max_batch_size=8)
-    assert caplog.messages == []
+    build(tmp_path, {"max_batch_size": 8}, max_batch_size=8)
+    assert len(caplog.messages) == 1, "they are equal"
 
 
 def test_model_flag_wins_over_model_in_the_yaml(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -113,13 +98,11 @@ def test_model_flag_wins_over_model_in_the_yaml(tmp_path: Path, caplog: pytest.L
 
 def test_the_json_wins_over_everything(tmp_path: Path) -> None:
     override = {"max_batch_size": 1, "kv_cache_config": {"max_tokens": 96}}
-    args = build(tmp_path, {"kv_cache_config": {"max_tokens": 64}}, override, max_batch_size=8)
+    content = {"kv_cache_config": {"max_tokens": 64}, "cuda_graph_config": None}
+    args = build(tmp_path, content, override, max_batch_size=8)
     assert args["max_batch_size"] == 1
     assert args["kv_cache_config"] == {"free_gpu_memory_fraction": 0.9, "max_tokens": 96}
-
-
-def test_an_explicit_null_reaches_the_engine(tmp_path: Path) -> None:
-    assert build(tmp_path, {"cuda_graph_config": None})["cuda_graph_config"] is None
+    assert args["cuda_graph_config"] is None, "a null reaches the engine"
 
 
 def test_empty_engine_file_is_like_no_file(tmp_path: Path) -> None:
@@ -194,17 +177,14 @@ def test_yaml_aliases_that_stand_for_too_many_values_are_refused_at_once(tmp_pat
     assert "has more than 1000000 values, by aliases" in refusal(tmp_path, "\n".join(lines))
 
 
-def test_a_bad_override_names_its_flag(tmp_path: Path) -> None:
+def test_a_bad_override_and_a_missing_file_name_their_flag(tmp_path: Path) -> None:
     assert "--override-engine-args is not JSON" in refusal(tmp_path, override="{'a': 1}")
     assert "--override-engine-args: max_batch_size: 'x'" in refusal(
         tmp_path, override={"max_batch_size": "x"}
     )
     assert "--override-engine-args: expected keys" in refusal(tmp_path, override="[]")
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    message = refusal(tmp_path, extra_engine_args="/no/such.yaml")
-    assert message.startswith("--extra-engine-args: '/no/such.yaml'")
+    missing = refusal(tmp_path, extra_engine_args="/no/such.yaml")
+    assert missing.startswith("--extra-engine-args: '/no/such.yaml'")
 
 
 @pytest.mark.parametrize("engine", ["auto", "tensorrt_llm"])
@@ -263,16 +243,13 @@ def test_publishing_events_opens_the_event_buffer(tmp_path: Path) -> None:
     assert "event_buffer_max_size" not in build(tmp_path)["kv_cache_config"]
 
 
-def test_publishing_events_cannot_work_with_pushed_events(tmp_path: Path) -> None:
-    pushed = {"kv_cache_config": {"kv_events_config": {"enable_kv_cache_events": True}}}
-    assert "kv_events_config.enable_kv_cache_events" in refusal(tmp_path, pushed, publish_kv_events=True)
-
-
-def test_publishing_events_without_block_reuse_is_worth_a_warning(
+def test_publishing_events_cannot_work_with_pushed_events_or_well_without_block_reuse(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     build(tmp_path, {"kv_cache_config": {"enable_block_reuse": False}}, publish_kv_events=True)
     assert "enable_block_reuse" in caplog.text
+    pushed = {"kv_cache_config": {"kv_events_config": {"enable_kv_cache_events": True}}}
+    assert "kv_events_config.enable_kv_cache_events" in refusal(tmp_path, pushed, publish_kv_events=True)
 
 
 def test_publishing_metrics_turns_statistics_on(tmp_path: Path) -> None:
@@ -304,19 +281,21 @@ def test_the_model_card_gets_the_sizes_that_the_engine_gets(tmp_path: Path) -> N
     assert (config.max_seq_len, config.max_num_tokens, config.max_batch_size) == (99, 5, 3)
 
 
-@pytest.mark.parametrize("content", [None, {"kv_cache_config": {"dtype": "fp8"}}])
-def test_block_size_without_a_flag_is_left_to_the_engine(
-    tmp_path: Path, content: dict[str, Any] | None
+@pytest.mark.parametrize(
+    ("content", "settings", "size"),
+    [
+        (None, {}, None),
+        ({"kv_cache_config": {"dtype": "fp8"}}, {}, None),
+        *(
+            (None, {"kv_block_size": size, "explicit": frozenset({"kv_block_size"})}, size)
+            for size in (32, 64)
+        ),
+    ],
+)
+def test_only_the_block_size_of_a_flag_reaches_the_engine(
+    tmp_path: Path, content: object, settings: dict[str, Any], size: int | None
 ) -> None:
     """TensorRT-LLM takes another one for some models (`get_model_defaults`), unless it is given one."""
-    args = build(tmp_path, content, engine="tensorrt_llm")
-    assert "tokens_per_block" not in args["kv_cache_config"]
-    assert with_engine_args(WorkerConfig(model="m"), args).kv_block_size == 32
-
-
-@pytest.mark.parametrize("size", [32, 64])
-def test_block_size_of_the_flag_reaches_the_engine_also_where_it_is_the_default(
-    tmp_path: Path, size: int
-) -> None:
-    args = build(tmp_path, engine="tensorrt_llm", kv_block_size=size, explicit=frozenset({"kv_block_size"}))
-    assert args["kv_cache_config"]["tokens_per_block"] == size
+    args = build(tmp_path, content, engine="tensorrt_llm", **settings)
+    assert args["kv_cache_config"].get("tokens_per_block") == size
+    assert with_engine_args(WorkerConfig(model="m"), args).kv_block_size == (size or 32)

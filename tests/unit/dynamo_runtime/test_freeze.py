@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,8 @@ from trtllm_disagg.dynamo_runtime.kv_events import EventSources
 from trtllm_disagg.dynamo_runtime.shutdown import watch_for_freezes, watch_for_loss
 from trtllm_disagg.dynamo_runtime.worker_endpoint import DynamoRegistration, Runtime, ServedModel
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
+
+MODEL = ServedModel(16, 8, 1, 64, 64)
 
 
 class Clock:
@@ -55,43 +57,20 @@ async def watching(thaws: list[float], clock: Clock, error: Exception | None = N
             await watcher
 
 
-async def test_freeze_is_reported_once() -> None:
+@pytest.mark.parametrize("error", [None, OSError("no directory")])
+async def test_each_freeze_is_reported_once_and_a_short_delay_is_none(
+    error: Exception | None, caplog: pytest.LogCaptureFixture
+) -> None:
     thaws: list[float] = []
     clock = Clock()
-    async with watching(thaws, clock):
-        for count in (1, 2):
-            clock.gap = 20.0
+    async with watching(thaws, clock, error):
+        for gap, count in ((3.0, 0), (20.0, 1), (20.0, 2)):
+            clock.gap = gap
             await until(lambda: len(thaws) == count)  # noqa: B023
             seen = clock.now
             await until(lambda: clock.now > seen + 10)  # noqa: B023
             assert len(thaws) == count
-
-
-async def test_delay_of_3_seconds_is_not_reported_as_a_freeze() -> None:
-    thaws: list[float] = []
-    clock = Clock()
-    async with watching(thaws, clock):
-        clock.gap = 3.0
-        await until(lambda: clock.now > 20)
-    assert not thaws
-
-
-async def test_freeze_watch_continues_when_registering_again_fails(caplog: pytest.LogCaptureFixture) -> None:
-    thaws: list[float] = []
-    clock = Clock()
-    async with watching(thaws, clock, OSError("no directory")):
-        for count in (1, 2):
-            clock.gap = 20.0
-            await until(lambda: len(thaws) == count)  # noqa: B023
-    assert "restart it" in caplog.text
-
-
-async def test_renew_registers_only_what_was_registered() -> None:
-    worker, registration, _ = stage_state("decode", "decode_first")
-    await worker.apply("decode_first")
-    await worker.renew()
-    assert [word for word, _ in registration.history] == ["enter", "renew"]
-    assert registration.is_at_frontends
+    assert ("restart it" in caplog.text) is (error is not None)
 
 
 def remove_files(directory: Path) -> None:
@@ -117,60 +96,62 @@ async def no_tokens(*_: object) -> AsyncIterator[None]:
     yield
 
 
-async def test_a_forgotten_worker_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With Dynamo's own file discovery, after another process has removed its files."""
-    monkeypatch.setenv("DYN_FILE_KV", str(tmp_path))
-    runtime = Runtime(WorkerConfig(model="m", role=Role.DECODE, strategy="prefill_first"))
-    registration = DynamoRegistration(runtime, ServedModel(16, 8, 1, 64, 64), no_events(), tells_peers=False)
-    serving = asyncio.create_task(runtime.serve(_unused, dict, refuse_control))
-    seen = await runtime.stage("dyn://dynamo.backend.generate")
+@contextlib.asynccontextmanager
+async def serving(
+    config: WorkerConfig, generate: Generate
+) -> AsyncIterator[tuple[Runtime, asyncio.Task[None]]]:
+    runtime = Runtime(config)
+    task = asyncio.create_task(runtime.serve(generate, dict, refuse_control))
     try:
-        await until(lambda: seen.instance_ids() == [runtime.instance_id])
-        await asyncio.to_thread(remove_files, tmp_path)
-        await until(lambda: seen.instance_ids() == [])
-        await registration.renew()
-        await until(lambda: seen.instance_ids() == [runtime.instance_id])
+        yield runtime, task
     finally:
         runtime.shutdown()
-        await serving
+        await task
+
+
+@pytest.fixture
+async def decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Runtime]:
+    monkeypatch.setenv("DYN_FILE_KV", str(tmp_path))
+    config = WorkerConfig(model="m", role=Role.DECODE, strategy="prefill_first")
+    async with serving(config, no_tokens) as (runtime, _):  # type: ignore[arg-type]
+        yield runtime
+
+
+async def listing(runtime: Runtime) -> Callable[[bool], Awaitable[None]]:
+    """Waits until a client of discovery sees the worker, or sees it no more."""
+    seen = await runtime.stage("dyn://dynamo.backend.generate")
+
+    async def wait(is_there: bool) -> None:
+        await until(lambda: seen.instance_ids() == [runtime.instance_id] * is_there)
+
+    return wait
 
 
 async def test_a_worker_returns_to_discovery_after_another_process_has_removed_its_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    decode: Runtime, tmp_path: Path
 ) -> None:
-    """It was not frozen: for a while nothing could be written there, for example."""
-    monkeypatch.setenv("DYN_FILE_KV", str(tmp_path))
-    runtime = Runtime(WorkerConfig(model="m", role=Role.DECODE, strategy="prefill_first"))
-    registration = DynamoRegistration(runtime, ServedModel(16, 8, 1, 64, 64), no_events(), tells_peers=False)
+    """With Dynamo's own file discovery; nothing could be written there for a while, for example."""
+    registration = DynamoRegistration(decode, MODEL, no_events(), tells_peers=False)
 
     async def return_if_lost() -> None:
         if await registration.is_lost():
             await registration.renew()
 
-    serving = asyncio.create_task(runtime.serve(_unused, dict, refuse_control))
-    seen = await runtime.stage("dyn://dynamo.backend.generate")
-    try:
-        await until(lambda: seen.instance_ids() == [runtime.instance_id])
-        assert not await registration.is_lost()
-        await asyncio.to_thread(remove_files, tmp_path)
-        await until(lambda: seen.instance_ids() == [])
-        watcher = asyncio.create_task(watch_for_loss(return_if_lost, poll_seconds=0.01))
-        await until(lambda: seen.instance_ids() == [runtime.instance_id])
-        watcher.cancel()
-        await runtime.leave()
-        await until(lambda: seen.instance_ids() == [])
-        assert not await registration.is_lost()
-    finally:
-        runtime.shutdown()
-        await serving
+    listed = await listing(decode)
+    await listed(True)
+    assert not await registration.is_lost()
+    await asyncio.to_thread(remove_files, tmp_path)
+    await listed(False)
+    watcher = asyncio.create_task(watch_for_loss(return_if_lost, poll_seconds=0.01))
+    await listed(True)
+    watcher.cancel()
+    await decode.leave()
+    await listed(False)
+    assert not await registration.is_lost()
 
 
-async def test_a_renewal_that_fails_on_its_way_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_renewal_that_fails_halfway_is_tried_again(decode: Runtime) -> None:
     """The instance is back by then, but nothing that comes after it."""
-    monkeypatch.setenv("DYN_FILE_KV", str(tmp_path))
-    runtime = Runtime(WorkerConfig(model="m", role=Role.DECODE, strategy="prefill_first"))
     failures = iter([None, OSError("read-only file system"), None])
 
     def open_source() -> RecordingEventSink:
@@ -180,20 +161,15 @@ async def test_a_renewal_that_fails_on_its_way_is_tried_again(
 
     sources = no_events()
     sources.open(open_source)
-    registration = DynamoRegistration(runtime, ServedModel(16, 8, 1, 64, 64), sources, tells_peers=False)
-    serving = asyncio.create_task(runtime.serve(_unused, dict, refuse_control))
-    try:
-        with pytest.raises(OSError, match="read-only"):
-            await registration.renew()
-        assert await registration.is_lost()
+    registration = DynamoRegistration(decode, MODEL, sources, tells_peers=False)
+    with pytest.raises(OSError, match="read-only"):
         await registration.renew()
-        assert not await registration.is_lost()
-    finally:
-        runtime.shutdown()
-        await serving
+    assert await registration.is_lost()
+    await registration.renew()
+    assert not await registration.is_lost()
 
 
-async def test_a_worker_that_is_not_lost_does_not_enter_discovery_again() -> None:
+async def test_only_a_lost_worker_enters_discovery_again() -> None:
     worker, registration, _ = stage_state("decode", "decode_first")
     await worker.apply("decode_first")
     await worker.return_if_lost()
@@ -201,6 +177,7 @@ async def test_a_worker_that_is_not_lost_does_not_enter_discovery_again() -> Non
     registration.has_been_dropped = True
     await worker.return_if_lost()
     assert [word for word, _ in registration.history] == ["enter", "renew"]
+    assert registration.is_at_frontends
 
 
 async def test_loss_watch_tries_again_when_registering_again_fails(caplog: pytest.LogCaptureFixture) -> None:
@@ -232,26 +209,16 @@ def test_a_file_is_lost_only_if_it_was_there(tmp_path: Path, monkeypatch: pytest
     assert not files.has_lost(endpoint), "it left in between, so the file is to come"
 
 
-async def test_a_worker_that_has_left_does_not_come_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_that_has_left_does_not_come_back(decode: Runtime, tmp_path: Path) -> None:
     """Frozen while it leaves, it would be told that it was forgotten."""
-    monkeypatch.setenv("DYN_FILE_KV", str(tmp_path))
-    runtime = Runtime(WorkerConfig(model="m", role=Role.DECODE, strategy="prefill_first"))
-    serving = asyncio.create_task(runtime.serve(_unused, dict, refuse_control))
-    seen = await runtime.stage("dyn://dynamo.backend.generate")
-    try:
-        await until(lambda: seen.instance_ids() == [runtime.instance_id])
-        await runtime.leave()
-        await until(lambda: seen.instance_ids() == [])
-        await runtime.list_again()
-        model = ServedModel(16, 8, 1, 64, 64)
-        await runtime.register(model)
-        await runtime.register_for_peers(model)
-        assert await asyncio.to_thread(files_of_endpoints, tmp_path) == []
-    finally:
-        runtime.shutdown()
-        await serving
+    listed = await listing(decode)
+    await listed(True)
+    await decode.leave()
+    await listed(False)
+    await decode.list_again()
+    await decode.register(MODEL)
+    await decode.register_for_peers(MODEL)
+    assert await asyncio.to_thread(files_of_endpoints, tmp_path) == []
 
 
 async def test_serving_ends_with_the_last_endpoint_and_not_with_the_first(
@@ -268,23 +235,18 @@ async def test_serving_ends_with_the_last_endpoint_and_not_with_the_first(
 
     # A directory that is no model: there will be no card of it, and the endpoint is served before that is known.
     config = WorkerConfig(model=str(tmp_path), role=Role.PREFILL, strategy="prefill_first")
-    runtime = Runtime(config)
-    serving = asyncio.create_task(runtime.serve(relay, dict, refuse_control))
-    peer = await runtime.stage("dyn://dynamo.prefill.generate")
-    await until(lambda: peer.instance_ids() == [runtime.instance_id])
-    with contextlib.suppress(Exception):
-        await runtime.register(ServedModel(16, 8, 1, 64, 64))
-    front = await runtime.stage("dyn://dynamo.tensorrt_llm.generate")
-    await until(lambda: front.instance_ids() == [runtime.instance_id])
-    answers = front.instance(runtime.instance_id).call(raw_request(), Context())
-    seen = [(await anext(answers))["token_ids"]]
-    runtime.shutdown()
-    await asyncio.wait([serving], timeout=0.5)
-    assert not serving.done()
-    go_on.set()
-    seen += [answer["token_ids"] async for answer in answers]
-    await serving
+    async with serving(config, relay) as (runtime, task):
+        peer = await runtime.stage("dyn://dynamo.prefill.generate")
+        await until(lambda: peer.instance_ids() == [runtime.instance_id])
+        with contextlib.suppress(Exception):
+            await runtime.register(MODEL)
+        front = await runtime.stage("dyn://dynamo.tensorrt_llm.generate")
+        await until(lambda: front.instance_ids() == [runtime.instance_id])
+        answers = front.instance(runtime.instance_id).call(raw_request(), Context())
+        seen = [(await anext(answers))["token_ids"]]
+        runtime.shutdown()
+        await asyncio.wait([task], timeout=0.5)
+        assert not task.done()
+        go_on.set()
+        seen += [answer["token_ids"] async for answer in answers]
     assert seen == [[1], [2]]
-
-
-_unused: Generate = no_tokens  # type: ignore[assignment]

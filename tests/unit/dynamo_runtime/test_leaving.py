@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import ModuleType
 
@@ -62,28 +62,43 @@ async def relayed(request: GenerateRequest, context: RequestContext) -> AsyncGen
     await asyncio.Event().wait()
 
 
-async def test_an_idle_worker_leaves_and_ends() -> None:
-    place = Place()
-    leaving(place, WorkerDrain(), recording_engine()).leave("SIGTERM or SIGINT")
-    await place.ended.wait()
-    assert place.done == ["leave", "leave", "queue drained", "shutdown"]
+async def test_an_idle_worker_leaves_and_ends_after_its_grace_period() -> None:
+    for grace_seconds in (600, 0):
+        place = Place()
+        leaving(place, WorkerDrain(), recording_engine()).leave("SIGTERM", grace_seconds=grace_seconds)
+        await until(lambda: place.ended.is_set() or (grace_seconds and place.done == ["leave", "leave"]))  # noqa: B023
+        await asyncio.sleep(0)
+        assert place.done == ["leave", "leave", *(() if grace_seconds else ("queue drained", "shutdown"))]
 
 
-async def test_relayed_requests_are_waited_for_however_idle_the_engine_is() -> None:
-    place, drain, gate = Place(), WorkerDrain(), asyncio.Event()
+@pytest.mark.parametrize("work", ["relayed request", "KV that may be read", "behind an answer"])
+async def test_work_is_waited_for_however_idle_the_engine_is(work: str) -> None:
+    """KV also where no statistics say so, as TensorRT-LLM is by default."""
+    place, drain, gate, engine = Place(), WorkerDrain(), asyncio.Event(), recording_engine()
 
     async def one_more(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         await gate.wait()
         yield TokenChunk([1], finish_reason="stop")
 
-    answering = asyncio.create_task(collect(drain.tracking(one_more, no_observer), request()))
-    await until(lambda: drain.num_running)
-    leaving(place, drain, recording_engine()).leave("SIGTERM or SIGINT")
+    async def drained() -> None:
+        await gate.wait()
+
+    end: Callable[[], object] = gate.set
+    if work == "relayed request":
+        answering = asyncio.create_task(collect(drain.tracking(one_more, no_observer), request()))
+        await until(lambda: drain.num_running)
+    elif work == "KV that may be read":
+        end = engine.handoffs.hold()
+    else:
+        in_background(drained(), "a drain")
+    leaving(place, drain, engine).leave("SIGTERM or SIGINT")
     await until(lambda: "queue drained" in place.done)
+    await asyncio.sleep(0.1)
     assert not place.ended.is_set()
-    gate.set()
+    end()
     await place.ended.wait()
-    assert len(await answering) == 1
+    if work == "relayed request":
+        assert len(await answering) == 1
 
 
 async def test_requests_beyond_drain_seconds_are_handed_back_before_the_runtime_ends(
@@ -108,14 +123,6 @@ async def test_a_dead_engine_is_not_waited_for(caplog: pytest.LogCaptureFixture)
     assert "still run" not in caplog.text
 
 
-async def test_the_grace_period_comes_before_anything_is_waited_for() -> None:
-    place = Place()
-    leaving(place, WorkerDrain(), recording_engine()).leave("SIGTERM or SIGINT", grace_seconds=600)
-    await until(lambda: place.done == ["leave", "leave"])
-    await asyncio.sleep(0)
-    assert place.done == ["leave", "leave"]
-
-
 async def test_second_reason_to_leave_is_ignored() -> None:
     place, drain = Place(), WorkerDrain()
     leaver = leaving(place, drain, recording_engine())
@@ -127,37 +134,21 @@ async def test_second_reason_to_leave_is_ignored() -> None:
         await collect(drain.tracking(LocalAgg(recording_engine()), no_observer), request())
 
 
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [(Place, "discovery is gone"), (Hanging, "leaving discovery or the prefill queue took more than")],
+)
 async def test_a_worker_that_cannot_leave_discovery_ends_all_the_same(
-    caplog: pytest.LogCaptureFixture,
+    place: type[Place], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    place = Place(broken=True)
-    leaving(place, WorkerDrain(), recording_engine()).leave("SIGTERM or SIGINT")
-    await place.ended.wait()
-    assert "discovery is gone" in caplog.text
-    assert place.done[-1] == "shutdown"
-
-
-async def test_a_worker_whose_discovery_hangs_ends_all_the_same(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    place = Hanging()
-    leaver = Leaving(place, WorkerDrain(), recording_engine(), place, 30.0, leave_seconds=0.05)
-    leaver.leave("SIGTERM or SIGINT")
+    here = place(broken=True)
+    Leaving(here, WorkerDrain(), recording_engine(), here, 30.0, leave_seconds=0.05).leave(
+        "SIGTERM or SIGINT"
+    )
     async with asyncio.timeout(30):
-        await place.ended.wait()
-    assert "leaving discovery or the prefill queue took more than" in caplog.text
-
-
-async def test_kv_that_may_still_be_read_is_waited_for() -> None:
-    """Without statistics, as TensorRT-LLM is by default: that none says so does not make the engine idle."""
-    place, engine = Place(), recording_engine()
-    end = engine.handoffs.hold()
-    leaving(place, WorkerDrain(), engine).leave("SIGTERM or SIGINT")
-    await until(lambda: "queue drained" in place.done)
-    await asyncio.sleep(0.1)
-    assert not place.ended.is_set()
-    end()
-    await place.ended.wait()
+        await here.ended.wait()
+    assert said in caplog.text
+    assert here.done[-1] == "shutdown"
 
 
 @asynccontextmanager
@@ -215,18 +206,3 @@ async def test_leaving_worker_gives_no_step_to_an_engine_without_statistics() ->
     leaving(place, WorkerDrain(), engine, seconds=0.2).leave("SIGTERM or SIGINT")
     await place.ended.wait()
     assert engine.llm.calls_of("generate_async") == []
-
-
-async def test_work_behind_an_answer_is_waited_for() -> None:
-    place, gate = Place(), asyncio.Event()
-
-    async def drain() -> None:
-        await gate.wait()
-
-    in_background(drain(), "a drain")
-    leaving(place, WorkerDrain(), recording_engine()).leave("SIGTERM or SIGINT")
-    await until(lambda: "queue drained" in place.done)
-    await asyncio.sleep(0.1)
-    assert not place.ended.is_set()
-    gate.set()
-    await place.ended.wait()

@@ -30,32 +30,24 @@ class Published:
         self.publisher = StatsForwarder(self.llm, self.load, self.metrics)
 
 
-async def test_the_router_gets_the_newest_and_the_metrics_get_all() -> None:
-    published = Published(stat(3), stat(5))
+@pytest.mark.parametrize(
+    ("stats", "loads"),
+    [
+        ([stat(3), stat(5)], [(None, 5)]),
+        ([stat(3, 0), stat(7, 1), stat(4, 0)], [(0, 4), (1, 7)]),
+        ([], []),
+        *(([record], [(None, 0)]) for record in ({}, {"kvCacheStats": None}, {"kvCacheStats": {}})),
+    ],
+)
+async def test_the_router_gets_the_newest_of_each_rank_and_the_metrics_get_all(
+    stats: list[dict[str, Any]], loads: list[tuple[int | None, int]]
+) -> None:
+    published = Published(*stats)
     await published.publisher.poll()
-    assert published.load.loads == [(None, 5)]
-    assert published.metrics.stats == [stat(3), stat(5)]
+    assert published.load.loads == loads
+    assert published.metrics.stats == stats
     assert published.llm.stats == []
     assert published.llm.calls_of("get_stats_async") == [{"timeout": 0.01}]
-
-
-async def test_every_rank_has_its_own_load() -> None:
-    published = Published(stat(3, 0), stat(7, 1), stat(4, 0))
-    await published.publisher.poll()
-    assert published.load.loads == [(0, 4), (1, 7)]
-
-
-async def test_nothing_new_is_not_published() -> None:
-    published = Published()
-    await published.publisher.poll()
-    assert published.load.loads == []
-
-
-@pytest.mark.parametrize("record", [{}, {"kvCacheStats": None}, {"kvCacheStats": {}}])
-async def test_a_record_without_cache_counts_is_no_load(record: dict[str, Any]) -> None:
-    published = Published(record)
-    await published.publisher.poll()
-    assert published.load.loads == [(None, 0)]
 
 
 async def test_empty_load_is_published_at_the_start() -> None:

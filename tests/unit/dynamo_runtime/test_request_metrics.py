@@ -26,6 +26,7 @@ from trtllm_disagg.handlers.trace import KV_TRANSFER_BYTES, KV_TRANSFER_MS, Requ
 from trtllm_disagg.types import GenerateRequest, PhaseRequest
 
 OURS = "trtllm_disagg_"
+ALL_OF_DECODE = {"decode_sends_all": True}
 
 
 def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
@@ -62,60 +63,31 @@ def test_a_whole_request_is_counted_by_what_ran_and_why() -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "source", "relayed"),
+    ("settings", "facts", "source", "relayed"),
     [
-        ({}, "own_engine", 0),
-        ({"decode_instance": "7"}, "own_engine", 9),
-        ({"prefill_instance": "7"}, "prefill_worker", 0),
-        ({"first_stage": "7"}, "other_first_stage", 10),
+        ({}, {}, "own_engine", 0),
+        ({}, {"decode_instance": "7"}, "own_engine", 9),
+        ({}, {"prefill_instance": "7"}, "prefill_worker", 0),
+        ({}, {"first_stage": "7"}, "other_first_stage", 10),
+        # Under generation-first every token is decode's.
+        (ALL_OF_DECODE, {"decode_instance": "7"}, "decode_worker", 10),
+        (ALL_OF_DECODE, {"prefill_instance": "7"}, "own_engine", 0),
+        (ALL_OF_DECODE, {}, "own_engine", 0),
+        (ALL_OF_DECODE, {"decode_instance": "7", "first_stage": "8"}, "other_first_stage", 10),
+        # From the prefill queue, the worker that pushes a prefill may pull it itself.
+        ({"instance_id": 7}, {"prefill_instance": "7", "decode_instance": "9"}, "own_engine", 9),
+        ({"instance_id": 7}, {"prefill_instance": "8", "decode_instance": "9"}, "prefill_worker", 10),
     ],
 )
-def test_tokens_are_counted_by_where_they_came_from(facts: dict[str, str], source: str, relayed: int) -> None:
-    metrics = RequestMetrics()
-    metrics.ended(end(whole(**facts), 0.1))
-    assert value(metrics.registry, f"{OURS}first_tokens_total", source=source) == 1
-    assert value(metrics.registry, f"{OURS}relayed_tokens_total") == relayed
-
-
-@pytest.mark.parametrize(
-    ("facts", "source", "relayed"),
-    [
-        ({"decode_instance": "7"}, "decode_worker", 10),
-        ({"prefill_instance": "7"}, "own_engine", 0),
-        ({}, "own_engine", 0),
-        ({"decode_instance": "7", "first_stage": "8"}, "other_first_stage", 10),
-    ],
-)
-def test_under_generation_first_every_token_is_counted_as_decodes(
-    facts: dict[str, str], source: str, relayed: int
+def test_tokens_are_counted_by_where_they_came_from(
+    settings: dict[str, Any], facts: dict[str, str], source: str, relayed: int
 ) -> None:
-    metrics = RequestMetrics(decode_sends_all=True)
-
+    metrics = RequestMetrics(**settings)
+    metrics.ended(RequestEnd(whole(**facts), 0, False, 2.0, 0.1))
+    assert value(metrics.registry, f"{OURS}relayed_tokens_total") == 0, "it had no tokens"
     metrics.ended(end(whole(**facts), 0.1))
-
-    assert value(metrics.registry, f"{OURS}first_tokens_total", source=source) == 1
+    assert value(metrics.registry, f"{OURS}first_tokens_total", source=source) == 2
     assert value(metrics.registry, f"{OURS}relayed_tokens_total") == relayed
-
-
-@pytest.mark.parametrize(("puller", "source", "relayed"), [(7, "own_engine", 9), (8, "prefill_worker", 10)])
-def test_a_queued_prefill_is_counted_by_the_worker_that_pulled_it(
-    puller: int, source: str, relayed: int
-) -> None:
-    """Under prefill_first with the prefill queue, the worker that pushes a prefill may pull it itself."""
-    metrics = RequestMetrics(instance_id=7)
-
-    metrics.ended(end(whole(prefill_instance=f"{puller:x}", decode_instance="9"), 0.1))
-
-    assert value(metrics.registry, f"{OURS}first_tokens_total", source=source) == 1
-    assert value(metrics.registry, f"{OURS}relayed_tokens_total") == relayed
-
-
-def test_an_answer_without_tokens_is_counted_as_no_relayed_token() -> None:
-    metrics = RequestMetrics()
-
-    metrics.ended(RequestEnd(whole(decode_instance="7"), 0, False, 2.0, 0.1))
-
-    assert value(metrics.registry, f"{OURS}relayed_tokens_total") == 0
 
 
 @pytest.mark.parametrize(

@@ -125,34 +125,26 @@ async def test_polls_of_an_engine_without_news_become_rarer() -> None:
 
 
 async def _nothing() -> AsyncIterator[dict[str, Any]]:
-    nothing: tuple[dict[str, Any], ...] = ()
-    for record in nothing:
+    for record in ():
         yield record
 
 
-async def test_an_iterator_that_never_ends_still_lets_its_reader_publish() -> None:
+@pytest.mark.parametrize("ends_by", [None, TimeoutError, asyncio.QueueEmpty])
+async def test_an_iterator_that_never_ends_or_ends_by_its_timeout_lets_its_reader_publish(
+    ends_by: type[Exception] | None,
+) -> None:
     load = RecordingLoadSink()
     publisher = StatsForwarder(BlockingReaders(), load, RecordingStatsSink())
 
-    async def endless() -> AsyncIterator[dict[str, Any]]:
-        while True:
+    async def records() -> AsyncIterator[dict[str, Any]]:
+        yield {"kvCacheStats": {"usedNumBlocks": 3}}
+        while ends_by is None:
             yield {"kvCacheStats": {"usedNumBlocks": 3}}
+        raise ends_by
 
-    publisher.records = endless  # type: ignore[method-assign]
+    publisher.records = records  # type: ignore[method-assign]
     assert await publisher.poll()
     assert load.loads == [(None, 3)]
-
-
-@pytest.mark.parametrize("nothing", [TimeoutError, asyncio.QueueEmpty])
-async def test_an_iterator_that_ends_by_its_timeout_has_nothing(nothing: type[Exception]) -> None:
-    publisher = StatsForwarder(BlockingReaders(), RecordingLoadSink(), RecordingStatsSink())
-
-    async def late() -> AsyncIterator[dict[str, Any]]:
-        yield {}
-        raise nothing
-
-    publisher.records = late  # type: ignore[method-assign]
-    assert await publisher.poll()
 
 
 async def test_a_reader_that_never_answers_does_not_keep_the_worker(caplog: pytest.LogCaptureFixture) -> None:
@@ -210,34 +202,20 @@ async def test_a_client_that_leaves_behind_the_first_token_leaves_no_context(pai
     assert pair.contexts == 0
 
 
+@pytest.mark.parametrize("strategy", ["decode_first", "router"])
 async def test_a_client_that_leaves_a_remote_prefill_as_it_ends_leaves_no_context(
-    tensorrt_llm: ModuleType,
+    strategy: str, tensorrt_llm: ModuleType
 ) -> None:
-    both = Both("decode_first")
+    both = Both(strategy)
     context = FakeContext()
-    asked = both.clients[Role.PREFILL]
-    raw = DYNAMO.encode(request(max_tokens=5), PREFILL)
-    answers = both.handlers[Role.PREFILL](decode_request(raw), context)
+    asked = decode_request(DYNAMO.encode(request(max_tokens=5), PREFILL))
+    answers = both.handlers[Role.PREFILL](asked if strategy == "decode_first" else request(1), context)
     await anext(answers)
     context.stop()
     await answers.aclose()
     await until(lambda: not num_in_background())
-    await asked.idle()
-    assert both.engines[Role.PREFILL].llm.held_contexts == 0
-    assert kinds(both.engines[Role.DECODE].llm) == ["generation_only"]
-
-
-async def test_a_prefill_for_dynamos_router_that_is_not_delivered_leaves_no_context(
-    tensorrt_llm: ModuleType,
-) -> None:
-    both = Both("router")
-    context = FakeContext()
-    answers = both.handlers[Role.PREFILL](request(max_tokens=1), context)
-    await anext(answers)
-    context.stop()
-    await answers.aclose()
-    await until(lambda: not num_in_background())
-    await both.clients[Role.DECODE].idle()
+    for client in both.clients.values():
+        await client.idle()
     assert both.engines[Role.PREFILL].llm.held_contexts == 0
     assert kinds(both.engines[Role.DECODE].llm) == ["generation_only"]
 
@@ -339,31 +317,22 @@ async def test_a_choice_whose_end_the_engine_does_not_tell_has_a_finish_reason(
     assert ends == {0: reason, 1: reason}
 
 
-async def test_a_decode_that_may_make_one_token_answers_with_one(tensorrt_llm: ModuleType) -> None:
-    """As under `router`, where a frontend calls decode whatever max_tokens is."""
-    asked = request(1)
-    handoff = await LocalPrefill(opened(), sees_callers_max_tokens=False)(asked, FakeContext())
-    engine = opened()
-    decode = decode_service(LocalDecode(engine, repeats_first_token=True))
-    chunks = await collect(decode, asked.with_handoff(handoff))
-    assert len(engine.llm.results[0].outputs[0].token_ids) == 2
-    assert tokens_of(chunks) == expected_tokens(1)
-    assert chunks[-1].finish_reason == "length"
-    assert chunks[-1].completion_usage == Usage.of(len(PROMPT), 1, 0)
-
-
-async def test_end_token_behind_the_only_token_that_is_allowed_does_not_end_the_answer(
-    tensorrt_llm: ModuleType,
+@pytest.mark.parametrize("ends", [False, True])
+async def test_a_decode_that_may_make_one_token_answers_with_one(
+    ends: bool, tensorrt_llm: ModuleType
 ) -> None:
+    """As under `router`, where a frontend calls decode whatever max_tokens is; an end token comes behind that."""
     asked = request(1, stop_conditions={"max_tokens": 1, "stop_token_ids": [7]})
     handoff = await LocalPrefill(opened(), sees_callers_max_tokens=False)(asked, FakeContext())
     engine = opened()
-    engine.llm.scripts.append(Script(tokens=[*expected_tokens(1), 7]))
+    if ends:
+        engine.llm.scripts.append(Script(tokens=[*expected_tokens(1), 7]))
     decode = decode_service(LocalDecode(engine, repeats_first_token=True))
     chunks = await collect(decode, asked.with_handoff(handoff))
-    assert engine.llm.results[0].outputs[0].finish_reason == "stop"
+    assert engine.llm.results[0].outputs[0].finish_reason == ("stop" if ends else "length")
     assert tokens_of(chunks) == expected_tokens(1)
     assert (chunks[-1].finish_reason, chunks[-1].stop_reason) == ("length", None)
+    assert chunks[-1].completion_usage == Usage.of(len(PROMPT), 1, 0)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -390,27 +359,11 @@ async def test_failed_kv_transfer_goes_to_the_next_fallback_step(pair: DayOne, m
     pair.decode.scripts.append(Script(error=RequestError(message)))
     chunks = await collect(pair.generate, request())
     assert tokens_of(chunks) == expected_tokens(5)
-
-
-async def test_no_reader_stays_behind_a_failed_decode(pair: DayOne) -> None:
-    for _ in range(5):
-        pair.decode.scripts.append(Script(error=RequestError(GENERATION_TRANSFER_ERROR)))
-        await collect(pair.generate, request())
     await pair.quiet()
     assert num_in_background() == 0
 
 
 # -- the end of a worker
-
-
-async def test_a_handoff_that_may_be_read_keeps_the_worker(tensorrt_llm: ModuleType) -> None:
-    both = Both("decode_first")
-    engine = both.engines[Role.PREFILL]
-    assert await engine.is_idle()
-    raw = DYNAMO.encode(request(max_tokens=5), PREFILL)
-    async for _ in both.handlers[Role.PREFILL](decode_request(raw), FakeContext()):
-        pass
-    assert not await engine.is_idle(), "decode may read its KV, and no statistic says that it has"
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -426,12 +379,13 @@ async def test_worker_without_requests_is_idle_unless_its_kv_may_be_read(
     assert idle == {Role.PREFILL: order == "prefill_first", Role.DECODE: True}
 
 
-def test_a_handoff_ends_with_its_lease() -> None:
-    held = HandoffsHeld(60.0, clock := Clock())
+@pytest.mark.parametrize(("lease", "ends_at"), [((60.0,), 60.0), ((), 600.0)])
+def test_a_handoff_ends_with_its_lease_or_after_ten_minutes(lease: tuple[float, ...], ends_at: float) -> None:
+    held = HandoffsHeld(*lease, clock=(clock := Clock()))
     held.hold()
-    clock.now = 59.0
+    clock.now = ends_at - 1.0
     assert held.count() == 1
-    clock.now = 60.0
+    clock.now = ends_at
     assert held.count() == 0
 
 
@@ -443,13 +397,6 @@ def test_handoffs_that_end_with_their_lease_do_not_pile_up_in_a_worker_that_neve
     assert held.num_remembered <= 1124
 
 
-def test_a_handoff_without_a_lease_is_forgotten_after_ten_minutes() -> None:
-    held = HandoffsHeld(clock=(clock := Clock()))
-    held.hold()
-    clock.now = 600.0
-    assert held.count() == 0
-
-
 def stat(active: int = 0, used: int = 0, **more: Any) -> dict[str, Any]:
     return {
         "numActiveRequests": active,
@@ -459,27 +406,36 @@ def stat(active: int = 0, used: int = 0, **more: Any) -> dict[str, Any]:
     }
 
 
-def test_a_statistic_of_an_idle_engine_ends_what_was_handed_over_before_it() -> None:
-    held = HandoffsHeld(60.0, clock := Clock())
-    held.hold()
-    held.update(stat())
-    assert held.count() == 1, "the statistic may be older than the handoff"
-    clock.now = 2.0
-    held.update(stat(active=1))
-    assert held.count() == 1
-    held.update(stat())
-    assert held.count() == 0
+RANK_1 = {"attentionDpRank": 1}
 
 
-@pytest.mark.parametrize("said", [stat(used=3), {"numActiveRequests": 0}], ids=["used", "not said"])
-def test_an_engine_without_requests_may_hold_kv_that_decode_has_still_to_read(said: dict[str, Any]) -> None:
-    """TensorRT-LLM's active requests are without those with KV on its way (py_executor.py, _handle_responses)."""
+@pytest.mark.parametrize(
+    "heard",
+    [
+        # The first statistic may be older than the handoff.
+        pytest.param([(0.0, stat(), 1), (2.0, stat(active=1), 1), (2.0, stat(), 0)], id="idle"),
+        # TensorRT-LLM's active requests are without those with KV on its way (py_executor.py, _handle_responses).
+        pytest.param([(2.0, stat(used=3), 1), (4.0, None, 1)], id="used"),
+        pytest.param([(2.0, {"numActiveRequests": 0}, 1), (4.0, None, 1)], id="not said"),
+        pytest.param(
+            [
+                (2.0, stat(active=1, **RANK_1), 1),
+                (2.0, stat(attentionDpRank=0), 1),
+                (2.0, stat(**RANK_1), 0),
+            ],
+            id="all ranks have to be idle",
+        ),
+    ],
+)
+def test_a_statistic_of_an_idle_engine_ends_what_was_handed_over_before_it(
+    heard: list[tuple[float, dict[str, Any] | None, int]],
+) -> None:
     held = HandoffsHeld(60.0, clock := Clock())
     held.hold()
-    clock.now = 2.0
-    held.update(said)
-    clock.now = 4.0
-    assert held.count() == 1
+    for clock.now, said, count in heard:
+        if said is not None:
+            held.update(said)
+        assert held.count() == count
 
 
 def test_handoffs_count_as_released_after_an_idle_second_without_statistics() -> None:
@@ -493,17 +449,6 @@ def test_handoffs_count_as_released_after_an_idle_second_without_statistics() ->
     held.hold()
     clock.now = 3.0
     assert held.count() == 1, "that one came after the statistic"
-
-
-def test_all_ranks_have_to_be_idle() -> None:
-    held = HandoffsHeld(60.0, clock := Clock())
-    held.hold()
-    clock.now = 2.0
-    held.update(stat(active=1, attentionDpRank=1))
-    held.update(stat(attentionDpRank=0))
-    assert held.count() == 1
-    held.update(stat(attentionDpRank=1))
-    assert held.count() == 0
 
 
 async def test_a_prefill_that_the_frontend_never_follows_up_is_counted_until_its_lease_ends(
@@ -541,6 +486,21 @@ async def test_health_check_exception_marks_the_engine_dead(tensorrt_llm: Module
         engine.start_agg(request())
 
 
+@pytest.mark.parametrize(
+    ("fatal_error", "check", "said"),
+    [(None, TIMES.check, "has not answered"), (RuntimeError("MPI abort"), 60, "MPI abort")],
+)
+async def test_a_check_that_never_answers_is_a_death_at_once_with_a_fatal_error_of_the_executor(
+    fatal_error: Exception | None, check: float, said: str, tensorrt_llm: ModuleType
+) -> None:
+    engine, never = opened(), threading.Event()
+    engine.llm._check_health = never.wait
+    if fatal_error is not None:
+        engine.llm._executor = SimpleNamespace(_fatal_error=fatal_error)
+    assert said in await told(engine, replace(TIMES, check=check))
+    never.set()
+
+
 @pytest.mark.parametrize("message", ENDED_ENGINE_ERRORS)
 async def test_a_request_that_is_told_that_the_engine_has_ended_marks_it_dead(
     message: str, tensorrt_llm: ModuleType
@@ -564,23 +524,6 @@ async def test_a_request_that_is_refused_by_an_engine_that_has_ended_marks_it_de
     with pytest.raises(WorkerLeavingError):
         engine.start_agg(request())
     assert ENDED_ENGINE_ERRORS[0] in await told(engine)
-
-
-async def test_a_check_that_never_answers_is_a_death(tensorrt_llm: ModuleType) -> None:
-    engine, never = opened(), threading.Event()
-    engine.llm._check_health = never.wait
-    assert "has not answered" in await told(engine)
-    never.set()
-
-
-async def test_fatal_error_of_the_executor_is_a_death_while_health_checks_hang(
-    tensorrt_llm: ModuleType,
-) -> None:
-    engine, never = opened(), threading.Event()
-    engine.llm._check_health = never.wait
-    engine.llm._executor = SimpleNamespace(_fatal_error=RuntimeError("MPI abort"))
-    assert "MPI abort" in await told(engine, replace(TIMES, check=60))
-    never.set()
 
 
 async def test_process_ends_when_a_dead_engine_blocks_the_event_loop(tensorrt_llm: ModuleType) -> None:
@@ -724,33 +667,32 @@ async def test_a_shutdown_that_raises_a_timeout_of_its_own_has_ended(
     assert "the engine's shutdown failed" in caplog.text
 
 
-async def test_a_shutdown_without_a_limit_is_waited_for(tensorrt_llm: ModuleType) -> None:
-    engine = opened()
-    assert await close(engine, HealthTimes(shutdown=math.inf))
-    assert engine.llm.is_shut_down
-
-
-async def test_a_probe_crosses_the_engine(tensorrt_llm: ModuleType) -> None:
+@pytest.mark.parametrize(
+    ("given", "max_tokens", "priority", "salt"),
+    [
+        (None, 1, 1.0, "dynamo-health-check"),
+        (
+            {"token_ids": [5, 6], "stop_conditions": {"max_tokens": 3}, "routing": {"cache_salt": "mine"}},
+            3,
+            None,
+            "mine",
+        ),
+    ],
+)
+async def test_a_probe_crosses_the_engine(
+    given: Any, max_tokens: int, priority: float | None, salt: str, tensorrt_llm: ModuleType
+) -> None:
     engine = opened()
     handler = as_dynamo_handler(LocalAgg(engine), lambda: {"role": "agg"}, probe=engine.probe)
-    payload = health_check_payload(None)
+    payload = health_check_payload(given and json.dumps(given))
     assert [answer async for answer in handler(payload, FakeContext())] == [{"role": "agg"}]
     (call,) = engine.llm.calls_of("generate_async")
-    assert call["sampling_params"].max_tokens == 1
-    assert (call["priority"], call["cache_salt"]) == (1.0, "dynamo-health-check")
+    assert call["inputs"] == payload["token_ids"]
+    assert call["sampling_params"].max_tokens == max_tokens
+    assert (call.get("priority"), call["cache_salt"]) == (priority, salt)
     engine.llm.die()
     with pytest.raises(Exception, match=r"shutting down|ended"):
         [answer async for answer in handler(payload, FakeContext())]
-
-
-async def test_a_probe_is_the_request_that_was_given(tensorrt_llm: ModuleType) -> None:
-    engine = opened()
-    handler = as_dynamo_handler(LocalAgg(engine), lambda: {"role": "agg"}, probe=engine.probe)
-    given = {"token_ids": [5, 6], "stop_conditions": {"max_tokens": 3}, "routing": {"cache_salt": "mine"}}
-    payload = health_check_payload(json.dumps(given))
-    assert [answer async for answer in handler(payload, FakeContext())] == [{"role": "agg"}]
-    (call,) = engine.llm.calls_of("generate_async")
-    assert (call["inputs"], call["sampling_params"].max_tokens, call["cache_salt"]) == ([5, 6], 3, "mine")
 
 
 # -- the model's length
@@ -789,40 +731,28 @@ async def test_unknown_max_tokens_is_left_to_the_engine(tensorrt_llm: ModuleType
 # -- what is no text
 
 
+def messages(*contents: object) -> dict[str, Any]:
+    return {"extra_args": {"messages": [{"role": "user", "content": content} for content in contents]}}
+
+
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
         ({"multi_modal_data": {"image_url": [{"Url": "http://a/b.png"}]}}, "multi_modal_data"),
-        (
-            {
-                "extra_args": {
-                    "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
-                }
-            },
-            "image_url",
-        ),
-        (
-            {"extra_args": {"messages": [{"content": [{"type": "text"}, {"type": "input_audio"}]}]}},
-            "input_audio",
-        ),
+        (messages([{"type": "image_url", "image_url": {}}]), "image_url"),
+        (messages([{"type": "text"}, {"type": "input_audio"}]), "input_audio"),
+        ({"multi_modal_data": None}, None),
+        ({"multi_modal_data": {}}, None),
+        (messages("text", [{"type": "text", "text": "a"}]), None),
+        ({"extra_args": {"messages": "nonsense"}}, None),
     ],
 )
-async def test_media_are_refused_by_name(keys: dict[str, Any], named: str) -> None:
-    with pytest.raises(InvalidRequestError, match=f"{named}.*serves text"):
-        request(**keys)
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"multi_modal_data": None},
-        {"multi_modal_data": {}},
-        {"extra_args": {"messages": [{"content": "text"}, {"content": [{"type": "text", "text": "a"}]}]}},
-        {"extra_args": {"messages": "nonsense"}},
-    ],
-)
-async def test_a_request_with_text_only_is_not_refused(keys: dict[str, Any]) -> None:
-    assert request(**keys).token_ids == PROMPT
+def test_media_are_refused_by_name_and_text_is_not(keys: dict[str, Any], named: str | None) -> None:
+    if named is None:
+        assert request(**keys).token_ids == PROMPT
+    else:
+        with pytest.raises(InvalidRequestError, match=f"{named}.*serves text"):
+            request(**keys)
 
 
 # -- where the engines meet

@@ -61,15 +61,19 @@ class AdmittingWorker:
         return str(caught.value)
 
 
-async def test_request_beyond_max_queued_requests_is_refused_before_any_work() -> None:
-    worker = AdmittingWorker(max_queued_requests=2)
+async def test_requests_beyond_max_queued_requests_are_refused_before_any_work_and_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    worker = AdmittingWorker(max_queued_requests=5)
     await worker.start()
     await worker.start()
-    said = await worker.refusal()
-    assert said.startswith("overloaded: 2 requests with 20 prompt tokens wait for their first token here")
-    assert "--max-queued-requests 2" in said
-    assert worker.live.queued.num_refused == 1
+    assert worker.live.set_thresholds({"max_queued_requests": 2}, "set") == ["max_queued_requests: 5 -> 2"]
+    said = [await worker.refusal() for _ in range(50)]
+    assert said[0].startswith("overloaded: 2 requests with 20 prompt tokens ")
+    assert "--max-queued-requests 2" in said[0]
     assert worker.queued == (2, 20)
+    assert worker.live.queued.num_refused == 50
+    assert caplog.text.count("overloaded:") == 1
 
 
 async def test_request_with_a_first_token_no_longer_counts_as_queued() -> None:
@@ -128,13 +132,6 @@ async def test_admission_room_is_released_on_token_error_and_cancel(end: str) ->
     assert worker.queued == (0, 0)
 
 
-async def test_bounds_change_while_requests_wait() -> None:
-    worker = AdmittingWorker(max_queued_requests=5)
-    await worker.start()
-    assert worker.live.set_thresholds({"max_queued_requests": 1}, "set") == ["max_queued_requests: 5 -> 1"]
-    await worker.refusal()
-
-
 @pytest.mark.parametrize(
     ("settings", "requests", "tokens"),
     [
@@ -150,12 +147,3 @@ def test_default_admission_bounds_follow_the_batch_size(
 ) -> None:
     limits = LiveState.of(WorkerConfig(model="m", **settings), 32).thresholds.value
     assert (limits["max_queued_requests"], limits["max_queued_tokens"]) == (requests, tokens)
-
-
-async def test_flood_of_refused_requests_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    worker = AdmittingWorker(max_queued_requests=1)
-    await worker.start()
-    for _ in range(50):
-        await worker.refusal()
-    assert caplog.text.count("overloaded:") == 1
-    assert worker.live.queued.num_refused == 50

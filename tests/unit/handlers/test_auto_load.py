@@ -13,7 +13,9 @@ from tests.support.queueing import NoWorkers
 from tests.support.recording_pair import recording_engine
 from tests.support.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
+from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.errors import NoInstanceError, OverloadedError
+from trtllm_disagg.handlers.remote import StageClient
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
@@ -24,23 +26,20 @@ ROOM = 2
 FULL = 2
 
 
-def workers_of_auto() -> tuple[Generate, Generate, RecordingStageClient]:
-    """A prefill worker and a decode worker, which call each other, and the prefill worker's client for that."""
-    to_decode, to_prefill = RecordingStageClient(), RecordingStageClient()
-    settings: dict[str, Any] = {
-        "model": "org/model",
-        "strategy": "auto",
-        "max_batch_size": ROOM,
-        "thresholds": {"max_local_prefill_length": 8},
-    }
-    prefill = build_generate(
-        WorkerConfig(role=Role.PREFILL, **settings), recording_engine(), to_decode, instance_id=1
-    )
-    decode = build_generate(
-        WorkerConfig(role=Role.DECODE, **settings), recording_engine(), to_prefill, instance_id=2
-    )
+def worker(
+    role: Role, peers: StageClient, instance_id: int, engine: Engine | None = None, **settings: Any
+) -> Generate:
+    settings = {"max_batch_size": ROOM, "thresholds": {"max_local_prefill_length": 8}} | settings
+    config = WorkerConfig(model="org/model", strategy="auto", role=role, **settings)
+    return build_generate(config, engine or recording_engine(), peers, instance_id=instance_id)
+
+
+def workers_of_auto(to_decode: RecordingStageClient) -> tuple[Generate, Generate]:
+    """A prefill worker and a decode worker, which call each other."""
+    to_prefill = RecordingStageClient()
+    prefill, decode = worker(Role.PREFILL, to_decode, 1), worker(Role.DECODE, to_prefill, FULL)
     to_decode.serve, to_prefill.serve = decode, prefill
-    return prefill, decode, to_decode
+    return prefill, decode
 
 
 async def begun(generate: Generate, **keys: Any) -> tuple[GenerateRequest, AsyncGenerator[TokenChunk, None]]:
@@ -57,7 +56,7 @@ def way_of(asked: GenerateRequest) -> tuple[str, str]:
 
 
 async def test_auto_uses_the_other_order_when_the_batch_is_full() -> None:
-    _, decode, _ = workers_of_auto()
+    _, decode = workers_of_auto(RecordingStageClient())
     own = [await begun(decode) for _ in range(ROOM)]
     sent_on = await begun(decode)
     assert [way_of(asked) for asked, _ in own] == [("decode_first", "auto_long")] * ROOM
@@ -84,23 +83,8 @@ class TwoDecodeWorkers(RecordingStageClient):
 
 
 async def test_a_full_decode_worker_gets_back_what_it_sent_on_only_without_another_one() -> None:
-    to_decode, to_prefill = TwoDecodeWorkers(), RecordingStageClient()
-    prefill, decode = (
-        build_generate(
-            WorkerConfig(
-                model="org/model",
-                role=role,
-                strategy="auto",
-                max_batch_size=ROOM,
-                thresholds={"max_local_prefill_length": 8},
-            ),
-            recording_engine(),
-            peers,
-            instance_id=instance_id,
-        )
-        for role, peers, instance_id in ((Role.PREFILL, to_decode, 1), (Role.DECODE, to_prefill, FULL))
-    )
-    to_decode.serve, to_prefill.serve = decode, prefill
+    to_decode = TwoDecodeWorkers()
+    _, decode = workers_of_auto(to_decode)
     running = [await begun(decode) for _ in range(ROOM + 1)]
     assert (way_of(running[-1][0]), to_decode.chosen) == (("prefill_first", "auto_busy"), [FULL + 1])
 
@@ -115,16 +99,8 @@ async def test_a_full_decode_worker_gets_back_what_it_sent_on_only_without_anoth
 
 
 async def test_requests_that_were_sent_on_to_another_worker_take_no_room_here() -> None:
-    prefill, _, _ = workers_of_auto()
-    elsewhere = RecordingStageClient(prefill)
-    config = WorkerConfig(
-        model="org/model",
-        role=Role.DECODE,
-        strategy="auto",
-        max_batch_size=ROOM,
-        thresholds={"max_local_prefill_length": 8},
-    )
-    decode = build_generate(config, recording_engine(), elsewhere, instance_id=3)
+    prefill, _ = workers_of_auto(RecordingStageClient())
+    decode = worker(Role.DECODE, RecordingStageClient(prefill), 3)
     own = [await begun(decode) for _ in range(ROOM)]
     sent_on = [await begun(decode) for _ in range(ROOM)]
     assert [way_of(asked) for asked, _ in sent_on] == [("prefill_first", "auto_busy")] * ROOM
@@ -146,16 +122,8 @@ async def test_a_request_with_both_phases_at_once_takes_one_place() -> None:
         yield TokenChunk([])
 
     to_prefill = RecordingStageClient(silent, description={"ctx_info_endpoint": "tcp://prefill:1"})
-    config = WorkerConfig(
-        model="org/model",
-        role=Role.DECODE,
-        strategy="auto",
-        schedule_style=ScheduleStyle.GENERATION_FIRST,
-        max_batch_size=ROOM,
-        thresholds={"max_local_prefill_length": 8},
-    )
     engine = recording_engine()
-    decode = build_generate(config, engine, to_prefill, instance_id=2)
+    decode = worker(Role.DECODE, to_prefill, 2, engine, schedule_style=ScheduleStyle.GENERATION_FIRST)
     asked = [request(400, token_ids=PROMPT) for _ in range(ROOM)]
     waiting = [asyncio.create_task(collect(decode, asked[0]))]
     await until(lambda: engine.llm.results)
@@ -170,14 +138,7 @@ async def test_a_request_with_both_phases_at_once_takes_one_place() -> None:
 
 
 def worker_without_peers(**settings: Any) -> Generate:
-    config = WorkerConfig(
-        model="org/model",
-        role=Role.DECODE,
-        strategy="auto",
-        thresholds={"max_local_prefill_length": 8},
-        **settings,
-    )
-    return build_generate(config, recording_engine(), NoWorkers(), instance_id=2)
+    return worker(Role.DECODE, NoWorkers(), 2, max_batch_size=8, **settings)
 
 
 async def test_without_peers_a_long_prompt_fails_if_no_worker_may_answer_alone() -> None:
@@ -187,28 +148,23 @@ async def test_without_peers_a_long_prompt_fails_if_no_worker_may_answer_alone()
     assert way_of(asked) == ("decode_first", "auto_no_peer")
 
 
-async def test_without_peers_long_prompts_have_the_budget_of_a_fallback() -> None:
+async def test_without_peers_long_prompts_are_a_fallback_and_have_its_budget() -> None:
+    """TrtllmDisaggServesAlone asks for the step, whatever the order is."""
     decode = worker_without_peers(max_local_fallbacks=1)
     asked, chunks = await begun(decode)
     assert way_of(asked) == ("local", "auto_no_peer")
+    assert asked.trace.steps == [("local", "NoInstanceError")]
     with pytest.raises(OverloadedError, match="--max-local-fallbacks 1"):
         await collect(decode, request(token_ids=PROMPT))
-    await collect(decode, request(token_ids=PROMPT[:8]))
+    short = request(token_ids=PROMPT[:8])
+    await collect(decode, short)
+    assert short.trace.steps == []
     await chunks.aclose()
 
 
-async def test_without_peers_answering_alone_is_a_fallback_step() -> None:
-    """TrtllmDisaggServesAlone asks for it, whatever the order is."""
-    asked = request(token_ids=PROMPT)
-    await collect(worker_without_peers(), asked)
-    assert asked.trace.steps == [("local", "NoInstanceError")]
-    short = request(token_ids=PROMPT[:8])
-    await collect(worker_without_peers(), short)
-    assert short.trace.steps == []
-
-
 async def test_decodes_that_prefill_workers_ask_for_take_room_here() -> None:
-    prefill, decode, to_decode = workers_of_auto()
+    to_decode = RecordingStageClient()
+    prefill, decode = workers_of_auto(to_decode)
     theirs = [await begun(prefill, annotations=["disagg:prefill_first"]) for _ in range(ROOM)]
     asked, chunks = await begun(decode)
     assert way_of(asked) == ("prefill_first", "auto_busy")

@@ -63,22 +63,15 @@ async def test_background_work_that_fails_is_logged_by_its_name(caplog: pytest.L
     assert "a bug" in caplog.text
 
 
-async def test_repeated_abort_reaches_the_result_once() -> None:
+@pytest.mark.parametrize("deferred", [False, True])
+async def test_an_abort_reaches_the_result_once_and_a_deferred_one_when_it_may(deferred: bool) -> None:
     result = start()
-    guard = guard_of(result, FakeContext())
+    guard = guard_of(result, FakeContext(), deferred=deferred)
     guard.abort()
-    guard.may_abort()
-    guard.abort()
-    assert result.aborts == [0]
-
-
-async def test_a_deferred_abort_waits_until_it_may() -> None:
-    result = start()
-    guard = guard_of(result, FakeContext(), deferred=True)
-    guard.abort()
-    assert result.aborts == []
-    guard.may_abort()
-    guard.may_abort()
+    assert result.aborts == ([] if deferred else [0])
+    for _ in range(2):
+        guard.may_abort()
+        guard.abort()
     assert result.aborts == [0]
 
 
@@ -91,23 +84,18 @@ async def test_may_abort_without_an_abort_aborts_nothing() -> None:
     assert result.aborts == [0]
 
 
-async def test_a_stopped_context_aborts() -> None:
+@pytest.mark.parametrize("before", [False, True])
+async def test_a_stopped_context_aborts(before: bool) -> None:
     result, context = start(), FakeContext()
-    with guard_of(result, context):
-        await anext(result)
+    if before:
         context.stop()
-        await until(lambda: result.aborts)
-        async for _ in result:
-            pass
-    assert len(result.aborts) == 1
-    assert result.outputs[0].finish_reason == "cancelled"
-
-
-async def test_a_context_that_was_stopped_before_aborts() -> None:
-    result, context = start(), FakeContext()
-    context.stop()
     with guard_of(result, context):
+        if not before:
+            await anext(result)
+            context.stop()
+            await until(lambda: result.aborts)
         await result.aresult()
+    assert len(result.aborts) == 1
     assert result.outputs[0].finish_reason == "cancelled"
 
 

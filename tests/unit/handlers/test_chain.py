@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
 
@@ -19,7 +18,6 @@ from trtllm_disagg.errors import (
     KvTransferError,
     OverloadedError,
     PeerUnavailableError,
-    RequestCancelledError,
     StageTimeoutError,
 )
 from trtllm_disagg.handlers.chain import chain, prefill_service
@@ -82,20 +80,15 @@ class Phases:
             self.closed += 1
 
 
-def test_repeated_release_of_a_handoff_calls_back_once() -> None:
+@pytest.mark.parametrize("decode_has_it", [False, True])
+def test_a_handoff_is_released_once_unless_decode_has_it(decode_has_it: bool) -> None:
     calls: list[int] = []
     handoff = Handoff(FIRST, None, on_release=lambda handoff: calls.append(1))
+    if decode_has_it:
+        handoff.decode_has_it()
     handoff.release()
     handoff.release()
-    assert calls == [1]
-
-
-def test_a_handoff_that_was_taken_is_not_released() -> None:
-    calls: list[int] = []
-    handoff = Handoff(FIRST, None, on_release=lambda handoff: calls.append(1))
-    handoff.decode_has_it()
-    handoff.release()
-    assert calls == []
+    assert calls == ([] if decode_has_it else [1])
 
 
 @pytest.mark.parametrize(
@@ -130,15 +123,11 @@ async def test_a_final_handoff_is_the_whole_answer() -> None:
     assert phases.decodes == 0
 
 
-async def test_a_prefill_service_keeps_kv_once_its_answer_is_delivered() -> None:
+async def test_a_prefill_service_keeps_the_kv_of_a_delivered_answer_only() -> None:
     phases = Phases()
     (chunk,) = await collect(prefill_service(phases.prefill), request())
     assert chunk.disaggregated_params == {"opaque_state": "eA=="}
     assert phases.releases == 0
-
-
-async def test_a_prefill_service_releases_an_undelivered_answer() -> None:
-    phases = Phases()
     dropped = prefill_service(phases.prefill)(request(), FakeContext())
     await anext(dropped)
     await dropped.aclose()
@@ -162,69 +151,20 @@ def released(pair: Pair, order: str) -> int:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-async def test_stream_closed_after_the_first_token_releases_the_kv(order: str) -> None:
-    pair = bare_pair(order)
-    chunks = pair.generate(request(), FakeContext())
-    await anext(chunks)
-    assert len(LLM.kv_store) == 1
-    await chunks.aclose()
-    await leftover_tasks()
-    assert released(pair, order) == 1
-    assert len(LLM.kv_store) == 0
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("chunks_read", [2, 3, 5])
-async def test_a_stream_closed_while_decode_runs_aborts_it(order: str, chunks_read: int) -> None:
+@pytest.mark.parametrize("chunks_read", [1, 2, 5])
+async def test_a_closed_stream_releases_the_kv_or_aborts_decode(order: str, chunks_read: int) -> None:
     pair = bare_pair(order)
     chunks = pair.generate(request(max_tokens=500), FakeContext())
     for _ in range(chunks_read):
         await anext(chunks)
     await chunks.aclose()
     await pair.idle()
-    assert released(pair, order) == 0
-    (decode,) = pair.decode.results
-    assert len(decode.aborts) == 1
-    assert decode.outputs[0].length < 500
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("chunks_read", [0, 1, 2, 4])
-async def test_a_client_that_leaves_ends_both_phases(strategy: str, chunks_read: int) -> None:
-    pair = bare_pair(strategy)
-    context = FakeContext()
-    chunks = pair.generate(request(max_tokens=500), context)
-    seen = [await anext(chunks) for _ in range(chunks_read)]
-    context.stop()
-    with contextlib.suppress(RequestCancelledError):
-        async for chunk in chunks:
-            seen.append(chunk)
-    await pair.idle()
     await leftover_tasks()
-    tokens = tokens_of(seen)
-    assert tokens == expected_tokens(len(tokens))
-    assert len(tokens) < 500
-    # Not while the KV was on its way.
-    assert all(length > 0 for decode in pair.decode.results for length in decode.aborts)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-async def test_cancelled_handler_task_leaves_no_kv_at_any_step(order: str) -> None:
-    """Wherever it is: the handler is cancelled at every step that it takes."""
-    for steps in range(40):
-        pair = bare_pair(order)
-        task = asyncio.create_task(collect(pair.generate, request(max_tokens=4)))
-        for _ in range(steps):
-            await asyncio.sleep(0)
-        task.cancel()
-        (outcome,) = await asyncio.gather(task, return_exceptions=True)
-        await pair.idle()
-        assert await leftover_tasks() == set()
-        assert len(LLM.kv_store) == 0, f"cancelled after {steps} steps"
-        if not isinstance(outcome, BaseException):
-            assert tokens_of(outcome) == expected_tokens(4)
-            return
-    raise AssertionError("the answer never ended")
+    assert released(pair, order) == (chunks_read == 1)
+    if chunks_read > 1:
+        (decode,) = pair.decode.results
+        assert len(decode.aborts) == 1
+        assert decode.outputs[0].length < 500
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -37,7 +37,7 @@ from trtllm_disagg.handlers.circuit_breaker import (
 from trtllm_disagg.handlers.remote import RemoteDecode, RemotePrefill
 from trtllm_disagg.handlers.route import relayed
 from trtllm_disagg.handlers.services import LiveState, build_generate
-from trtllm_disagg.types import GenerateRequest, Handoff, RequestContext
+from trtllm_disagg.types import Generate, GenerateRequest, Handoff, RequestContext
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -126,8 +126,11 @@ async def fail(stage: CircuitBreakerClient, times: int = 1) -> None:
             await call(stage)
 
 
-async def test_healthy_instance_answers_unchanged_through_the_breaker() -> None:
-    assert await call(with_breaker(Stage(i1=well))) == (1, [{"token_ids": [1]}, {"token_ids": [2]}])
+def breaking_worker(both: Both, role: Role, failures: int) -> tuple[Generate, LiveState]:
+    config = WorkerConfig(model="org/model", role=role, strategy=f"{role}_first", breaker_failures=failures)
+    live = LiveState.of(config, 4)
+    other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
+    return build_generate(config, both.engines[role], both.clients[other], live), live
 
 
 async def test_a_decode_that_fails_after_its_fetch_counts_once_although_its_drain_fails_too(
@@ -135,9 +138,7 @@ async def test_a_decode_that_fails_after_its_fetch_counts_once_although_its_drai
 ) -> None:
     both = Both("prefill_first")
     both.engines[Role.DECODE].llm.scripts.append(Script(error=RequestError("broken"), error_at=1))
-    config = WorkerConfig(model="org/model", role=Role.PREFILL, strategy="prefill_first", breaker_failures=2)
-    live = LiveState.of(config, 4)
-    generate = build_generate(config, both.engines[Role.PREFILL], both.clients[Role.DECODE], live)
+    generate, live = breaking_worker(both, Role.PREFILL, 2)
     assert tokens_of(await collect(generate, request(5))) == expected_tokens(5)
     await both.day_one("prefill_first").quiet()
     assert kinds(both.engines[Role.DECODE].llm) == ["generation_only"] * 2
@@ -149,9 +150,7 @@ async def test_a_prefill_worker_whose_kv_never_arrives_is_skipped_although_it_an
 ) -> None:
     both = Both("decode_first")
     decode = both.engines[Role.DECODE]
-    config = WorkerConfig(model="org/model", role=Role.DECODE, strategy="decode_first", breaker_failures=2)
-    live = LiveState.of(config, 4)
-    generate = build_generate(config, decode, both.clients[Role.PREFILL], live)
+    generate, live = breaking_worker(both, Role.DECODE, 2)
     counts = []
     for error in (GENERATION_TRANSFER_ERROR, None, *[GENERATION_TRANSFER_ERROR] * 2):
         if error is not None:
@@ -166,9 +165,7 @@ async def test_kv_that_is_lost_with_its_client_counts_for_no_prefill_worker(tens
     both, context = Both("decode_first"), FakeContext()
     decode, gate = both.engines[Role.DECODE], asyncio.Semaphore(0)
     decode.llm.scripts.append(Script(gate=gate, error=RequestError(GENERATION_TRANSFER_ERROR)))
-    config = WorkerConfig(model="org/model", role=Role.DECODE, strategy="decode_first", breaker_failures=1)
-    live = LiveState.of(config, 4)
-    generate = build_generate(config, decode, both.clients[Role.PREFILL], live)
+    generate, live = breaking_worker(both, Role.DECODE, 1)
     answering = asyncio.create_task(collect(generate, request(5), context))
     await until(lambda: decode.llm.results)
     context.stop()
@@ -227,15 +224,10 @@ async def test_with_every_instance_skipped_one_of_them_is_called() -> None:
 
 
 async def test_client_leaving_a_silent_instance_does_not_reset_its_failures() -> None:
-    async def until_its_client_leaves() -> AsyncGenerator[dict[str, Any], None]:
-        nothing: tuple[dict[str, Any], ...] = ()
-        for chunk in nothing:
-            yield chunk
-
     inner = Stage(i1=failing(PeerUnavailableError("x")))
     stage = with_breaker(inner)
     await fail(stage)
-    inner.calls[1] = until_its_client_leaves
+    inner.calls[1] = empty
     left = FakeContext()
     left.stop()
     assert await call(stage, left) == (1, [])
@@ -257,61 +249,50 @@ async def read_whole(stage: CircuitBreakerClient) -> object:
     return [chunk async for chunk in relayed(stage, "prefill_first")(request(), FakeContext())]
 
 
-@pytest.mark.parametrize("read", [read_prefill, read_decode, read_whole])
-@pytest.mark.parametrize("good_ones", [0, 1])
-async def test_an_answer_that_cannot_be_read_counts_as_a_failure(
-    read: Callable[[CircuitBreakerClient], Awaitable[object]], good_ones: int
+async def unreadable() -> AsyncGenerator[dict[str, Any], None]:
+    yield {"token_ids": "x"}
+
+
+async def unreadable_later() -> AsyncGenerator[dict[str, Any], None]:
+    yield {"token_ids": [1], "finish_reason": "stop"}
+    yield {"token_ids": "x"}
+
+
+async def breaking_off() -> AsyncGenerator[dict[str, Any], None]:
+    yield {"token_ids": [1]}
+
+
+async def empty() -> AsyncGenerator[dict[str, Any], None]:
+    for chunk in ():
+        yield chunk
+
+
+@pytest.mark.parametrize(
+    ("read", "answer", "said"),
+    [
+        *((read, unreadable, "unreadable answer") for read in (read_prefill, read_decode, read_whole)),
+        *((read, unreadable_later, "unreadable answer") for read in (read_prefill, read_decode, read_whole)),
+        *((read, breaking_off, "ended too early") for read in (read_decode, read_whole)),
+        *((read, empty, "ended too early") for read in (read_decode, read_whole)),
+    ],
+)
+async def test_an_answer_that_is_unreadable_or_has_no_finish_reason_counts_as_a_failure(
+    read: Callable[[CircuitBreakerClient], Awaitable[object]], answer: Call, said: str
 ) -> None:
     """Else each request calls that instance first, and falls back."""
-
-    async def unreadable() -> AsyncGenerator[dict[str, Any], None]:
-        for _ in range(good_ones):
-            yield {"token_ids": [1], "finish_reason": "stop"}
-        yield {"token_ids": "x"}
-
-    stage = with_breaker(Stage(i1=unreadable, i2=well))
+    stage = with_breaker(Stage(i1=answer, i2=well))
     for _ in range(2):
-        with pytest.raises(PeerUnavailableError, match="unreadable answer") as raised:
+        with pytest.raises(PeerUnavailableError, match=said) as raised:
             await read(stage)
         assert raised.value.peer == 1
     assert (await stage.pick(request())).instance_id == 2
 
 
-@pytest.mark.parametrize("read", [read_decode, read_whole])
-@pytest.mark.parametrize("good_ones", [0, 1])
-async def test_an_answer_without_a_finish_reason_counts_as_a_failure(
-    read: Callable[[CircuitBreakerClient], Awaitable[object]], good_ones: int
-) -> None:
-    async def breaking_off() -> AsyncGenerator[dict[str, Any], None]:
-        for token in range(good_ones):
-            yield {"token_ids": [token]}
-
-    stage = with_breaker(Stage(i1=breaking_off, i2=well))
-    for _ in range(2):
-        with pytest.raises(PeerUnavailableError, match="ended too early") as raised:
-            await read(stage)
-        assert raised.value.peer == 1
-    assert (await stage.pick(request())).instance_id == 2
-
-
-async def test_picking_without_instances_raises_no_instance() -> None:
-    with pytest.raises(NoInstanceError):
-        await with_breaker(Stage()).pick(request())
-
-
-async def test_a_silent_instance_is_named_at_its_deadline() -> None:
-    stage = with_breaker(Stage(i7=silent), seconds=0.01)
-    with pytest.raises(
-        StageTimeoutError, match=r"instance 7 sent no answer to prefill within 0\.01 s"
-    ) as caught:
-        await call(stage)
-    assert caught.value.peer == 7
-
-
-async def test_an_instance_that_falls_silent_is_named_too() -> None:
-    """As a frozen worker does: its connections stay."""
-    stage = with_breaker(Stage(i7=falling_silent), seconds=0.01)
-    with pytest.raises(StageTimeoutError, match=r"no further answer to prefill within 0\.02 s") as caught:
+@pytest.mark.parametrize(("answer", "said"), [(silent, r"0\.01 s"), (falling_silent, r"0\.02 s")])
+async def test_a_silent_instance_is_named_at_its_deadline(answer: Call, said: str) -> None:
+    """A frozen worker's connections stay."""
+    stage = with_breaker(Stage(i7=answer), seconds=0.01)
+    with pytest.raises(StageTimeoutError, match=f"instance 7 .*prefill within {said}") as caught:
         await call(stage)
     assert caught.value.peer == 7
     await fail(stage)

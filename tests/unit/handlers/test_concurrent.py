@@ -45,34 +45,25 @@ def asked(max_tokens: int = 8, **keys: Any) -> GenerateRequest:
     return request(max_tokens, token_ids=PROMPT, sampling_options=options, **keys)
 
 
-@pytest.mark.parametrize("max_tokens", [1, 8])
-@pytest.mark.parametrize("order", ORDERS)
-async def test_the_answer_is_that_of_one_worker(
-    engines: dict[Role, Engine], order: str, max_tokens: int
+@pytest.mark.parametrize(
+    ("order", "max_tokens", "fact"),
+    [
+        ("prefill_first", 8, "decode_instance"),
+        ("decode_first", 8, "prefill_instance"),
+        ("decode_first", 1, "prefill_instance"),
+    ],
+)
+async def test_the_answer_is_that_of_one_worker_and_the_trace_names_the_other(
+    engines: dict[Role, Engine], order: str, max_tokens: int, fact: str
 ) -> None:
-    both = WorkerConfig(model="m", role=Role.AGG)
-    whole = await collect(
-        build_generate(both, engines[Role.PREFILL], RecordingStageClient()), asked(max_tokens)
+    both = build_generate(
+        WorkerConfig(model="m", role=Role.AGG), engines[Role.PREFILL], RecordingStageClient()
     )
+    whole = await collect(both, asked(max_tokens))
     generate, client = pair(engines, order)
-    met = await collect(generate, asked(max_tokens))
-    await client.idle()
+    met = await collect(generate, answered := asked(max_tokens))
     assert tokens_of(met) == tokens_of(whole)
     assert met[-1].finish_reason == whole[-1].finish_reason == "length"
-    await both_idle(engines)
-
-
-@pytest.mark.parametrize(
-    ("order", "fact"), [("prefill_first", "decode_instance"), ("decode_first", "prefill_instance")]
-)
-async def test_the_trace_names_the_worker_of_the_other_stage(
-    engines: dict[Role, Engine], order: str, fact: str
-) -> None:
-    generate, client = pair(engines, order)
-    answered = asked()
-
-    await collect(generate, answered)
-
     (other,) = client.instance_ids()
     assert answered.trace.facts[fact] == f"{other:x}"
     await client.idle()

@@ -22,6 +22,8 @@ from trtllm_disagg.types import GenerateRequest
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 BLOCK = 4
+SHORT, LONG = (False, "short"), (True, "long")
+OF_QUEUE = {"max_local_prefill_length": 10, "max_prefill_queue_size": 2}
 
 
 class Queue:
@@ -55,27 +57,29 @@ def holding(count: int, salt: str | None = None) -> CachedPrefixes:
     return cached
 
 
-@pytest.mark.parametrize(("length", "both_stages"), [(99, False), (100, False), (101, True)])
-@pytest.mark.parametrize("name", ["length", "length_and_queue"])
-def test_a_prompt_above_the_length_is_remote(name: str, length: int, both_stages: bool) -> None:
-    decision = decider(name, max_local_prefill_length=100)(prompt(length))
-    assert decision == (both_stages, "long" if both_stages else "short")
-
-
-@pytest.mark.parametrize(("depth", "both_stages"), [(1, True), (2, False), (3, False)])
-def test_a_long_prompt_stays_when_the_queue_is_full(depth: int, both_stages: bool) -> None:
-    rule = decider("length_and_queue", depth, max_local_prefill_length=10, max_prefill_queue_size=2)
-    assert rule(prompt(11)) == (both_stages, "long" if both_stages else "queue_full")
-    assert rule(prompt(10)) == (False, "short")
-
-
-@pytest.mark.parametrize(("length", "both_stages"), [(7, False), (8, True), (9, True)])
-def test_prefill_of_non_cached_tokens_or_more_is_remote(length: int, both_stages: bool) -> None:
-    assert decider("non_cached_tokens", non_cached_tokens=8)(prompt(length)).both_stages is both_stages
-
-
-def test_non_cached_tokens_zero_is_never() -> None:
-    assert not decider("non_cached_tokens", non_cached_tokens=0)(prompt(5000)).both_stages
+@pytest.mark.parametrize(
+    ("name", "values", "depth", "length", "decision"),
+    [
+        ("always", {}, 0, 1, (True, "always")),
+        *(
+            (name, {"max_local_prefill_length": 100}, 0, length, decision)
+            for name in ("length", "length_and_queue")
+            for length, decision in ((99, SHORT), (100, SHORT), (101, LONG))
+        ),
+        ("length_and_queue", OF_QUEUE, 1, 11, LONG),
+        ("length_and_queue", OF_QUEUE, 2, 11, (False, "queue_full")),
+        ("length_and_queue", OF_QUEUE, 3, 11, (False, "queue_full")),
+        ("length_and_queue", OF_QUEUE, 3, 10, SHORT),
+        ("non_cached_tokens", {"non_cached_tokens": 8}, 0, 7, (False, None)),
+        ("non_cached_tokens", {"non_cached_tokens": 8}, 0, 8, (True, None)),
+        ("non_cached_tokens", {"non_cached_tokens": 0}, 0, 5000, (False, None)),
+    ],
+)
+def test_where_a_prompt_runs_at_each_threshold(
+    name: str, values: dict[str, int], depth: int, length: int, decision: tuple[bool, str | None]
+) -> None:
+    both_stages, reason = decider(name, depth, **values)(prompt(length))
+    assert (both_stages, decision[1] and reason) == decision
 
 
 @pytest.mark.parametrize(("uncached", "reason"), [(39, "cached"), (40, "long"), (41, "long")])
@@ -96,10 +100,6 @@ def test_isl_bounding_at_the_ratio_goes_remote(percent: int) -> None:
     """0.56 * 100 is 56.00000000000001."""
     rule = decider("isl_bounding", cached=holding(100 - percent), eff_isl_ratio_threshold=percent / 100)
     assert rule(prompt(100)).reason == "low_hit_ratio"
-
-
-def test_always_sends_the_shortest_prompt() -> None:
-    assert decider("always")(prompt(1)) == (True, "always")
 
 
 @pytest.mark.parametrize(("cached", "both_stages"), [(0, True), (88, True), (92, False), (100, False)])
@@ -127,14 +127,10 @@ async def test_decider_decides_where_a_request_of_each_length_runs(
     asked = request(token_ids=[11, 12, 13, *range(length - 3)])
     chunks = await collect(pair.generate, asked)
     assert len(tokens_of(chunks)) == 5
-    assert (asked.trace.strategy, asked.trace.reason) == (
-        order if strategy == "order" else "local",
-        reason,
-    )
+    both = strategy == "order"
+    assert (asked.trace.strategy, asked.trace.reason) == (order if both else "local", reason)
     kinds = [r.request_type for r in (*pair.prefill.results, *pair.decode.results)]
-    assert kinds == (
-        ["context_only", "generation_only"] if strategy == "order" else ["context_and_generation"]
-    )
+    assert kinds == (["context_only", "generation_only"] if both else ["context_and_generation"])
 
 
 # -- thresholds change
@@ -158,20 +154,12 @@ def test_a_change_is_seen_by_the_next_decision_and_logged(caplog: pytest.LogCapt
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (
-            {"max_length": 1},
-            r"policy.yaml: 'max_length' is not allowed; expected one of max_local_prefill_length, ",
-        ),
-        (
-            {"max_local_prefill_length": -1},
-            "policy.yaml: max_local_prefill_length: -1 is not allowed; expected a whole",
-        ),
-        ({"eff_isl_ratio_threshold": "much"}, "policy.yaml: eff_isl_ratio_threshold: 'much' is not allowed"),
-        (
-            {"eff_isl_ratio_threshold": 1.5},
-            "eff_isl_ratio_threshold: 1.5 is not allowed; expected a number from 0",
-        ),
+        ({"max_length": 1}, "'max_length' .*max_local_prefill_length, "),
+        ({"max_local_prefill_length": -1}, "max_local_prefill_length: -1"),
+        ({"eff_isl_ratio_threshold": "much"}, "eff_isl_ratio_threshold: 'much'"),
+        ({"eff_isl_ratio_threshold": 1.5}, "eff_isl_ratio_threshold: 1.5"),
         ({"max_prefill_queue_size": 1, "max_local_prefill_length": None}, "max_local_prefill_length: None"),
+        ({"max_queued_tokens": None}, "max_queued_tokens: None"),
     ],
 )
 def test_invalid_threshold_change_is_refused_and_changes_nothing(
@@ -179,7 +167,7 @@ def test_invalid_threshold_change_is_refused_and_changes_nothing(
 ) -> None:
     live = live_state()
     before = live.thresholds.value
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=f"policy.yaml: {message}"):
         live.set_thresholds(values, "policy.yaml")
     assert live.thresholds.value == before
 
@@ -192,13 +180,6 @@ def test_a_fallback_budget_is_refused_where_no_request_is_served_alone(name: str
         live.set_thresholds({name: 4}, "set")
     assert live.set_thresholds({name: 0}, "set") == []
     assert live_state().set_thresholds({name: 4}, "set") == [f"{name}: 0 -> 4"]
-
-
-def test_a_policy_file_is_read_at_the_start(tmp_path: Path) -> None:
-    file = tmp_path / "policy.yaml"
-    file.write_text("max_local_prefill_length: 7\neff_isl_ratio_threshold: 0.5\n")
-    values = live_state(policy_file=str(file)).thresholds.value.values
-    assert (values["max_local_prefill_length"], values["eff_isl_ratio_threshold"]) == (7, 0.5)
 
 
 @pytest.mark.parametrize(("role", "strategy"), [("agg", "decode_first"), ("decode", "router")])
@@ -227,6 +208,7 @@ async def test_a_policy_file_is_watched(tmp_path: Path, caplog: pytest.LogCaptur
     file = tmp_path / "policy.yaml"
     file.write_text("max_local_prefill_length: 7\n")
     live = live_state(policy_file=str(file))
+    assert live.thresholds.value.values["max_local_prefill_length"] == 7
     file.write_text("max_local_prefill_length: 6\n")
     watcher = asyncio.create_task(watch_policy_file(file, live))
     await until(lambda: live.thresholds.value.values["max_local_prefill_length"] == 6)
@@ -258,14 +240,5 @@ def test_a_worker_that_calls_no_other_refuses_the_setting(
 
 
 def test_an_unknown_decider_is_named_with_the_others() -> None:
-    with pytest.raises(
-        ConfigError, match="'long' is not allowed; expected one of always, length, length_and_queue"
-    ):
+    with pytest.raises(ConfigError, match=r"'long' .*always, length, length_and_queue"):
         WorkerConfig(model="m", role=Role.DECODE, prefill_decider="long")
-
-
-@pytest.mark.parametrize("name", ["max_queued_requests", "max_queued_tokens", "max_local_prefill_length"])
-def test_a_threshold_without_a_value_is_refused(name: str) -> None:
-    """Of a setting None means that none was given; a policy file that has the key gives one."""
-    with pytest.raises(ConfigError, match=f"test: {name}: None is not allowed; expected a number"):
-        thresholds(**{name: None})

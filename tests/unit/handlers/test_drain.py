@@ -54,28 +54,21 @@ class Client:
             self.tokens += chunk.token_ids
 
 
-async def test_requests_are_counted_until_their_end() -> None:
-    drain, stream = WorkerDrain(), Stream()
-    reading = asyncio.create_task(Client(drain.tracking(stream, no_observer)).read())
-    await until(lambda: drain.num_running == 1)
-    quiet = asyncio.create_task(drain.none_runs())
-    stream.go_on.set()
-    await reading
-    await quiet
-    assert drain.num_running == 0
-
-
 async def test_leaving_worker_finishes_running_and_new_requests() -> None:
     drain, stream = WorkerDrain(), Stream()
     generate = drain.tracking(stream, no_observer)
     first = Client(generate)
     reading = asyncio.create_task(first.read())
     await until(lambda: first.tokens)
+    assert drain.num_running == 1
     drain.begin("SIGTERM or SIGINT")
+    quiet = asyncio.create_task(drain.none_runs())
     stream.go_on.set()
     await reading
     assert first.tokens == [1, 9]
     assert tokens_of(await collect(generate, request())) == [1, 9]
+    await quiet
+    assert drain.num_running == 0
 
 
 async def test_a_request_that_still_runs_at_the_end_is_handed_back() -> None:
@@ -125,20 +118,16 @@ async def test_a_request_that_comes_after_the_end_goes_elsewhere() -> None:
         await collect(drain.tracking(Stream(), no_observer), request())
 
 
-async def test_answer_without_finish_reason_raises_while_the_worker_leaves() -> None:
+async def test_answer_without_finish_reason_raises_only_while_the_worker_leaves() -> None:
     """A runtime that is shut down stops the contexts of all requests, and strategies end for that without a word."""
     drain, stream, context = WorkerDrain(), Stream(last=None), FakeContext()
     stream.go_on.set()
+    generate = drain.tracking(stream, no_observer)
+    assert tokens_of(await collect(generate, request())) == [1], "its client left"
     drain.begin("its engine died")
     context.stop()
     with pytest.raises(WorkerLeavingError):
-        await collect(drain.tracking(stream, no_observer), request(), context)
-
-
-async def test_a_client_that_left_ends_its_request_without_an_error() -> None:
-    stream = Stream(last=None)
-    stream.go_on.set()
-    assert tokens_of(await collect(WorkerDrain().tracking(stream, no_observer), request())) == [1]
+        await collect(generate, request(), context)
 
 
 async def test_a_cancelled_request_is_cancelled_and_not_handed_back() -> None:
@@ -151,15 +140,6 @@ async def test_a_cancelled_request_is_cancelled_and_not_handed_back() -> None:
         await reading
     assert reading.cancelled()
     await until(lambda: drain.num_running == 0)
-
-
-async def test_first_reason_to_leave_is_the_one_that_is_reported() -> None:
-    drain = WorkerDrain()
-    drain.begin("its engine died")
-    drain.begin("SIGTERM or SIGINT")
-    await drain.cut()
-    with pytest.raises(WorkerLeavingError, match="its engine died"):
-        await collect(drain.tracking(Stream(), no_observer), request())
 
 
 async def test_drain_passes_on_other_errors_unchanged() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.support.day_one import PESSIMISM, Both
 from tests.support.handling import ORDERS, PROMPT, collect, expected_tokens, request, tokens_of
-from tests.support.recording_pair import make_pair, recording_engine
+from tests.support.recording_pair import Pair, make_pair, recording_engine
 from tests.support.stage_client import FakeContext, Instances
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.engines.recording.hard_edges import GENERATION_TRANSFER_ERROR, PESSIMISTIC
@@ -187,21 +187,23 @@ async def test_a_step_that_was_too_slow_on_the_own_engine_is_not_tried_again(pee
 
 async def test_other_stage_step_runs_only_when_the_own_engine_is_dead() -> None:
     seen: Seen = []
-    steps = [
-        FallbackStep("other_instance", way(seen, 2, failing(WorkerLeavingError("engine died")))),
-        FallbackStep("local", way(seen), "local"),
-        FallbackStep("other_stage", way(seen), "decode_first", without_engine=True),
-    ]
+    died = FallbackStep("other_instance", way(seen, 2, failing(WorkerLeavingError("engine died"))))
+    local = FallbackStep("local", way(seen), "local")
+    other = FallbackStep("other_stage", way(seen), "decode_first", without_engine=True)
     asked = request(5)
-    assert tokens_of(await collect(with_fallback(steps), asked)) == expected_tokens(5)
+    assert tokens_of(await collect(with_fallback([died, local, other]), asked)) == expected_tokens(5)
     assert len(seen) == 2
     assert asked.trace.fallbacks == ["other_stage: engine died"]
     assert asked.trace.strategy == "decode_first"
 
     asked = request(5)
-    steps[0] = FallbackStep("other_instance", way(seen, 2))
-    assert tokens_of(await collect(with_fallback(steps), asked)) == expected_tokens(5)
+    gone = FallbackStep("other_instance", way(seen, 2))
+    assert tokens_of(await collect(with_fallback([gone, local, other]), asked)) == expected_tokens(5)
     assert asked.trace.fallbacks == ["local: "]
+
+    none = FallbackStep("other_stage", way(seen, 0, failing(NoInstanceError("none"))), without_engine=True)
+    with pytest.raises(WorkerLeavingError, match="engine died"):
+        await collect(with_fallback([died, none]), request(5))
 
 
 async def test_the_log_names_each_failed_step_and_the_one_that_is_tried(
@@ -223,26 +225,28 @@ async def test_the_log_names_each_failed_step_and_the_one_that_is_tried(
     ]
 
 
-async def test_dead_engine_without_other_stage_raises_worker_leaving() -> None:
-    seen: Seen = []
-    steps = [
-        FallbackStep("other_instance", way(seen, 2, failing(WorkerLeavingError("engine died")))),
-        FallbackStep(
-            "other_stage", way(seen, 0, failing(NoInstanceError("no instance"))), without_engine=True
-        ),
-    ]
-    with pytest.raises(WorkerLeavingError, match="engine died"):
-        await collect(with_fallback(steps), request(5))
-
-
-@pytest.mark.parametrize("strategy", ORDERS)
-async def test_a_dead_first_engine_costs_no_answer(strategy: str) -> None:
-    """Its worker relays to the other stage, which answers in the other order, alone if it must."""
-    pair = make_pair(strategy)
+def with_dead_first_engine(strategy: str, **settings: Any) -> Pair:
+    pair = make_pair(strategy, **settings)
     first = pair.prefill if strategy == "prefill_first" else pair.decode
     first.scripts.append(Script(error=RequestError("it died")))
     first.is_healthy = False
-    asked = request(5)
+    return pair
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings", "wishes"),
+    [
+        *((order, {}, {}) for order in ORDERS),
+        ("prefill_first", {}, {"annotations": ["disagg:local"]}),
+        ("decode_first", {"prefill_decider": "length"}, {}),
+    ],
+)
+async def test_a_dead_first_engine_costs_no_answer(
+    strategy: str, settings: dict[str, Any], wishes: dict[str, Any]
+) -> None:
+    """Its worker relays to the other stage, which answers in the other order, alone if it must."""
+    pair = with_dead_first_engine(strategy, **settings)
+    asked = request(5, **wishes)
     assert tokens_of(await collect(pair.generate, asked)) == expected_tokens(5)
     assert asked.trace.fallbacks == ["other_stage: it died"]
     await pair.idle()
@@ -251,10 +255,7 @@ async def test_a_dead_first_engine_costs_no_answer(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ORDERS)
 async def test_relayed_request_is_not_relayed_back_when_both_engines_are_dead(strategy: str) -> None:
-    pair = make_pair(strategy)
-    first = pair.prefill if strategy == "prefill_first" else pair.decode
-    first.scripts.append(Script(error=RequestError("it died")))
-    first.is_healthy = False
+    pair = with_dead_first_engine(strategy)
     other = "decode_first" if strategy == "prefill_first" else "prefill_first"
     asked = msgspec.structs.replace(request(5), phase_request=PhaseRequest("whole", strategy))
     with pytest.raises(WorkerLeavingError, match="it died"):
@@ -264,22 +265,12 @@ async def test_relayed_request_is_not_relayed_back_when_both_engines_are_dead(st
     LLM.kv_store.clear()
 
 
-async def test_when_all_steps_fail_the_last_error_is_raised() -> None:
+async def test_an_instance_that_failed_is_avoided_and_the_last_error_raised() -> None:
     seen: Seen = []
-    steps = [
-        FallbackStep("a", way(seen, 0)),
-        FallbackStep("b", way(seen, 0, failing(KvTransferError("last")))),
-    ]
-    with pytest.raises(KvTransferError, match="last"):
+    errors = [of_peer(KvTransferError(f"error {i}"), 10 + i) for i in range(3)]
+    steps = [FallbackStep("a", way(seen, i, failing(error))) for i, error in enumerate(errors)]
+    with pytest.raises(KvTransferError, match="error 2"):
         await collect(with_fallback(steps), request())
-
-
-async def test_an_instance_that_failed_is_avoided() -> None:
-    seen: Seen = []
-    steps = [
-        FallbackStep("a", way(seen, i, failing(of_peer(KvTransferError("x"), 10 + i)))) for i in range(2)
-    ]
-    await collect(with_fallback([*steps, FallbackStep("b", way(seen))]), request())
     assert [r.avoid for r in seen] == [frozenset(), {10}, {10, 11}]
 
 
@@ -417,11 +408,3 @@ async def test_a_prefill_worker_with_kv_that_does_not_arrive_is_not_called_again
     assert calls == [["prefill"], ["prefill"]]
     assert [step.partition(":")[0] for step in asked.trace.fallbacks] == ["other_instance"]
     LLM.kv_store.clear()
-
-
-@pytest.mark.parametrize("order", ORDERS)
-async def test_without_fallback_the_failure_of_the_only_try_is_final(order: str) -> None:
-    pair = make_pair(order, on_missing_stage="fail", max_tries=1)
-    pair.client.serve_by(way([], 0))
-    with pytest.raises(PeerUnavailableError):
-        await collect(pair.generate, request())

@@ -98,32 +98,24 @@ async def test_a_cancelled_decode_of_the_embedded_engine_is_aborted_at_its_first
 
 
 @pytest.mark.parametrize("ends_with", ["length", "not_finished"])
-async def test_finish_reason_of_context_only_is_dropped(ends_with: str) -> None:
-    engine = recording_engine()
-    engine.llm.scripts.append(Script(ends_with=ends_with))
-    handoff = await prefill(engine)
-    assert not handoff.is_final
-    assert handoff.first == TokenChunk(expected_tokens(1))
-    handoff.release()
-
-
-@pytest.mark.parametrize("ends_with", ["length", "not_finished"])
-async def test_the_only_token_that_was_asked_for_ends_with_length(ends_with: str) -> None:
+@pytest.mark.parametrize("max_tokens", [1, 5])
+async def test_a_prefill_ends_with_length_only_if_one_token_was_asked_for(
+    ends_with: str, max_tokens: int
+) -> None:
     """Dynamo's frontend answers 500 to a finish reason that it does not know."""
     engine = recording_engine()
     engine.llm.scripts.append(Script(ends_with=ends_with))
-    handoff = await prefill(engine, max_tokens=1)
-    assert handoff.is_final
-    assert handoff.first.finish_reason == "length"
-    assert handoff.first.completion_usage is not None
-
-
-async def test_a_released_prefill_is_aborted_once() -> None:
-    engine = recording_engine()
-    handoff = await prefill(engine)
-    handoff.release()
-    handoff.release()
-    assert engine.llm.results[0].aborts == [1]
+    handoff = await prefill(engine, max_tokens)
+    if max_tokens == 1:
+        assert handoff.is_final
+        assert handoff.first.finish_reason == "length"
+        assert handoff.first.completion_usage is not None
+    else:
+        assert not handoff.is_final
+        assert handoff.first == TokenChunk(expected_tokens(1))
+        handoff.release()
+        handoff.release()
+        assert engine.llm.results[0].aborts == [1]
 
 
 async def test_the_python_transceiver_has_no_opaque_state() -> None:
@@ -172,25 +164,22 @@ async def test_decode_repeats_the_first_token_only_where_the_client_lacks_it() -
     assert rest == whole[1:]
 
 
-async def test_decode_takes_the_handoff_when_the_engine_has_accepted_it() -> None:
-    calls: list[str] = []
-    handoff = Handoff(TokenChunk([]), None, on_release=lambda handoff: calls.append("released"))
-    await decode(await prefilled(), handoff=handoff)
-    handoff.release()
-    assert calls == []
-
-
-@pytest.mark.parametrize("broken", ["refused", "closed"])
-async def test_decode_leaves_a_handoff_that_the_engine_has_not_accepted(broken: str) -> None:
-    engine = recording_engine(max_seq_len=len(PROMPT)) if broken == "refused" else recording_engine()
-    if broken == "closed":
+@pytest.mark.parametrize("error", [None, InvalidRequestError, WorkerLeavingError])
+async def test_decode_leaves_a_handoff_that_the_engine_has_not_accepted(
+    error: type[DisaggError] | None,
+) -> None:
+    engine = recording_engine(max_seq_len=len(PROMPT) if error is InvalidRequestError else 64)
+    if error is WorkerLeavingError:
         engine.close()
     calls: list[str] = []
     handoff = Handoff(TokenChunk([]), None, on_release=lambda handoff: calls.append("released"))
-    with pytest.raises(InvalidRequestError if broken == "refused" else WorkerLeavingError):
+    if error is None:
         await decode(await prefilled(), engine, handoff)
+    else:
+        with pytest.raises(error):
+            await decode(await prefilled(), engine, handoff)
     handoff.release()
-    assert calls == ["released"]
+    assert calls == ([] if error is None else ["released"])
     LLM.kv_store.clear()
 
 
@@ -241,14 +230,6 @@ async def test_a_whole_run_streams_every_token() -> None:
     assert [chunk.finish_reason for chunk in chunks] == [None, None, "length"]
 
 
-async def test_closing_a_whole_run_aborts_it() -> None:
-    engine = recording_engine()
-    chunks = LocalAgg(engine)(request(), FakeContext())
-    await anext(chunks)
-    await chunks.aclose()
-    assert engine.llm.results[0].aborts == [1]
-
-
 # -- errors, in every phase
 
 
@@ -274,19 +255,20 @@ async def test_an_engines_error_has_the_kind_of_its_category(
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode", "both"])
-async def test_a_request_of_an_engine_that_died_goes_on_elsewhere(phase: str) -> None:
+@pytest.mark.parametrize(
+    ("script", "is_healthy", "error"),
+    [
+        (Script(error=RequestError("the engine process ended")), False, WorkerLeavingError),
+        (Script(ends_with="timeout"), True, StageTimeoutError),
+    ],
+)
+async def test_a_dead_or_late_engine_raises_an_error_that_goes_on_elsewhere(
+    phase: str, script: Script, is_healthy: bool, error: type[DisaggError]
+) -> None:
     engine = recording_engine()
-    engine.llm.scripts.append(Script(error=RequestError("the engine process ended")))
-    engine.llm.is_healthy = False
-    with pytest.raises(WorkerLeavingError, match="the engine process ended"):
-        await run(phase, engine)
-
-
-@pytest.mark.parametrize("phase", ["prefill", "decode", "both"])
-async def test_engine_finish_reason_timeout_raises_stage_timeout_error(phase: str) -> None:
-    engine = recording_engine()
-    engine.llm.scripts.append(Script(ends_with="timeout"))
-    with pytest.raises(StageTimeoutError):
+    engine.llm.scripts.append(script)
+    engine.llm.is_healthy = is_healthy
+    with pytest.raises(error):
         await run(phase, engine)
 
 

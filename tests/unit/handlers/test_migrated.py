@@ -56,6 +56,7 @@ async def test_migrated_request_continues_with_the_same_tokens(sampling: dict[st
     raw = raw_request(6, sampling_options=sampling)
     first, second = Worker(), Worker()
     whole = await collect(resume_migrated(first, always_replay), decode_request(raw))
+    assert [chunk.worker_trace_link is None for chunk in whole] == [False, *[True] * 5]
     rest = await collect(resume_migrated(second, always_replay), migrated(raw, whole[:count]))
     assert tokens_of(whole[:count]) + tokens_of(rest) == tokens_of(whole)
     assert rest[-1].completion_usage == whole[-1].completion_usage == Usage.of(len(PROMPT), 6, 0)
@@ -74,11 +75,6 @@ async def test_request_migrated_twice_continues_with_the_same_tokens() -> None:
     # The frontend has the link of the worker that died last.
     assert once[0].worker_trace_link == whole[0].worker_trace_link
     assert tokens_of([*whole[:2], *once[:2], *twice]) == tokens_of(whole)
-
-
-async def test_only_the_first_chunk_has_the_migration_link() -> None:
-    chunks = await collect(resume_migrated(Worker(), always_replay), request(4))
-    assert [chunk.worker_trace_link is not None for chunk in chunks] == [True, False, False, False]
 
 
 async def test_migrated_request_with_all_tokens_gets_only_its_end() -> None:

@@ -14,7 +14,6 @@ from tests.support.handling import request
 from tests.support.recording_pair import recording_engine
 from trtllm_disagg.engine.llm_api import RequestOutput
 from trtllm_disagg.engines.recording.llm import CompletionOutput, Logprob
-from trtllm_disagg.errors import StageTimeoutError
 from trtllm_disagg.handlers.outputs import OutputCursor, newest_states
 from trtllm_disagg.types import PromptTokensDetails, TokenChunk, Usage
 
@@ -38,6 +37,16 @@ def test_chunk_has_only_new_tokens() -> None:
     assert advance(cursor, [5]).token_ids == [5]
     assert advance(cursor, [5, 6, 7]).token_ids == [6, 7]
     assert not cursor.advance(result_of([5, 6, 7]))
+    assert advance(cursor, [5, 6, 7], "cancelled").token_ids == [], "the end is a chunk too"
+
+
+def test_tokens_that_the_client_has_are_skipped_but_counted() -> None:
+    cursor = OutputCursor(3, skip=1)
+    assert not cursor.advance(result_of([5]))
+    last = advance(cursor, [5, 6], "length", logprobs=[{5: Logprob(-0.5)}, {6: Logprob(-0.75)}])
+    assert (last.token_ids, last.log_probs) == ([6], [-0.75])
+    assert last.completion_usage is not None
+    assert last.completion_usage.completion_tokens == 2
 
 
 def test_only_the_last_chunk_has_finish_reason_and_usage() -> None:
@@ -53,21 +62,6 @@ def test_only_the_last_chunk_has_finish_reason_and_usage() -> None:
     )
 
 
-def test_an_end_without_a_new_token_is_a_chunk_too() -> None:
-    cursor = OutputCursor(3)
-    advance(cursor, [5])
-    assert advance(cursor, [5], "cancelled").token_ids == []
-
-
-def test_tokens_that_the_client_has_are_skipped_but_counted() -> None:
-    cursor = OutputCursor(3, skip=1)
-    assert not cursor.advance(result_of([5]))
-    last = advance(cursor, [5, 6], "length")
-    assert last.token_ids == [6]
-    assert last.completion_usage is not None
-    assert last.completion_usage.completion_tokens == 2
-
-
 @pytest.mark.parametrize(("given", "counted", "shown"), [(None, 7, 7), (None, None, 0), (4, 7, 4), (0, 7, 0)])
 def test_the_given_count_of_cached_tokens_wins_over_the_engines(
     given: int | None, counted: int | None, shown: int
@@ -78,35 +72,25 @@ def test_the_given_count_of_cached_tokens_wins_over_the_engines(
 
 
 @pytest.mark.parametrize(
-    ("was_fetched", "shown", "told"), [(True, 10, {"cached_tokens_engine_reported": 30}), (False, 30, None)]
+    ("was_fetched", "counted", "shown", "told"),
+    [
+        (True, 30, 10, {"cached_tokens_engine_reported": 30}),
+        (False, 30, 30, None),
+        # The embedded engine has prefill's count, also where no handoff carries it: generation_first.
+        (True, 20, 20, None),
+    ],
 )
 def test_fetched_kv_does_not_count_as_cached(
-    was_fetched: bool, shown: int, told: dict[str, int] | None
+    was_fetched: bool, counted: int, shown: int, told: dict[str, int] | None
 ) -> None:
     """To TensorRT-LLM all of it is cached."""
     blocks = SimpleNamespace(num_reused_blocks=1, num_missed_blocks=2)
     measured = SimpleNamespace(kv_cache_metrics=blocks, timing_metrics=None)
     cursor = OutputCursor(30, was_fetched=was_fetched)
-    last = advance(cursor, [5], "stop", cached_tokens=30, request_perf_metrics=measured)
+    last = advance(cursor, [5], "stop", cached_tokens=counted, request_perf_metrics=measured)
     assert last.completion_usage is not None
     assert last.completion_usage.prompt_tokens_details == PromptTokensDetails(shown)
     assert last.engine_data == told
-
-
-def test_count_below_the_whole_prompt_is_shown_as_the_engine_has_it() -> None:
-    """The embedded engine has prefill's count, also where no handoff carries it: generation_first."""
-    blocks = SimpleNamespace(num_reused_blocks=0, num_missed_blocks=3)
-    measured = SimpleNamespace(kv_cache_metrics=blocks, timing_metrics=None)
-    cursor = OutputCursor(30, was_fetched=True)
-    last = advance(cursor, [5], "stop", cached_tokens=20, request_perf_metrics=measured)
-    assert last.completion_usage is not None
-    assert last.completion_usage.prompt_tokens_details == PromptTokensDetails(20)
-    assert last.engine_data is None
-
-
-def test_engine_finish_reason_timeout_raises_stage_timeout_error() -> None:
-    with pytest.raises(StageTimeoutError):
-        OutputCursor(3).advance(result_of([5], "timeout"))
 
 
 def test_logprobs_have_the_chosen_token_and_its_alternatives() -> None:
@@ -125,28 +109,28 @@ def test_logprobs_have_the_chosen_token_and_its_alternatives() -> None:
     ]
 
 
-def test_logprobs_of_skipped_tokens_are_skipped() -> None:
-    entries: list[Entry] = [{5: Logprob(-0.5)}, {6: Logprob(-0.75)}]
-    assert advance(OutputCursor(3, skip=1), [5, 6], logprobs=entries).log_probs == [-0.75]
-
-
 @pytest.mark.parametrize(
-    "entries", [[], [{5: Logprob(-0.5)}], [{5: Logprob(-0.5)}, {}], [None, {6: Logprob(0.0)}]]
+    ("entries", "log_probs"),
+    [
+        ([], None),
+        ([{5: Logprob(-0.5)}], None),
+        ([{5: Logprob(-0.5)}, {}], None),
+        ([None, {6: Logprob(0.0)}], None),
+        # Plain numbers are those of the chosen tokens.
+        ([0.0, -2.0], [0.0, -2.0]),
+    ],
 )
-def test_missing_logprobs_are_left_out_and_never_shifted(entries: list[Entry]) -> None:
+def test_missing_logprobs_are_left_out_and_never_shifted(
+    entries: list[Any], log_probs: list[float] | None
+) -> None:
     chunk = advance(OutputCursor(3), [5, 6], logprobs=entries)
-    assert (chunk.token_ids, chunk.log_probs, chunk.top_logprobs) == ([5, 6], None, None)
+    assert (chunk.token_ids, chunk.log_probs, chunk.top_logprobs) == ([5, 6], log_probs, None)
 
 
 def test_an_engine_without_the_drawn_token_has_the_first_ones_logprob() -> None:
     """As Dynamo's worker takes it."""
     chunk = advance(OutputCursor(3), [5, 6], logprobs=[{9: Logprob(-0.5, 1)}, {6: Logprob(-1.0)}])
     assert chunk.log_probs == [-0.5, -1.0]
-
-
-def test_plain_numbers_are_the_logprobs_of_the_chosen_tokens() -> None:
-    chunk = advance(OutputCursor(3), [5, 6], logprobs=[0.0, -2.0])
-    assert (chunk.log_probs, chunk.top_logprobs) == ([0.0, -2.0], None)
 
 
 @given(

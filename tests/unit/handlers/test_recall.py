@@ -132,15 +132,10 @@ async def test_a_prefill_whose_answer_is_lost_as_the_client_leaves_leaves_no_con
     assert lossy.contexts == 0
 
 
-async def test_a_prefill_that_runs_into_its_timeout_as_it_answers_leaves_no_context() -> None:
-    lossy = Lossy(prefill_timeout=0.2)
-    for _ in range(3):
-        assert tokens_of(await collect(lossy.generate, request())) == expected_tokens(5)
-    await lossy.quiet()
-    assert lossy.contexts == 0
-
-
-async def test_a_worker_that_stops_waiting_for_a_prefill_as_it_answers_leaves_no_context() -> None:
+@pytest.mark.parametrize("ends", ["timeout", "cancelled"])
+async def test_a_prefill_with_a_decode_worker_that_stops_waiting_as_it_answers_leaves_no_context(
+    ends: str,
+) -> None:
     """A worker that leaves cancels what still runs."""
     is_lost = asyncio.Event()
 
@@ -148,12 +143,15 @@ async def test_a_worker_that_stops_waiting_for_a_prefill_as_it_answers_leaves_no
         is_lost.set()
         await nothing_more()
 
-    lossy = Lossy(lost=lost)
+    lossy = Lossy(lost=lost, **({"prefill_timeout": 0.2} if ends == "timeout" else {}))
     answer = asyncio.create_task(collect(lossy.generate, request()))
     await is_lost.wait()
-    answer.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await answer
+    if ends == "timeout":
+        assert tokens_of(await answer) == expected_tokens(5)
+    else:
+        answer.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await answer
     await lossy.quiet()
     assert lossy.contexts == 0
 
@@ -295,24 +293,24 @@ async def test_recalls_of_unknown_attempts_are_remembered_up_to_a_number_and_a_t
     assert worker.num_taken_back == 1
 
 
-async def test_worker_missing_at_two_looks_counts_as_gone() -> None:
-    assert Prefiller().looks({3}, {3}, {3}) == 1
-
-
-async def test_a_worker_that_comes_back_is_not_gone() -> None:
-    assert Prefiller().looks({3}, {2, 3}, {3}, {2, 3}) == 0
-
-
-async def test_a_worker_that_was_never_seen_cannot_be_gone() -> None:
-    """It asks before discovery has told of it."""
-    assert Prefiller(seen=False).looks({3}, {3}) == 0
-    assert Prefiller(seen=False).looks({3}, {2, 3}, {3}, {3}) == 1
-
-
-async def test_kv_of_a_lost_worker_is_drained_once_a_decode_worker_is_there() -> None:
-    worker = Prefiller()
-    assert worker.looks(set(), set(), set()) == 0
-    assert worker.looks({4}) == 1
+@pytest.mark.parametrize(
+    ("settings", "there", "at", "taken_back"),
+    [
+        pytest.param({}, [{3}, {3}, {3}], None, 1, id="missing twice"),
+        pytest.param({}, [{3}, {2, 3}, {3}, {2, 3}], None, 0, id="comes back"),
+        # It asks before discovery has told of it.
+        pytest.param({"seen": False}, [{3}, {3}], None, 0, id="never seen"),
+        pytest.param({"seen": False}, [{3}, {2, 3}, {3}, {3}], None, 1, id="seen later"),
+        pytest.param({}, [set(), set(), set()], None, 0, id="without a decode worker"),
+        pytest.param({}, [set(), set(), set(), {4}], None, 1, id="with another one later"),
+        pytest.param({}, [{3}, {3}], 60.0, 0, id="its lease has ended"),
+        pytest.param({"sender": None}, [{3}, {3}], None, 0, id="unnumbered"),
+    ],
+)
+async def test_kv_of_a_decode_worker_that_is_missing_at_two_looks_is_drained_by_another_one(
+    settings: dict[str, Any], there: list[set[int]], at: float | None, taken_back: int
+) -> None:
+    assert Prefiller(**settings).looks(*there, at=at) == taken_back
 
 
 async def test_an_answer_that_a_leaving_worker_may_still_report_is_not_taken_back() -> None:
@@ -324,16 +322,6 @@ async def test_an_answer_that_a_leaving_worker_may_still_report_is_not_taken_bac
     assert worker.looks({3}, at=2.0) == 0
     assert worker.looks({3}, at=3.8) == 0
     assert worker.looks({3}, at=3.9) == 1
-
-
-async def test_kv_whose_lease_has_ended_is_not_fetched() -> None:
-    worker = Prefiller()
-    worker.clock.now = 60.0
-    assert worker.looks({3}, {3}) == 0
-
-
-async def test_unnumbered_sender_is_never_taken_for_gone() -> None:
-    assert Prefiller(sender=None).looks({3}, {3}) == 0
 
 
 # -- notices are no requests
@@ -350,8 +338,7 @@ async def test_notice_is_handled_by_a_worker_that_refuses_requests(caplog: pytes
 
     async def hear(asked: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         heard.append(asked)
-        nothing: tuple[TokenChunk, ...] = ()
-        for chunk in nothing:
+        for chunk in ():
             yield chunk
 
     config = WorkerConfig(model="m", role=Role.PREFILL, max_queued_requests=1)

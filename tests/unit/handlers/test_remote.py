@@ -85,17 +85,12 @@ class Prefill:
 # -- prefill
 
 
-async def test_remote_prefill_answer_becomes_a_handoff() -> None:
+async def test_remote_prefill_answer_becomes_a_handoff_that_is_drained_once() -> None:
     prefill = Prefill(PREFILLED)
     handoff = await prefill()
     assert handoff.first == TokenChunk([7], log_probs=[-0.5])
     assert handoff.result == PrefillResult(PARAMS, PromptTokensDetails(2))
     assert prefill.client.requests == [raw_request(errand={"stage": "prefill"})]
-
-
-async def test_repeated_release_drains_the_handoff_once() -> None:
-    prefill = Prefill(PREFILLED)
-    handoff = await prefill()
     assert prefill.drained == []
     handoff.release()
     handoff.release()
@@ -157,14 +152,8 @@ async def test_error_after_the_prefill_answer_drains_its_kv() -> None:
     assert len(prefill.drained) == 1
 
 
-async def test_a_client_that_left_before_the_answer_cancels_the_prefill() -> None:
-    context = FakeContext()
-    context.stop()
-    with pytest.raises(RequestCancelledError):
-        await Prefill(PREFILLED)(context)
-
-
-async def test_a_client_that_left_with_the_answer_on_its_way_cancels_the_prefill() -> None:
+@pytest.mark.parametrize("before", [True, False])
+async def test_a_client_that_leaves_before_the_answer_is_there_cancels_the_prefill(before: bool) -> None:
     """Prefill has let its KV go then, so a decode would fail, and no client waits for it."""
     context = FakeContext()
 
@@ -172,11 +161,12 @@ async def test_a_client_that_left_with_the_answer_on_its_way_cancels_the_prefill
         yield TokenChunk([7], disaggregated_params=PARAMS)
         context.stop()
 
+    if before:
+        context.stop()
     drained: list[GenerateRequest] = []
-    client = RecordingStageClient(serve)
     with pytest.raises(RequestCancelledError):
-        await RemotePrefill(client, drained.append)(request(), context)
-    assert len(drained) == 1
+        await RemotePrefill(RecordingStageClient(serve), drained.append)(request(), context)
+    assert before or len(drained) == 1
 
 
 def guarded(client: RecordingStageClient, timeouts: StreamTimeouts) -> CircuitBreakerClient:
@@ -188,8 +178,7 @@ async def test_a_drain_that_hangs_ends_with_the_time_for_a_first_token() -> None
         left = asyncio.Event()
         with when_stopped(context, left.set):
             await left.wait()
-        nothing: tuple[TokenChunk, ...] = ()
-        for chunk in nothing:
+        for chunk in ():
             yield chunk
 
     decode = RecordingStageClient(hang)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support.handling import PROMPT, expected_tokens, request
 from trtllm_disagg.errors import EngineError
-from trtllm_disagg.handlers.fallback import Appended, Replayed, end_chunk, has_ended, remainder_of
+from trtllm_disagg.handlers.fallback import Replayed, end_chunk, has_ended, remainder_of
 from trtllm_disagg.types import TokenChunk, Usage
 
 DELIVERED = expected_tokens(3)
@@ -18,44 +19,36 @@ DELIVERED = expected_tokens(3)
 
 def test_remainder_without_delivered_tokens_is_the_request() -> None:
     asked, chunk = request(), TokenChunk([1])
-    rest = remainder_of(asked, [])
-    assert rest.request is asked
-    assert rest.new(chunk) is chunk
+    remainder = remainder_of(asked, [])
+    assert remainder.request is asked
+    assert remainder.new(chunk) is chunk
 
 
-def test_delivered_tokens_are_appended_to_the_prompt() -> None:
-    asked = request(8, stop_conditions={"max_tokens": 8, "min_tokens": 5, "other": 1})
-    rest = remainder_of(asked, DELIVERED)
-    assert rest.request.token_ids == rest.request.raw["token_ids"] == PROMPT + DELIVERED
-    assert rest.request.raw["stop_conditions"] == {"max_tokens": 5, "min_tokens": 2, "other": 1}
-    assert (rest.request.stop.max_tokens, rest.request.stop.min_tokens) == (5, 2)
-    assert (asked.token_ids, asked.raw["stop_conditions"]["max_tokens"]) == (PROMPT, 8)
-
-
-def test_remainder_of_a_request_without_max_tokens_has_none() -> None:
-    rest = remainder_of(request(None), DELIVERED)
-    assert rest.request.stop.max_tokens is None
-    assert rest.request.raw["stop_conditions"]["max_tokens"] is None
-
-
-def test_usage_of_an_appended_answer_is_that_of_the_whole() -> None:
-    last = TokenChunk([9], finish_reason="stop", completion_usage=Usage.of(6, 5, 6))
-    new = Appended(request(), DELIVERED).new(last)
+@pytest.mark.parametrize(("most", "left"), [(8, 5), (None, None)])
+def test_delivered_tokens_are_appended_to_the_prompt(most: int | None, left: int | None) -> None:
+    asked = request(stop_conditions={"max_tokens": most, "min_tokens": 5, "other": 1})
+    remainder = remainder_of(asked, DELIVERED)
+    assert remainder.request.token_ids == remainder.request.raw["token_ids"] == PROMPT + DELIVERED
+    assert remainder.request.raw["stop_conditions"] == {"max_tokens": left, "min_tokens": 2, "other": 1}
+    assert (remainder.request.stop.max_tokens, remainder.request.stop.min_tokens) == (left, 2)
+    assert (asked.token_ids, asked.raw["stop_conditions"]["max_tokens"]) == (PROMPT, most)
+    new = remainder.new(TokenChunk([9], finish_reason="stop", completion_usage=Usage.of(6, 5, 6)))
     assert new is not None
     assert new.completion_usage == Usage.of(len(PROMPT), 8, len(PROMPT))
 
 
-def test_request_with_a_guide_is_replayed() -> None:
-    asked = request(sampling_options={"guided_decoding": {"regex": "a*"}})
-    rest = remainder_of(asked, DELIVERED)
-    assert isinstance(rest, Replayed)
-    assert rest.request is asked
-
-
-@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
-def test_penalties_allow_appending_because_they_count_the_prompt(name: str) -> None:
-    sampling = {name: 1.5}
-    assert isinstance(remainder_of(request(sampling_options=sampling), DELIVERED), Appended)
+@pytest.mark.parametrize(
+    ("sampling", "is_replayed"),
+    [
+        ({"guided_decoding": {"regex": "a*"}}, True),
+        # Penalties count the prompt.
+        *(({f"{name}_penalty": 1.5}, False) for name in ("presence", "frequency", "repetition")),
+    ],
+)
+def test_only_a_request_with_a_guide_is_replayed(sampling: dict[str, Any], is_replayed: bool) -> None:
+    remainder = remainder_of(asked := request(sampling_options=sampling), DELIVERED)
+    assert isinstance(remainder, Replayed) is is_replayed
+    assert (remainder.request is asked) is is_replayed
 
 
 @given(st.integers(1, 12), st.integers(0, 12), st.lists(st.integers(0, 12), max_size=6))
@@ -82,16 +75,14 @@ def test_replay_drops_delivered_tokens_with_any_chunks(
     assert all(chunk.token_ids or chunk.finish_reason for chunk in new)
 
 
-def test_replay_that_begins_differently_is_an_error() -> None:
+@pytest.mark.parametrize(
+    "chunk",
+    # An engine returns no token for the end: another worker has made that in place of the next token.
+    [TokenChunk([1, 3]), *(TokenChunk(tokens, finish_reason="stop") for tokens in ([], [1]))],
+)
+def test_replay_that_begins_differently_or_ends_early_is_an_error(chunk: TokenChunk) -> None:
     with pytest.raises(EngineError, match="began it differently"):
-        Replayed(request(), [1, 2]).new(TokenChunk([1, 3]))
-
-
-@pytest.mark.parametrize("tokens", [[], [1]])
-def test_replay_that_ends_before_the_tokens_that_a_client_has_is_an_error(tokens: list[int]) -> None:
-    """An engine returns no token for the end: another worker has made that in place of the next token."""
-    with pytest.raises(EngineError, match="began it differently"):
-        Replayed(request(), [1, 2]).new(TokenChunk(tokens, finish_reason="stop"))
+        Replayed(request(), [1, 2]).new(chunk)
 
 
 def test_replay_that_is_aborted_ends_as_it_was_told() -> None:

@@ -85,17 +85,13 @@ async def test_after_a_switch_the_line_has_the_new_strategy(lines: pytest.LogCap
     assert [entry["part"] for entry in entries(lines)] == ["decode/prefill_first", "decode/decode_first"]
 
 
-async def test_a_short_answer_has_no_second_chunk(lines: pytest.LogCaptureFixture) -> None:
+async def test_a_short_answer_and_a_failed_one_are_noted(lines: pytest.LogCaptureFixture) -> None:
     await collect(service(), request(max_tokens=1))
-    (entry,) = entries(lines)
-    assert entry["second_chunk"] is None
-
-
-async def test_a_failed_request_is_noted(lines: pytest.LogCaptureFixture) -> None:
     with pytest.raises(EngineError):
         await collect(service(Script(error=RequestError("x"))), request())
-    (entry,) = entries(lines)
-    assert (entry["tokens"], entry["finish_reason"], entry["first_chunk"]) == (0, None, None)
+    short, failed = entries(lines)
+    assert (short["tokens"], short["second_chunk"]) == (1, None)
+    assert (failed["tokens"], failed["finish_reason"], failed["first_chunk"]) == (0, None, None)
 
 
 async def test_a_client_that_left_is_noted_at_once(lines: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trtllm_disagg.engines.embedded.dev_shm import MIB, MPICH_PER_RANK, UCX_FREE, free_bytes
+from trtllm_disagg.engines.embedded.ipc.dev_shm import MIB, MPICH_PER_RANK, UCX_FREE, free_bytes
 from trtllm_disagg.engines.embedded.kv_transfer.transports import create_transport
 from trtllm_disagg.engines.embedded.tensor_parallel.launch import core_launch
 from trtllm_disagg.errors import ConfigError

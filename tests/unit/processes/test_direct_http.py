@@ -12,8 +12,8 @@ from urllib.request import Request
 
 import pytest
 
-from trtllm_disagg.tools import http as direct_http
-from trtllm_disagg.tools.http import open_url, read_url
+from trtllm_disagg.tools.up import http
+from trtllm_disagg.tools.up.http import read_url
 
 SECONDS = 30.0
 
@@ -61,8 +61,7 @@ def test_a_server_on_this_machine_is_asked_without_the_proxy(
     server: Server, host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    with open_url(Request(server.url(host) + "/v1/models"), SECONDS) as response:
-        assert response.read() == b"ok"
+    assert read_url(Request(server.url(host) + "/v1/models"), SECONDS) == b"ok"
     assert server.asked == ["/v1/models"]
 
 
@@ -71,8 +70,7 @@ def test_another_machine_is_asked_through_the_proxy(
     server: Server, host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("http_proxy", server.url())
-    with open_url(Request(f"http://{host}:8000/health"), SECONDS) as response:
-        assert response.read() == b"ok"
+    assert read_url(Request(f"http://{host}:8000/health"), SECONDS) == b"ok"
     assert server.asked == [f"http://{host}:8000/health"]
 
 
@@ -81,11 +79,10 @@ async def test_servers_that_do_not_answer_delay_no_other(server: Server) -> None
     with ExitStack() as stack:
         silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(40)]
         waiting = [
-            asyncio.create_task(direct_http.get("127.0.0.1", each.getsockname()[1], "/metrics"))
-            for each in silent
+            asyncio.create_task(http.get("127.0.0.1", each.getsockname()[1], "/metrics")) for each in silent
         ]
         await asyncio.sleep(0)  # they ask first
-        answer = await direct_http.get("127.0.0.1", server.http.server_port, "/metrics")
+        answer = await http.get("127.0.0.1", server.http.server_port, "/metrics")
         assert (answer, sum(each.done() for each in waiting)) == ((200, b"ok"), 0)
     await asyncio.gather(*waiting)
 
@@ -112,8 +109,8 @@ def endless(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 async def test_an_answer_that_never_ends_is_none(endless: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct_http, "TIMEOUT_SECONDS", 0.2)
-    assert await direct_http.get("127.0.0.1", endless, "/metrics") == (0, b"")
+    monkeypatch.setattr(http, "TIMEOUT_SECONDS", 0.2)
+    assert await http.get("127.0.0.1", endless, "/metrics") == (0, b"")
 
 
 def test_a_url_with_an_answer_that_never_ends_is_given_up_at_the_timeout(endless: int) -> None:
@@ -124,9 +121,9 @@ def test_a_url_with_an_answer_that_never_ends_is_given_up_at_the_timeout(endless
 async def test_an_answer_that_is_too_long_is_not_kept(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert await direct_http.get("127.0.0.1", server.http.server_port, "/") == (200, b"ok")
+    assert await http.get("127.0.0.1", server.http.server_port, "/") == (200, b"ok")
     assert read_url(Request(server.url()), SECONDS) == b"ok"
-    monkeypatch.setattr(direct_http, "MOST_BYTES", 1)
-    assert await direct_http.get("127.0.0.1", server.http.server_port, "/") == (0, b"")
+    monkeypatch.setattr(http, "MOST_BYTES", 1)
+    assert await http.get("127.0.0.1", server.http.server_port, "/") == (0, b"")
     with pytest.raises(OSError, match="an answer of more than"):
         read_url(Request(server.url()), SECONDS)

@@ -104,14 +104,11 @@ def test_watchdog_counts_looks_and_not_elapsed_time(sleepers: Sleepers) -> None:
     assert watch.look() == []
 
 
-def test_a_busy_process_is_not_stopped() -> None:
-    assert not is_stopped(os.getpid())
-
-
-def test_a_process_that_is_gone_is_not_stopped() -> None:
+def test_a_process_that_is_busy_or_gone_is_not_stopped() -> None:
     process = subprocess.Popen([sys.executable, "-I", "-S", "-c", ""])
     process.wait()
     assert not is_stopped(process.pid)
+    assert not is_stopped(os.getpid())
 
 
 def test_process_that_cannot_be_watched_is_logged() -> None:

@@ -103,7 +103,5 @@ def test_without_the_library_of_export_a_worker_warns_and_goes_on(
 
 def test_unknown_otlp_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {"OTEL_EXPORT_ENABLED": "true", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}
-    with pytest.raises(
-        ConfigError, match=r"OTEL_EXPORTER_OTLP_PROTOCOL.*expected one of grpc, http/protobuf"
-    ):
+    with pytest.raises(ConfigError, match=r"OTEL_EXPORTER_OTLP_PROTOCOL.*grpc, http/protobuf"):
         tracer_of(environment, "agg", "1")

@@ -31,16 +31,6 @@ ROOT = SpanData(
 CHILD = SpanData("prefill", TRACE_ID, "00f067aa0ba902b8", ROOT.span_id, ROOT.start, ROOT.end)
 
 
-def test_a_full_file_that_cannot_be_renamed_takes_further_spans(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = tmp_path / "a.jsonl"
-    (tmp_path / f"a.jsonl{OLD_SUFFIX}").mkdir()
-    write(file, [CHILD], [ROOT], max_bytes=1)
-    assert [each.data for each in read_spans(file)] == [CHILD, ROOT]
-    assert "grows beyond its limit" in caplog.text
-
-
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     write(file, [CHILD, ROOT])
@@ -62,18 +52,19 @@ def test_trace_file_lines_are_otlp(tmp_path: Path) -> None:
     assert (span.name, span.start_time_unix_nano, span.status.code) == ("request", ROOT.start, 2)
 
 
-def test_full_trace_file_replaces_the_old_one(tmp_path: Path) -> None:
+def test_full_trace_file_replaces_the_old_one_or_grows_if_it_cannot(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file, old = tmp_path / "a.jsonl", tmp_path / f"a.jsonl{OLD_SUFFIX}"
     for span in (CHILD, ROOT):
         write(file, [span], max_bytes=1)
         assert [each.data for each in read_spans(old)] == [span]
         assert not file.exists()
-
-
-def test_closing_the_trace_file_writes_all_spans(tmp_path: Path) -> None:
-    file = tmp_path / "a.jsonl"
-    write(file, *([ROOT] for _ in range(1000)))
-    assert len(list(read_spans(file))) == 1000
+    old.unlink()
+    old.mkdir()
+    write(file, [CHILD], [ROOT], max_bytes=1)
+    assert [each.data for each in read_spans(file)] == [CHILD, ROOT]
+    assert "grows beyond its limit" in caplog.text
 
 
 def test_unserialisable_span_is_dropped_and_later_ones_written(
@@ -165,7 +156,5 @@ def test_a_file_with_something_else_in_it_is_refused(text: str, tmp_path: Path) 
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"a\.jsonl.*expected lines of OTLP/JSON.*line 1"):
         list(read_spans(file))
-    with pytest.raises(
-        ConfigError, match=r"trace file: .*absent' is not allowed; expected one that can be read"
-    ):
+    with pytest.raises(ConfigError, match=r"trace file: .*absent' "):
         list(read_spans(tmp_path / "absent"))

@@ -137,26 +137,14 @@ def test_a_two_phase_prefill_asks_for_one_token_and_remote_decode() -> None:
     }
 
 
-def test_two_phase_adds_no_field_that_a_body_has_not() -> None:
-    assert body("two_phase", PREFILL, {"token_ids": [11]}) == {
-        "token_ids": [11],
-        "stop_conditions": {"max_tokens": 1},
-        "kv_transfer_params": ASKING,
-        "errand": {"stage": "prefill"},
-    }
-
-
 def test_two_phase_keeps_no_kv_for_an_answer_of_one_token() -> None:
     sent = body("two_phase", PREFILL, asked() | {"stop_conditions": {"max_tokens": 1}})
     assert sent["kv_transfer_params"] == ASKING | {"do_remote_decode": False}
     assert not decode_request(sent).decode_follows
 
 
-def test_a_two_phase_answer_has_kv_transfer_params() -> None:
+def test_a_two_phase_answer_has_kv_transfer_params_and_decode_the_callers_fields_again() -> None:
     assert answer("two_phase") == FIRST | {"kv_transfer_params": HANDED_OVER}
-
-
-def test_two_phase_decode_has_the_callers_fields_again() -> None:
     assert body("two_phase", DECODE, asked(), handoff=HANDOFF) == asked() | {
         "errand": {"stage": "decode"},
         "kv_transfer_params": HANDED_OVER,
@@ -186,13 +174,9 @@ def test_bootstrap_bodies_name_host_port_and_room() -> None:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_final_answer_is_the_same_in_all(protocol: str) -> None:
+def test_a_final_answer_and_a_whole_request_are_the_same_in_all(protocol: str) -> None:
     final = Handoff(TokenChunk([], finish_reason="stop"), None)
     assert answer(protocol, final) == {"token_ids": [], "finish_reason": "stop"}
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_whole_request_crosses_as_it_came(protocol: str) -> None:
     errand = PhaseRequest("whole", "prefill_first")
     sent = asked() | {"errand": {"stage": "whole", "strategy": "prefill_first"}}
     assert body(protocol, errand, asked()) == sent

@@ -63,6 +63,9 @@ def forged(change: dict[str, Any], of: dict[str, Any] = HANDED_OVER) -> dict[str
 
 @pytest.mark.parametrize(("change", "named"), FORGED)
 def test_forged_params_are_refused_in_a_body_and_in_an_answer(change: dict[str, Any], named: str) -> None:
+    for none in (5, "x", [], {}, {"do_remote_prefill": True}, ASKING | {"remote_port": 5}):
+        with pytest.raises(HandoffRefusedError, match=r"kv_transfer_params|no prefill was done"):
+            decode_request(raw_request(kv_transfer_params=none))
     params = forged(change)
     with pytest.raises(HandoffRefusedError, match=named) as caught:
         decode_request(raw_request(kv_transfer_params=params))
@@ -70,17 +73,6 @@ def test_forged_params_are_refused_in_a_body_and_in_an_answer(change: dict[str, 
     assert len(str(caught.value)) < 400
     with pytest.raises(HandoffRefusedError, match=named):
         result_of(TokenChunk([7], kv_transfer_params=params))
-
-
-@pytest.mark.parametrize("params", [5, "x", [], {}, {"do_remote_prefill": True}])
-def test_params_that_are_none_are_refused(params: Any) -> None:
-    with pytest.raises(HandoffRefusedError, match="kv_transfer_params"):
-        decode_request(raw_request(kv_transfer_params=params))
-
-
-def test_a_prefill_body_that_says_where_the_kv_is_is_refused() -> None:
-    with pytest.raises(HandoffRefusedError, match="no prefill was done"):
-        decode_request(raw_request(kv_transfer_params=ASKING | {"remote_port": 5}))
 
 
 @pytest.mark.parametrize(
@@ -233,21 +225,14 @@ async def test_two_phase_gives_the_chunks_of_dynamo(order: str, max_tokens: int 
 
 
 @pytest.mark.usefixtures("no_leaks")
-@pytest.mark.parametrize(("mine", "theirs"), [("dynamo", "two_phase"), ("two_phase", "dynamo")])
-@pytest.mark.parametrize("order", ORDERS)
-async def test_what_can_be_recognised_is_taken(order: str, mine: str, theirs: str) -> None:
-    """A deployment refuses this pair (startup_checks.py); the handlers would understand each other."""
-    pair, other = make_pair(order, handoff_protocol=mine), make_pair(order, handoff_protocol=theirs)
-    assert other.client.serve is not None
-    pair.client.serve_by(other.client.serve)
-    assert tokens_of(await collect(pair.generate, request())) == expected_tokens(5)
-
-
-@pytest.mark.usefixtures("no_leaks")
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
-    ("failing", "kind"),
-    [("prefill", InvalidRequestError), ("decode", PeerUnavailableError), ("prefill", PeerUnavailableError)],
+    ("order", "failing", "kind"),
+    [
+        ("prefill_first", "prefill", InvalidRequestError),
+        ("prefill_first", "decode", PeerUnavailableError),
+        ("decode_first", "prefill", PeerUnavailableError),
+        ("decode_first", "prefill", InvalidRequestError),
+    ],
 )
 async def test_errors_keep_their_category(
     order: str, failing: str, kind: type[InvalidRequestError | PeerUnavailableError]
@@ -267,32 +252,25 @@ async def test_errors_keep_their_category(
 
 @pytest.mark.parametrize(
     ("protocol", "style", "needed"),
-    [("bootstrap", "context_first", "generation_first"), ("two_phase", "generation_first", "context_first")],
-)
-def test_a_protocol_of_the_other_style_is_refused(protocol: str, style: str, needed: str) -> None:
-    message = rf"--handoff-protocol: '{protocol}' .* needs --schedule-style {needed}"
-    with pytest.raises(ConfigError, match=message):
-        configured(protocol, style)
-
-
-@pytest.mark.parametrize(
-    ("protocol", "style"),
     [
-        ("dynamo", "context_first"),
-        ("dynamo", "generation_first"),
-        ("two_phase", "context_first"),
-        ("bootstrap", "generation_first"),
+        ("bootstrap", "context_first", "generation_first"),
+        ("two_phase", "generation_first", "context_first"),
+        ("dynamo", "context_first", None),
+        ("dynamo", "generation_first", None),
+        ("two_phase", "context_first", None),
+        ("bootstrap", "generation_first", None),
     ],
 )
-def test_the_pairs_of_protocol_and_style_that_there_are(protocol: str, style: str) -> None:
-    assert configured(protocol, style).handoff_protocol == protocol
+def test_a_protocol_of_the_other_style_is_refused(protocol: str, style: str, needed: str | None) -> None:
+    def configured() -> WorkerConfig:
+        return WorkerConfig(
+            model="m", role=Role.DECODE, schedule_style=ScheduleStyle(style), handoff_protocol=protocol
+        )
 
-
-def configured(protocol: str, style: str) -> WorkerConfig:
-    return WorkerConfig(
-        model="m",
-        role=Role.DECODE,
-        strategy="decode_first",
-        schedule_style=ScheduleStyle(style),
-        handoff_protocol=protocol,
-    )
+    if needed is None:
+        assert configured().handoff_protocol == protocol
+    else:
+        with pytest.raises(
+            ConfigError, match=rf"--handoff-protocol: '{protocol}' .*--schedule-style {needed}"
+        ):
+            configured()

@@ -38,88 +38,51 @@ def model(checkpoints: Checkpoints) -> str:
 
 
 @pytest.mark.parametrize(
-    ("args", "key", "value", "allowed"),
+    ("args", "named"),
     [
-        ("--disaggregation-strategy sideways", "--disaggregation-strategy", "sideways", "prefill_first"),
-        ("--disaggregation-mode sideways", "--disaggregation-mode", "sideways", "agg, prefill, decode"),
-        ("--model /no/such/model", "--model", "/no/such/model", "a directory that exists"),
-        (
-            "--disaggregation-mode prefill --next-endpoint dyn://a.b.c",
-            "--next-endpoint",
-            "dyn://a.b.c",
-            "no value: in mode prefill under decode_first",
-        ),
-        (
-            "--disaggregation-mode decode --disaggregation-strategy prefill_first --next-endpoint dyn://a.b.c",
-            "--next-endpoint",
-            "dyn://a.b.c",
-            "no value: in mode decode under prefill_first",
-        ),
-        ("--kv-block-size 24", "--kv-block-size", "24", "a power of two"),
-        ("--max-batch-size many", "--max-batch-size", "many", "a whole number"),
-        ("--extra-engine-args /no/such.yaml", "--extra-engine-args", "/no/such.yaml", "a YAML file"),
+        ("--disaggregation-strategy sideways", "--disaggregation-strategy: .*sideways.*prefill_first"),
+        ("--model /no/such/model", "--model: .*/no/such/model.*a directory that exists"),
+        ("--kv-block-size 24", "--kv-block-size: 24.*a power of two"),
+        ("--disagregation-mode prefill", r"--disagregation-mode; did you mean --disaggregation-mode\?"),
     ],
 )
 def test_a_bad_flag_of_a_worker_is_named_with_its_value_and_what_is_allowed(
-    args: str, key: str, value: str, allowed: str, model: str, refusal: Refusal
+    args: str, named: str, model: str, refusal: Refusal
 ) -> None:
+    """All that can be wrong with one: tests/unit/config."""
     said = refusal("worker", "--model", model, *args.split())
 
-    assert re.search(rf"{key}: .*{value}.*expected .*{re.escape(allowed)}", said), said
+    assert re.search(named, said), said
 
 
-def test_an_unknown_flag_of_a_worker_is_refused_with_the_closest_one(model: str, refusal: Refusal) -> None:
-    said = refusal("worker", "--model", model, "--disagregation-mode", "prefill")
-
-    assert "unknown flag --disagregation-mode; did you mean --disaggregation-mode?" in said
-
-
-@pytest.mark.parametrize(
-    ("yaml", "words"),
-    [
-        (
-            "kv_cache_config: {tokens_per_blok: 16}",
-            ("kv_cache_config.tokens_per_blok", "16", "tokens_per_block?"),
-        ),
-        ("max_seq_len: lots", ("max_seq_len", "'lots'", "integer")),
-        ("kv_cache_config: 3", ("kv_cache_config", "3", "KvCacheConfig")),
-        ("- max_seq_len", ("keys with values", "list")),
-        ("max_seq_len: [", ("not YAML",)),
-    ],
-)
 def test_a_bad_engine_config_is_refused_with_file_and_key(
-    yaml: str, words: tuple[str, ...], tmp_path: Path, model: str, refusal: Refusal
+    tmp_path: Path, model: str, refusal: Refusal
 ) -> None:
     file = tmp_path / "engine.yaml"
-    file.write_text(yaml)
+    file.write_text("kv_cache_config: {tokens_per_blok: 16}")
 
     said = refusal("worker", "--model", model, "--engine", "embedded", "--extra-engine-args", str(file))
 
-    assert all(word in said for word in (str(file), *words)), said
+    words = (str(file), "kv_cache_config.tokens_per_blok", "16", "tokens_per_block?")
+    assert all(word in said for word in words), said
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "named"),
     [
-        ('{"embedded": {"num_threads": 100000}}', "embedded.num_threads: 100000 is not allowed"),
-        ('{"embedded": {"cpu_affinity": [9999]}}', "embedded.cpu_affinity: [9999] is not allowed"),
-        (
-            '{"kv_cache_config": {"max_tokens": 1000000000000}}',
-            "kv_cache_config.max_tokens: 1000000000000 is not",
-        ),
-        (
-            '{"dtype": "float33"}',
-            "dtype: 'float33' is not allowed; expected auto or one of float32, bfloat16",
-        ),
-        ('{"max_seq_len": 100000}', "max_seq_len: 100000 is not allowed; expected at most the model's"),
+        ('{"embedded": {"num_threads": 100000}}', "embedded.num_threads: 100000 "),
+        ('{"embedded": {"cpu_affinity": [9999]}}', "embedded.cpu_affinity: [9999] "),
+        ('{"kv_cache_config": {"max_tokens": 1000000000000}}', "kv_cache_config.max_tokens: 1000000000000 "),
+        ('{"dtype": "float33"}', "dtype: 'float33' "),
+        ('{"max_seq_len": 100000}', "max_seq_len: 100000 "),
     ],
 )
 def test_impossible_engine_setting_is_refused_with_its_reason(
-    settings: str, words: str, model: str, refusal: Refusal
+    settings: str, named: str, model: str, refusal: Refusal
 ) -> None:
     said = refusal("worker", "--model", model, "--engine", "embedded", "--override-engine-args", settings)
 
-    assert words in said
+    assert named in said
 
 
 def test_a_broken_checkpoint_is_refused_before_the_engine_starts(
@@ -175,6 +138,5 @@ def test_a_bad_flag_of_up_is_refused_by_name(args: str, words: tuple[str, ...], 
 def test_up_needs_a_model_before_it_starts_anything(tmp_path: Path, refusal: Refusal) -> None:
     said = refusal("up", "--strategy", "agg", "--model", "/no/such/model", "--run-dir", str(tmp_path / "run"))
 
-    expected = "a directory that exists, or the name of a model on the Hugging Face hub, ORGANISATION/NAME"
-    assert said == f"error: --model: '/no/such/model' is not allowed; expected {expected}\n"
+    assert said.startswith("error: --model: '/no/such/model' ")
     assert not (tmp_path / "run").exists()

@@ -28,55 +28,32 @@ def model(folder: Path, config: dict[str, Any], modelopt: dict[str, Any] | None 
     return read_model_facts(folder)
 
 
+INSIDE = {
+    "quant_method": "modelopt",
+    "quant_algo": "FP8",
+    "kv_cache_scheme": {"type": "float", "num_bits": 8},
+}
+
+
 @pytest.mark.parametrize(
-    ("config", "modelopt", "dtype", "kv_dtype", "precision"),
+    ("quantization", "modelopt", "kv_dtype", "precision"),
     [
-        pytest.param({}, None, "bfloat16", "bfloat16", "", id="not quantised"),
+        pytest.param(None, None, "bfloat16", "", id="not quantised"),
         pytest.param(
-            {},
-            {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"},
-            "bfloat16",
-            "fp8",
-            "nvfp4",
-            id="modelopt",
+            None, {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}, "fp8", "nvfp4", id="modelopt"
         ),
-        pytest.param(
-            {},
-            {"quant_algo": "FP8", "kv_cache_quant_algo": None},
-            "bfloat16",
-            "bfloat16",
-            "fp8",
-            id="weights only",
-        ),
-        pytest.param(
-            {"quantization_config": {"quant_method": "fp8"}},
-            None,
-            "bfloat16",
-            "bfloat16",
-            "fp8",
-            id="block fp8",
-        ),
-        pytest.param(
-            {
-                "quantization_config": {
-                    "quant_method": "modelopt",
-                    "quant_algo": "FP8",
-                    "kv_cache_scheme": {"type": "float", "num_bits": 8},
-                }
-            },
-            None,
-            "bfloat16",
-            "fp8",
-            "fp8",
-            id="modelopt inside config.json",
-        ),
+        pytest.param(None, {"quant_algo": "FP8"}, "bfloat16", "fp8", id="weights only"),
+        pytest.param({"quant_method": "fp8"}, None, "bfloat16", "fp8", id="block fp8"),
+        pytest.param(INSIDE, None, "fp8", "fp8", id="modelopt inside config.json"),
     ],
 )
 def test_auto_becomes_the_checkpoints_dtype(
-    tmp_path: Path, config: Any, modelopt: Any, dtype: str, kv_dtype: str, precision: str
+    tmp_path: Path, quantization: Any, modelopt: Any, kv_dtype: str, precision: str
 ) -> None:
-    facts = model(tmp_path, CONFIG | config, modelopt)
-    assert (facts.dtype, facts.kv_dtype, facts.precision) == (dtype, kv_dtype, precision)
+    facts = model(
+        tmp_path, CONFIG | ({"quantization_config": quantization} if quantization else {}), modelopt
+    )
+    assert (facts.dtype, facts.kv_dtype, facts.precision) == ("bfloat16", kv_dtype, precision)
 
 
 def test_two_precisions_of_one_model_have_one_layout(tmp_path: Path) -> None:
@@ -93,32 +70,31 @@ def test_without_a_tokenizer_no_layout_is_known(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "length"), [("linear", 16384), ("dynamic", 16384), ("yarn", 4096), ("llama3", 4096)]
+    ("kind", "factor", "length"),
+    [
+        ("linear", 4.0, 16384),
+        ("dynamic", 4.0, 16384),
+        ("yarn", 4.0, 4096),
+        ("llama3", 4.0, 4096),
+        ("linear", float("inf"), None),
+        ("linear", float("nan"), None),
+    ],
 )
 def test_rope_scaling_multiplies_max_positions_as_in_tensorrt_llm(
-    tmp_path: Path, kind: str, length: int
+    tmp_path: Path, kind: str, factor: float, length: int | None
 ) -> None:
-    assert model(tmp_path, CONFIG | {"rope_scaling": {"type": kind, "factor": 4.0}}).max_positions == length
-
-
-@pytest.mark.parametrize("factor", [float("inf"), float("nan")])
-def test_infinite_rope_factor_leaves_max_positions_unknown(tmp_path: Path, factor: float) -> None:
-    scaling = {"rope_scaling": {"type": "linear", "factor": factor}}
-    assert model(tmp_path, CONFIG | scaling).max_positions is None
-
-
-def test_model_of_an_unknown_users_home_has_unknown_facts() -> None:
-    assert read_model_facts("~no_such_user/model") == UNKNOWN_MODEL
-
-
-def test_facts_of_a_multimodal_model_are_those_of_its_text_config(tmp_path: Path) -> None:
-    facts = model(tmp_path, {"architectures": ["X"], "text_config": CONFIG})
-    assert (facts.dtype, facts.max_positions) == ("bfloat16", 4096)
+    scaling = {"rope_scaling": {"type": kind, "factor": factor}}
+    assert model(tmp_path, CONFIG | scaling).max_positions == length
 
 
 @pytest.mark.parametrize("content", [None, "", "[]", "{"])
 def test_model_without_a_readable_config_has_unknown_facts(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    assert read_model_facts(tmp_path) == UNKNOWN_MODEL
-    assert read_model_facts("org/model") == UNKNOWN_MODEL
+    for name in (tmp_path, "org/model", "~no_such_user/model"):
+        assert read_model_facts(name) == UNKNOWN_MODEL
+
+
+def test_facts_of_a_multimodal_model_are_those_of_its_text_config(tmp_path: Path) -> None:
+    facts = model(tmp_path, {"architectures": ["X"], "text_config": CONFIG})
+    assert (facts.dtype, facts.max_positions) == ("bfloat16", 4096)

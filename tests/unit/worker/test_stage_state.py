@@ -126,10 +126,15 @@ async def test_a_new_first_stage_runs_the_new_strategy_first_and_the_old_one_its
     assert coming.describe()["strategy"] == leaving.describe()["strategy"] == "prefill_first"
 
 
-async def test_switch_of_a_worker_that_stays_first_keeps_its_registration() -> None:
+@pytest.mark.parametrize("at_start", [False, True])
+async def test_switch_of_a_worker_that_stays_first_keeps_its_registration(at_start: bool) -> None:
+    """A command that comes during the start wins over the strategy of the start."""
     worker, registration, live = stage_state("decode", "decode_first")
-    await worker.apply("decode_first")
+    if not at_start:
+        await worker.apply("decode_first")
     await worker.handle_command(switch_to("auto"))
+    if at_start:
+        await worker.apply("prefill_first")
     assert registration.is_at_frontends
     assert live.strategy.value == "auto"
 
@@ -145,14 +150,6 @@ async def test_worker_started_in_a_switched_deployment_takes_the_new_strategy(
     assert worker.describe()["was_switched"] is True
 
 
-async def test_command_received_during_the_start_wins_over_the_startup_strategy() -> None:
-    worker, registration, live = stage_state("decode", "decode_first")
-    await worker.handle_command(switch_to("auto"))
-    await worker.apply("prefill_first")
-    assert registration.is_at_frontends
-    assert live.strategy.value == "auto"
-
-
 async def test_without_the_other_role_a_switch_to_first_stage_is_refused() -> None:
     worker, registration, live = stage_state("prefill", "decode_first", Others())
     with pytest.raises(PeerUnavailableError, match=r"dyn://dynamo\.backend\.generate"):
@@ -160,24 +157,17 @@ async def test_without_the_other_role_a_switch_to_first_stage_is_refused() -> No
     assert (live.strategy.value, registration.history) == ("decode_first", [])
 
 
-async def test_a_registration_that_fails_leaves_the_old_order_and_the_place_at_peers() -> None:
-    worker, registration, live = stage_state("prefill", "decode_first")
-    registration.error = RuntimeError("discovery is gone")
-    with pytest.raises(RuntimeError, match="discovery is gone"):
-        await worker.handle_command(switch_to("prefill_first"))
-    assert live.strategy.value == "decode_first"
-    assert registration.is_at_peers
-
-
-async def test_a_registration_that_fails_is_the_reason_also_if_this_worker_cannot_go_back(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("stand_by_error", [None, OSError("no discovery")])
+async def test_a_registration_that_fails_leaves_the_old_order_and_the_place_at_peers(
+    stand_by_error: Exception | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker, registration, live = stage_state("prefill", "decode_first")
-    registration.error, registration.stand_by_error = ConfigError("no card"), OSError("no discovery")
+    registration.error, registration.stand_by_error = ConfigError("no card"), stand_by_error
     with pytest.raises(ConfigError, match="no card"):
         await worker.handle_command(switch_to("prefill_first"))
     assert live.strategy.value == "decode_first"
-    assert "no discovery" in caplog.text
+    assert registration.is_at_peers is (stand_by_error is None)
+    assert ("no discovery" in caplog.text) is (stand_by_error is not None)
 
 
 @pytest.mark.parametrize(("role", "strategy"), [("agg", "decode_first"), ("decode", "router")])
@@ -231,28 +221,21 @@ async def test_switch_completes_when_its_caller_disconnects() -> None:
     await until(lambda: registration.is_at_frontends)
 
 
-async def test_thresholds_are_set_together_or_not_at_all() -> None:
-    worker, _, live = stage_state("decode", "decode_first")
-    answer = await worker.handle_command({"command": "set", "values": {"max_local_prefill_length": 7}})
-    assert answer == {"changed": ["max_local_prefill_length: 1000 -> 7"]}
-    with pytest.raises(ConfigError, match="no_such"):
-        await worker.handle_command(
-            {"command": "set", "values": {"max_local_prefill_length": 9, "no_such": 1}}
-        )
-    with pytest.raises(ConfigError, match="max_prefill_queue_size"):
-        await worker.handle_command({"command": "set", "values": {"max_prefill_queue_size": -1}})
-    assert live.thresholds.value.values["max_local_prefill_length"] == 7
-
-
-async def test_every_worker_takes_other_bounds_for_what_may_wait() -> None:
-    worker, _, live = stage_state("agg", "decode_first")
-    await worker.handle_command({"command": "set", "values": {"max_queued_requests": 7}})
-    assert live.thresholds.value["max_queued_requests"] == 7
-    with pytest.raises(ConfigError, match="where no worker calls another"):
-        await worker.handle_command(
-            {"command": "set", "values": {"max_queued_requests": 8, "eff_isl_threshold": 1}}
-        )
-    assert live.thresholds.value["max_queued_requests"] == 7
+@pytest.mark.parametrize(
+    ("role", "good", "bad"),
+    [
+        ("decode", "max_local_prefill_length", {"max_local_prefill_length": 9, "no_such": 1}),
+        ("decode", "max_local_prefill_length", {"max_prefill_queue_size": -1}),
+        ("agg", "max_queued_requests", {"max_queued_requests": 8, "eff_isl_threshold": 1}),
+    ],
+)
+async def test_thresholds_are_set_together_or_not_at_all(role: str, good: str, bad: dict[str, int]) -> None:
+    worker, _, live = stage_state(role, "decode_first")
+    answer = await worker.handle_command({"command": "set", "values": {good: 7}})
+    assert answer["changed"][0].endswith("-> 7")
+    with pytest.raises(ConfigError, match=list(bad)[-1]):
+        await worker.handle_command({"command": "set", "values": bad})
+    assert live.thresholds.value[good] == 7
 
 
 async def test_only_whole_requests_of_frontends_are_counted() -> None:

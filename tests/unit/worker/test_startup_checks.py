@@ -53,82 +53,72 @@ class DeadFirst(LateDirectory):
         return self._answers.pop(0)
 
 
-def checks(*others: dict[str, Any]) -> StartupChecks:
-    """Of a decode worker that is seen with these."""
+def starting(
+    *others: dict[str, Any], late: bool = False, **settings: Any
+) -> tuple[StartupChecks, dict[str, Any]]:
+    """A decode worker under decode_first that is seen with these, and its description."""
+    own = described("decode", **settings)
 
     async def look() -> list[DescribedInstance]:
-        return [
-            DescribedInstance(PLACE, 5 + i, each) for i, each in enumerate([described("decode"), *others])
-        ]
+        return [DescribedInstance(PLACE, 5 + i, each) for i, each in enumerate([own, *others])]
 
-    return StartupChecks(CONFIG, ModelNameGuard(IDENTITY, 5, {PLACE}, look), LateDirectory())
+    directory = LateDirectory() if late else Directory(*others)
+    checks = StartupChecks(replace(CONFIG, **settings), ModelNameGuard(IDENTITY, 5, {PLACE}, look), directory)
+    return checks, own
 
 
 async def test_a_peer_that_is_listed_with_this_worker_is_compared_though_its_watch_is_late() -> None:
+    starts, own = starting(described("prefill", block_size=64), late=True)
     with pytest.raises(ConfigError, match="tokens_per_block"):
-        await checks(described("prefill", block_size=64)).before_registering(described("decode"))
+        await starts.before_registering(own)
 
 
 async def test_workers_of_the_own_role_are_not_compared() -> None:
     others = (described("prefill"), described("decode", block_size=64))
-    await checks(*others).before_registering(described("decode"))
+    starts, own = starting(*others, late=True)
+    await starts.before_registering(own)
 
 
 SWITCHED = described("prefill", strategy="decode_first") | {"strategy": "prefill_first", "was_switched": True}
+SWITCHED_BACK = described("prefill", strategy="decode_first") | {"was_switched": True}
 #: Started after the switch, by an `up` that has heard of it.
 STARTED_SO = described("prefill", strategy="prefill_first")
 
 
-def starting(*peers: dict[str, Any], **settings: Any) -> tuple[StartupChecks, dict[str, Any]]:
-    """A decode worker under decode_first, and its description."""
-    config = replace(CONFIG, **settings)
-    own = described("decode", **settings)
-
-    async def look() -> list[DescribedInstance]:
-        return [DescribedInstance(PLACE, 5 + i, each) for i, each in enumerate([own, *peers])]
-
-    return StartupChecks(config, ModelNameGuard(IDENTITY, 5, {PLACE}, look), Directory(*peers)), own
-
-
-@pytest.mark.parametrize("peers", [[SWITCHED], [STARTED_SO, SWITCHED]])
+@pytest.mark.parametrize(
+    ("peers", "own_strategy", "runs"),
+    [
+        pytest.param([SWITCHED], "decode_first", "prefill_first", id="switched"),
+        pytest.param([STARTED_SO, SWITCHED], "decode_first", "prefill_first", id="one switched"),
+        pytest.param([SWITCHED_BACK], "prefill_first", "decode_first", id="there and back"),
+        # Until it is commanded.
+        pytest.param([SWITCHED, described("prefill")], "decode_first", "decode_first", id="during a switch"),
+    ],
+)
 async def test_a_worker_runs_what_the_others_were_switched_to_while_it_loaded(
-    peers: list[dict[str, Any]],
+    peers: list[dict[str, Any]], own_strategy: str, runs: str
 ) -> None:
-    starts, own = starting(*peers)
+    starts, own = starting(*peers, strategy=own_strategy)
     assert await starts.before_listing(own)
-    assert await starts.before_registering(own) == "prefill_first"
+    assert await starts.before_registering(own) == runs
 
 
-async def test_a_worker_that_loaded_while_the_others_were_switched_there_and_back_runs_what_they_run() -> (
-    None
-):
-    switched_back = described("prefill", strategy="decode_first") | {"was_switched": True}
-    starts, own = starting(switched_back, strategy="prefill_first")
-    assert await starts.before_listing(own)
-    assert await starts.before_registering(own) == "decode_first"
+ELSEWHERE = {"next_endpoint": "dyn://dynamo.elsewhere.generate"}
 
 
-async def test_worker_that_starts_during_a_switch_keeps_its_strategy_until_commanded() -> None:
-    starts, own = starting(SWITCHED, described("prefill"))
-    assert await starts.before_listing(own)
-    assert await starts.before_registering(own) == "decode_first"
-
-
-async def test_another_strategy_without_a_switch_is_refused() -> None:
-    starts, own = starting(STARTED_SO)
-    with pytest.raises(ConfigError, match="--disaggregation-strategy"):
-        await starts.before_listing(own)
-
-
-async def test_worker_with_next_endpoint_is_refused_after_a_switch() -> None:
-    starts, own = starting(SWITCHED, next_endpoint="dyn://dynamo.elsewhere.generate")
-    with pytest.raises(ConfigError, match="--disaggregation-strategy"):
-        await starts.before_listing(own)
-
-
-async def test_block_size_mismatch_is_refused_after_a_switch_too() -> None:
-    starts, own = starting(SWITCHED | {"block_size": 64})
-    with pytest.raises(ConfigError, match="tokens_per_block"):
+@pytest.mark.parametrize(
+    ("peer", "settings", "named"),
+    [
+        pytest.param(STARTED_SO, {}, "--disaggregation-strategy", id="not switched"),
+        pytest.param(SWITCHED, ELSEWHERE, "--disaggregation-strategy", id="an endpoint of its own"),
+        pytest.param(SWITCHED | {"block_size": 64}, {}, "tokens_per_block", id="another block size"),
+    ],
+)
+async def test_a_difference_that_a_switch_does_not_explain_is_refused(
+    peer: dict[str, Any], settings: dict[str, Any], named: str
+) -> None:
+    starts, own = starting(peer, **settings)
+    with pytest.raises(ConfigError, match=named):
         await starts.before_listing(own)
 
 

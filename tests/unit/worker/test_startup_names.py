@@ -24,12 +24,16 @@ def said(identity: ModelIdentity, **more: Any) -> dict[str, Any]:
     return {"role": "agg", **identity.described(), **more}
 
 
-def guard(*others: dict[str, Any]) -> ModelNameGuard:
+def guard_of(*seen: DescribedInstance, mine: ModelIdentity = MINE, place: str = PLACE) -> ModelNameGuard:
     async def look() -> list[DescribedInstance]:
-        itself = {"role": "agg", "model": MINE.model, "weights": "of no interest"}
-        return [DescribedInstance(PLACE, 5 + i, each) for i, each in enumerate([itself, {}, *others])]
+        return list(seen)
 
-    return ModelNameGuard(MINE, 5, {PLACE}, look)
+    return ModelNameGuard(mine, 5, {place}, look)
+
+
+def guard(*others: dict[str, Any]) -> ModelNameGuard:
+    itself = {"role": "agg", "model": MINE.model, "weights": "of no interest"}
+    return guard_of(*(DescribedInstance(PLACE, 5 + i, each) for i, each in enumerate([itself, {}, *others])))
 
 
 async def test_another_model_behind_the_same_name_is_named_with_both() -> None:
@@ -62,10 +66,7 @@ async def test_prefill_and_decode_may_hold_one_model_in_two_precisions() -> None
     fp8 = replace(fp4, weights="cccc", precision="fp8", role="decode")
 
     def between(mine: ModelIdentity, other: ModelIdentity) -> ModelNameGuard:
-        async def look() -> list[DescribedInstance]:
-            return [DescribedInstance(PLACE, 9, other.described())]
-
-        return ModelNameGuard(mine, 5, {PLACE}, look)
+        return guard_of(DescribedInstance(PLACE, 9, other.described()), mine=mine)
 
     await between(fp4, fp8).require_same()
     with pytest.raises(ConfigError, match="hash cccc"):
@@ -75,13 +76,9 @@ async def test_prefill_and_decode_may_hold_one_model_in_two_precisions() -> None
 async def test_one_endpoint_is_for_one_name() -> None:
     """Dynamo holds one model for each; and a worker calls any worker at the other role's."""
     other = DescribedInstance(PLACE, 7, said(replace(MINE, model="another")))
-
-    async def look() -> list[DescribedInstance]:
-        return [other]
-
-    await ModelNameGuard(MINE, 5, {"dyn://apart.tensorrt_llm.generate"}, look).require_same()
+    await guard_of(other, place="dyn://apart.tensorrt_llm.generate").require_same()
     with pytest.raises(ConfigError) as caught:
-        await ModelNameGuard(MINE, 5, {PLACE}, look).require_same()
+        await guard_of(other).require_same()
     message = str(caught.value)
     assert message.startswith("--served-model-name: 'tiny' is not allowed; expected 'another', which agg 7")
     assert PLACE in message
@@ -92,10 +89,7 @@ async def test_workers_that_only_workers_call_share_no_endpoint_with_others() ->
     """A frontend that goes round the endpoint would send them requests."""
 
     def beside(mine: ModelIdentity, other: dict[str, Any], place: str = PLACE) -> ModelNameGuard:
-        async def look() -> list[DescribedInstance]:
-            return [DescribedInstance(place, 7, other)]
-
-        return ModelNameGuard(mine, 5, {PLACE}, look)
+        return guard_of(DescribedInstance(place, 7, other), mine=mine)
 
     decode = replace(MINE, role="decode", is_worker_side=True)
     called = said(decode, strategy="decode_first")

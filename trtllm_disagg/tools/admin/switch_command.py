@@ -26,7 +26,7 @@ from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.strategies import require_switchable, spec_of, switchable
 from trtllm_disagg.tools.admin import client
 from trtllm_disagg.tools.admin.client import Up, Worker, Workers, all_workers
-from trtllm_disagg.tools.http import open_url
+from trtllm_disagg.tools.up.http import open_url
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,9 @@ from trtllm_disagg.engines.demo_model.recipe import DEFAULT_DIRECTORY
 from trtllm_disagg.model_directory import is_hub_name, servable_model
 from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.strategies import StrategySpec, orders
-from trtllm_disagg.tools.http import open_url
 from trtllm_disagg.tools.trace.reading import Trace, read_traces
 from trtllm_disagg.tools.trace.waterfall import duration, waterfall
+from trtllm_disagg.tools.up.http import open_url
 from trtllm_disagg.tools.up.lifecycle import Deployment, deployment_in_background
 from trtllm_disagg.tools.up.plan import DeploymentConfig
 from trtllm_disagg.tools.up.run_dir import scratch_directory

@@ -21,7 +21,7 @@ import psutil
 
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.handlers.trace import ENGINE_DATA
-from trtllm_disagg.tools.http import read_url, whole_body
+from trtllm_disagg.tools.up.http import read_url, whole_body
 
 #: Tokens of an answer: one of prefill and some of decode.
 _NUM_TOKENS = 4

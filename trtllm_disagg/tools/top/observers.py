@@ -23,7 +23,6 @@ from trtllm_disagg.config.settings import COMPONENTS, SHARED_COMPONENT
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.processes.reports import read_activity
-from trtllm_disagg.tools.http import get
 from trtllm_disagg.tools.top.frontend import FrontendClient, Instance, environ_of_listener
 from trtllm_disagg.tools.top.snapshot import (
     DEAD,
@@ -36,6 +35,7 @@ from trtllm_disagg.tools.top.snapshot import (
     WorkerLoad,
 )
 from trtllm_disagg.tools.up.command_socket import NoUpError, send_to_up
+from trtllm_disagg.tools.up.http import get
 from trtllm_disagg.tools.up.plan import LOOPBACK, NO_WORKERS
 from trtllm_disagg.tools.up.run_dir import PROCESSES_FILE, ProcessRecord, is_alive, read_processes
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from trtllm_disagg.tools.http import get
+from trtllm_disagg.tools.up.http import get
 from trtllm_disagg.tools.up.plan import LOOPBACK, DeploymentConfig, ProcessSpec
 
 NATS_HEALTH = "/healthz?js-server-only=true"

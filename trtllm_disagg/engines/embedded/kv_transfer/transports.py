@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
-from trtllm_disagg.engines.embedded.dev_shm import DIRECTORY, UCX_FREE, free_bytes, how_to_get, in_mib
+from trtllm_disagg.engines.embedded.ipc.dev_shm import DIRECTORY, UCX_FREE, free_bytes, how_to_get, in_mib
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes.interpreter import python
 

@@ -21,7 +21,13 @@ from pathlib import Path
 import psutil
 
 from trtllm_disagg.engines.embedded.cpu_kernels.cpu import WAITING, environment_of, on_huge_pages
-from trtllm_disagg.engines.embedded.dev_shm import DIRECTORY, MPICH_PER_RANK, free_bytes, how_to_get, in_mib
+from trtllm_disagg.engines.embedded.ipc.dev_shm import (
+    DIRECTORY,
+    MPICH_PER_RANK,
+    free_bytes,
+    how_to_get,
+    in_mib,
+)
 from trtllm_disagg.engines.embedded.params.checkpoint import read_json
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes.interpreter import python
