@@ -38,8 +38,6 @@ def test_colours_are_for_terminals_that_want_them(
     assert stream is Terminal or "\x1b" not in out.getvalue()
 
 
-
-
 def test_a_paragraph_is_wrapped_between_words_on_a_terminal_and_one_line_in_a_pipe(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -14,7 +14,7 @@ import yaml
 from tests.support.queueing_model import Gpu, Job, simulate_agg, simulate_pair
 from trtllm_disagg import cli
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.tools.plan.comparison import LayoutLead, LayoutSimulation
+from trtllm_disagg.tools.plan.comparison import LayoutSimulation
 from trtllm_disagg.tools.plan.layouts import one_of_each
 from trtllm_disagg.tools.plan.simulation import ModelledWorker
 from trtllm_disagg.tools.plan.slo import Slo
@@ -75,18 +75,6 @@ def test_an_objective_below_what_a_request_takes_alone_is_kept_by_no_layout(
     slo = simulated.slo(1.0, 0.9)
     assert simulated.rates(slo) == {"2 agg": 0.0, "1P1D": 0.0}
     assert simulated.lead(slo) is None
-
-
-@pytest.mark.parametrize(
-    ("lead", "said"),
-    [
-        (LayoutLead("1P1D", 1.84), "1P1D 1.8x"),
-        (LayoutLead("2 agg", 1.09), "alike"),
-        (LayoutLead("2 agg", None), "2 agg alone"),
-    ],
-)
-def test_text_of_a_lead_has_layout_and_size(lead: LayoutLead, said: str) -> None:
-    assert str(lead) == said
 
 
 @pytest.fixture

@@ -102,17 +102,6 @@ def test_live_frame_of_any_width_has_only_complete_columns(width: int, last: str
     assert any(last in line for line in shown if line.startswith("prefill-11"))
 
 
-@pytest.mark.parametrize("width", [40, 80, 132])
-def test_top_frame_of_any_width_has_only_complete_columns(width: int) -> None:
-    out = io.StringIO()
-    frame.print_frame(LARGE, Console(out, paper=width))
-    lines = out.getvalue().splitlines()
-    assert max(map(len, lines)) <= width
-    (full,) = (line.split() for line in lines if line.startswith("prefill-10"))
-    assert full == ["prefill-10", "ready", "128", "1234", "100%", "321", "-"][: len(full)]
-    assert len(full) >= 4
-
-
 def test_a_worker_that_does_not_answer_has_no_rate() -> None:
     history = History()
     for at, seen in enumerate((FIRST, FIRST, SECOND)):
