@@ -112,13 +112,6 @@ def test_the_cpu_image_installs_from_what_it_copied(tmp_path: Path) -> None:
     assert "pip install --no-deps --no-build-isolation ." in values("Dockerfile.cpu", "RUN")
 
 
-def test_the_cpu_image_installs_the_makefiles_requirements_in_its_order() -> None:
-    files = re.findall(r"-r (requirements/\w+\.txt)", " ".join(values("Dockerfile.cpu", "RUN")))
-    makefile = re.findall(r"-r (requirements/\w+\.txt)", (ROOT / "Makefile").read_text())
-    tools = {f"requirements/{name}.txt" for name in ("dev", "docs", "release")}
-    assert files == [file for file in makefile if file not in tools]
-
-
 def test_the_cpu_images_command_is_one_that_up_takes() -> None:
     assert json.loads(values("Dockerfile.cpu", "ENTRYPOINT")[0]) == ["trtllm-disagg"]
     command, *flags = json.loads(values("Dockerfile.cpu", "CMD")[0])

@@ -10,10 +10,7 @@ from trtllm_disagg import cli
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.tools.bench import machine
 from trtllm_disagg.tools.bench.figures import (
-    Column,
     Figure,
-    Grid,
-    Rounds,
     Sample,
     paired_ratio,
     to_json,
@@ -39,14 +36,6 @@ def test_a_figure_knows_whether_it_meets_its_target(
     assert (figure.target, figure.ok) == (f"{comparison} {bound:g}", ok)
 
 
-def test_every_number_of_a_grid_with_a_unit_is_a_figure() -> None:
-    columns = (Column("ttft", "ms"), Column("spread"), Column("best peer"))
-    rows: dict[tuple[str, str], dict[str, float | str]]
-    rows = {("smoke", "a"): {"ttft": 2.0, "spread": 0.1, "best peer": "b"}, ("smoke", "b"): {"ttft": 1.0}}
-    grid = Grid("title", ("scenario", "mode"), columns, rows, "{1} {column} of {0}")
-    assert grid.figures == [Figure("a ttft of smoke", 2.0, "ms"), Figure("b ttft of smoke", 1.0, "ms")]
-
-
 def test_json_is_a_list_of_figures() -> None:
     assert json.loads(to_json([Figure("ttft", 12.34567, "ms", "<= 20", True), Figure("wall", 2, "s")])) == [
         {"figure": "ttft", "value": 12.35, "unit": "ms", "target": "<= 20", "ok": True},
@@ -69,16 +58,6 @@ def test_ratios_are_taken_in_pairs() -> None:
         paired_ratio([1.0], [1.0, 2.0])
 
 
-def test_rounds_give_medians_and_ratios_of_neighbours() -> None:
-    measured = Rounds()
-    for slow in (1.0, 2.0, 10.0):
-        measured.note("a", {"ttft": 3.0 * slow, "cpu": 1.0})
-        measured.note("b", {"ttft": 2.0 * slow})
-    assert measured.subjects == ["a", "b"]
-    assert measured.medians("a") == {"ttft": 6.0, "cpu": 1.0}
-    assert measured.ratio("ttft", "a", "b").values == (1.5, 1.5, 1.5)
-
-
 def test_bench_on_one_core_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {3, 7, 9})
     assert machine.two_cores() == (3, 7)
@@ -94,13 +73,6 @@ def test_progress_goes_to_stderr_a_line_each_without_a_terminal(capsys: pytest.C
     captured = capsys.readouterr()
     assert captured.out == ""
     assert [line.partition("] ")[2] for line in captured.err.splitlines()] == ["starting", "measuring"]
-
-
-def test_an_unknown_benchmark_or_flag_is_refused() -> None:
-    with pytest.raises(ConfigError, match="invalid choice: 'nothing'"):
-        cli.run(["bench", "nothing"])
-    with pytest.raises(ConfigError, match="unknown flag --repetition; did you mean --repetitions"):
-        cli.run(["bench", "scenarios", "--repetition", "3"])
 
 
 def test_benchmark_and_flag_that_are_gone_are_refused_with_what_to_use() -> None:
