@@ -93,11 +93,6 @@ def test_a_repeated_prefix_goes_to_its_holder(pair: Served) -> None:
     assert at_home >= 0.9 * total, f"{at_home} of {total}"
 
 
-def test_fresh_prompts_go_to_both(pair: Served) -> None:
-    seen = [ask(pair, fresh(PREFIX)).instance_id for _ in range(8)]
-    assert {seen.count(worker.instance_id) for worker in pair.second_stage} <= {3, 4, 5}
-
-
 def test_cache_salt_separates_prefixes_on_both_stages(pair: Served) -> None:
     """The same text under another salt is another one: nothing is reused, nothing saved in transfer."""
     prompt = fresh(PREFIX + 1)
@@ -150,13 +145,6 @@ def test_pin_to_an_unknown_instance_is_refused(pair: Served) -> None:
         message = refusal.json()["message"]
         assert "instance 3039 is not known; expected one of" in message
         assert all(f"{worker.instance_id:x}" in message for worker in pair.second_stage)
-
-
-def test_the_frontend_never_routes_to_the_second_stage(pair: Served) -> None:
-    assert [model.id for model in pair.openai.models.list()] == [MODEL]
-    for worker in pair.second_stage:
-        header = {"x-dynamo-worker-instance-id": str(worker.instance_id)}
-        assert post(pair, fresh(BLOCK), header).status_code == 400
 
 
 def test_when_one_is_killed_the_other_one_does_it_all(pair: Served) -> None:

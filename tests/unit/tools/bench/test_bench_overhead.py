@@ -248,22 +248,17 @@ def test_a_quick_run_is_not_judged(capsys: pytest.CaptureFixture[str]) -> None:
 # -- the real thing
 
 
-def test_dynamos_own_worker_gives_the_same_answers_beside_ours(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        cli.run(["bench", "overhead", "--quick", "--json", "--strategy", "prefill_first", "--upstream"]) == 0
-    )
-    figures = {entry["figure"]: entry["value"] for entry in json.loads(capsys.readouterr().out)}
-    assert figures["dynamo.trtllm router chunks"] == pytest.approx(1.0)
-    assert figures["prefill_first: tok/s / dynamo.trtllm router"] > 0
-    assert figures["prefill_first: workers' CPU per token / dynamo.trtllm router"] > 0
-
-
 def test_real_deployments_give_the_same_answers_and_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["bench", "overhead", "--quick", "--json", "--strategy", "prefill_first", "router"]) == 0
+    """Dynamo's own worker beside ours."""
+    strategies = ["--strategy", "prefill_first", "router"]
+    assert cli.run(["bench", "overhead", "--quick", "--json", "--upstream", *strategies]) == 0
     figures = {entry["figure"]: entry for entry in json.loads(capsys.readouterr().out)}
     for name in ("prefill_first", "router"):
         assert figures[f"{name} ttft"]["value"] > 0
         assert figures[f"{name} throughput"]["value"] > 0
         assert 0 < figures[f"{name} chunks"]["value"] <= 1.5
-    assert figures["prefill_first tok/s / router"]["value"] > 0
+    assert figures["dynamo.trtllm router chunks"]["value"] == pytest.approx(1.0)
+    for name in ("prefill_first tok/s / router", "prefill_first: tok/s / dynamo.trtllm router"):
+        assert figures[name]["value"] > 0
+    assert figures["prefill_first: workers' CPU per token / dynamo.trtllm router"]["value"] > 0
     assert {entry["target"] for entry in figures.values()} == {None}
