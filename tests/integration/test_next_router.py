@@ -147,6 +147,13 @@ def test_pin_to_an_unknown_instance_is_refused(pair: Served) -> None:
         assert all(f"{worker.instance_id:x}" in message for worker in pair.second_stage)
 
 
+def test_the_frontend_never_routes_to_the_second_stage(pair: Served) -> None:
+    assert [model.id for model in pair.openai.models.list()] == [MODEL]
+    for worker in pair.second_stage:
+        header = {"x-dynamo-worker-instance-id": str(worker.instance_id)}
+        assert post(pair, fresh(BLOCK), header).status_code == 400
+
+
 def test_when_one_is_killed_the_other_one_does_it_all(pair: Served) -> None:
     """Nothing fails: what was sent to the dead one is tried again. The last but one test: it costs a worker."""
     gone, left = pair.second_stage

@@ -111,6 +111,8 @@ def test_an_unknown_command_is_refused_with_the_likeliest_ones(
         (["bench", "--rounds=3"], "the following arguments are required: NAME"),
         (["worker", "--engin=embedded"], "unknown flag --engin; did you mean --engine?"),
         (["worker", "--model", "m", "--strategy", "x"], "unknown flag --strategy"),
+        (["worker", "--mod", "m"], "unknown flag --mod"),
+        (["bench", "nothing"], "invalid choice: 'nothing'"),
         (["worker", "--qqqqqq"], "unknown flag --qqqqqq; --help lists the flags"),
         (["up", "--http-port", "x"], "argument --http-port: 'x' is not allowed; expected a whole number"),
         (["up", "--stop-timeout", "x"], "argument --stop-timeout: 'x' is not allowed; expected a number"),
@@ -206,6 +208,12 @@ def test_a_wrong_level_of_the_log_is_one_line_and_status_2(
     monkeypatch.setenv("TRTLLM_DISAGG_LOG", "verbose")
     assert status_of("try") == 2
     assert "error: TRTLLM_DISAGG_LOG: 'verbose' is not allowed; expected one of " in capsys.readouterr().err
+
+
+def test_an_empty_level_of_the_log_is_the_default(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRTLLM_DISAGG_LOG", "")
+    command.run = lambda namespace: 0
+    assert status_of("try") == 0
 
 
 def test_ctrl_c_while_python_makes_a_class_is_status_130(command: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import select
 import shlex
@@ -44,6 +45,14 @@ def test_a_recorded_sweep_is_read_by_rate() -> None:
     assert (slow.rate, slow.ttft_p50, slow.good_share, slow.error_percent) == (4.0, 15.852699, 1.0, 0.0)
     assert fast.rate == 8.0
     assert fast.tokens_s > slow.tokens_s
+
+
+def test_a_failed_request_is_no_good_one(tmp_path: Path) -> None:
+    sweep = json.loads((RECORDED / "sweep_aggregate" / "profile_export_aiperf_sweep.json").read_text())
+    sweep["per_combination_metrics"][0]["metrics"]["request_error_rate"]["avg"] = 25.0
+    (tmp_path / "sweep_aggregate").mkdir()
+    (tmp_path / "sweep_aggregate" / "profile_export_aiperf_sweep.json").write_text(json.dumps(sweep))
+    assert read_sweep(tmp_path)[0].good_share == 0.75
 
 
 def test_a_sweep_of_another_form_is_refused(tmp_path: Path) -> None:

@@ -66,6 +66,12 @@ async def test_a_stream_is_read_and_has_an_end_however_it_is_cut(step: int) -> N
     assert answer.asked < answer.first <= answer.ended
 
 
+async def test_a_header_that_ends_in_0_is_no_end_of_a_stream() -> None:
+    head = HEAD.removesuffix(b"\r\n") + b"x-queued: 0\r\n\r\n"
+    answer = await answer_in_pieces([head, STREAM.removeprefix(HEAD)])
+    assert answer.text() == "abc"
+
+
 @pytest.mark.parametrize("step", [3, 1000])
 async def test_a_refused_request_ends_with_its_reason_though_no_last_chunk_follows(step: int) -> None:
     refused = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 9\r\n\r\nnot ready"

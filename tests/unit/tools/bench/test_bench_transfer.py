@@ -92,6 +92,11 @@ def test_process_vm_readv_takes_more_ranges_than_one_call_does() -> None:
     assert torch.equal(source, target)
 
 
+def test_process_vm_readv_of_no_process_is_an_error() -> None:
+    with pytest.raises(OSError, match="No such process"):
+        ProcessVmReadv(2**22 + 1, 4096, 4096, np.asarray([[0, 0, 16]], np.int64))()
+
+
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_memcpy_copies_exactly_the_given_blocks(pattern: str) -> None:
     remote, local = TINY.blocks(pattern, seed=1), TINY.blocks(pattern, seed=2)
