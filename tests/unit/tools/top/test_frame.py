@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from dataclasses import replace
 
 import pytest
@@ -162,14 +161,6 @@ def test_a_frame_fits_80_columns_and_has_colours_on_a_terminal_only(monkeypatch:
     assert "\x1b[32mready" in printed(terminal=True)
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b[32m" not in printed(terminal=True)
-
-
-def test_a_frame_as_json_has_its_numbers() -> None:
-    said = json.loads(frame.to_json(FIRST))
-    assert said["strategy"] == "decode_first"
-    assert said["frontend"]["ttft_seconds"]["count"] == 2
-    assert said["frontend"]["itl_seconds"] is None
-    assert [process["load"]["kv_blocks"] for process in said["processes"]] == [None, 0, 250]
 
 
 @pytest.mark.parametrize(
