@@ -13,7 +13,6 @@ from tests.support.deployments import Fleet, Served
 from tests.support.durations import DurationRecorder, mark_by_speed, recorded_durations
 from tests.support.groups import GroupScheduling, in_order, uses_fleet
 from tests.support.models import write_checkpoint
-from tests.support.progress import Progress
 from tests.support.signals import hear_signals, signals_as_before
 
 Checkpoints = Callable[..., Path]
@@ -49,18 +48,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-# Last, when there is a terminal reporter.
-@pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     hear_signals()
-    if hasattr(config, "workerinput"):
-        # One of several processes under -n. The one that started it hears of every test.
-        return
-    if config.getoption("--record-durations"):
+    # Of several processes under -n, the one that started the others hears of every test.
+    if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(DurationRecorder())
-    if config.getoption("numprocesses") and config.get_verbosity() <= 0:
-        terminal: Any = config.pluginmanager.getplugin("terminalreporter")
-        config.pluginmanager.register(Progress(terminal.write_line))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -100,6 +101,33 @@ def test_the_command_sets_it_on_every_worker(deployment: tuple[Served, Path], or
     assert took(served, oracle, ids(200, seed=5), "set")[1] == "short"
     assert took(served, oracle, ids(201, seed=6), "set")[1] == "long"
     assert served.deployment.config.thresholds == {"max_local_prefill_length": 200}
+
+
+@pytest.fixture
+def never_free(tmp_path: Path) -> Iterator[Served]:
+    arguments = ("--prefill-decider", "decode_occupancy", "--decode-busy-threshold", "0")
+    with served(demo_config("prefill_first", tmp_path / "run", worker_args=arguments)) as deployment:
+        yield deployment
+
+
+def test_requests_are_kept_while_decode_counts_as_full(never_free: Served, oracle: Oracle) -> None:  # noqa: F811
+    """At threshold 0 a decode worker is full that uses no block; the first request finds no load told yet."""
+    numbers = itertools.count()
+
+    def asked() -> tuple[str, str]:
+        number = next(numbers)
+        return took(never_free, oracle, ids(60, seed=3000 + number), f"occupancy-{number}")
+
+    assert asked() == ("prefill_first", "load_unknown")
+    wait_until(lambda: asked() == ("local", "decode_busy"), "the prefill worker keeps requests")
+    run_dir = str(never_free.deployment.run_dir)
+    ended = command("set", "--run-dir", run_dir, "--decode-busy-threshold", "1")
+    assert ended.returncode == 0, ended.stderr
+    wait_until(lambda: asked() == ("prefill_first", "decode_free"), "decode has room again")
+    (worker,) = never_free.first_stage
+    reasons = worker.labels("trtllm_disagg_requests_total", "reason")
+    assert reasons >= {"load_unknown", "decode_busy", "decode_free"}
+    never_free.wait_until_idle()
 
 
 def command(*args: str) -> subprocess.CompletedProcess[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,64 +13,54 @@ from tests.support.dynamo_deployment import DynamoDeployment
 from tests.support.hard_worker import LOADS, NEVER_LOADS
 from tests.support.models import write_checkpoint
 from trtllm_disagg.engine.health import TIMES
-from trtllm_disagg.processes.exits import ExitCode
 
 #: For what a loaded machine adds.
 MORE_SECONDS = 15.0
 
+Start = Callable[[str, str, str], DynamoDeployment]
 
-def test_a_worker_whose_engine_dies_ends_with_1_in_bounded_time(tmp_path: Path) -> None:
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """A worker of this name with these flags, until its log says this."""
     deployment = DynamoDeployment(tmp_path)
-    model = write_checkpoint(tmp_path / "model")
-    worker = ["tests.support.hard_worker", "--model", str(model), "--engine", "tensorrt_llm"]
-    try:
-        deployment.start_workers({"agg": [*worker, "--disaggregation-mode", "agg"]})
-        deployment.wait_until(lambda: "worker ready" in deployment.log("agg"), "ready", timeout=120)
-        died = time.monotonic()
-        deployment.send("agg", signal.SIGUSR1)
-        deployment.wait_until(lambda: deployment.exit_code("agg") is not None, "it has ended", timeout=60)
-        ended = time.monotonic() - died
-    finally:
-        deployment.stop()
-    assert deployment.exit_code("agg") == 1, deployment.log("agg")
-    assert ended < TIMES.between + TIMES.shutdown_dead + MORE_SECONDS
-    said = deployment.log("agg")
+    worker = ["tests.support.hard_worker", "--model", str(write_checkpoint(tmp_path / "model"))]
+
+    def start(name: str, flags: str, said: str) -> DynamoDeployment:
+        command = [*worker, "--engine", "tensorrt_llm", "--disaggregation-mode", name, *flags.split()]
+        deployment.start_workers({name: command})
+        deployment.wait_until(lambda: said in deployment.log(name), said, timeout=120)
+        return deployment
+
+    yield start
+    deployment.stop()
+
+
+def ended(deployment: DynamoDeployment, name: str, number: signal.Signals) -> str:
+    """The log of a worker that this signal has ended."""
+    deployment.send(name, number)
+    deployment.wait_until(lambda: deployment.exit_code(name) is not None, "it has ended", timeout=60)
+    said = deployment.log(name)
+    assert deployment.exit_code(name) == (130 if number == signal.SIGINT else 1), said
+    assert "Traceback" not in said
+    return said
+
+
+def test_a_worker_whose_engine_dies_ends_with_1_in_bounded_time(start: Start) -> None:
+    deployment = start("agg", "", "worker ready")
+    died = time.monotonic()
+    said = ended(deployment, "agg", signal.SIGUSR1)
+    assert time.monotonic() - died < TIMES.between + TIMES.shutdown_dead + MORE_SECONDS
     assert "the engine is dead: RuntimeError: rank 3 is gone" in said
     assert f"the engine has not ended within {TIMES.shutdown_dead:g} s" in said
     assert "error: the engine died: " in said
-    assert "Traceback" not in said
 
 
-def test_a_worker_whose_engine_dies_while_it_waits_for_the_other_stage_ends(tmp_path: Path) -> None:
-    deployment = DynamoDeployment(tmp_path)
-    model = write_checkpoint(tmp_path / "model")
-    worker = ["tests.support.hard_worker", "--model", str(model), "--engine", "tensorrt_llm"]
-    alone = ["--disaggregation-mode", "decode", "--on-missing-stage", "fail"]
-    try:
-        deployment.start_workers({"decode": [*worker, *alone]})
-        waits = "waiting for the second stage"
-        deployment.wait_until(lambda: waits in deployment.log("decode"), "it waits", timeout=120)
-        deployment.send("decode", signal.SIGUSR1)
-        deployment.wait_until(lambda: deployment.exit_code("decode") is not None, "it has ended", timeout=60)
-    finally:
-        deployment.stop()
-    assert deployment.exit_code("decode") == 1, deployment.log("decode")
-    assert "error: the engine died" in deployment.log("decode")
+def test_a_worker_whose_engine_dies_while_it_waits_for_the_other_stage_ends(start: Start) -> None:
+    deployment = start("decode", "--on-missing-stage fail", "waiting for the second stage")
+    assert "error: the engine died" in ended(deployment, "decode", signal.SIGUSR1)
 
 
-def test_ctrl_c_ends_a_worker_whose_engine_still_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_ends_a_worker_whose_engine_still_loads(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(NEVER_LOADS, "1")
-    deployment = DynamoDeployment(tmp_path)
-    model = write_checkpoint(tmp_path / "model")
-    worker = ["tests.support.hard_worker", "--model", str(model), "--engine", "tensorrt_llm"]
-    try:
-        deployment.start_workers({"agg": [*worker, "--disaggregation-mode", "agg"]})
-        deployment.wait_until(lambda: LOADS in deployment.log("agg"), "it loads", timeout=120)
-        deployment.send("agg", signal.SIGINT)
-        deployment.wait_until(lambda: deployment.exit_code("agg") is not None, "it has ended", timeout=60)
-    finally:
-        deployment.stop()
-    assert deployment.exit_code("agg") == ExitCode.INTERRUPTED, deployment.log("agg")
-    assert "Traceback" not in deployment.log("agg")
+    ended(start("agg", "", LOADS), "agg", signal.SIGINT)

@@ -175,8 +175,3 @@ def test_engine_that_is_not_installed_is_refused_with_the_extra_to_install(
     assert done.returncode == 2
     assert "--engine: 'embedded' is not allowed" in done.stderr
     assert "pip install 'trtllm-disagg[embedded]'" in done.stderr
-
-
-def test_the_wheel_asks_for_nothing_that_tensorrt_llm_pins(wheel: Path) -> None:
-    asked = {name.lower().replace("_", "-") for name in wheel_requirements(wheel)}
-    assert asked.isdisjoint(FORBIDDEN)

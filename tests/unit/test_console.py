@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import io
 import re
-from pathlib import Path
 
 import pytest
 
 from trtllm_disagg.console import Console
 
-PACKAGE = Path(__file__).parents[2] / "trtllm_disagg"
 COLOUR = re.compile(r"\x1b\[[0-9;]*3[0-9]")
 
 
@@ -38,10 +35,6 @@ def test_colours_are_for_terminals_that_want_them(
     assert stream is Terminal or "\x1b" not in out.getvalue()
 
 
-def test_paper_has_the_columns_that_it_is_given() -> None:
-    assert Console(io.StringIO(), paper=120).width == 120
-
-
 def test_a_paragraph_is_wrapped_between_words_on_a_terminal_and_one_line_in_a_pipe(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -55,14 +48,3 @@ def test_a_paragraph_is_wrapped_between_words_on_a_terminal_and_one_line_in_a_pi
     assert " ".join(line.rstrip() for line in lines) == text
     assert max(map(len, lines)) <= 20
     assert piped.getvalue() == f"{text}\n"
-
-
-def test_no_other_file_makes_a_console_of_its_own() -> None:
-    own = {
-        file.relative_to(PACKAGE).as_posix()
-        for file in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.ImportFrom) and node.module == "rich.console"
-        if any(name.name == "Console" for name in node.names)
-    }
-    assert own == {"console.py"}

@@ -18,7 +18,6 @@ from trtllm_disagg.engine.llm_api import load_api
 from trtllm_disagg.engines.recording.llm import Logprob, Script
 from trtllm_disagg.engines.recording.mounted import mounted_recording_llm
 from trtllm_disagg.engines.recording.result import scripted_token
-from trtllm_disagg.errors import InvalidRequestError
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.handlers.trace import with_request_log
 from trtllm_disagg.types import Generate, TokenChunk, Usage
@@ -78,19 +77,6 @@ async def test_choices_end_at_different_times() -> None:
     assert reasons == {0: "stop", 1: "length"}
     assert chunks[-1].index == 1
     assert chunks[-1].completion_usage == Usage.of(len(PROMPT), length + 6, 0)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-async def test_several_choices_are_refused_where_a_handoff_carries_one(order: str) -> None:
-    generate = make_pair(order).generate
-    with pytest.raises(InvalidRequestError, match="n=2: a handoff carries one choice"):
-        await collect(generate, request(sampling_options={"n": 2}))
-
-
-async def test_logprobs_of_the_prompt_are_refused_where_a_frontend_chains_the_phases() -> None:
-    generate = make_pair("router").generate
-    with pytest.raises(InvalidRequestError, match=r"echo \(or prompt_logprobs\)"):
-        await collect(generate, request(output_options={"prompt_logprobs": 1}))
 
 
 # -- what goes to the engine beside the prompt

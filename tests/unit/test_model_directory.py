@@ -102,11 +102,6 @@ def test_an_engine_names_a_revision_that_is_not_there(cache: HubCache, offline: 
         LLM(model=tmp_path, revision="v3")
 
 
-def test_a_revision_that_is_not_there_is_named(cache: HubCache, offline: None) -> None:
-    with pytest.raises(ConfigError, match=f"has no {NAME} at revision v3.*hf download {NAME} --revision v3"):
-        model_directory(NAME, revision="v3")
-
-
 def test_revision_of_a_local_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"^--revision: 'v3' is not allowed; expected no value with the dir"
@@ -146,11 +141,6 @@ def test_incomplete_snapshot_is_refused(cache: HubCache, checkpoints: Checkpoint
     cache.add(checkpoints("llama"), without=("model.safetensors",))
     with pytest.raises(ConfigError, match=f"only a part of it, in {cache.snapshot}"):
         model_directory(NAME)
-
-
-def test_the_library_names_its_own_argument(cache: HubCache, offline: None) -> None:
-    with pytest.raises(ConfigError, match=f"^model: .*{NAME}"):
-        LLM(model=NAME)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from tests.support.deployments import ROOT
-from tests.support.promql import selectors, series_of
+from tests.support.promql import selectors
 from tools import metrics_page
 
 ALERTS = ROOT / "deploy" / "observability" / "alerts.yaml"
@@ -172,13 +172,3 @@ def test_an_alert_fires_in_its_fault_alone(alert: str, tmp_path: Path) -> None:
     )
     done = subprocess.run(["promtool", "test", "rules", str(file)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-@promtool
-def test_promtool_takes_the_alerts() -> None:
-    subprocess.run(["promtool", "check", "rules", str(ALERTS)], check=True, capture_output=True)
-
-
-def test_series_of_a_page_are_read_with_their_labels() -> None:
-    page = '# TYPE a_total counter\na_total{b="c"} 3\n# TYPE bare counter\nbare 4\n'
-    assert series_of(page) == [("a_total", {"b": "c"}, 3), ("bare", {}, 4)]

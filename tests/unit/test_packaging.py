@@ -151,19 +151,6 @@ def test_the_wheel_is_typed_and_licensed_and_has_nothing_else(built: Built) -> N
     assert not any("test_" in name or name.startswith("tests/") for name in built.wheel_files)
 
 
-def test_the_source_distribution_can_be_built_again(built: Built) -> None:
-    """The wheel of this test was built from it. Here: the handlers are in it once, as files."""
-    files = built.sdist_files
-    assert {
-        "pyproject.toml",
-        "README.md",
-        "LICENSE",
-        "handlers/chain.py",
-        "handlers/strategies/agg.py",
-    } <= files
-    assert f"{PACKAGE}/handlers/chain.py" not in files
-
-
 def test_version_and_help_need_no_dependency(installed: Path) -> None:
     version = run([installed / "trtllm-disagg", "--version"])
     assert (version.returncode, version.stdout, version.stderr) == (0, f"{trtllm_disagg.__version__}\n", "")

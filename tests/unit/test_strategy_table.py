@@ -66,11 +66,6 @@ def test_every_role_stops_once_and_callers_stop_first(spec: StrategySpec) -> Non
     assert spec.entry_role in (spec.stop_order[0], None)
 
 
-@pytest.mark.parametrize("name", [name for name, spec in STRATEGIES.items() if spec.builder])
-def test_every_builder_can_be_loaded(name: str) -> None:
-    assert callable(STRATEGIES[name].load_builder())
-
-
 def test_each_worker_has_an_order_that_it_takes_first() -> None:
     assert {order.entry_role for order in orders()} == {"prefill", "decode"}
     assert {order.name for order in orders()} < set(switchable())

@@ -80,10 +80,5 @@ async def test_an_error_reaches_the_reader_and_the_stream_finishes(count: int) -
     assert (outer.num_finished, inner.num_finished) == (1, 1)
 
 
-async def test_a_rest_without_elements_is_an_empty_stream() -> None:
-    async with aclosing(Doubling(Numbers(0).read())) as stream:
-        assert [number async for number in stream] == []
-
-
 async def _read(stream: AsyncGenerator[int, None]) -> list[int]:
     return [number async for number in stream]

@@ -36,7 +36,9 @@ class Published:
         ([stat(3), stat(5)], [(None, 5)]),
         ([stat(3, 0), stat(7, 1), stat(4, 0)], [(0, 4), (1, 7)]),
         ([], []),
-        *(([record], [(None, 0)]) for record in ({}, {"kvCacheStats": None}, {"kvCacheStats": {}})),
+        ([{}], [(None, 0)]),
+        ([{"kvCacheStats": None}], [(None, 0)]),
+        ([{"kvCacheStats": {}}], [(None, 0)]),
     ],
 )
 async def test_the_router_gets_the_newest_of_each_rank_and_the_metrics_get_all(

@@ -125,7 +125,7 @@ async def test_polls_of_an_engine_without_news_become_rarer() -> None:
 
 
 async def _nothing() -> AsyncIterator[dict[str, Any]]:
-    for record in ():
+    for record in list[dict[str, Any]]():
         yield record
 
 
@@ -379,9 +379,9 @@ async def test_worker_without_requests_is_idle_unless_its_kv_may_be_read(
     assert idle == {Role.PREFILL: order == "prefill_first", Role.DECODE: True}
 
 
-@pytest.mark.parametrize(("lease", "ends_at"), [((60.0,), 60.0), ((), 600.0)])
-def test_a_handoff_ends_with_its_lease_or_after_ten_minutes(lease: tuple[float, ...], ends_at: float) -> None:
-    held = HandoffsHeld(*lease, clock=(clock := Clock()))
+@pytest.mark.parametrize(("lease", "ends_at"), [({"lease_seconds": 60.0}, 60.0), ({}, 600.0)])
+def test_a_handoff_ends_with_its_lease_or_after_ten_minutes(lease: dict[str, float], ends_at: float) -> None:
+    held = HandoffsHeld(clock=(clock := Clock()), **lease)
     held.hold()
     clock.now = ends_at - 1.0
     assert held.count() == 1

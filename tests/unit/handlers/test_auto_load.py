@@ -29,8 +29,8 @@ FULL = 2
 def worker(
     role: Role, peers: StageClient, instance_id: int, engine: Engine | None = None, **settings: Any
 ) -> Generate:
-    settings = {"max_batch_size": ROOM, "thresholds": {"max_local_prefill_length": 8}} | settings
-    config = WorkerConfig(model="org/model", strategy="auto", role=role, **settings)
+    given: dict[str, Any] = {"max_batch_size": ROOM, "thresholds": {"max_local_prefill_length": 8}} | settings
+    config = WorkerConfig(model="org/model", strategy="auto", role=role, **given)
     return build_generate(config, engine or recording_engine(), peers, instance_id=instance_id)
 
 

@@ -263,7 +263,7 @@ async def breaking_off() -> AsyncGenerator[dict[str, Any], None]:
 
 
 async def empty() -> AsyncGenerator[dict[str, Any], None]:
-    for chunk in ():
+    for chunk in list[dict[str, Any]]():
         yield chunk
 
 

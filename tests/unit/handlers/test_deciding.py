@@ -76,7 +76,7 @@ def holding(count: int, salt: str | None = None) -> CachedPrefixes:
     ],
 )
 def test_where_a_prompt_runs_at_each_threshold(
-    name: str, values: dict[str, int], depth: int, length: int, decision: tuple[bool, str | None]
+    name: str, values: dict[str, Any], depth: int, length: int, decision: tuple[bool, str | None]
 ) -> None:
     both_stages, reason = decider(name, depth, **values)(prompt(length))
     assert (both_stages, decision[1] and reason) == decision

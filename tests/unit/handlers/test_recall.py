@@ -143,7 +143,8 @@ async def test_a_prefill_with_a_decode_worker_that_stops_waiting_as_it_answers_l
         is_lost.set()
         await nothing_more()
 
-    lossy = Lossy(lost=lost, **({"prefill_timeout": 0.2} if ends == "timeout" else {}))
+    settings: dict[str, Any] = {"prefill_timeout": 0.2} if ends == "timeout" else {}
+    lossy = Lossy(lost=lost, **settings)
     answer = asyncio.create_task(collect(lossy.generate, request()))
     await is_lost.wait()
     if ends == "timeout":
@@ -338,7 +339,7 @@ async def test_notice_is_handled_by_a_worker_that_refuses_requests(caplog: pytes
 
     async def hear(asked: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         heard.append(asked)
-        for chunk in ():
+        for chunk in list[TokenChunk]():
             yield chunk
 
     config = WorkerConfig(model="m", role=Role.PREFILL, max_queued_requests=1)

@@ -178,7 +178,7 @@ async def test_a_drain_that_hangs_ends_with_the_time_for_a_first_token() -> None
         left = asyncio.Event()
         with when_stopped(context, left.set):
             await left.wait()
-        for chunk in ():
+        for chunk in list[TokenChunk]():
             yield chunk
 
     decode = RecordingStageClient(hang)

@@ -63,7 +63,8 @@ def forged(change: dict[str, Any], of: dict[str, Any] = HANDED_OVER) -> dict[str
 
 @pytest.mark.parametrize(("change", "named"), FORGED)
 def test_forged_params_are_refused_in_a_body_and_in_an_answer(change: dict[str, Any], named: str) -> None:
-    for none in (5, "x", [], {}, {"do_remote_prefill": True}, ASKING | {"remote_port": 5}):
+    nones: tuple[Any, ...] = (5, "x", [], {}, {"do_remote_prefill": True}, ASKING | {"remote_port": 5})
+    for none in nones:
         with pytest.raises(HandoffRefusedError, match=r"kv_transfer_params|no prefill was done"):
             decode_request(raw_request(kv_transfer_params=none))
     params = forged(change)

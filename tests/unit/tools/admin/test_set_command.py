@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -69,6 +70,18 @@ class FakeDeployment:
         return {"changed": [] if same else ["max_local_prefill_length: 1000 -> 500"]}
 
 
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDeployment:
+    """What the commands reach."""
+    deployment = FakeDeployment()
+
+    async def carry_out(change: client.Change) -> ExitCode:
+        return await change(deployment, deployment.up)
+
+    monkeypatch.setattr(client, "change_deployment", lambda args, change: asyncio.run(carry_out(change)))
+    return deployment
+
+
 async def run_set(
     fake: FakeDeployment, instance: int | None = None
 ) -> tuple[list[Change], list[str], list[str]]:
@@ -110,15 +123,10 @@ async def test_set_with_instance_changes_only_that_worker() -> None:
 
 
 def test_set_changes_a_starting_worker_when_it_is_ready(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fake: FakeDeployment, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fake = FakeDeployment()
     fake.up.to_come = {12: {"role": "decode", "strategy": "decode_first", "model": "m"}}
 
-    async def carry_out(change: client.Change) -> ExitCode:
-        return await change(fake, fake.up)
-
-    monkeypatch.setattr(client, "change_deployment", lambda args, change: asyncio.run(carry_out(change)))
     assert run(["set", "--max-local-prefill-length", "500"]) is ExitCode.DONE
     assert fake.told == dict.fromkeys((10, 11, 12), Set(VALUES))
     assert fake.up.heard == [Set(VALUES)], "workers to come need no second telling"
@@ -128,16 +136,11 @@ def test_set_changes_a_starting_worker_when_it_is_ready(
 
 
 def test_a_worker_that_starts_for_longer_is_named_and_holds_up_no_other_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fake: FakeDeployment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fake = FakeDeployment()
     fake.up.to_come = {12: {}}
     monkeypatch.setattr(fake.up, "starting", lambda: {"decode-12"})
 
-    async def carry_out(change: client.Change) -> ExitCode:
-        return await change(fake, fake.up)
-
-    monkeypatch.setattr(client, "change_deployment", lambda args, change: asyncio.run(carry_out(change)))
     line = ["set", "--max-local-prefill-length", "500", "--timeout", "0"]
     assert run(line) is ExitCode.FAILED
     assert fake.told == dict.fromkeys((10, 11), Set(VALUES))
@@ -145,15 +148,10 @@ def test_a_worker_that_starts_for_longer_is_named_and_holds_up_no_other_command(
 
 
 def test_a_value_that_every_worker_refuses_is_not_given_to_workers_to_come(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fake: FakeDeployment, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fake = FakeDeployment()
     fake.gone = {10, 11}
 
-    async def carry_out(change: client.Change) -> ExitCode:
-        return await change(fake, fake.up)
-
-    monkeypatch.setattr(client, "change_deployment", lambda args, change: asyncio.run(carry_out(change)))
     assert run(["set", "--max-local-prefill-length", "500"]) is ExitCode.FAILED
     assert fake.up.heard == []
     assert capsys.readouterr().err.count("error: ") == 2
@@ -211,3 +209,32 @@ def test_a_wrong_namespace_variable_is_refused_by_its_name(
     monkeypatch.setenv(variable, "a.b")
     with pytest.raises(ConfigError, match=rf"^{variable}: 'a\.b' is not allowed; expected letters, digits"):
         run(["set", "--eff-isl-threshold", "5"])
+
+
+# -- --json: one JSON value on stdout, whatever else is said goes to stderr
+
+
+def test_set_lists_each_worker_with_what_changed_or_why_not(
+    fake: FakeDeployment, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.gone = {10}
+    assert run(["set", "--max-local-prefill-length", "500", "--json"]) is ExitCode.FAILED
+    said = capsys.readouterr()
+    assert json.loads(said.out) == [
+        {"worker": "prefill a", "changed": [], "error": "it is gone"},
+        {"worker": "decode b", "changed": ["max_local_prefill_length: 1000 -> 500"], "error": None},
+    ]
+    assert said.err == "error: prefill a: it is gone\n"
+
+
+def test_switch_json_has_model_strategy_and_first_stage(
+    fake: FakeDeployment, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.said[11] |= {"registered": True}
+    words = ["switch", "--to", "prefill_first", "--settle", "0", "--json"]
+    assert run(words) is ExitCode.DONE
+    told = json.loads(capsys.readouterr().out)
+    assert told.pop("seconds") >= 0
+    assert told == {"model": "m", "strategy": "prefill_first", "first": ["prefill a"], "requests_left": 0}
+    assert run(words) is ExitCode.DONE
+    assert json.loads(capsys.readouterr().out)["seconds"] is None

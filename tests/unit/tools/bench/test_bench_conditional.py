@@ -17,25 +17,6 @@ def occupancy(max_batch_size: int = 4, prefill: int = 1024, decode: int = 96) ->
 # -- the decision
 
 
-def test_idle_prefill_engine_is_chosen_before_an_idle_decode() -> None:
-    assert occupancy().place_for(1024) is Place.PREFILL
-
-
-def test_decode_takes_a_prompt_while_prefill_has_one() -> None:
-    engines = occupancy()
-    engines.start(Place.PREFILL, 1024)
-    assert engines.place_for(1024) is Place.DECODE
-
-
-def test_a_prompt_waits_while_both_have_one() -> None:
-    engines = occupancy()
-    engines.start(Place.PREFILL, 1024)
-    engines.start(Place.DECODE, 1024)
-    assert engines.place_for(1024) is None
-    engines.first_token(Place.PREFILL, 1024)
-    assert engines.place_for(1024) is Place.PREFILL
-
-
 def test_prompts_that_fit_into_one_step_together_need_not_wait() -> None:
     engines = occupancy()
     engines.start(Place.PREFILL, 512)
@@ -45,28 +26,6 @@ def test_prompts_that_fit_into_one_step_together_need_not_wait() -> None:
     engines.start(Place.DECODE, 64)
     assert engines.place_for(32) is Place.DECODE
     assert engines.place_for(33) is None
-
-
-def test_decode_is_not_chosen_without_a_free_row() -> None:
-    engines = occupancy(max_batch_size=2)
-    for _ in range(2):
-        engines.start(Place.PREFILL, 1024)
-        engines.first_token(Place.PREFILL, 1024)
-    engines.start(Place.PREFILL, 1024)
-    assert engines.place_for(1024) is None
-    engines.last_token()
-    assert engines.place_for(1024) is Place.DECODE
-
-
-def test_a_prompt_of_decode_has_its_row_from_the_start_and_only_once() -> None:
-    engines = occupancy(max_batch_size=2)
-    engines.start(Place.PREFILL, 1024)
-    engines.start(Place.DECODE, 1024)
-    assert engines.rows == 1
-    engines.first_token(Place.DECODE, 1024)
-    assert engines.rows == 1
-    engines.last_token()
-    assert engines.rows == 0
 
 
 # -- the line

@@ -2,49 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import json
-import sys
-import threading
 
 import pytest
 
 from trtllm_disagg import cli
-from trtllm_disagg.console import Console
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.processes import steadily
 from trtllm_disagg.tools.bench import machine
 from trtllm_disagg.tools.bench.figures import (
-    Column,
     Figure,
-    Grid,
-    Rounds,
     Sample,
-    Section,
     paired_ratio,
     to_json,
 )
-from trtllm_disagg.tools.bench.report import Bound, print_report, progress
-
-
-def test_on_80_columns_every_number_and_every_name_of_a_report_can_be_read() -> None:
-    names = ("GiB/s", "% of memcpy", "% of readv", "spread", "descriptors")
-    columns = [Column(name, "x" if name == "spread" else "", ".2f") for name in names]
-    row = {name: 1234.56 + at for at, name in enumerate(names)}
-    label = "process_vm_readv of scattered blocks"
-    long_name = "0.5b-fp32 SHARED_MEMORY contiguous share of memcpy"
-    judged = [Figure(long_name, 107.9, "%", ">= 85", True), Figure("other", 252.8, "GiB/s", "<= 9", False)]
-    section = Section("t", [Grid("g", ("",), columns, {(label,): row}, "{0} {column}")], figures=judged)
-    shown = io.StringIO()
-    print_report(Console(shown, paper=80), [section])
-    lines = shown.getvalue().splitlines()
-    assert max(map(len, lines)) <= 80
-    assert "…" not in shown.getvalue()
-    words = shown.getvalue().split()
-    assert {*label.split(), *long_name.split(), "1234.56", "1237.56x", "1238.56", "107.9", "252.8"} <= {
-        *words
-    }
-    assert {"descriptors", "value", "missed"} <= {*words}
+from trtllm_disagg.tools.bench.report import Bound, progress
 
 
 @pytest.mark.parametrize(
@@ -63,14 +34,6 @@ def test_a_figure_knows_whether_it_meets_its_target(
 ) -> None:
     figure = Bound("*", comparison, bound).judge(Figure("f", value, "x"))
     assert (figure.target, figure.ok) == (f"{comparison} {bound:g}", ok)
-
-
-def test_every_number_of_a_grid_with_a_unit_is_a_figure() -> None:
-    columns = (Column("ttft", "ms"), Column("spread"), Column("best peer"))
-    rows: dict[tuple[str, str], dict[str, float | str]]
-    rows = {("smoke", "a"): {"ttft": 2.0, "spread": 0.1, "best peer": "b"}, ("smoke", "b"): {"ttft": 1.0}}
-    grid = Grid("title", ("scenario", "mode"), columns, rows, "{1} {column} of {0}")
-    assert grid.figures == [Figure("a ttft of smoke", 2.0, "ms"), Figure("b ttft of smoke", 1.0, "ms")]
 
 
 def test_json_is_a_list_of_figures() -> None:
@@ -95,22 +58,6 @@ def test_ratios_are_taken_in_pairs() -> None:
         paired_ratio([1.0], [1.0, 2.0])
 
 
-def test_rounds_give_medians_and_ratios_of_neighbours() -> None:
-    measured = Rounds()
-    for slow in (1.0, 2.0, 10.0):
-        measured.note("a", {"ttft": 3.0 * slow, "cpu": 1.0})
-        measured.note("b", {"ttft": 2.0 * slow})
-    assert measured.subjects == ["a", "b"]
-    assert measured.medians("a") == {"ttft": 6.0, "cpu": 1.0}
-    assert measured.ratio("ttft", "a", "b").values == (1.5, 1.5, 1.5)
-
-
-def test_the_machine_is_described_without_names() -> None:
-    assert "cores (" in machine.describe_machine()
-    assert "GiB" in machine.describe_machine()
-    assert machine.load() >= 0
-
-
 def test_bench_on_one_core_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {3, 7, 9})
     assert machine.two_cores() == (3, 7)
@@ -126,35 +73,6 @@ def test_progress_goes_to_stderr_a_line_each_without_a_terminal(capsys: pytest.C
     captured = capsys.readouterr()
     assert captured.out == ""
     assert [line.partition("] ")[2] for line in captured.err.splitlines()] == ["starting", "measuring"]
-
-
-class Watched(io.StringIO):
-    """Told when a line with `text` was written."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.text, self.seen = text, threading.Event()
-
-    def write(self, line: str) -> int:
-        if self.text in line:
-            self.seen.set()
-        return super().write(line)
-
-
-def test_progress_is_repeated_during_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steadily, "SECONDS", 0.01)
-    stderr = Watched("starting llama.cpp: 0 s")
-    monkeypatch.setattr(sys, "stderr", stderr)
-    with progress("engine") as say:
-        say("starting llama.cpp")
-        assert stderr.seen.wait(30), stderr.getvalue()
-
-
-def test_an_unknown_benchmark_or_flag_is_refused() -> None:
-    with pytest.raises(ConfigError, match="invalid choice: 'nothing'"):
-        cli.run(["bench", "nothing"])
-    with pytest.raises(ConfigError, match="unknown flag --repetition; did you mean --repetitions"):
-        cli.run(["bench", "scenarios", "--repetition", "3"])
 
 
 def test_benchmark_and_flag_that_are_gone_are_refused_with_what_to_use() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from trtllm_disagg.tools.bench.figures import Figure
-from trtllm_disagg.tools.bench.report import figures_of, print_report, wide_console
+from trtllm_disagg.tools.bench.report import figures_of
 from trtllm_disagg.tools.bench.scenarios import Outcome, report_of
-from trtllm_disagg.tools.bench.seed_scenarios import SCALES, SEED_RATIOS, SEED_SCENARIOS
+from trtllm_disagg.tools.bench.seed_scenarios import SEED_RATIOS, SEED_SCENARIOS
 from trtllm_disagg.tools.bench.servers import AS_IN_THE_POST, CONDITIONAL, DISAGG
 
 
@@ -58,35 +58,3 @@ def test_every_scenario_has_the_posts_own_ratios_as_targets(number: int) -> None
     best = [each for each in figures_of(report_of([outcome])) if "best disaggregated" in each.figure]
     post = SEED_RATIOS[outcome.scenario.name]
     assert [each.target for each in best] == [f">= {post['throughput']:g}", f"<= {post['ttft']:g}"]
-
-
-def test_a_missed_target_is_named_in_the_report(capsys: pytest.CaptureFixture[str]) -> None:
-    outcome = outcome_of({AS_IN_THE_POST: [100.0], DISAGG: [50.0], CONDITIONAL: [80.0]})
-    print_report(wide_console(), report_of([outcome]))
-    output = capsys.readouterr().out
-    missed = "seed long_prompts throughput best disaggregated/mono-post 0.8 x >= 1.62 missed"
-    lines = [line.replace("│", " ").split() for line in output.splitlines()]
-    assert missed.split() in lines
-    assert "the post's" in output
-    assert "1.62x" in output
-    assert [AS_IN_THE_POST, CONDITIONAL, "0.80x", "1.25x", "1.00x", "1.25x"] in lines
-
-
-@pytest.mark.parametrize("modes", [(DISAGG,), ("mono-2t", DISAGG, CONDITIONAL, "mono-1t")])
-def test_report_shows_the_scenarios_size_with_any_number_of_modes(
-    modes: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    outcome = outcome_of({mode: [50.0] for mode in modes})
-    outcome.scenario = SCALES["1k"].scenarios[1]
-    print_report(wide_console(), report_of([outcome]))
-    output = capsys.readouterr().out
-    assert all(label in output for label in ("staggered_arrivals", "8 x 614p/128g", "every 256 ms"))
-    assert "…" not in output
-
-
-@pytest.mark.parametrize("mode", [DISAGG, "mono-2t"])
-def test_one_mode_alone_has_no_ratios(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
-    outcome = outcome_of({mode: [50.0]})
-    print_report(wide_console(), report_of([outcome]))
-    assert "in pairs" not in capsys.readouterr().out
-    assert not any("/" in figure.figure for figure in figures_of(report_of([outcome])))

@@ -23,7 +23,7 @@ from trtllm_disagg.tools.bench.kv_ends import (
     filled_bytes,
 )
 from trtllm_disagg.tools.bench.kv_shapes import SHAPES, KvShape
-from trtllm_disagg.tools.bench.report import figures_of, print_report, wide_console
+from trtllm_disagg.tools.bench.report import figures_of
 from trtllm_disagg.tools.bench.transfer import (
     MEMCPY,
     NO_BLOCK,
@@ -69,15 +69,6 @@ def test_ranges_merge_neighbours_on_both_sides_only() -> None:
         [2 * size, 8 * size, 2 * size],
         [5 * size, size, size],
     ]
-
-
-def test_filled_pool_has_a_distinct_pattern_for_each_block() -> None:
-    memory = torch.zeros(1 << 16, dtype=torch.uint8)
-    fill(memory)
-    pool = memory.numpy()
-    assert np.array_equal(pool[512:1024], filled_bytes(512, 512))
-    blocks = pool.reshape(-1, 256)
-    assert len(np.unique(blocks, axis=0)) == len(blocks)
 
 
 # -- the yardsticks
@@ -224,28 +215,3 @@ def test_rates_and_shares_of_memcpy() -> None:
     assert figures["8b-bf16 NIXL scattered share of process_vm_readv"].ok is False
     assert figures["8b-bf16 NIXL one block"].value == 1000.0
     assert figures["8b-bf16 NIXL first pull"].value == 100.0
-
-
-def test_the_tables_name_what_was_missed(capsys: pytest.CaptureFixture[str]) -> None:
-    times = times_of(contiguous=[0.5, 1.0, 2.0], scattered=[1.0, 2.0, 4.0])
-    print_report(wide_console(), [section_of(times)])
-    output = capsys.readouterr().out
-    assert "8b-bf16 over NIXL: 4096 tokens, 512 MiB" in output
-    assert "A request is 128 blocks of 4096 KiB" in output
-    assert "% of readv" in output
-    assert "pull scattered" in output
-    rows = [line.replace("│", " ").split() for line in output.splitlines()]
-    assert ["8b-bf16", "NIXL", "scattered", "share", "of", "memcpy", "50", "%", ">=", "65", "missed"] in rows
-    assert [
-        "8b-bf16",
-        "NIXL",
-        "scattered",
-        "share",
-        "of",
-        "process_vm_readv",
-        "50",
-        "%",
-        ">=",
-        "95",
-        "missed",
-    ] in rows

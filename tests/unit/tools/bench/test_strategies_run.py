@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 
 from trtllm_disagg import cli
 from trtllm_disagg.errors import ConfigError
@@ -18,25 +17,14 @@ from trtllm_disagg.tools.bench.sweeps import RunPlan, plan_of
 from trtllm_disagg.tools.plan.layouts import Layout
 from trtllm_disagg.tools.plan.slo import DEFAULT_SLO
 
-STEP_TIMES = {
-    "step_ms": 8.0,
-    "prefill_token_us": 60.0,
-    "decode_token_us": 250.0,
-    "kv_pool_tokens": 10**7,
-    "kv_bytes_per_token": 131072,
-}
 RESULT = RateResult(2.0, 0.5, 1.9, 400.0, 25.0, 100.0, 300.0, 40.0, 60.0, 0.0)
 AGG = Layout("2 agg", "agg", agg_workers=2, gpus=2)
 PAIR = Layout("1P1D <decode_first>", "decode_first", 0, 1, 1, 2)
 
 
 @pytest.fixture
-def flags(tmp_path: Path) -> list[str]:
-    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 3072, "max_position_embeddings": 16384}))
-    for role in ("agg", "prefill", "decode"):
-        content = {"max_seq_len": 16384, "modelled": {"measured": STEP_TIMES}, "enable_chunked_prefill": True}
-        (tmp_path / f"{role}.yaml").write_text(yaml.safe_dump(content))
-    return ["--model", str(tmp_path), "--engine-configs", str(tmp_path), "--out", str(tmp_path / "out")]
+def flags(modelled_flags: list[str], tmp_path: Path) -> list[str]:
+    return [*modelled_flags, "--out", str(tmp_path / "out")]
 
 
 def planned(flags: list[str]) -> RunPlan:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
 
 import pytest
 
+from tests.support.pages import Pages
 from trtllm_disagg import cli
 from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.strategies import orders
@@ -78,44 +76,25 @@ def test_logs_of_both_orders_are_kept_and_named_only_when_their_answers_differ(
         assert kept(said) == sorted(f"{order.name}/decode-0.log" for order in orders())
 
 
-class Answers(BaseHTTPRequestHandler):
-    status: ClassVar[int]
-    body: ClassVar[bytes]
-
-    def do_POST(self) -> None:
-        self.send_response(self.status)
-        self.send_header("content-length", str(len(self.body)))
-        self.end_headers()
-        self.wfile.write(self.body)
-
-    def log_message(self, *args: Any) -> None:
-        pass
-
-
 @pytest.mark.parametrize(
     ("status", "body", "reason"),
     [
-        (503, b'{"message": "no worker"}', 'HTTP Error 503: Service Unavailable: {"message": "no worker"}'),
-        (200, b'data: {"message": "the worker is gone"}\n\n', "the worker is gone"),
+        (503, '{"message": "no worker"}', 'HTTP Error 503: Service Unavailable: {"message": "no worker"}'),
+        (200, 'data: {"message": "the worker is gone"}\n\n', "the worker is gone"),
     ],
     ids=["refused", "midway"],
 )
 def test_failed_answer_ends_with_the_frontends_reason(
     status: int,
-    body: bytes,
+    body: str,
     reason: str,
+    pages: Pages,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(Answers, "status", status, raising=False)
-    monkeypatch.setattr(Answers, "body", body, raising=False)
-    with HTTPServer(("127.0.0.1", 0), Answers) as server:
-        thread = threading.Thread(target=server.handle_request)
-        thread.start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        monkeypatch.setattr(cli, "run", lambda argv: stream_chat(url, "m", "?", max_tokens=1))
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["demo"])
-        thread.join()
+    pages.pages["/v1/chat/completions"] = (status, body)
+    monkeypatch.setattr(cli, "run", lambda argv: stream_chat(pages.url, "m", "?", max_tokens=1))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["demo"])
     assert ended.value.code == ExitCode.FAILED
     assert capsys.readouterr().err == f"error: the answer has failed: {reason}\n"

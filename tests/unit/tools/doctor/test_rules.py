@@ -29,7 +29,15 @@ PREFILL: dict[str, Any] = {
 }
 DECODE = PREFILL | {"disable_overlap_scheduler": False, "max_batch_size": 128}
 
-ON_CPP = {"cache_transceiver_config.transceiver_runtime": "CPP"}
+TRANSCEIVER = "cache_transceiver_config"
+BACKEND, RUNTIME = f"{TRANSCEIVER}.backend", f"{TRANSCEIVER}.transceiver_runtime"
+BUFFER, TIMEOUT = f"{TRANSCEIVER}.max_tokens_in_buffer", f"{TRANSCEIVER}.kv_transfer_timeout_ms"
+REUSE, BLOCK_SIZE = "kv_cache_config.enable_block_reuse", "kv_cache_config.tokens_per_block"
+WINDOW, EVENTS = "kv_cache_config.max_attention_window", "kv_cache_config.kv_events_config"
+MEMORY, CP = "kv_cache_config.free_gpu_memory_fraction", "context_parallel_size"
+ON_CPP = {RUNTIME: "CPP"}
+MTP = {"decoding_type": "MTP", "num_nextn_predict_layers": 1}
+TWO_GPUS = {"gpus": ("0", "1")}
 #: No key at all, where None is a value.
 GONE = object()
 
@@ -77,234 +85,100 @@ def test_a_matching_pair_has_no_error_and_no_note() -> None:
     assert [row.rule for row in rows] == [*(rule.name for rule in RULES), "worker"]
 
 
-TRANSCEIVER = "cache_transceiver_config"
-ROLES = ("prefill", "decode")
+def prefill(changes: dict[str, Any]) -> dict[str, Any]:
+    return {"prefill": changes}
+
+
+def decode(changes: dict[str, Any]) -> dict[str, Any]:
+    return {"decode": changes}
+
+
+def both(changes: dict[str, Any]) -> dict[str, Any]:
+    return prefill(changes) | decode(changes)
+
+
 #: Rule, its verdict, what to write instead, and what breaks it.
 BROKEN: list[tuple[str, str, str, dict[str, Any]]] = [
-    (
-        "keys",
-        "error",
-        "kv_cache_config.tokens_per_block",
-        {"decode": {"kv_cache_config.tokens_per_blocks": 32}},
-    ),
-    ("keys", "error", "expected NIXL", {"prefill": {f"{TRANSCEIVER}.backend": "nixl"}}),
-    ("keys", "error", "max_batch_size: 'many'", {"decode": {"max_batch_size": "many"}}),
-    ("keys", "error", "moe_config.backend", {"decode": {"moe_config.bakend": "TRTLLM"}}),
-    ("keys", "note", "prefill: frobnicate is no argument", {"prefill": {"frobnicate": 1}}),
+    ("keys", "error", BLOCK_SIZE, decode({"kv_cache_config.tokens_per_blocks": 32})),
+    ("keys", "error", "expected NIXL", prefill({BACKEND: "nixl"})),
+    ("keys", "error", "max_batch_size: 'many'", decode({"max_batch_size": "many"})),
+    ("keys", "error", "moe_config.backend", decode({"moe_config.bakend": "TRTLLM"})),
+    ("keys", "note", "prefill: frobnicate is no argument", prefill({"frobnicate": 1})),
     ("TensorRT-LLM", "error", "1.3.0rc22 or newer", {"version": "1.3.0rc21"}),
     ("TensorRT-LLM", "note", "up to 1.3.0rc29", {"version": "1.4.0"}),
-    (
-        "transceiver",
-        "error",
-        "decode: cache_transceiver_config: {backend: NIXL}",
-        {"decode": {TRANSCEIVER: None}},
-    ),
+    ("transceiver", "error", "decode: cache_transceiver_config", decode({TRANSCEIVER: None})),
     (
         "backend",
         "error",
-        "the same cache_transceiver_config.backend",
-        {
-            "prefill": {f"{TRANSCEIVER}.transceiver_runtime": "CPP", f"{TRANSCEIVER}.backend": "UCX"},
-            "decode": {f"{TRANSCEIVER}.transceiver_runtime": "CPP"},
-        },
+        "cache_transceiver_config.backend",
+        prefill({**ON_CPP, BACKEND: "UCX"}) | decode(ON_CPP),
     ),
-    (
-        "backend",
-        "error",
-        "NIXL or UCX on both sides",
-        {
-            side: {f"{TRANSCEIVER}.transceiver_runtime": "CPP", f"{TRANSCEIVER}.backend": "MPI"}
-            for side in ROLES
-        },
-    ),
-    ("backend", "note", "name the backend", {"decode": {f"{TRANSCEIVER}.backend": "DEFAULT"}}),
-    (
-        "transceiver_runtime",
-        "error",
-        "the same transceiver_runtime",
-        {"decode": {f"{TRANSCEIVER}.transceiver_runtime": "CPP"}},
-    ),
-    (
-        "transceiver_runtime",
-        "note",
-        "decided by each worker",
-        {"decode": {f"{TRANSCEIVER}.transceiver_runtime": GONE}},
-    ),
+    ("backend", "error", "NIXL or UCX on both sides", both({**ON_CPP, BACKEND: "MPI"})),
+    ("backend", "note", "name the backend", decode({BACKEND: "DEFAULT"})),
+    ("transceiver_runtime", "error", "the same transceiver_runtime", decode(ON_CPP)),
+    ("transceiver_runtime", "note", "decided by each worker", decode({RUNTIME: GONE})),
     (
         "transceiver_runtime",
         "error",
         "PYTHON on both sides",
-        {
-            "schedule_style": "generation_first",
-            "prefill": {f"{TRANSCEIVER}.transceiver_runtime": "CPP"},
-            "decode": {f"{TRANSCEIVER}.transceiver_runtime": "CPP"},
-        },
+        both(ON_CPP) | {"schedule_style": "generation_first"},
     ),
-    (
-        "max_tokens_in_buffer",
-        "error",
-        "prefill and decode: cache_transceiver_config.max_tokens_in_buffer: 16384",
-        {side: ON_CPP | {f"{TRANSCEIVER}.max_tokens_in_buffer": 4096} for side in ("prefill", "decode")},
-    ),
-    (
-        "max_tokens_in_buffer",
-        "error",
-        "a multiple of tokens_per_block",
-        {side: ON_CPP | {f"{TRANSCEIVER}.max_tokens_in_buffer": 16400} for side in ("prefill", "decode")},
-    ),
-    (
-        "max_tokens_in_buffer",
-        "error",
-        "prefill and decode: cache_transceiver_config.max_tokens_in_buffer: 16384",
-        {side: ON_CPP | {f"{TRANSCEIVER}.max_tokens_in_buffer": 0} for side in ("prefill", "decode")},
-    ),
+    ("max_tokens_in_buffer", "error", "max_tokens_in_buffer: 16384", both({**ON_CPP, BUFFER: 4096})),
+    ("max_tokens_in_buffer", "error", "a multiple of tokens_per_block", both({**ON_CPP, BUFFER: 16400})),
+    ("max_tokens_in_buffer", "error", "max_tokens_in_buffer: 16384", both({**ON_CPP, BUFFER: 0})),
+    ("max_tokens_in_buffer", "note", "longer prompts come through", prefill({BUFFER: 4096})),
     (
         "max_tokens_in_buffer",
         "note",
         "longer prompts come through",
-        {"prefill": {f"{TRANSCEIVER}.max_tokens_in_buffer": 4096}},
+        both({**ON_CPP, BUFFER: 4096, BACKEND: "UCX"}),
     ),
-    (
-        "max_tokens_in_buffer",
-        "note",
-        "longer prompts come through",
-        {
-            side: ON_CPP | {f"{TRANSCEIVER}.max_tokens_in_buffer": 4096, f"{TRANSCEIVER}.backend": "UCX"}
-            for side in ("prefill", "decode")
-        },
-    ),
-    (
-        "max_tokens_in_buffer",
-        "note",
-        "at least the longest prompt",
-        {"decode": {f"{TRANSCEIVER}.max_tokens_in_buffer": GONE}},
-    ),
-    (
-        "kv_transfer_timeout_ms",
-        "error",
-        "prefill and decode: cache_transceiver_config.kv_transfer_timeout_ms: 60000",
-        {
-            side: {f"{TRANSCEIVER}.kv_transfer_timeout_ms": None, f"{TRANSCEIVER}.transceiver_runtime": "CPP"}
-            for side in ("prefill", "decode")
-        },
-    ),
-    (
-        "kv_transfer_timeout_ms",
-        "note",
-        "the same kv_transfer_timeout_ms",
-        {"decode": {f"{TRANSCEIVER}.kv_transfer_timeout_ms": 1000}},
-    ),
-    (
-        "keys",
-        "error",
-        "kv_transfer_timeout_ms: None: expected a finite",
-        {"decode": {f"{TRANSCEIVER}.kv_transfer_timeout_ms": None}},
-    ),
-    (
-        "keys",
-        "error",
-        "transceiver_runtime: 'PYTHON': expected CPP or auto with backend UCX",
-        {side: {f"{TRANSCEIVER}.backend": "UCX"} for side in ("prefill", "decode")},
-    ),
-    ("overlap scheduler", "note", "PR 10755", {"prefill": {"disable_overlap_scheduler": False}}),
-    ("KV dtype", "error", "the same kv_cache_config.dtype", {"decode": {"kv_cache_config.dtype": "auto"}}),
-    ("dtype", "error", "the same dtype", {"decode": {"dtype": "float16"}}),
-    (
-        "attention window",
-        "error",
-        "max_attention_window",
-        {"prefill": {"kv_cache_config.max_attention_window": [4096, 32768]}},
-    ),
-    (
-        "tokens_per_block",
-        "error",
-        "tokens_per_block: 64 on both sides",
-        {"prefill": {"kv_cache_config.tokens_per_block": 64}},
-    ),
+    ("max_tokens_in_buffer", "note", "at least the longest prompt", decode({BUFFER: GONE})),
+    ("kv_transfer_timeout_ms", "error", "kv_transfer_timeout_ms: 60000", both({**ON_CPP, TIMEOUT: None})),
+    ("kv_transfer_timeout_ms", "note", "the same kv_transfer_timeout_ms", decode({TIMEOUT: 1000})),
+    ("keys", "error", "kv_transfer_timeout_ms: None: expected a finite", decode({TIMEOUT: None})),
+    ("keys", "error", "expected CPP or auto with backend UCX", both({BACKEND: "UCX"})),
+    ("overlap scheduler", "note", "PR 10755", prefill({"disable_overlap_scheduler": False})),
+    ("KV dtype", "error", "the same kv_cache_config.dtype", decode({"kv_cache_config.dtype": "auto"})),
+    ("dtype", "error", "the same dtype", decode({"dtype": "float16"})),
+    ("attention window", "error", "max_attention_window", prefill({WINDOW: [4096, 32768]})),
+    ("tokens_per_block", "error", "tokens_per_block: 64", prefill({BLOCK_SIZE: 64})),
     ("tokens_per_block", "error", "--kv-block-size 32", {"kv_block_size": 16}),
-    (
-        "tokens_per_block",
-        "note",
-        "blocks of 64",
-        {side: {"kv_cache_config.tokens_per_block": 64} for side in ("prefill", "decode")},
-    ),
-    (
-        "KV events",
-        "note",
-        "decode: enable_block_reuse",
-        {"decode": {"kv_cache_config.enable_block_reuse": False}},
-    ),
+    ("tokens_per_block", "note", "blocks of 64", both({BLOCK_SIZE: 64})),
+    ("KV events", "note", "decode: enable_block_reuse", decode({REUSE: False})),
     (
         "KV events",
         "note",
         "prefill: enable_block_reuse",
-        {"strategy": "prefill_first", "prefill": {"kv_cache_config.enable_block_reuse": False}},
+        prefill({REUSE: False}) | {"strategy": "prefill_first"},
     ),
-    (
-        "KV events",
-        "error",
-        "polls its events",
-        {"decode": {"kv_cache_config.kv_events_config": {"enable_kv_cache_events": True}}},
-    ),
-    ("max_beam_width", "error", "decode: max_beam_width: 1", {"decode": {"max_beam_width": 4}}),
-    (
-        "speculative decoding",
-        "error",
-        "the same speculative_config",
-        {"prefill": {"speculative_config": {"decoding_type": "MTP", "num_nextn_predict_layers": 1}}},
-    ),
-    (
-        "max_num_tokens",
-        "error",
-        "max_num_tokens: 16384",
-        {"prefill": {"enable_chunked_prefill": False}},
-    ),
-    ("max_seq_len", "error", "decode: max_seq_len: 16384", {"decode": {"max_seq_len": 8192}}),
-    ("max_seq_len", "note", "above 16384 tokens", {"decode": {"max_seq_len": 32768}}),
-    ("model", "note", "two names", {"prefill": {"model": "org/m-FP4"}, "decode": {"model": "org/m-FP8"}}),
+    ("KV events", "error", "polls its events", decode({EVENTS: {"enable_kv_cache_events": True}})),
+    ("max_beam_width", "error", "decode: max_beam_width: 1", decode({"max_beam_width": 4})),
+    ("speculative decoding", "error", "the same speculative_config", prefill({"speculative_config": MTP})),
+    ("max_num_tokens", "error", "max_num_tokens: 16384", prefill({"enable_chunked_prefill": False})),
+    ("max_seq_len", "error", "decode: max_seq_len: 16384", decode({"max_seq_len": 8192})),
+    ("max_seq_len", "note", "above 16384 tokens", decode({"max_seq_len": 32768})),
+    ("model", "note", "two names", prefill({"model": "org/m-FP4"}) | decode({"model": "org/m-FP8"})),
     (
         "model",
         "error",
         "the same revision",
-        {side: {"model": "org/m", "revision": commit} for side, commit in zip(ROLES, "ab", strict=True)},
+        prefill({"model": "org/m", "revision": "a"}) | decode({"model": "org/m", "revision": "b"}),
     ),
-    ("tokenizer", "error", "the same tokenizer", {"prefill": {"tokenizer": "org/other"}}),
-    ("parallelism", "note", "pipeline stages", {"decode": {"pipeline_parallel_size": 2}}),
-    ("parallelism", "error", "prefill: context_parallel_size: 1", {"prefill": {"context_parallel_size": 2}}),
+    ("tokenizer", "error", "the same tokenizer", prefill({"tokenizer": "org/other"})),
+    ("parallelism", "note", "pipeline stages", decode({"pipeline_parallel_size": 2})),
+    ("parallelism", "error", "prefill: context_parallel_size: 1", prefill({CP: 2})),
     ("GPUs", "error", "both have 0", {"gpus": ("0", "0")}),
-    (
-        "GPUs",
-        "error",
-        "decode: 2 GPUs for TP2 PP1",
-        {"gpus": ("0", "1"), "decode": {"tensor_parallel_size": 2}},
-    ),
-    (
-        "GPUs",
-        "error",
-        "decode: 2 GPUs for TP1 PP1 CP2",
-        {"gpus": ("0", "1"), "prefill": ON_CPP, "decode": {"context_parallel_size": 2} | ON_CPP},
-    ),
-    (
-        "GPUs",
-        "note",
-        "both share GPU 0",
-        {
-            "gpus": ("0", "0"),
-            **{side: {"kv_cache_config.free_gpu_memory_fraction": 0.4} for side in ("prefill", "decode")},
-        },
-    ),
-    (
-        "CUDA graphs",
-        "note",
-        "more than 64 requests",
-        {"decode": {"cuda_graph_config": {"max_batch_size": 64}}},
-    ),
-    ("CUDA graphs", "note", "without CUDA graphs", {"decode": {"cuda_graph_config": None}}),
+    ("GPUs", "error", "TP2 PP1", decode({"tensor_parallel_size": 2}) | TWO_GPUS),
+    ("GPUs", "error", "TP1 PP1 CP2", prefill(ON_CPP) | decode({**ON_CPP, CP: 2}) | TWO_GPUS),
+    ("GPUs", "note", "both share GPU 0", both({MEMORY: 0.4}) | {"gpus": ("0", "0")}),
+    ("CUDA graphs", "note", "more than 64 requests", decode({"cuda_graph_config": {"max_batch_size": 64}})),
+    ("CUDA graphs", "note", "without CUDA graphs", decode({"cuda_graph_config": None})),
     (
         "guided decoding",
         "error",
         "the same guided_decoding_backend",
-        {"decode": {"guided_decoding_backend": "xgrammar"}},
+        decode({"guided_decoding_backend": "xgrammar"}),
     ),
     ("NIXL plugins", "error", "not /no/such/folder", {"environ": {"NIXL_PLUGIN_DIR": "/no/such/folder"}}),
 ]
@@ -332,9 +206,7 @@ def test_every_rule_has_a_pair_that_breaks_it() -> None:
 
 def test_older_tensorrt_llm_gets_findings_of_its_missing_features() -> None:
     """Its transfers have no end by default, and its context servers do not overlap."""
-    rows = diagnosed(
-        {"disable_overlap_scheduler": False, f"{TRANSCEIVER}.kv_transfer_timeout_ms": GONE}, version="1.2.1"
-    )
+    rows = diagnosed({"disable_overlap_scheduler": False, TIMEOUT: GONE}, version="1.2.1")
     assert findings(rows) == {
         "TensorRT-LLM": "error",
         "kv_transfer_timeout_ms": "error",
@@ -342,7 +214,7 @@ def test_older_tensorrt_llm_gets_findings_of_its_missing_features() -> None:
     }
 
 
-BOTH_ON_AUTO = {f"{TRANSCEIVER}.transceiver_runtime": "auto", f"{TRANSCEIVER}.max_tokens_in_buffer": 4096}
+BOTH_ON_AUTO = {RUNTIME: "auto", BUFFER: 4096}
 
 
 @pytest.mark.parametrize(("version", "verdict"), [("1.3.0rc29", "note"), ("1.3.0rc22", "error")])
@@ -352,7 +224,7 @@ def test_a_small_buffer_is_an_error_where_auto_is_the_cpp_transceiver(version: s
 
 
 def test_zero_max_tokens_in_buffer_of_the_python_transceiver_has_no_finding() -> None:
-    no_bound = {f"{TRANSCEIVER}.max_tokens_in_buffer": 0}
+    no_bound = {BUFFER: 0}
     assert findings(diagnosed(no_bound, no_bound)) == {}
 
 

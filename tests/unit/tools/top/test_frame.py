@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from dataclasses import replace
 
 import pytest
@@ -102,17 +101,6 @@ def test_live_frame_of_any_width_has_only_complete_columns(width: int, last: str
     assert any(last in line for line in shown if line.startswith("prefill-11"))
 
 
-@pytest.mark.parametrize("width", [40, 80, 132])
-def test_top_frame_of_any_width_has_only_complete_columns(width: int) -> None:
-    out = io.StringIO()
-    frame.print_frame(LARGE, Console(out, paper=width))
-    lines = out.getvalue().splitlines()
-    assert max(map(len, lines)) <= width
-    (full,) = (line.split() for line in lines if line.startswith("prefill-10"))
-    assert full == ["prefill-10", "ready", "128", "1234", "100%", "321", "-"][: len(full)]
-    assert len(full) >= 4
-
-
 def test_a_worker_that_does_not_answer_has_no_rate() -> None:
     history = History()
     for at, seen in enumerate((FIRST, FIRST, SECOND)):
@@ -173,14 +161,6 @@ def test_a_frame_fits_80_columns_and_has_colours_on_a_terminal_only(monkeypatch:
     assert "\x1b[32mready" in printed(terminal=True)
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b[32m" not in printed(terminal=True)
-
-
-def test_a_frame_as_json_has_its_numbers() -> None:
-    said = json.loads(frame.to_json(FIRST))
-    assert said["strategy"] == "decode_first"
-    assert said["frontend"]["ttft_seconds"]["count"] == 2
-    assert said["frontend"]["itl_seconds"] is None
-    assert [process["load"]["kv_blocks"] for process in said["processes"]] == [None, 0, 250]
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 import psutil
 import pytest
 
+from tests.support.pages import Pages
 from tests.unit.tools.doctor.test_command import status_of
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.tools.top.frontend import (
@@ -65,51 +62,6 @@ HEALTH = {
         }
     ],
 }
-
-
-class Pages(ThreadingHTTPServer):
-    """Path -> status and body; what is asked of it is kept."""
-
-    def __init__(self) -> None:
-        super().__init__((LOOPBACK, 0), _Handler)
-        self.pages: dict[str, tuple[int, Any]] = {}
-        self.asked: list[tuple[str, Any]] = []
-        #: Bytes that each answer announces and does not have.
-        self.num_missing = 0
-
-    @property
-    def url(self) -> str:
-        return f"http://{LOOPBACK}:{self.server_port}"
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Pages
-
-    def do_GET(self) -> None:
-        status, body = self.server.pages.get(self.path, (404, {"message": "Not Found"}))
-        content = body.encode() if isinstance(body, str) else json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("content-length", str(len(content) + self.server.num_missing))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.server.asked.append((self.path, body))
-        self.do_GET()
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Not into the tests' output."""
-
-
-@pytest.fixture
-def pages() -> Iterator[Pages]:
-    with Pages() as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
 
 
 def test_an_answer_is_read_as_dynamo_writes_it(pages: Pages) -> None:
