@@ -1,0 +1,99 @@
+"""Each house and each room has a line budget. A bigger budget is a decision: docs/decisions/0032-three-houses.md."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "trtllm_disagg"
+
+#: Lines.
+HOUSES = {"plugin": 18_000, "engines": 19_850, "tools": 12_300}
+ROOMS = {
+    "(top)": 1_460,
+    "admin": 350,
+    "config": 2_350,
+    "dynamo_runtime": 2_810,
+    "engine": 1_560,
+    "engines/(top)": 300,
+    "engines/demo_model": 700,
+    "engines/embedded": 14_000,
+    "engines/modelled": 1_500,
+    "engines/recording": 1_500,
+    "handlers": 4_550,
+    "prefill_queue": 1_430,
+    "processes": 610,
+    "tools/admin": 770,
+    "tools/bench": 3_200,
+    "tools/demo": 280,
+    "tools/doctor": 1_470,
+    "tools/plan": 1_250,
+    "tools/top": 1_060,
+    "tools/trace": 770,
+    "tools/up": 3_250,
+    "tracing": 720,
+    "wire": 830,
+    "worker": 1_430,
+}
+MOST_FILES = 280
+
+
+def lines(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def room_of(path: Path) -> str:
+    """Path relative to the package; a house's folders are rooms of their own, and so are the embedded engine's."""
+    *folders, _ = path.parts
+    depth = 1 if not folders or folders[0] not in HOUSES else 3 if folders[1:2] == ["embedded"] else 2
+    return "/".join(folders[:depth]) or "(top)"
+
+
+def package() -> Iterator[tuple[Path, int]]:
+    """Every file of the product, relative to the package, and its lines. `handlers/` is a folder at the top."""
+    for folder, prefix in ((PACKAGE, "."), (ROOT / "handlers", "handlers")):
+        for path in folder.rglob("*.py"):
+            yield Path(prefix, path.relative_to(folder)), lines(path)
+
+
+SIZES = dict(package())
+
+
+def test_every_house_keeps_its_budget() -> None:
+    sizes = Counter[str]()
+    for path, size in SIZES.items():
+        sizes[path.parts[0] if path.parts[0] in HOUSES else "plugin"] += size
+    over = {house: size for house, size in sizes.items() if size > HOUSES[house]}
+    assert not over, f"budgets are {HOUSES}: {__doc__}"
+
+
+def test_every_room_keeps_its_budget_and_no_room_is_new() -> None:
+    sizes = Counter[str]()
+    for path, size in SIZES.items():
+        sizes[room_of(path)] += size
+    over = {room: size for room, size in sizes.items() if size > ROOMS.get(room, 0)}
+    assert not over, __doc__
+    assert sizes.keys() == ROOMS.keys()
+
+
+def test_there_are_no_more_files_than_a_reader_can_keep() -> None:
+    assert len(SIZES) <= MOST_FILES, __doc__
+
+
+@pytest.mark.parametrize(
+    ("folder", "suffixes", "most"),
+    [("tests", {".py"}, 54_900), ("tools", {".py"}, 1_000), ("launch", {".sh", ".py", ".sbatch", ""}, 200)],
+)
+def test_what_stands_beside_the_package_keeps_its_budget(folder: str, suffixes: set[str], most: int) -> None:
+    files = (path for path in (ROOT / folder).rglob("*") if path.is_file() and path.suffix in suffixes)
+    assert sum(lines(path) for path in files if "__pycache__" not in path.parts) <= most, __doc__
+
+
+@pytest.mark.parametrize(("pattern", "most"), [("docs/**/*.md", 60_000), ("CHANGELOG.md", 1_500)])
+def test_texts_keep_their_budget_of_words(pattern: str, most: int) -> None:
+    assert sum(len(re.findall(r"\S+", path.read_text())) for path in ROOT.glob(pattern)) <= most, __doc__
