@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -12,14 +14,17 @@ from trtllm_disagg.admin.commands import (
     CONTROL,
     Command,
     Describe,
+    KeySigner,
     Set,
     Switch,
     decode_command,
     encode_command,
     is_control,
 )
+from trtllm_disagg.admin.keys import AdminKey
+from trtllm_disagg.dynamo_runtime.controller import Controller
 from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler
-from trtllm_disagg.errors import EngineError, InvalidRequestError
+from trtllm_disagg.errors import EngineError, InvalidRequestError, StageTimeoutError
 from trtllm_disagg.strategies import STRATEGIES, switchable
 from trtllm_disagg.types import Generate
 
@@ -82,3 +87,39 @@ async def test_a_worker_without_a_stage_state_refuses_commands() -> None:
     handler = as_dynamo_handler(_refuses(), dict)
     with pytest.raises(Exception, match="takes no control commands"):
         [answer async for answer in handler(encode_command(Describe()), context=FakeContext())]
+
+
+ENDPOINT = "dyn://mine.backend.generate"
+FROZEN, DEAD = 2, 3
+
+
+class Said:
+    def is_error(self) -> bool:
+        return False
+
+    def data(self) -> dict[str, str]:
+        return {"role": "decode"}
+
+
+class Client:
+    def instance_ids(self) -> list[int]:
+        return [1, FROZEN, DEAD]
+
+    async def direct(self, request: object, instance_id: int) -> AsyncIterator[Said]:
+        if instance_id == FROZEN:
+            await asyncio.Event().wait()
+        if instance_id == DEAD:
+            raise ConnectionError("reset")
+        return self._answers()
+
+    async def _answers(self) -> AsyncIterator[Said]:
+        yield Said()
+
+
+def made() -> Controller:
+    return Controller({ENDPOINT: Client()}, KeySigner(AdminKey(b"k" * 32)), timeout=0.05)
+
+
+async def test_a_frozen_worker_is_an_error_for_commands_that_need_every_worker() -> None:
+    with pytest.raises(StageTimeoutError, match="instance 2 at"):
+        await made().workers()

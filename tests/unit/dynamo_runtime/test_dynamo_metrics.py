@@ -46,6 +46,8 @@ def test_every_series_is_there_before_the_first_request() -> None:
         assert value(metrics, "dynamo_component_total_blocks", dp_rank=rank) == 200
         assert value(metrics, "dynamo_component_gpu_cache_usage_percent", dp_rank=rank) == 0
         assert value(metrics, "dynamo_component_kvstats_active_blocks", dp_rank=rank) == 0
+    where = {"model": "llama", "dynamo_component": "prefill", "dp_rank": "0"}
+    assert made(Role.PREFILL).registry.get_sample_value("dynamo_component_total_blocks", where) == 200
     for name in ("kv_transfer_success", "num_aborted_requests", "request_type_structured_output"):
         assert value(metrics, f"trtllm_{name}_total") == 0
     assert value(metrics, "trtllm_kv_transfer_latency_seconds_count") == 0
@@ -81,12 +83,6 @@ def test_a_transfer_that_took_no_time_has_no_speed() -> None:
     metrics.ended(RequestEnd(moved, 1, False, 1.0))
     assert value(metrics, "trtllm_kv_transfer_success_total") == 1
     assert value(metrics, "trtllm_kv_transfer_speed_gb_s_count") == 0
-
-
-def test_a_prefill_worker_is_the_component_prefill() -> None:
-    metrics = made(Role.PREFILL)
-    where = {"model": "llama", "dynamo_component": "prefill", "dp_rank": "0"}
-    assert metrics.registry.get_sample_value("dynamo_component_total_blocks", where) == 200
 
 
 @pytest.mark.usefixtures("no_leaks")

@@ -48,6 +48,7 @@ def step(context: int = 0, generating: int = 0, used: int = 0, **more: Any) -> d
 
 def test_tokens_of_steps_are_summed_and_used_blocks_are_not() -> None:
     metrics = made()
+    assert shown(metrics) == OWN, "before the first statistic"
     metrics.update(step(context=100, used=7))
     metrics.update(step(context=20, generating=3, used=5))
 
@@ -87,21 +88,27 @@ def drafted(accepted: int, requests: int) -> dict[str, Any]:
     return {"specDecodingStats": {"numAcceptedTokens": accepted, "numRequestsWithDraftTokens": requests}}
 
 
-def test_accepted_draft_tokens_count_as_decode_tokens() -> None:
-    """TensorRT-LLM: a step gives each request one token, and what it accepts of its draft (py_executor.py)."""
+@pytest.mark.parametrize(
+    ("steps", "tokens"),
+    [
+        # TensorRT-LLM: a step gives each request one token, and what it accepts of its draft (py_executor.py).
+        ([step(generating=4, **drafted(6, 3)), step(generating=1, specDecodingStats=None)], 4 + 6 + 1),
+        # It gives all ranks of attention DP the drafts of rank 0.
+        (
+            [
+                step(generating=3, attentionDpRank=0, **drafted(6, 3)),
+                step(generating=1, attentionDpRank=1, **drafted(6, 3)),
+                step(generating=2, attentionDpRank=1, **drafted(0, 0)),
+            ],
+            9 + 3 + 2,
+        ),
+    ],
+)
+def test_accepted_draft_tokens_count_as_decode_tokens(steps: list[dict[str, Any]], tokens: int) -> None:
     metrics = made()
-    metrics.update(step(generating=4, **drafted(accepted=6, requests=3)))
-    metrics.update(step(generating=1, specDecodingStats=None))
-    assert shown(metrics)["decode_tokens_total"] == 4 + 6 + 1
-
-
-def test_draft_tokens_of_other_ranks_are_estimated_from_rank_0() -> None:
-    """TensorRT-LLM tells all ranks of attention DP those of rank 0."""
-    metrics = made()
-    metrics.update(step(generating=3, attentionDpRank=0, **drafted(accepted=6, requests=3)))
-    metrics.update(step(generating=1, attentionDpRank=1, **drafted(accepted=6, requests=3)))
-    metrics.update(step(generating=2, attentionDpRank=1, **drafted(accepted=0, requests=0)))
-    assert shown(metrics)["decode_tokens_total"] == 9 + 3 + 2
+    for each in steps:
+        metrics.update(each)
+    assert shown(metrics)["decode_tokens_total"] == tokens
 
 
 def test_handoffs_and_pulls_are_shown_where_the_engine_knows_them() -> None:
@@ -114,10 +121,6 @@ def test_handoffs_and_pulls_are_shown_where_the_engine_knows_them() -> None:
     assert shown(metrics)["handoffs_held"] == 1
 
 
-def test_no_engine_metric_is_shown_before_the_first_statistic() -> None:
-    assert shown(made()) == OWN
-
-
 def test_age_of_the_oldest_handoff_grows_between_statistics() -> None:
     metrics = made(clock=(clock := Clock()))
     metrics.update(step(numHandoffsHeld=2, oldestHandoffAt=clock() - 3))
@@ -127,11 +130,7 @@ def test_age_of_the_oldest_handoff_grows_between_statistics() -> None:
     for rank in (None, 1):
         metrics.update(step(numHandoffsHeld=0, oldestHandoffAt=None, attentionDpRank=rank))
     assert (shown(metrics)["handoffs_held"], shown(metrics)["handoffs_oldest_seconds"]) == (0, 0)
-
-
-def test_where_the_engine_counts_no_handoffs_those_that_the_worker_knows_are_shown() -> None:
-    """TensorRT-LLM."""
-    clock = Clock()
+    # TensorRT-LLM counts none: those that the worker knows.
     handoffs = HandoffsHeld(clock=clock)
     metrics = made(handoffs=handoffs)
     handoffs.hold()

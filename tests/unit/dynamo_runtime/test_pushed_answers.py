@@ -180,3 +180,31 @@ async def test_an_answer_that_is_cancelled_leaves_no_thread(sent: int) -> None:
         await pushing
     await until(lambda: all(thread.name != "send" for thread in threading.enumerate()))
     assert not sender.is_closed
+
+
+async def test_an_answer_that_is_dropped_in_a_thread_ends_on_the_event_loop() -> None:
+    ended_in: list[int] = []
+    has_ended = asyncio.Event()
+
+    async def endless(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        try:
+            yield TokenChunk([1])
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended_in.append(threading.get_ident())
+            has_ended.set()
+
+    handler = as_dynamo_handler(endless, dict)
+    dynamos: list[Any] = []
+
+    def ask() -> Any:
+        # As Dynamo does it: the attribute, once.
+        dynamos.append(handler(raw_request(), FakeContext()).__anext__)
+        return dynamos[0]()
+
+    first = await (await asyncio.to_thread(ask))
+    assert first["token_ids"] == [1]
+    await asyncio.to_thread(dynamos.clear)
+    await asyncio.wait_for(has_ended.wait(), 10)
+    assert ended_in == [threading.get_ident()]

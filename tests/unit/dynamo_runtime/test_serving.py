@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from dynamo.common import model_taints
 
 from tests.support.handling import until
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
@@ -100,17 +101,12 @@ async def at_frontends(
         yield runtime, front, serving
 
 
-async def test_metrics_of_an_endpoint_have_both_names_of_the_models_label(
+async def test_metrics_have_both_names_of_the_models_label_and_the_card_the_limit_of_a_prompt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The frontend refuses a prompt that fills the context."""
     async with at_frontends(monkeypatch) as (_, front, _):
         assert front.labels == [("model", "m"), ("model_name", "m")]
-
-
-async def test_the_frontend_is_told_to_refuse_a_prompt_that_fills_the_context(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with at_frontends(monkeypatch) as (_, front, _):
         [card] = front.cards
         assert card.context_length == MODEL.max_seq_len
         assert json.loads(card.runtime_data["token_budget"]) == {
@@ -241,3 +237,52 @@ async def test_a_card_that_is_put_while_its_worker_leaves_is_removed(monkeypatch
         await runtime.leave()
         await putting
         assert removed[-1] is runtime.endpoint_for_workers
+
+
+Route = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+
+
+class KeepsRoutes:
+    """In place of Dynamo's runtime and of its endpoints: keeps what they would serve at the system port."""
+
+    def __init__(self) -> None:
+        self.routes: dict[str, Route] = {}
+
+    def endpoint(self, name: str) -> KeepsRoutes:
+        return KeepsRoutes()
+
+    def connection_id(self) -> int:
+        return 1
+
+    def register_engine_route(self, path: str, route: Route) -> None:
+        self.routes[path] = route
+
+    async def serve_endpoint(self, *_: object, **__: object) -> None: ...
+
+
+async def test_taints_reach_the_card_and_the_next_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    cards: list[Any] = []
+    updates: list[set[str]] = []
+
+    async def register(*_: object, runtime_config: Any, **__: object) -> None:
+        cards.append(runtime_config)
+
+    async def update(_: object, taints: set[str]) -> None:
+        updates.append(taints)
+
+    monkeypatch.setattr(worker_endpoint, "register_model", register)
+    monkeypatch.setattr(model_taints, "update_model_taints", update)
+    dynamo = KeepsRoutes()
+    config = WorkerConfig(model="m", role=Role.DECODE, strategy="decode_first")
+    runtime = Runtime(config, runtime=dynamo)
+    model = ServedModel(16, 8, 1, 64, 64)
+    await runtime.register(model)
+    assert not cards[-1].taints
+    answer = await dynamo.routes["update/model_taints"]({"taints": ["slow", "slow", "old"]})
+    assert answer == {"status": "ok", "taints": ["old", "slow"]}
+    assert updates == [{"old", "slow"}]
+    # A switch makes the card anew.
+    await runtime.register(model)
+    assert cards[-1].taints == {"old", "slow"}
+    await runtime.register_for_peers(model)
+    assert not cards[-1].taints

@@ -87,43 +87,6 @@ def test_every_shipped_file_opens_an_engine(model: str, role: Role) -> None:
     assert engine.llm.args.tensor_parallel_size == 1
 
 
-def test_a_prefill_worker_gives_tensorrt_llm_these_keywords() -> None:
-    assert opened(Role.PREFILL).llm.calls[0].arguments == {
-        "model": "meta-llama/Llama-3.1-8B-Instruct",
-        "load_format": "auto",
-        "pipeline_parallel_size": 1,
-        "enable_attention_dp": False,
-        "max_seq_len": 16384,
-        "max_batch_size": 16,
-        "max_num_tokens": 8192,
-        "max_beam_width": 1,
-        "enable_chunked_prefill": True,
-        "disable_overlap_scheduler": True,
-        "cuda_graph_config": {"max_batch_size": 16, "enable_padding": True},
-        "kv_cache_config": {
-            "tokens_per_block": 32,
-            "free_gpu_memory_fraction": 0.85,
-            "enable_block_reuse": True,
-            "dtype": "auto",
-        },
-        "cache_transceiver_config": {
-            "backend": "NIXL",
-            "max_tokens_in_buffer": 16384,
-            "kv_transfer_timeout_ms": 60000,
-        },
-        "scheduler_config": {
-            "capacity_scheduler_policy": "GUARANTEED_NO_EVICT",
-            "dynamic_batch_config": {
-                "enable_batch_size_tuning": True,
-                "enable_max_num_tokens_tuning": False,
-                "dynamic_batch_moving_average_window": 128,
-            },
-        },
-        "return_perf_metrics": False,
-        "enable_iter_perf_stats": worker(Role.PREFILL)[1]["enable_iter_perf_stats"],
-    }
-
-
 @pytest.mark.parametrize("model", MODELS)
 def test_decode_overlaps_and_agg_has_no_transceiver(model: str) -> None:
     decode, agg = (opened(role, model).llm.calls[0].arguments for role in (Role.DECODE, Role.AGG))

@@ -22,7 +22,7 @@ from tests.support.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.engines.recording.llm import LLM, DisaggregatedParams, Script
 from trtllm_disagg.engines.recording.result import EOS_TOKEN
-from trtllm_disagg.errors import InvalidRequestError
+from trtllm_disagg.errors import InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.strategies import spec_of, worker_side
 from trtllm_disagg.types import GenerateRequest, TokenChunk, Usage
@@ -110,17 +110,6 @@ async def test_one_token_never_reaches_decode(order: str) -> None:
     assert "disaggregated_params" not in call, "KV would be kept for a decode"
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-async def test_stop_token_after_the_first_token_ends_the_decode(strategy: str) -> None:
-    pair = make_pair(strategy)
-    pair.prefill.scripts.append(Script(tokens=[5]))
-    pair.decode.scripts.append(Script(tokens=[5, 6, EOS_TOKEN, 7]))
-    chunks = await collect(pair.generate, request())
-    assert tokens_of(chunks) == [5, 6]
-    assert chunks[-1].finish_reason == "stop"
-    assert pair.prefill.results[0].aborts == []
-
-
 @pytest.mark.parametrize("order", ORDERS)
 async def test_first_token_is_sent_before_decode_starts(order: str) -> None:
     pair = make_pair(order)
@@ -206,3 +195,48 @@ async def test_usage_counts_what_prefill_had_cached(strategy: str) -> None:
     assert pair.decode.results[0].cached_tokens == len(PROMPT)
     assert usage.prompt_tokens_details.cached_tokens == 0
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (3, 5, 8)
+
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+_WAYS = ("local", *worker_side())
+
+
+@pytest.mark.parametrize(
+    ("order", "words"),
+    [
+        ("prefill_first", ["disagg:sideways"]),
+        ("decode_first", ["disagg:"]),
+        ("prefill_first", ["disagg:strategy=local"]),
+        ("decode_first", ["disagg:nxt=1a2b"]),
+        ("prefill_first", ["disagg:next"]),
+        ("decode_first", ["disagg:local", "disagg:sideways"]),
+    ],
+)
+async def test_unknown_annotation_is_refused_with_the_allowed_ones(order: str, words: list[str]) -> None:
+    """A misspelt wish must not be heard as none."""
+    with pytest.raises(
+        InvalidRequestError, match=f"nvext.annotations: {words[-1]!r} .*disagg:next="
+    ) as caught:
+        await collect(make_pair(order).generate, request(4, annotations=words))
+    assert all(f"disagg:{name}" in str(caught.value) for name in _WAYS)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_two_orders_contradict_each_other(order: str) -> None:
+    with pytest.raises(InvalidRequestError, match="disagg:local and disagg:auto contradict each other"):
+        await collect(make_pair(order).generate, request(4, annotations=["disagg:local", "disagg:auto"]))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_annotations_without_the_prefix_are_ignored(order: str) -> None:
+    asked = request(4, annotations=["query_instance_id:", "disagg:local", "disagg:local"])
+    assert tokens_of(await collect(make_pair(order).generate, asked)) == expected_tokens(4)
+    assert asked.trace.strategy == "local"
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_unknown_strategy_asked_by_a_worker_raises_peer_unavailable(order: str) -> None:
+    asked = request(4, errand={"stage": "whole", "strategy": "decode_twice"})
+    with pytest.raises(PeerUnavailableError, match="does not know the strategy 'decode_twice'"):
+        await collect(make_pair(order).generate, asked)

@@ -65,13 +65,16 @@ async def test_a_request_id_that_fits_comes_with_the_item(
     assert seen == [comes]
 
 
+def decode_stage() -> RecordingStageClient:
+    config = WorkerConfig(model="m", role=Role.DECODE, strategy="prefill_first")
+    return RecordingStageClient(build_generate(config, recording_engine(), NoStage()))
+
+
 async def test_in_prefill_first_any_prefill_worker_has_the_prefill_and_decode_gets_the_handoff(
     nats: NatsServer, no_leaks: None
 ) -> None:
     async with queueing(nats, "prefill_first") as queue:
-        engine = recording_engine()
-        decode_config = WorkerConfig(model="m", role=Role.DECODE, strategy="prefill_first")
-        stage = RecordingStageClient(build_generate(decode_config, engine, NoStage()))
+        stage = decode_stage()
         pushing, pulling = await queue.pusher(stage=stage), await queue.puller()
 
         chunks = await collect(pushing.generate, request(6))
@@ -93,8 +96,7 @@ async def test_in_prefill_first_the_prefill_worker_is_told_that_decode_has_the_k
             kinds.append(asked.phase_request.kind)
             return serve(asked, context)
 
-        decode_config = WorkerConfig(model="m", role=Role.DECODE, strategy="prefill_first")
-        stage = RecordingStageClient(build_generate(decode_config, recording_engine(), NoStage()))
+        stage = decode_stage()
         pushing = await queue.pusher(stage=stage)
         await queue.puller(serve=heard)
 
@@ -108,9 +110,7 @@ async def test_in_prefill_first_a_handoff_without_a_decode_is_released(
     nats: NatsServer, no_leaks: None
 ) -> None:
     async with queueing(nats, "prefill_first") as queue:
-        engine = recording_engine()
-        decode_config = WorkerConfig(model="m", role=Role.DECODE, strategy="prefill_first")
-        stage = RecordingStageClient(build_generate(decode_config, engine, NoStage()))
+        stage = decode_stage()
         pushing = await queue.pusher(stage=stage)
         await queue.puller()
         answer = pushing.generate(request(6), FakeContext())
@@ -153,47 +153,33 @@ async def test_in_prefill_first_a_handoff_that_no_decode_worker_fetches_is_recal
         PeerUnavailableError("gone"),
         StageTimeoutError("late"),
         EngineError("broken"),
+        KeyError("oops"),
     ],
 )
-async def test_a_prefill_workers_error_arrives_as_it_was(queue: Queueing, error: DisaggError) -> None:
-    pushing = await queue.pusher()
-    await queue.puller(0xC, serve=raising(error))
-    with pytest.raises(type(error), match=str(error)) as raised:
-        await collect(pushing.generate, request(4))
-    assert type(raised.value) is type(error)
-    assert raised.value.peer == 0xC
-
-
-async def test_a_bug_in_a_prefill_worker_costs_this_request_only(
-    queue: Queueing, caplog: pytest.LogCaptureFixture
+async def test_a_prefill_workers_error_arrives_as_it_was_and_a_bug_as_the_engines(
+    queue: Queueing, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     pushing = await queue.pusher()
-    await queue.puller(serve=raising(KeyError("oops")))
+    await queue.puller(0xC, serve=raising(error))
+    arrives_as = type(error) if isinstance(error, DisaggError) else EngineError
     for _ in range(2):
-        with pytest.raises(EngineError, match="KeyError: 'oops'"):
+        with pytest.raises(arrives_as, match=str(error)) as raised:
             await collect(pushing.generate, request(4))
-    assert "failed unexpectedly" in caplog.text
+        assert type(raised.value) is arrives_as
+        assert raised.value.peer == 0xC
+    assert ("failed unexpectedly" in caplog.text) is isinstance(error, KeyError)
 
 
 async def test_a_request_goes_to_no_instance_that_has_failed_it(queue: Queueing) -> None:
-    pushing = await queue.pusher()
-    failed, other = await queue.puller(1), await queue.puller(2)
+    queue.limits = QueueLimits(offers=5)
+    pushing, failed = await queue.pusher(), await queue.puller(1)
+    with pytest.raises(PeerUnavailableError, match="no other prefill worker takes this request"):
+        await collect(pushing.generate, request(3).avoiding(1))
+    with pytest.raises(PeerUnavailableError):
+        await pushing.client.pick(request().avoiding(0))  # the queue itself
+    other = await queue.puller(2)
     for _ in range(6):
         asked = request(3).avoiding(1)
         assert tokens_of(await collect(pushing.generate, asked)) == expected_tokens(3)
         assert asked.trace.facts["prefill_instance"] == "2"
     assert (len(failed.llm.results), len(other.llm.results)) == (0, 6)
-
-
-async def test_request_fails_when_the_only_worker_is_avoided(queue: Queueing) -> None:
-    queue.limits = QueueLimits(offers=5)
-    pushing = await queue.pusher()
-    await queue.puller(1)
-    with pytest.raises(PeerUnavailableError, match="no other prefill worker takes this request"):
-        await collect(pushing.generate, request(3).avoiding(1))
-
-
-async def test_avoided_queue_raises_peer_unavailable(queue: Queueing) -> None:
-    pushing = await queue.pusher()
-    with pytest.raises(PeerUnavailableError):
-        await pushing.client.pick(request().avoiding(0))

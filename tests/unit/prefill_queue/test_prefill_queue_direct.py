@@ -107,19 +107,6 @@ async def test_without_nats_prefills_go_on_without_the_queue(tmp_path: Any, no_l
         server.kill()
 
 
-async def test_no_prefill_worker_is_named_before_one_has_taken_the_item(queue: Queueing) -> None:
-    pushing = await queue.pusher(timeout=1.5)
-    asked = request(5)
-    with pytest.raises(Exception, match="--queue-timeout"):
-        await collect(pushing.generate, asked)
-    assert "prefill_instance" not in asked.trace.facts
-
-    await queue.puller(7)
-    again = request(5)
-    assert tokens_of(await collect(pushing.generate, again)) == expected_tokens(5)
-    assert again.trace.facts["prefill_instance"] == "7"
-
-
 class FullDisk(NatsClient):
     """JetStream does not reply to a push while the disk is full."""
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 import pytest
 
 from tests.support.nats_server import NatsServer
-from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import ConfigError, QueueUnusableError
 from trtllm_disagg.prefill_queue import NoPrefillQueue, nats_queue, open_prefill_queue
 from trtllm_disagg.prefill_queue.broker import Broker, NatsClient, QueueLimits
@@ -31,45 +31,26 @@ async def test_worker_without_queue_dispatch_opens_no_prefill_queue() -> None:
     assert isinstance(await open_prefill_queue(WorkerConfig(model="m"), "kind"), NoPrefillQueue)
 
 
-def test_queue_name_does_not_depend_on_role_and_strategy() -> None:
+@pytest.mark.parametrize("component", [None, "mine"])
+def test_queue_name_does_not_depend_on_role_and_strategy(component: str | None) -> None:
     """A deployment that switched has workers that were started under either strategy."""
+    place = component and f"dyn://dynamo.{component}.generate"
+    roles = ((Role.PREFILL, {"endpoint": place}), (Role.DECODE, {"next_endpoint": place}))
     configs = [
-        WorkerConfig(model="m", role=role, strategy=strategy, prefill_dispatch="queue")
-        for strategy in switchable()
-        for role in (Role.DECODE, Role.PREFILL)
+        WorkerConfig(model="m", role=role, strategy=strategy, prefill_dispatch="queue", **at)
+        for strategy in (["decode_first"] if component else switchable())
+        for role, at in roles
     ]
     assert {Names.of(config, "kind").items for config in configs} == {
-        "trtllm_disagg.prefill_queue.dynamo.prefill.generate.kind.items"
+        f"trtllm_disagg.prefill_queue.dynamo.{component or 'prefill'}.generate.kind.items"
     }
-
-
-def test_prefill_and_decode_of_another_namespace_have_one_queue() -> None:
-    prefill = WorkerConfig(
-        model="m",
-        role=Role.PREFILL,
-        strategy="decode_first",
-        endpoint="dyn://dynamo.mine.generate",
-        prefill_dispatch="queue",
-    )
-    decode = WorkerConfig(
-        model="m",
-        role=Role.DECODE,
-        strategy="decode_first",
-        next_endpoint="dyn://dynamo.mine.generate",
-        prefill_dispatch="queue",
-    )
-    assert Names.of(decode, "kind") == Names.of(prefill, "kind")
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 @pytest.mark.parametrize("strategy", switchable())
 async def test_a_worker_that_may_push_after_a_switch_opens_it(role: Role, strategy: str) -> None:
     config = WorkerConfig(
-        model="m",
-        role=role,
-        strategy=strategy,
-        prefill_dispatch="queue",
-        nats_server="nats://127.0.0.1:1",
+        model="m", role=role, strategy=strategy, prefill_dispatch="queue", nats_server="nats://127.0.0.1:1"
     )
     with pytest.raises(ConfigError, match="--nats-server"):
         await open_prefill_queue(config, "kind", QueueLimits(connect=0.1))
@@ -82,9 +63,7 @@ async def test_missing_nats_server_is_refused_without_its_password(password: str
     with pytest.raises(ConfigError) as raised:
         await open_prefill_queue(config, "kind", QueueLimits(connect=0.3))
     said = str(raised.value)
-    assert said.startswith(
-        "--nats-server: 'nats://***@127.0.0.1:1' is not allowed; expected nats://host:port"
-    )
+    assert said.startswith("--nats-server: 'nats://***@127.0.0.1:1' ")
     assert "secret" not in said
     assert "JetStream" in said
 
@@ -120,9 +99,7 @@ async def test_a_server_without_jetstream_is_refused(tmp_path: Path) -> None:
     server.start()
     config = WorkerConfig(model="m", role=Role.PREFILL, prefill_dispatch="queue", nats_server=server.url)
     try:
-        with pytest.raises(
-            ConfigError, match=r"has JetStream .nats-server -js.: this server has no JetStream"
-        ):
+        with pytest.raises(ConfigError, match="this server has no JetStream"):
             await open_prefill_queue(config, "kind")
     finally:
         server.kill()
@@ -177,16 +154,6 @@ async def test_tls_url_connects_only_to_a_server_with_tls(
                 await (await open_prefill_queue(config, "kind", limits)).aclose()
         finally:
             server.kill()
-
-
-def test_both_phases_at_once_need_to_know_the_prefill_worker() -> None:
-    with pytest.raises(ConfigError, match=r"--prefill-dispatch: 'queue' .* direct with --schedule-style"):
-        WorkerConfig(
-            model="m",
-            role=Role.DECODE,
-            prefill_dispatch="queue",
-            schedule_style=ScheduleStyle.GENERATION_FIRST,
-        )
 
 
 async def test_a_worker_that_has_left_before_it_starts_pulls_nothing(

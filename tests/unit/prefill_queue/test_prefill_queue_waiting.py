@@ -21,10 +21,12 @@ async def depth_is(queue: Queueing, depth: int) -> None:
     await until(lambda: queue.pushers[0].watch.depth() == depth)
 
 
-async def test_a_worker_never_takes_more_than_it_has_room_for(queue: Queueing) -> None:
+@pytest.mark.parametrize("room", [{"max_items": 2}, {"max_tokens": len(PROMPT) + 1}])
+async def test_a_worker_never_takes_more_than_it_has_room_for(queue: Queueing, room: dict[str, int]) -> None:
+    """Of tokens, the second request fills a step."""
     pushing = await queue.pusher()
     scripts = [blocked() for _ in range(5)]
-    one = await queue.puller(1, max_items=2)
+    one = await queue.puller(1, **room)
     one.llm.scripts.extend(script for script, _ in scripts)
     asked = [asyncio.create_task(collect(pushing.generate, request(2))) for _ in range(5)]
 
@@ -39,23 +41,6 @@ async def test_a_worker_never_takes_more_than_it_has_room_for(queue: Queueing) -
         gate.release()
     for answer in asked:
         assert tokens_of(await answer) == expected_tokens(2)
-
-
-async def test_room_is_counted_in_tokens_of_one_step(queue: Queueing) -> None:
-    pushing = await queue.pusher()
-    scripts = [blocked() for _ in range(4)]
-    one = await queue.puller(1, max_tokens=len(PROMPT) + 1)
-    one.llm.scripts.extend(script for script, _ in scripts)
-    asked = [asyncio.create_task(collect(pushing.generate, request(2))) for _ in range(4)]
-
-    # The second fills the step, and that is all.
-    await until(lambda: len(one.llm.results) == 2)
-    await depth_is(queue, 2)
-    assert len(one.llm.results) == 2
-
-    for _, gate in scripts:
-        gate.release()
-    await asyncio.gather(*asked)
 
 
 async def test_depth_and_age_are_those_of_what_waits(queue: Queueing) -> None:
@@ -157,8 +142,9 @@ async def test_a_handoff_that_is_not_taken_is_released(queue: Queueing) -> None:
 async def test_item_beyond_queue_timeout_fails_and_leaves_the_queue(queue: Queueing) -> None:
     pushing = await queue.pusher(timeout=1.5)
     with pytest.raises(StageTimeoutError, match=r"within 1\.5 s \(--queue-timeout\)") as raised:
-        await collect(pushing.generate, request(4))
+        await collect(pushing.generate, asked := request(4))
     assert raised.value.peer == 0
+    assert "prefill_instance" not in asked.trace.facts, "none has taken it"
     await depth_is(queue, 0)
     pulling = await queue.puller()
     assert tokens_of(await collect(pushing.generate, request(4))) == expected_tokens(4)

@@ -127,7 +127,7 @@ async def test_error_of_a_pushed_item_has_its_peer() -> None:
     assert isinstance(failing.outcome.exception(), EngineError)
 
 
-async def test_room_is_available_again_when_an_item_leaves() -> None:
+async def test_room_is_counted_in_items_and_tokens_and_there_again_when_an_item_leaves() -> None:
     room = Room(max_items=2, max_tokens=100)
     room.enter("long", 5000)
     assert not room.is_there
@@ -136,10 +136,6 @@ async def test_room_is_available_again_when_an_item_leaves() -> None:
     assert not waiting.done()
     room.leave("long")
     await waiting
-
-
-async def test_room_is_counted_in_items_too() -> None:
-    room = Room(max_items=2, max_tokens=100)
     room.enter("a", 1)
     await room.wait()
     room.enter("b", 1)
