@@ -53,7 +53,7 @@ become_worker() {
     [[ $1 == agg ]] || argv+=(--disaggregation-strategy "$STRATEGY")
     [[ -z ${!devices:-} ]] || export CUDA_VISIBLE_DEVICES="${!devices}"
     export DYN_SYSTEM_PORT="${DYN_SYSTEM_PORT:-$2}"
-    export TRTLLM_DISAGG_ADMIN_KEY_FILE="${TRTLLM_DISAGG_ADMIN_KEY_FILE:-$("$PYTHON" -P -m trtllm_disagg.admin.keys)}"
+    export TRTLLM_DISAGG_ADMIN_KEY_FILE="${TRTLLM_DISAGG_ADMIN_KEY_FILE:-$("$PYTHON" -P -m trtllm_disagg.tools.admin.user_key)}"
     join
     argv=("$PYTHON" -P -m trtllm_disagg worker "${argv[@]}" "${@:3}")
     [[ -n ${TLLM_SPAWN_PROXY_PROCESS:-} ]] || exec "${argv[@]}"

@@ -20,7 +20,7 @@ from trtllm_disagg.tools.up.up_command import add_arguments
 #: Prints its arguments and environment, and makes keys.
 STAND_IN = f"""#!{sys.executable} -P
 import json, os, sys
-if "trtllm_disagg.admin.keys" in sys.argv:
+if "trtllm_disagg.tools.admin.user_key" in sys.argv:
     os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 print(json.dumps([sys.argv[1:], dict(os.environ)]))
 """

@@ -1,7 +1,4 @@
-"""The key of a deployment, with which commands to its workers are signed, and how every key file is read.
-
-As a program it prints the path of this user's own key, and makes the key if needed, for the launch scripts.
-"""
+"""The key of a deployment, with which commands to its workers are signed."""
 
 from __future__ import annotations
 
@@ -10,9 +7,6 @@ import hmac
 import os
 import secrets
 import stat
-import sys
-from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 from trtllm_disagg.errors import ConfigError
@@ -78,37 +72,3 @@ def read_private_file(path: Path, setting: str, expected: str, most_bytes: int) 
         found = f"its mode is {stat.S_IMODE(state.st_mode):04o}, its owner uid {state.st_uid}"
         raise ConfigError.bad_value(setting, str(path), f"{expected}: {found}")
     return content
-
-
-def user_key(environ: Mapping[str, str]) -> Path:
-    """Path of the key for all workers that this user starts one by one. The file need not exist yet."""
-    state = environ.get("XDG_STATE_HOME") or Path(environ.get("HOME") or "/", ".local", "state")
-    return Path(state, "trtllm-disagg", "admin.key")
-
-
-def make_once(key: Path) -> None:
-    """Make the key unless it exists. When two processes do so at once, the first key stays. Raises OSError."""
-    key.parent.mkdir(parents=True, exist_ok=True)
-    draft = key.with_name(f"draft.{os.getpid()}")
-    try:
-        AdminKey.create(draft)
-        with suppress(FileExistsError):
-            os.link(draft, key)
-    finally:
-        draft.unlink(missing_ok=True)
-
-
-def main() -> None:
-    key = user_key(os.environ)
-    try:
-        if not key.exists():
-            make_once(key)
-    except OSError:
-        without = "the workers will refuse `trtllm-disagg switch` and `set`"
-        print(f"no key can be made in {key.parent}: {without}", file=sys.stderr)
-    else:
-        print(key)
-
-
-if __name__ == "__main__":
-    main()

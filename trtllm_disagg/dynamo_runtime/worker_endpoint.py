@@ -27,8 +27,13 @@ from trtllm_disagg.admin.commands import DescribedInstance
 from trtllm_disagg.config.settings import endpoint_of, names_of_endpoint_types, parse_endpoint_id
 from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
 from trtllm_disagg.dynamo_runtime.advertised import NOTHING, Advertised
-from trtllm_disagg.dynamo_runtime.discovery import DynamoDirectory, KvOverlaps, described, list_instances
-from trtllm_disagg.dynamo_runtime.discovery_files import DiscoveryFiles
+from trtllm_disagg.dynamo_runtime.discovery import (
+    DiscoveryFiles,
+    DynamoDirectory,
+    KvOverlaps,
+    described,
+    list_instances,
+)
 from trtllm_disagg.dynamo_runtime.handler import (
     FirstTokens,
     HandleCommand,

@@ -21,8 +21,9 @@ from trtllm_disagg.admin.commands import (
     Switch,
     encode_command,
 )
-from trtllm_disagg.admin.keys import KEY_BYTES, AdminKey, make_once
+from trtllm_disagg.admin.keys import KEY_BYTES, AdminKey
 from trtllm_disagg.errors import CommandRefusedError, ConfigError, InvalidRequestError
+from trtllm_disagg.tools.admin.user_key import make_once
 
 ME, ANOTHER = 7, 8
 KEY = AdminKey(b"k" * KEY_BYTES)

@@ -15,7 +15,7 @@ from tests.support.handling import raw_request, until
 from tests.support.sinks import RecordingEventSink
 from tests.unit.worker.test_stage_state import stage_state
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.dynamo_runtime.discovery_files import DiscoveryFiles
+from trtllm_disagg.dynamo_runtime.discovery import DiscoveryFiles
 from trtllm_disagg.dynamo_runtime.handler import refuse_control
 from trtllm_disagg.dynamo_runtime.kv_events import EventSources
 from trtllm_disagg.dynamo_runtime.shutdown import watch_for_freezes, watch_for_loss

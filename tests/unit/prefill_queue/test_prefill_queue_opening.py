@@ -35,7 +35,10 @@ async def test_worker_without_queue_dispatch_opens_no_prefill_queue() -> None:
 def test_queue_name_does_not_depend_on_role_and_strategy(component: str | None) -> None:
     """A deployment that switched has workers that were started under either strategy."""
     place = component and f"dyn://dynamo.{component}.generate"
-    roles = ((Role.PREFILL, {"endpoint": place}), (Role.DECODE, {"next_endpoint": place}))
+    roles: tuple[tuple[Role, dict[str, Any]], ...] = (
+        (Role.PREFILL, {"endpoint": place}),
+        (Role.DECODE, {"next_endpoint": place}),
+    )
     configs = [
         WorkerConfig(model="m", role=role, strategy=strategy, prefill_dispatch="queue", **at)
         for strategy in (["decode_first"] if component else switchable())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ async def depth_is(queue: Queueing, depth: int) -> None:
 
 
 @pytest.mark.parametrize("room", [{"max_items": 2}, {"max_tokens": len(PROMPT) + 1}])
-async def test_a_worker_never_takes_more_than_it_has_room_for(queue: Queueing, room: dict[str, int]) -> None:
+async def test_a_worker_never_takes_more_than_it_has_room_for(queue: Queueing, room: dict[str, Any]) -> None:
     """Of tokens, the second request fills a step."""
     pushing = await queue.pusher()
     scripts = [blocked() for _ in range(5)]

@@ -28,12 +28,13 @@ from trtllm_disagg.admin.commands import (
     Signer,
     UpCommand,
 )
-from trtllm_disagg.admin.keys import KEY_FILE, AdminKey, user_key
+from trtllm_disagg.admin.keys import KEY_FILE, AdminKey
 from trtllm_disagg.config.args import argument_parser_of, whereabouts_of
 from trtllm_disagg.config.worker_config import FLAGS, Role, flag_of
 from trtllm_disagg.errors import ConfigError, DisaggError, StageTimeoutError
 from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.processes.steadily import without_silence
+from trtllm_disagg.tools.admin.user_key import user_key
 
 if TYPE_CHECKING:
     from trtllm_disagg.dynamo_runtime.controller import Controller
