@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import sys
 import time
@@ -30,16 +31,24 @@ def command_in(directory: Path) -> Path:
 
 def main(arguments: list[str]) -> None:
     given = dict(pairwise(arguments))
-    sweep = [asyncio.run(_at_rate(given, float(rate))) for rate in given["--request-rate"].split(",")]
-    place = Path(given["--artifact-dir"]) / "sweep_aggregate"
-    place.mkdir(parents=True)
-    content = {"per_combination_metrics": sweep}
-    (place / "profile_export_aiperf_sweep.json").write_text(json.dumps(content))
+    rates = given["--request-rate"].split(",")
+    for rate in rates:
+        # One rate is no sweep.
+        place = Path(given["--artifact-dir"]) / (f"rate_{float(rate)}" if len(rates) > 1 else "")
+        place.mkdir(exist_ok=True)
+        content = asyncio.run(_at_rate(given, float(rate)))
+        (place / "profile_export_aiperf.json").write_text(json.dumps(content))
+
+
+def _tokenizer(name: str) -> Path:
+    """Of the cache of the Hugging Face hub."""
+    cached = Path(os.environ["HF_HUB_CACHE"]) / f"models--{name.replace('/', '--')}"
+    return cached / "snapshots" / (cached / "refs" / "main").read_text()
 
 
 async def _at_rate(given: dict[str, str], rate: float) -> dict[str, Any]:
     numbers = random.Random(rate)
-    vocabulary = json.loads((Path(given["--tokenizer"]) / "config.json").read_text())["vocab_size"]
+    vocabulary = json.loads((_tokenizer(given["--tokenizer"]) / "config.json").read_text())["vocab_size"]
     count = int(given["--request-count"])
     prompts = [[numbers.randrange(2, vocabulary) for _ in range(int(given["--isl"]))] for _ in range(count)]
     begun = time.monotonic()
@@ -54,7 +63,8 @@ async def _at_rate(given: dict[str, str], rate: float) -> dict[str, Any]:
         for first, gap in times
     ]
     tokens = count * int(given["--osl"]) / (time.monotonic() - begun)
-    values = {
+    return {
+        "input_config": {"phases": [{"rate": rate}]},
         "good_request_fraction": {"avg": mean(good)},
         "request_error_rate": {"avg": 0.0},
         "request_throughput": {"avg": count / (time.monotonic() - begun)},
@@ -63,7 +73,6 @@ async def _at_rate(given: dict[str, str], rate: float) -> dict[str, Any]:
         "time_to_first_token": {"p50": median(firsts), "p99": max(firsts)},
         "inter_token_latency": {"p50": median(gaps), "p99": max(gaps)},
     }
-    return {"parameters": {"rate": rate}, "metrics": values}
 
 
 async def _send(

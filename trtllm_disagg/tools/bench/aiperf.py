@@ -1,4 +1,4 @@
-"""Runs AIPerf, the load generator: one sweep over rates, and what it says of each rate."""
+"""Runs AIPerf, the load generator: one sweep over rates, and what it writes of each rate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +18,14 @@ import msgspec
 
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.tools.plan.slo import Slo
+from trtllm_disagg.tools.plan.workloads import Traffic
 
 #: The version in our extra `[bench]`.
 VERSION = "0.13.0"
 _REMEDY = f"pip install 'trtllm-disagg[bench]' brings it, or aiperf=={VERSION} in any environment"
-_SWEEP = Path("sweep_aggregate", "profile_export_aiperf_sweep.json")
+_EXPORT, _TRACE = "profile_export_aiperf.json", "trace.jsonl"
+#: The tokenizer's name in the cache that AIPerf gets.
+_TOKENIZER = "bench/tokenizer"
 #: A limit of ours -> AIPerf's metric.
 _METRICS = {"ttft": "time_to_first_token", "tpot": "inter_token_latency", "latency": "request_latency"}
 _LOG_LINES = 12
@@ -41,8 +44,7 @@ class Load:
     model: str
     #: A directory with a tokenizer.
     tokenizer: Path
-    #: AIPerf's flags for the traffic (plan/workloads.py).
-    traffic: tuple[str, ...]
+    traffic: Traffic
     rates: tuple[float, ...]
     requests: int
     slo: Slo
@@ -50,10 +52,13 @@ class Load:
     def flags(self, directory: Path) -> tuple[str, ...]:
         """Each request has its own connection: on an open one Linux delays the first token by up to 40 ms."""
         goodput = " ".join(f"{_METRICS[name]}:{limit:g}" for name, limit in self.slo.limits.items())
+        traffic = self.traffic.aiperf
+        if self.traffic.lines:
+            traffic += ("--input-file", str(directory / _TRACE))
         return (
-            *("--model", self.model, "--url", self.url, "--tokenizer", str(self.tokenizer.absolute())),
-            *("--endpoint-type", "chat" if "--conversation-turn-mean" in self.traffic else "completions"),
-            *("--streaming", "--use-server-token-count", "--extra-inputs", "ignore_eos:true", *self.traffic),
+            *("--model", self.model, "--url", self.url, "--tokenizer", _TOKENIZER),
+            *("--endpoint-type", "chat" if "--conversation-turn-mean" in traffic else "completions"),
+            *("--streaming", "--use-server-token-count", "--extra-inputs", "ignore_eos:true", *traffic),
             *("--request-rate", ",".join(f"{rate:g}" for rate in self.rates)),
             *("--request-count", str(self.requests), "--goodput", goodput),
             # Every layout gets the same prompts; each rate has its own, so that none is cached.
@@ -63,20 +68,41 @@ class Load:
         )
 
 
-class RateResult(msgspec.Struct, frozen=True):
-    """What AIPerf says of one rate, on the wall's clock: requests/s, milliseconds, tokens/s."""
+class Metric(msgspec.Struct, frozen=True):
+    avg: float = 0.0
+    p50: float = 0.0
+    p99: float = 0.0
 
+
+class _Phase(msgspec.Struct, frozen=True):
     rate: float
-    #: The share of requests within all limits.
-    good_share: float
-    requests_s: float
-    tokens_s: float
-    tokens_s_user: float
-    ttft_p50: float
-    ttft_p99: float
-    tpot_p50: float
-    tpot_p99: float
-    error_percent: float
+
+
+class _Settings(msgspec.Struct, frozen=True):
+    phases: list[_Phase]
+
+
+class RateResult(msgspec.Struct, frozen=True):
+    """What AIPerf writes of one rate, on the wall's clock: requests/s, tokens/s, milliseconds, a share, percent."""
+
+    input_config: _Settings
+    request_throughput: Metric
+    request_error_rate: Metric
+    good_request_fraction: Metric
+    output_token_throughput: Metric
+    time_to_first_token: Metric
+    #: Answers of one token have none.
+    inter_token_latency: Metric = Metric()
+    output_token_throughput_per_user: Metric = Metric()
+
+    @property
+    def rate(self) -> float:
+        return self.input_config.phases[-1].rate
+
+    @property
+    def good_share(self) -> float:
+        """The share of requests within all limits. AIPerf's own is of the answered ones."""
+        return self.good_request_fraction.avg * (1 - self.request_error_rate.avg / 100)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +123,7 @@ class AIPerf:
     async def sweep(self, load: Load, directory: Path) -> list[RateResult]:
         """Sends all requests at each rate; AIPerf's files go to the existing `directory`. Raises LoadFailedError."""
         argv = (str(self.executable), "profile", *load.flags(directory))
+        environment = _files_of(load, directory)
         (directory / "command").write_text(shlex.join(argv) + "\n")
         with (directory / "aiperf.log").open("wb") as log:
             process = await asyncio.create_subprocess_exec(
@@ -104,6 +131,7 @@ class AIPerf:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
+                env=environment,
                 # Its child processes end with its process group.
                 start_new_session=True,
             )
@@ -111,11 +139,12 @@ class AIPerf:
                 code = await process.wait()
             finally:
                 await _end(process)
-        if not (directory / _SWEEP).is_file():
+        results = read_results(directory)
+        if len(results) < len(load.rates):
             lines = (directory / "aiperf.log").read_text(errors="replace").splitlines()
-            text = "\n  ".join([f"aiperf: exit code {code}; last lines:", *lines[-_LOG_LINES:]])
-            raise LoadFailedError(text)
-        return read_sweep(directory)
+            head = f"aiperf: exit code {code}, results for {len(results)} of {len(load.rates)} rates; last lines:"
+            raise LoadFailedError("\n  ".join([head, *lines[-_LOG_LINES:]]))
+        return results
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
@@ -127,51 +156,34 @@ async def _end(process: asyncio.subprocess.Process) -> None:
             await asyncio.wait_for(process.wait(), _KILLED_AFTER)
 
 
-class _Metric(msgspec.Struct, frozen=True):
-    avg: float = 0.0
-    p50: float = 0.0
-    p99: float = 0.0
+def read_results(directory: Path) -> list[RateResult]:
+    """One for each rate that AIPerf measured, by growing rate. Raises LoadFailedError for an unknown format.
 
-
-class _Combination(msgspec.Struct, frozen=True):
-    parameters: dict[str, float]
-    metrics: dict[str, _Metric]
-
-
-class _Sweep(msgspec.Struct, frozen=True):
-    per_combination_metrics: list[_Combination]
-
-
-def read_sweep(directory: Path) -> list[RateResult]:
-    """By growing rate. Raises LoadFailedError for an unknown format."""
-    try:
-        sweep = msgspec.json.decode((directory / _SWEEP).read_bytes(), type=_Sweep)
-        results = [_result(each.parameters["rate"], each.metrics) for each in sweep.per_combination_metrics]
-    except (msgspec.MsgspecError, KeyError) as error:
-        raise LoadFailedError(
-            f"aiperf: {_SWEEP.name} is not as version {VERSION} writes it: {error!r}"
-        ) from error
+    Its own summary of a sweep is missing where only one rate was measured.
+    """
+    results = []
+    for file in directory.glob(f"**/{_EXPORT}"):
+        try:
+            results.append(msgspec.json.decode(file.read_bytes(), type=RateResult))
+        except msgspec.MsgspecError as error:
+            raise LoadFailedError(
+                f"aiperf: {file.name} is not as version {VERSION} writes it: {error}"
+            ) from error
     return sorted(results, key=lambda result: result.rate)
 
 
-def _result(rate: float, metrics: Mapping[str, _Metric]) -> RateResult:
-    none = _Metric()
-    ttft, tpot = metrics.get(_METRICS["ttft"], none), metrics.get(_METRICS["tpot"], none)
-    errors = metrics.get("request_error_rate", none).avg
-    # AIPerf's share is of the answered requests.
-    good = metrics.get("good_request_fraction", none).avg * (1 - errors / 100)
-    return RateResult(
-        rate=rate,
-        good_share=good,
-        requests_s=metrics["request_throughput"].avg,
-        tokens_s=metrics.get("output_token_throughput", none).avg,
-        tokens_s_user=metrics.get("output_token_throughput_per_user", none).p50,
-        ttft_p50=ttft.p50,
-        ttft_p99=ttft.p99,
-        tpot_p50=tpot.p50,
-        tpot_p99=tpot.p99,
-        error_percent=errors,
-    )
+def _files_of(load: Load, directory: Path) -> dict[str, str]:
+    """Writes what AIPerf reads into `directory`. Returns the environment in which it finds the tokenizer: the processes
+    that make a trace's prompts look for it in a cache of the Hugging Face hub only.
+    """
+    if load.traffic.lines:
+        (directory / _TRACE).write_bytes(b"\n".join(map(msgspec.json.encode, load.traffic.lines)))
+    cached = directory / "hub" / f"models--{_TOKENIZER.replace('/', '--')}"
+    for name in ("refs", "snapshots"):
+        (cached / name).mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0")
+    (cached / "snapshots" / "0").symlink_to(load.tokenizer.absolute(), target_is_directory=True)
+    return os.environ | {"HF_HUB_CACHE": str(directory / "hub"), "HF_HUB_OFFLINE": "1"}
 
 
 def front(points: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:

@@ -49,6 +49,7 @@ class Row(msgspec.Struct, frozen=True):
     def of(cls, layout: Layout, workload: str, result: RateResult, scale: float) -> Row:
         """`result` is on the wall's clock, `scale` times as slow as the modelled one."""
         rate = result.rate * scale
+        first, token = result.time_to_first_token, result.inter_token_latency
         return cls(
             workload=workload,
             gpus=layout.gpus,
@@ -56,14 +57,14 @@ class Row(msgspec.Struct, frozen=True):
             rate=rate,
             goodput=rate * result.good_share,
             good_share=result.good_share,
-            requests_s=result.requests_s * scale,
-            tokens_s_gpu=result.tokens_s * scale / layout.gpus,
-            tokens_s_user=result.tokens_s_user * scale,
-            ttft_p50=result.ttft_p50 / scale,
-            ttft_p99=result.ttft_p99 / scale,
-            tpot_p50=result.tpot_p50 / scale,
-            tpot_p99=result.tpot_p99 / scale,
-            error_percent=result.error_percent,
+            requests_s=result.request_throughput.avg * scale,
+            tokens_s_gpu=result.output_token_throughput.avg * scale / layout.gpus,
+            tokens_s_user=result.output_token_throughput_per_user.p50 * scale,
+            ttft_p50=first.p50 / scale,
+            ttft_p99=first.p99 / scale,
+            tpot_p50=token.p50 / scale,
+            tpot_p99=token.p99 / scale,
+            error_percent=result.request_error_rate.avg,
         )
 
 
@@ -108,16 +109,10 @@ def _page(subject: str, slo: Slo, rows: Sequence[Row]) -> Iterator[str]:
         yield f"<h2>{html.escape(workload)} on {gpus} GPUs</h2>"
         goodput = [(row.layout, row.rate, row.goodput, False) for row in own]
         yield _chart("goodput against rate, requests/s", goodput, colours, lines=True)
-        places = [
-            (row.layout, row.tokens_s_user, row.tokens_s_gpu, (row.tokens_s_user, row.tokens_s_gpu) in pareto)
-            for row in own
-        ]
-        yield _chart(
-            "tokens/s/GPU against tokens/s/user; Pareto points are filled",
-            places,
-            colours,
-            lines=False,
-        )
+        places = [(row.layout, row.tokens_s_user, row.tokens_s_gpu) for row in own]
+        shown = [(*place, place[1:] in pareto) for place in places]
+        title = "tokens/s/GPU against tokens/s/user; Pareto points are filled"
+        yield _chart(title, shown, colours, lines=False)
         yield _table(own)
 
 

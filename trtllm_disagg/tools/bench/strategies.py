@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from trtllm_disagg.config.settings import positive_up_to
 from trtllm_disagg.processes.exits import ExitCode
-from trtllm_disagg.tools.plan import add_engine_arguments, add_workload_arguments
+from trtllm_disagg.tools.plan import add_layout_arguments
 from trtllm_disagg.tools.up.up_command import add_worker_args
 
 if TYPE_CHECKING:
@@ -31,70 +31,25 @@ _REPLACED = {
 
 
 def add_arguments(parser: Parser) -> None:
+    add_layout_arguments(parser)
     add = parser.add_argument
-    add(
-        "--out",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="the run's directory; a run that was cut off goes on",
-    )
-    add(
-        "--model",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="directory with a tokenizer and a config.json",
-    )
-    add("--slo", metavar="LIMITS", help="milliseconds that an answer may take (default: ttft=500,tpot=30)")
-    add(
-        "--workers",
-        metavar="N,...",
-        help="of each layout, all roles together (default: 2,4; with --quick: 2)",
-    )
-    add(
-        "--layouts",
-        metavar="PATTERN,...",
-        help="as '* agg,1P*decode_first' (default: all orders, no deciders)",
-    )
-    add_workload_arguments(parser)
+    text = "the run's directory; a run that was cut off goes on"
+    add("--out", type=Path, required=True, metavar="DIR", help=text)
+    text = "as '* agg,1P*decode_first' (default: all orders, no deciders)"
+    add("--layouts", metavar="PATTERN,...", help=text)
     add("--rates", metavar="R,...", help="requests a modelled second (default: around the simulated knee)")
-    add(
-        "--requests",
-        type=positive_up_to(100_000),
-        default=100,
-        metavar="N",
-        help="at each rate (default: 100)",
-    )
+    number, text = positive_up_to(100_000), "at each rate (default: 100)"
+    add("--requests", type=number, default=100, metavar="N", help=text)
     add("--quick", action="store_true", help="2 workers, one workload (rag), 20 requests at each rate")
     add("--engine", default="modelled", help="which module offers the LLM API (default: %(default)s)")
-    add_engine_arguments(parser)
-    add(
-        "--time-scale",
-        type=float,
-        default=4.0,
-        metavar="K",
-        help="how many times slower the modelled clock runs: this machine's own time counts less (default: 4)",
-    )
-    add(
-        "--url",
-        action="append",
-        default=[],
-        metavar="'LAYOUT=URL'",
-        help="a deployment that serves already, and its layout",
-    )
-    add(
-        "--gpus-per-worker",
-        type=positive_up_to(1024),
-        metavar="N",
-        help="behind a --url, for tok/s/GPU (default: 1)",
-    )
-    add(
-        "--aiperf",
-        type=Path,
-        metavar="FILE",
-        help="AIPerf's command (default: of this environment, or in PATH)",
-    )
+    text = "how many times slower the modelled clock runs: this machine's own time counts less (default: 4)"
+    add("--time-scale", type=float, default=4.0, metavar="K", help=text)
+    text = "a deployment that serves already, and its layout"
+    add("--url", action="append", default=[], metavar="'LAYOUT=URL'", help=text)
+    text = "behind a --url, for tok/s/GPU (default: 1)"
+    add("--gpus-per-worker", type=positive_up_to(1024), metavar="N", help=text)
+    text = "AIPerf's command (default: of this environment, or in PATH)"
+    add("--aiperf", type=Path, metavar="FILE", help=text)
     add_worker_args(parser)
     parser.replaced = _REPLACED
 
@@ -112,10 +67,12 @@ def run(args: argparse.Namespace) -> ExitCode:
         with Interrupts().listening() as interrupts:
             return await interrupts.allow(measuring.measure()), interrupts.exit_code
 
-    is_whole, code = asyncio.run(measured())
-    if rows := list(measuring.rows()):
-        print(write_results(args.out, measuring.plan.subject, measuring.plan.slo, rows))
-    if is_whole:
+    try:
+        is_complete, code = asyncio.run(measured())
+    finally:
+        if rows := list(measuring.rows()):
+            print(write_results(args.out, measuring.plan.subject, measuring.plan.slo, rows))
+    if is_complete:
         return ExitCode.DONE
-    say("interrupted; what is measured is kept, and the same command goes on with the rest")
+    say("interrupted; what is measured is kept, and the same command goes on with what is missing")
     return code

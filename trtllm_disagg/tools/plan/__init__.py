@@ -14,51 +14,25 @@ if TYPE_CHECKING:
 
     from trtllm_disagg.tools.plan.comparison import LayoutComparison
 
-_WORKERS = "2,4"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--model",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="directory with a tokenizer and a config.json",
-    )
+    add_layout_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
+def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `plan` simulates and `bench strategies` measures: a model, its traffic and limits, and engines."""
+    add, configs = parser.add_argument, Path("engine_configs/modelled")
+    text = "directory with a tokenizer and a config.json"
+    add("--model", type=Path, required=True, metavar="DIR", help=text)
     add("--slo", metavar="LIMITS", help="milliseconds that an answer may take (default: ttft=500,tpot=30)")
-    add(
-        "--workers",
-        default=_WORKERS,
-        metavar="N,...",
-        help="workers of a layout, all roles (default: %(default)s)",
-    )
-    add_workload_arguments(parser)
-    add_engine_arguments(parser)
-    add("--json", action="store_true", help="print JSON instead of tables")
-
-
-def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add("--workers", metavar="N,...", help="workers of a layout, all roles together (default: 2,4)")
     add("--workloads", metavar="NAME,...", help="chat, rag, reasoning, agentic, bursts, trace (default: all)")
     add("--trace", type=Path, metavar="FILE", help="the workload trace: lines of a Mooncake trace")
-
-
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--engine-configs",
-        type=Path,
-        default=Path("engine_configs/modelled"),
-        metavar="DIR",
-        help="agg.yaml, prefill.yaml and decode.yaml, of as many GPUs each (default: %(default)s)",
-    )
-    add(
-        "--override-engine-args",
-        default="",
-        metavar="JSON",
-        help='over the YAML files of all roles, as \'{"modelled": {"system": "h200_sxm"}}\'',
-    )
+    text = "agg.yaml, prefill.yaml and decode.yaml, of as many GPUs each (default: %(default)s)"
+    add("--engine-configs", type=Path, default=configs, metavar="DIR", help=text)
+    text = 'over the YAML files of all roles, as \'{"modelled": {"system": "h200_sxm"}}\''
+    add("--override-engine-args", default="", metavar="JSON", help=text)
 
 
 def run(args: argparse.Namespace) -> ExitCode:
@@ -68,12 +42,12 @@ def run(args: argparse.Namespace) -> ExitCode:
     from trtllm_disagg.console import Console
     from trtllm_disagg.processes.steadily import without_silence
     from trtllm_disagg.tools.plan.comparison import compare_layouts
-    from trtllm_disagg.tools.plan.layouts import one_of_each, worker_counts
+    from trtllm_disagg.tools.plan.layouts import DEFAULT_WORKERS, one_of_each, worker_counts
     from trtllm_disagg.tools.plan.modelled_gpus import Engines
     from trtllm_disagg.tools.plan.slo import slo_of
     from trtllm_disagg.tools.plan.workloads import chosen_workloads
 
-    counts, slo = worker_counts(args.workers), slo_of(args.slo)
+    counts, slo = worker_counts(args.workers or DEFAULT_WORKERS), slo_of(args.slo)
     files = args.engine_configs, one_of_each(max(counts), 1)
     engines = Engines.read("modelled", args.model, *files, args.override_engine_args)
     workloads = list(chosen_workloads(args.workloads, args.trace, engines.longest).values())

@@ -6,15 +6,23 @@ it, so orders, which differ in software only, are alike.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from trtllm_disagg.tools.plan.layouts import Layout, one_of_each
 from trtllm_disagg.tools.plan.modelled_gpus import Engines
-from trtllm_disagg.tools.plan.simulation import ModelledWorker, Simulations
+from trtllm_disagg.tools.plan.simulation import (
+    ModelledWorker,
+    SimulatedPoint,
+    capacity,
+    knee,
+    requests_to_fill,
+    simulate,
+)
 from trtllm_disagg.tools.plan.slo import ENOUGH_IN_TIME, Slo
-from trtllm_disagg.tools.plan.workloads import Shape, Traffic
+from trtllm_disagg.tools.plan.workloads import Traffic
 
 #: The compared limits of TTFT and TPOT, as factors of what a lone request takes.
 FIRST_TOKEN_FACTORS = (2.0, 4.0, 10.0)
@@ -22,6 +30,9 @@ TOKEN_FACTORS = (1.15, 1.3, 1.6, 2.0, 3.0)
 #: Layouts within this factor count as alike: the simulation is not more precise.
 ALIKE = 1.1
 _FEWEST_REQUESTS = 100
+#: The shortest point, in conversations: then only one request in twelve continues a conversation that was under way at
+#: the beginning and is in no cache.
+_SESSIONS = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +43,10 @@ class LayoutLead:
     #: The ratio of their rates. None if the other kind keeps the SLO at no rate.
     ratio: float | None
 
-    @property
-    def is_separate(self) -> bool:
-        return is_separate(self.layout)
-
-    @property
-    def is_clear(self) -> bool:
-        return self.ratio is None or self.ratio >= ALIKE
-
     def __str__(self) -> str:
-        if not self.is_clear:
-            return "alike"
-        return f"{self.layout} alone" if self.ratio is None else f"{self.layout} {self.ratio:.1f}x"
+        if self.ratio is None:
+            return f"{self.layout} alone"
+        return f"{self.layout} {self.ratio:.1f}x" if self.ratio >= ALIKE else "alike"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,24 +110,47 @@ class LayoutSimulation:
     def __init__(
         self, layouts: Sequence[Layout], traffic: Traffic, workers: Mapping[str, ModelledWorker]
     ) -> None:
-        """`layouts`: one for each number of workers of each role."""
-        self._simulations = Simulations(layouts, traffic, workers, _FEWEST_REQUESTS)
-        shape = traffic.shape
+        """`workers` by role. Layouts that differ only in their strategy are simulated once."""
+        self._layouts = {layout.workers: layout for layout in layouts}
+        self._traffic, self._workers = traffic, workers
+        self._points: dict[tuple[str, float], SimulatedPoint] = {}
         #: TTFT and TPOT of a lone request.
-        self.first_token_ms = 1000 * min(worker.prefill_seconds(shape) for worker in workers.values())
-        self.token_ms = 1000 * min(_token_seconds(worker, shape) for worker in workers.values())
+        self.first_token_ms = 1000 * min(each.prefill_seconds(traffic.shape) for each in workers.values())
+        self.token_ms = 1000 * min(each.token_seconds(traffic.shape, 1) for each in workers.values())
 
     def results(self, slo: Slo) -> dict[str, LayoutResult]:
-        return {layout.workers: self._result(layout, slo) for layout in self._simulations.layouts}
+        """By number of workers of each role."""
+        return {name: self._result(layout, slo) for name, layout in self._layouts.items()}
 
     def _result(self, layout: Layout, slo: Slo) -> LayoutResult:
-        rate = self._simulations.knee(layout, slo)
-        at_rate = self._simulations.at(layout, rate)
+        rate = self.knee(layout, slo)
+        at_rate = self._at(layout, rate)
         if at_rate.goodput_share(slo) < ENOUGH_IN_TIME:
             return LayoutResult(0.0, 0.0, 0.0, 0.0)
         ttft, tpot = (1000 * median(at_rate.times[name]) for name in ("ttft", "tpot"))
-        tokens = rate * self._simulations.traffic.shape.output_tokens / layout.gpus
-        return LayoutResult(rate, ttft, tpot, tokens)
+        return LayoutResult(rate, ttft, tpot, rate * self._traffic.shape.output_tokens / layout.gpus)
+
+    def best_knee(self, slo: Slo) -> float:
+        return max(self.knee(layout, slo) for layout in self._layouts.values())
+
+    def knee(self, layout: Layout, slo: Slo) -> float:
+        """The simulated knee in requests a second (see the function `knee`)."""
+        first_guess = capacity(layout, self._traffic.shape, self._workers)
+        return knee(first_guess, lambda rate: self._at(layout, rate).goodput_share(slo))
+
+    def _at(self, layout: Layout, rate: float) -> SimulatedPoint:
+        key = layout.workers, rate
+        if key not in self._points:
+            asks = self._traffic.asks(rate, self._requests(rate))
+            self._points[key] = simulate(layout, self._workers, asks)
+        return self._points[key]
+
+    def _requests(self, rate: float) -> int:
+        """As many requests for every layout: enough to fill each one's GPUs."""
+        traffic, layouts = self._traffic, self._layouts.values()
+        in_sessions = math.ceil(_SESSIONS * traffic.session_s * rate)
+        to_fill = (requests_to_fill(layout, traffic.shape, self._workers, rate) for layout in layouts)
+        return max(traffic.at_least(_FEWEST_REQUESTS), in_sessions, *to_fill)
 
     def rates(self, slo: Slo) -> dict[str, float]:
         """By layout, the highest requests a second at which nearly all answers are in time; 0 if there is none."""
@@ -142,19 +168,8 @@ class LayoutSimulation:
 
     def slo(self, first_token_factor: float, token_factor: float) -> Slo:
         """Limits as multiples of what a lone request takes."""
-        return Slo(
-            ttft=_three_digits(first_token_factor * self.first_token_ms),
-            tpot=_three_digits(token_factor * self.token_ms),
-        )
-
-
-def _three_digits(number: float) -> float:
-    return float(f"{number:.3g}")
-
-
-def _token_seconds(worker: ModelledWorker, shape: Shape) -> float:
-    after_first = worker.isolated_seconds(shape) - worker.prefill_seconds(shape)
-    return after_first / max(1.0, shape.output_tokens)
+        ttft, tpot = first_token_factor * self.first_token_ms, token_factor * self.token_ms
+        return Slo(ttft=float(f"{ttft:.3g}"), tpot=float(f"{tpot:.3g}"))
 
 
 def is_separate(layout: str) -> bool:

@@ -93,6 +93,9 @@ def chosen_layouts(
     return tuple(layout for layout in layouts if layout.name in chosen)
 
 
+DEFAULT_WORKERS = "2,4"
+
+
 def worker_counts(text: str) -> list[int]:
     """The value of --workers, as "2,4". Raises ConfigError."""
     counts = []

@@ -21,10 +21,6 @@ from trtllm_disagg.tools.up.up_command import default_name
 LONGEST = 1 << 17
 
 
-def gpu_count(count: int) -> str:
-    return f"{count} GPU{'s' * (count != 1)}"
-
-
 @dataclass(frozen=True, slots=True)
 class Engines:
     """What the workers of each role are started with."""
@@ -76,7 +72,8 @@ class Engines:
     def subject(self) -> str:
         """What is served, as "llama-3.1-8b on h100_sxm, 1 GPU a worker"."""
         own: dict[str, Any] = next(iter(self.arguments.values())).get("modelled") or {}
-        gpus = f"{gpu_count(self.gpus_per_worker)} a worker"
+        count = self.gpus_per_worker
+        gpus = f"{count} GPU{'s' * (count != 1)} a worker"
         model = own.get("model") or default_name(str(self.model))
         if not self.is_modelled:
             return f"{model} on {gpus}"

@@ -19,17 +19,13 @@ from trtllm_disagg.engines.modelled.config import ModelledArgs
 from trtllm_disagg.engines.modelled.step_times import Chunk, Factors
 from trtllm_disagg.tools.plan.layouts import Layout
 from trtllm_disagg.tools.plan.slo import ENOUGH_IN_TIME, Quantity, Slo, done_share
-from trtllm_disagg.tools.plan.workloads import Ask, Shape, Traffic
+from trtllm_disagg.tools.plan.workloads import Ask, Shape
 
 #: How far the search for a knee goes, as factors of the first guess: a layout may keep the SLO at no rate or, with few
 #: requests, at every rate.
 _LOWEST, _HIGHEST = 1 / 16, 16
 #: Halvings of the last doubling: they find the rate to 5 %.
 _HALVINGS = 4
-#: The shortest point, in conversations: then only one request in twelve continues a conversation that was under way at
-#: the beginning and is in no cache.
-_SESSIONS = 1.5
-
 #: Iterations after which the batch size and the time of a request are consistent.
 _ROUNDS = 8
 #: Answers took up to 1.3 times `loaded_seconds`, because they also wait for prefills of other requests.
@@ -68,27 +64,22 @@ class ModelledWorker:
     def decode_seconds(self, shape: Shape) -> float:
         """A request's share of the decode steps, in the largest batch that the pool holds."""
         batch = self._largest_batch(shape)
-        return self._steps_seconds(shape, batch) / batch
-
-    def isolated_seconds(self, shape: Shape) -> float:
-        """Seconds of a lone request."""
-        return self.prefill_seconds(shape) + self._steps_seconds(shape, 1)
+        return self.token_seconds(shape, batch) * shape.output_tokens / batch
 
     def loaded_seconds(self, shape: Shape, rate: float) -> float:
         """Seconds of a request at `rate` requests a second: as many run at once as arrive during one answer."""
-        seconds, most = self.isolated_seconds(shape), self._largest_batch(shape)
-        for _ in range(_ROUNDS):
+        batch, most = 1, self._largest_batch(shape)
+        for _ in range(_ROUNDS + 1):
+            seconds = self.prefill_seconds(shape) + self.token_seconds(shape, batch) * shape.output_tokens
             batch = max(1, min(most, round(rate * seconds)))
-            seconds = self.prefill_seconds(shape) + self._steps_seconds(shape, batch)
         return seconds
 
     def _largest_batch(self, shape: Shape) -> int:
         return max(1, min(self.max_batch, int(self.pool_tokens / (shape.input_tokens + shape.output_tokens))))
 
-    def _steps_seconds(self, shape: Shape, batch: int) -> float:
-        """Seconds of all decode steps of an answer, in a batch of such requests."""
-        context = shape.input_tokens + shape.output_tokens / 2
-        return self.step_seconds((), batch, round(context)) * shape.output_tokens
+    def token_seconds(self, shape: Shape, batch: int) -> float:
+        """Seconds of a decode step in a batch of such requests."""
+        return self.step_seconds((), batch, round(shape.input_tokens + shape.output_tokens / 2))
 
     def step_seconds(self, chunks: Sequence[Chunk], num_decode: int, context: int) -> float:
         parts = self.gpus.times.parts(chunks, num_decode, context)
@@ -252,14 +243,9 @@ class SimulatedPoint:
         in_time = mean(all(own[i] <= limit for own, limit in limits) for i in range(len(self.arrivals)))
         return min(in_time, done_share(self.arrivals, self.times["latency"]))
 
-    @property
-    def drain_s(self) -> float:
-        """Seconds from the last arrival to the last answer."""
-        return max(map(sum, zip(self.arrivals, self.times["latency"], strict=True))) - self.arrivals[-1]
-
 
 def simulate(layout: Layout, workers: Mapping[str, ModelledWorker], asks: Sequence[Ask]) -> SimulatedPoint:
-    """Runs the requests on an layout. A prefix that an earlier request had is in a cache."""
+    """Runs the requests on a layout. A prefix that an earlier request had is in a cache."""
     jobs = []
     for ask in asks:
         before = min(ask.known, ask.prompt_tokens - 1)
@@ -327,39 +313,3 @@ def knee(first_guess: float, share_at: Callable[[float], float]) -> float:
         else:
             high = middle
     return low
-
-
-class Simulations:
-    """Simulates layouts of the same number of GPUs under one workload."""
-
-    def __init__(
-        self,
-        layouts: Sequence[Layout],
-        traffic: Traffic,
-        workers: Mapping[str, ModelledWorker],
-        fewest_requests: int,
-    ) -> None:
-        """`workers` by role. Each rate has `fewest_requests`, or as many more as fill the GPUs."""
-        self.layouts, self.traffic, self.workers = layouts, traffic, workers
-        self._fewest = traffic.at_least(fewest_requests)
-        #: By layout and rate: layouts that differ only in their order or decider are simulated once.
-        self._known: dict[tuple[str, float], SimulatedPoint] = {}
-
-    def at(self, layout: Layout, rate: float) -> SimulatedPoint:
-        key = layout.workers, rate
-        if key not in self._known:
-            self._known[key] = simulate(layout, self.workers, self.traffic.asks(rate, self._requests(rate)))
-        return self._known[key]
-
-    def _requests(self, rate: float) -> int:
-        """The number of requests of a point, the same for all layouts."""
-        in_sessions = math.ceil(_SESSIONS * self.traffic.session_s * rate)
-        to_fill = (
-            requests_to_fill(layout, self.traffic.shape, self.workers, rate) for layout in self.layouts
-        )
-        return max(self._fewest, in_sessions, *to_fill)
-
-    def knee(self, layout: Layout, slo: Slo) -> float:
-        """The simulated knee in requests a second (see the function `knee`)."""
-        first_guess = capacity(layout, self.traffic.shape, self.workers)
-        return knee(first_guess, lambda rate: self.at(layout, rate).goodput_share(slo))

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 from pathlib import Path
@@ -37,6 +37,17 @@ class Shape:
     cached_tokens: float = 0.0
 
 
+#: Tokens that one hash of a Mooncake trace stands for.
+_HASH_TOKENS = 512
+
+
+class TraceLine(msgspec.Struct, frozen=True, omit_defaults=True):
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...] = ()
+
+
 #: Makes an endless stream of requests: (rate, random numbers).
 Source = Callable[[float, random.Random], Iterator[Ask]]
 #: One burst alone arrives at once at any rate.
@@ -60,9 +71,13 @@ class Traffic:
     session_s: float = 0.0
     #: Requests that arrive at once.
     burst: int = 1
+    #: Of a trace: its requests. AIPerf sends them in this order, at Poisson times.
+    lines: tuple[TraceLine, ...] = ()
 
     def at_least(self, count: int) -> int:
-        """`count` requests, or more where that would be a few bursts."""
+        """`count` requests, or more where that would be a few bursts, or fewer where a trace has no more."""
+        if self.lines:
+            return min(count, len(self.lines))
         return max(count, _FEWEST_BURSTS * self.burst) if self.burst > 1 else count
 
     def asks(self, rate: float, count: int) -> tuple[Ask, ...]:
@@ -176,16 +191,6 @@ BUILT_IN: dict[str, Traffic] = {
     )
 }
 
-#: Tokens that one hash of a Mooncake trace stands for.
-_HASH_TOKENS = 512
-
-
-class _Line(msgspec.Struct, frozen=True):
-    timestamp: float
-    input_length: int
-    output_length: int
-    hash_ids: list[int] = []
-
 
 def trace(file: Path, longest: int) -> Traffic:
     """A file of Mooncake's lines: {"timestamp": ms, "input_length", "output_length", "hash_ids"}, a hash for each 512
@@ -198,40 +203,35 @@ def trace(file: Path, longest: int) -> Traffic:
         allowed = f"a trace with two requests of at most {longest} tokens, the engine's max_seq_len"
         raise ConfigError.bad_value("--trace", str(file), allowed)
     lines.sort(key=lambda line: line.timestamp)
-    begin = lines[0].timestamp
-    own_rate = (len(lines) - 1) / max((lines[-1].timestamp - begin) / 1000, 1e-3)
+    begin, count, known = lines[0].timestamp, len(lines), list(_known_tokens(lines))
+    own_rate = (count - 1) / max((lines[-1].timestamp - begin) / 1000, 1e-3)
 
     def source(rate: float, numbers: random.Random) -> Iterator[Ask]:
-        seen: set[int] = set()
-        for line in lines:
+        for line, tokens in zip(lines, known, strict=True):
             arrival = (line.timestamp - begin) / 1000 * own_rate / rate
-            yield Ask(arrival, line.input_length, line.output_length, _known_tokens(line, seen))
-            seen |= set(line.hash_ids)
+            yield Ask(arrival, line.input_length, line.output_length, tokens)
 
-    seen: set[int] = set()
-    reused = 0
-    for line in lines:
-        reused += _known_tokens(line, seen)
-        seen |= set(line.hash_ids)
-    count = len(lines)
     shape = Shape(
         sum(line.input_length for line in lines) / count,
         sum(line.output_length for line in lines) / count,
-        reused / count,
+        sum(known) / count,
     )
     description = f"{count} requests of a trace: {shape.input_tokens:.0f} in, {shape.output_tokens:.0f} out"
     longest_line = max(line.input_length + line.output_length for line in lines)
-    flags = ("--input-file", str(file), "--custom-dataset-type", "mooncake_trace", "--no-fixed-schedule")
-    return Traffic("trace", description, shape, source, longest_line, flags)
+    flags = ("--custom-dataset-type", "mooncake_trace", "--no-fixed-schedule")
+    return Traffic("trace", description, shape, source, longest_line, flags, lines=tuple(lines))
 
 
-def _known_tokens(line: _Line, seen: Collection[int]) -> int:
-    """Tokens of the prompt's prefix that is in `seen`; never the last token, which an engine always computes."""
-    shared = takewhile(lambda block: block in seen, line.hash_ids)
-    return min(_HASH_TOKENS * sum(1 for _ in shared), line.input_length - 1)
+def _known_tokens(lines: Sequence[TraceLine]) -> Iterator[int]:
+    """Of each prompt the tokens that earlier ones began with; never the last token, which an engine always computes."""
+    seen = set[int]()
+    for line in lines:
+        shared = sum(1 for _ in takewhile(seen.__contains__, line.hash_ids))
+        yield min(_HASH_TOKENS * shared, line.input_length - 1)
+        seen |= set(line.hash_ids)
 
 
-def _lines(file: Path) -> Iterator[_Line]:
+def _lines(file: Path) -> Iterator[TraceLine]:
     try:
         # A byte order mark, as some editors write it, is no part of the first line.
         texts = file.read_text(encoding="utf-8-sig").splitlines()
@@ -240,7 +240,7 @@ def _lines(file: Path) -> Iterator[_Line]:
     for number, text in enumerate(texts, 1):
         if text.strip():
             try:
-                line = msgspec.convert(json.loads(text), _Line)
+                line = msgspec.convert(json.loads(text), TraceLine)
                 if not math.isfinite(line.timestamp):
                     raise ValueError("a timestamp is a number of milliseconds")
             except (ValueError, msgspec.ValidationError) as error:

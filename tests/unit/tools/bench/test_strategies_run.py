@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from trtllm_disagg import cli
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.tools.bench import strategies
-from trtllm_disagg.tools.bench.aiperf import RateResult
+from trtllm_disagg.tools.bench.aiperf import LoadFailedError, RateResult
 from trtllm_disagg.tools.bench.results import Row, write_results
 from trtllm_disagg.tools.bench.sweeps import RunPlan, plan_of
 from trtllm_disagg.tools.plan.layouts import Layout
 from trtllm_disagg.tools.plan.slo import DEFAULT_SLO
 
-RESULT = RateResult(2.0, 0.5, 1.9, 400.0, 25.0, 100.0, 300.0, 40.0, 60.0, 0.0)
+#: As AIPerf writes it.
+EXPORT: dict[str, Any] = {
+    "input_config": {"phases": [{"rate": 2.0}]},
+    "request_throughput": {"avg": 1.9},
+    "request_error_rate": {"avg": 0.0},
+    "good_request_fraction": {"avg": 0.5},
+    "output_token_throughput": {"avg": 400.0},
+    "output_token_throughput_per_user": {"p50": 25.0},
+    "time_to_first_token": {"p50": 100.0, "p99": 300.0},
+    "inter_token_latency": {"p50": 40.0, "p99": 60.0},
+}
 AGG = Layout("2 agg", "agg", agg_workers=2, gpus=2)
 PAIR = Layout("1P1D <decode_first>", "decode_first", 0, 1, 1, 2)
 
@@ -60,7 +73,7 @@ def test_deployments_behind_urls_have_the_walls_clock(flags: list[str]) -> None:
         (["--workers", "1"], "--workers: '1'"),
         (["--rates", "x"], "--rates: 'x'"),
         (["--url", "2 agg=ftp://a", "--rates", "1"], "--url"),
-        (["--url", "pair=http://a", "--rates", "1"], "--url: 'pair'"),
+        (["--url", "pair=http://a", "--rates", "1"], "--url: 'pair=http://a'"),
         (["--url", "2 agg=http://a"], "--rates"),
         (["--url", "2 agg=http://a", "--url", "2 agg=http://b", "--rates", "1"], "each layout once"),
     ],
@@ -78,8 +91,60 @@ def test_flag_that_is_gone_is_refused_with_what_to_use(flags: list[str], flag: s
         cli.run(["bench", "strategies", *flags, flag])
 
 
+def aiperf_in(directory: Path, fails_for: str = "none") -> Path:
+    """A command that writes one result; it fails for a sweep whose folder's name has `fails_for`."""
+    file = directory / "aiperf"
+    file.write_text(
+        f"#!{sys.executable}\nimport pathlib, sys\nplace = pathlib.Path(sys.argv[-1])\n"
+        f"if {fails_for!r} in place.name: sys.exit('no such model')\n"
+        f"(place / 'profile_export_aiperf.json').write_text({json.dumps(EXPORT)!r})\n"
+    )
+    file.chmod(0o755)
+    return file
+
+
+def behind_urls(flags: list[str], aiperf: Path) -> list[str]:
+    urls = ["--url", "2 agg=http://a:1", "--url", "1P1D router=http://b:1"]
+    return ["bench", "strategies", *flags, *urls, "--rates", "2", "--aiperf", str(aiperf)]
+
+
+def test_each_deployment_serves_all_workloads_before_the_next_one_starts(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run([*behind_urls(flags, aiperf_in(tmp_path)), "--workloads", "chat,bursts"]) == 0
+    said = capsys.readouterr().err.splitlines()[2:]
+    assert said == [
+        text
+        for name in ("2 agg", "1P1D router")
+        for text in (f"{name}: starting", f"{name}: chat", f"{name}: bursts")
+    ]
+
+
+def test_a_failed_sweep_leaves_the_results_before_it_and_is_repeated(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [*behind_urls(flags, aiperf_in(tmp_path, fails_for="router")), "--workloads", "chat"]
+    with pytest.raises(LoadFailedError, match="no such model"):
+        cli.run(argv)
+    rows = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [row["layout"] for row in rows] == ["2 agg"]
+    aiperf_in(tmp_path)
+    assert cli.run(argv) == 0
+    assert "2 agg: starting" not in capsys.readouterr().err.partition("router: starting")[2]
+    rows = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [row["layout"] for row in rows] == ["2 agg", "1P1D router"]
+
+
+def test_a_directory_with_other_settings_is_refused(flags: list[str], tmp_path: Path) -> None:
+    argv = [*behind_urls(flags, aiperf_in(tmp_path)), "--workloads", "chat"]
+    assert cli.run(argv) == 0
+    with pytest.raises(ConfigError, match="--out"):
+        cli.run([*argv, "--requests", "7"])
+
+
 def test_results_are_on_the_modelled_clock_in_a_csv_a_json_and_a_page(tmp_path: Path) -> None:
-    rows = [Row.of(layout, "chat", RESULT, scale=4.0) for layout in (AGG, PAIR)]
+    result = msgspec.convert(EXPORT, RateResult)
+    rows = [Row.of(layout, "chat", result, scale=4.0) for layout in (AGG, PAIR)]
     page = write_results(tmp_path, "model on h100_sxm", DEFAULT_SLO, rows).read_text()
     assert rows[0].rate == 8.0
     assert (rows[0].goodput, rows[0].ttft_p50, rows[0].tokens_s_gpu) == (4.0, 25.0, 800.0)

@@ -33,7 +33,7 @@ def test_the_layout_that_leads_keeps_the_objective_at_a_clearly_higher_rate(
     slo = simulated.slo(*factors)
     lead = simulated.lead(slo)
     assert lead is not None
-    assert (lead.layout, lead.is_separate) == (layout, layout == "1P1D")
+    assert lead.layout == layout
     rates = simulated.rates(slo)
     assert rates[layout] == max(rates.values())
     assert lead.ratio is None or lead.ratio > 1.2

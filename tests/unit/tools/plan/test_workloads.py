@@ -63,6 +63,8 @@ def test_requests_of_a_trace_know_the_blocks_that_an_earlier_one_had(tmp_path: P
     assert (first.known, second.known) == (0, 1024)
     assert (first.arrival, second.arrival) == (0.0, 0.5)
     assert traffic.shape.cached_tokens == 512
+    # AIPerf gets those that fit, and none of them twice.
+    assert ([line.timestamp for line in traffic.lines], traffic.at_least(100)) == ([1000, 3000], 2)
 
 
 @pytest.mark.parametrize("length", [100, 512, 700])
