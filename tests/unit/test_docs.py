@@ -37,7 +37,7 @@ _CODE = re.compile(r"`([^`\n]+)`")
 #: Flags of other programs that pages name.
 _FOREIGN_FLAGS = {
     *("--build-arg", "--hostname", "--network"),  # docker
-    *("--mpi", "--signal"),  # srun and scancel
+    *("--mpi", "--signal", "--batch"),  # srun and scancel
     "--migration-limit",  # Dynamo's frontend
     "--no-deps",  # pip
     "--record-durations",  # pytest, by tests/support/durations.py
