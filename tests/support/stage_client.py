@@ -232,3 +232,27 @@ class Instances:
 
     def instance(self, instance_id: int) -> RecordingStageClient:
         return self.clients[instance_id]
+
+
+class SayingInstance:
+    """An instance of which only the description is wanted: `said` is that, an error, or None, which never comes."""
+
+    def __init__(self, instance_id: int, said: Any) -> None:
+        self.instance_id = instance_id
+        self.said = said
+        self.times_asked = 0
+
+    async def describe(self) -> Raw:
+        self.times_asked += 1
+        if self.said is None:
+            await asyncio.Event().wait()
+        if isinstance(self.said, Exception):
+            raise self.said
+        described: Raw = self.said
+        return described
+
+    def call(self, request: Raw, context: Any) -> AsyncGenerator[Raw, None]:
+        raise AssertionError("only its description is wanted")
+
+    async def notify(self, notice: Raw) -> None:
+        """It hears nothing."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -239,14 +239,11 @@ async def test_a_card_that_is_put_while_its_worker_leaves_is_removed(monkeypatch
         assert removed[-1] is runtime.endpoint_for_workers
 
 
-Route = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
-
-
 class KeepsRoutes:
     """In place of Dynamo's runtime and of its endpoints: keeps what they would serve at the system port."""
 
     def __init__(self) -> None:
-        self.routes: dict[str, Route] = {}
+        self.routes: dict[str, Any] = {}
 
     def endpoint(self, name: str) -> KeepsRoutes:
         return KeepsRoutes()
@@ -254,7 +251,7 @@ class KeepsRoutes:
     def connection_id(self) -> int:
         return 1
 
-    def register_engine_route(self, path: str, route: Route) -> None:
+    def register_engine_route(self, path: str, route: Any) -> None:
         self.routes[path] = route
 
     async def serve_endpoint(self, *_: object, **__: object) -> None: ...
@@ -275,14 +272,13 @@ async def test_taints_reach_the_card_and_the_next_card(monkeypatch: pytest.Monke
     dynamo = KeepsRoutes()
     config = WorkerConfig(model="m", role=Role.DECODE, strategy="decode_first")
     runtime = Runtime(config, runtime=dynamo)
-    model = ServedModel(16, 8, 1, 64, 64)
-    await runtime.register(model)
+    await runtime.register(MODEL)
     assert not cards[-1].taints
     answer = await dynamo.routes["update/model_taints"]({"taints": ["slow", "slow", "old"]})
     assert answer == {"status": "ok", "taints": ["old", "slow"]}
     assert updates == [{"old", "slow"}]
     # A switch makes the card anew.
-    await runtime.register(model)
+    await runtime.register(MODEL)
     assert cards[-1].taints == {"old", "slow"}
-    await runtime.register_for_peers(model)
+    await runtime.register_for_peers(MODEL)
     assert not cards[-1].taints

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 
 from tests.support.handling import request
+from tests.support.stage_client import SayingInstance
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import ConfigError, NoInstanceError, PeerUnavailableError
 from trtllm_disagg.handlers.select import CompatibilityFilter
-from trtllm_disagg.types import GenerateRequest, RequestContext
+from trtllm_disagg.types import GenerateRequest
 from trtllm_disagg.worker.pairing import Fingerprint, ModelIdentity, describe_worker, require_callable
 
 
@@ -23,35 +23,11 @@ def described(role: str = "prefill", weights: str = "aaaa", **settings: Any) -> 
     return describe_worker(config, Fingerprint.of("embedded", {}, 32), ModelIdentity("m", "m", weights))
 
 
-class Instance:
-    def __init__(self, instance_id: int, said: dict[str, Any] | Exception | None) -> None:
-        self.instance_id = instance_id
-        self.said = said
-        self.times_asked = 0
-
-    async def describe(self) -> dict[str, Any]:
-        self.times_asked += 1
-        if self.said is None:
-            await asyncio.Event().wait()
-        if isinstance(self.said, Exception):
-            raise self.said
-        assert self.said is not None
-        return self.said
-
-    async def call(
-        self, request: dict[str, Any], context: RequestContext | None
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        yield {}
-
-    async def notify(self, notice: dict[str, Any]) -> None:
-        """Nothing is told."""
-
-
 class Stage:
     """The first instance that is allowed."""
 
     def __init__(self, *said: dict[str, Any] | Exception | None) -> None:
-        self.instances = {i: Instance(i, each) for i, each in enumerate(said)}
+        self.instances = {i: SayingInstance(i, each) for i, each in enumerate(said)}
 
     def instance_ids(self) -> Sequence[int]:
         return list(self.instances)
@@ -59,7 +35,7 @@ class Stage:
     def check(self, request: GenerateRequest) -> None:
         """No instance is wished for."""
 
-    async def pick(self, request: GenerateRequest) -> Instance:
+    async def pick(self, request: GenerateRequest) -> SayingInstance:
         for instance_id, instance in self.instances.items():
             if instance_id not in request.avoid:
                 return instance
@@ -83,7 +59,7 @@ async def test_incompatible_instance_is_skipped_and_logged_once_and_one_that_is_
     (record,) = [each for each in caplog.records if each.name == "trtllm_disagg.handlers.select"]
     assert "instance 0 is not called" in record.getMessage()
     assert "--model" in record.getMessage()
-    stage.instances = {2: Instance(2, described())}
+    stage.instances = {2: SayingInstance(2, described())}
     await fits.pick(request())
     assert list(fits.fitting) == [2]
 

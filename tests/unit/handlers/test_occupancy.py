@@ -13,7 +13,7 @@ import pytest
 from tests.support.clock import Clock
 from tests.support.handling import collect, request, tokens_of
 from tests.support.recording_pair import make_pair, recording_engine
-from tests.support.stage_client import FakeContext, RecordingStageClient
+from tests.support.stage_client import FakeContext, RecordingStageClient, SayingInstance
 from trtllm_disagg.config.deciders import Occupancy
 from trtllm_disagg.config.thresholds import Live, Thresholds
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
@@ -198,31 +198,8 @@ def test_without_statistics_the_decider_is_refused() -> None:
 
 
 @dataclass
-class Instance:
-    instance_id: int
-    #: What comes over the network need not be what is expected.
-    answer: Any
-    asked: int = 0
-
-    async def describe(self) -> dict[str, Any]:
-        self.asked += 1
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        described: dict[str, Any] = self.answer
-        return described
-
-    def call(
-        self, request: dict[str, Any], context: RequestContext | None
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        raise AssertionError("only its description is wanted")
-
-    async def notify(self, notice: dict[str, Any]) -> None:
-        """Nothing is told."""
-
-
-@dataclass
 class Stage:
-    instances: dict[int, Instance] = field(default_factory=dict)
+    instances: dict[int, SayingInstance] = field(default_factory=dict)
 
     def instance_ids(self) -> Collection[int]:
         return list(self.instances)
@@ -232,7 +209,7 @@ class Stage:
 
 
 def stage(*answers: Any) -> Stage:
-    return Stage({number: Instance(number, answer) for number, answer in enumerate(answers)})
+    return Stage({number: SayingInstance(number, answer) for number, answer in enumerate(answers)})
 
 
 async def settled() -> None:
@@ -266,11 +243,11 @@ async def test_occupancy_is_polled_at_intervals_with_any_number_of_requests() ->
     for _ in range(100):
         occupancy.now()
         await asyncio.sleep(0)
-    assert there.instances[0].asked == 1
+    assert there.instances[0].times_asked == 1
     clock.now += 0.25
     occupancy.now()
     await settled()
-    assert there.instances[0].asked == 2
+    assert there.instances[0].times_asked == 2
 
 
 async def test_occupancy_of_an_instance_is_dropped_when_it_leaves_or_stops_reporting() -> None:
@@ -281,7 +258,7 @@ async def test_occupancy_of_an_instance_is_dropped_when_it_leaves_or_stops_repor
     await settled()
     del there.instances[1]
     assert occupancy.now() == (1.0, 0.0)
-    there.instances[0].answer = PeerUnavailableError("frozen")
+    there.instances[0].said = PeerUnavailableError("frozen")
     clock.now += 2.1
     assert occupancy.now() is None
     await settled()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.support.clock import Clock
 from tests.support.handling import request
-from tests.support.stage_client import FakeContext
+from tests.support.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.errors import InvalidRequestError, NoInstanceError
 from trtllm_disagg.handlers.route import NEXT
 from trtllm_disagg.handlers.select import (
@@ -26,24 +26,7 @@ from trtllm_disagg.handlers.select import (
     SelectedStage,
     Selector,
 )
-from trtllm_disagg.types import GenerateRequest, RequestContext
-
-
-class Instance:
-    def __init__(self, instance_id: int) -> None:
-        self.instance_id = instance_id
-
-    async def describe(self) -> dict[str, Any]:
-        return {"id": self.instance_id}
-
-    async def call(
-        self, request: dict[str, Any], context: RequestContext | None
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        for number in range(3):
-            yield {"token_ids": [number]}
-
-    async def notify(self, notice: dict[str, Any]) -> None:
-        """Nothing is told."""
+from trtllm_disagg.types import GenerateRequest
 
 
 class Directory:
@@ -53,9 +36,11 @@ class Directory:
     def instance_ids(self) -> Sequence[int]:
         return self.ids
 
-    def instance(self, instance_id: int) -> Instance:
+    def instance(self, instance_id: int) -> RecordingStageClient:
         assert instance_id in self.ids
-        return Instance(instance_id)
+        client = RecordingStageClient(answers=[{"token_ids": [number]} for number in range(3)])
+        client.instance_id = instance_id
+        return client
 
 
 def stage(directory: Directory, selector: Selector | None = None, own_id: int = 99) -> SelectedStage:
