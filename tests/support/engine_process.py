@@ -23,11 +23,11 @@ _CONTEXT.set_forkserver_preload(["tests.support.cores", "tests.support.engine_pr
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """kill -9 of a process, itself when `pid` is 0, around this engine's next read or write of KV: before the first
-    byte, after half of the blocks, or after the last byte.
+    """kill -9 of a process, itself when `pid` is 0, in this engine's next read or write of KV: after half of the
+    blocks, or after the last byte.
     """
 
-    when: Literal["before", "half", "after"]
+    when: Literal["half", "after"]
     pid: int = 0
 
 
@@ -130,7 +130,7 @@ def _arm(fake: Any, kill: Kill) -> None:
         fake.forget_script()
         _kill(kill.pid or os.getpid())
 
-    part = {"before": 0.0, "half": 0.5, "after": 1.0}[kill.when]
+    part = {"half": 0.5, "after": 1.0}[kill.when]
     for kind in ("read", "write"):
         fake.then(kind, Interrupted(deadly, part))
 

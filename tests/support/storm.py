@@ -64,7 +64,6 @@ class Storm:
         self._prefill = prefill
         self._decode = decode
         self._seed = seed
-        self._dice = random.Random(seed)
         self.seen: Counter[str] = Counter()
         self._wanted: list[tuple[list[int], SamplingParams, list[int]]] = []
 
