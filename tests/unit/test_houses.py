@@ -13,34 +13,46 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trtllm_disagg"
 
 #: Lines.
-HOUSES = {"plugin": 18_000, "engines": 19_850, "tools": 12_300}
+HOUSES = {"plugin": 18_000, "engines": 19_850, "tools": 12_220}
 ROOMS = {
     "(top)": 1_460,
-    "admin": 350,
+    "admin": 310,
     "config": 2_350,
     "dynamo_runtime": 2_810,
     "engine": 1_560,
-    "engines/(top)": 300,
-    "engines/demo_model": 700,
-    "engines/embedded": 14_000,
-    "engines/modelled": 1_500,
-    "engines/recording": 1_500,
+    "engines": 10,
+    "engines/demo_model": 810,
+    "engines/embedded": 270,
+    "engines/embedded/api": 1_430,
+    "engines/embedded/connector": 790,
+    "engines/embedded/core": 1_200,
+    "engines/embedded/cpu_kernels": 2_710,
+    "engines/embedded/ipc": 640,
+    "engines/embedded/kv_cache": 540,
+    "engines/embedded/kv_transfer": 2_620,
+    "engines/embedded/model": 2_460,
+    "engines/embedded/params": 1_490,
+    "engines/embedded/scheduler": 1_020,
+    "engines/embedded/tensor_parallel": 1_500,
+    "engines/modelled": 1_190,
+    "engines/recording": 1_220,
     "handlers": 4_550,
     "prefill_queue": 1_430,
     "processes": 610,
-    "tools/admin": 770,
-    "tools/bench": 3_200,
+    "tools": 60,
+    "tools/admin": 820,
+    "tools/bench": 3_390,
     "tools/demo": 280,
     "tools/doctor": 1_470,
-    "tools/plan": 1_250,
+    "tools/plan": 1_190,
     "tools/top": 1_060,
     "tools/trace": 770,
-    "tools/up": 3_250,
+    "tools/up": 3_220,
     "tracing": 720,
     "wire": 830,
     "worker": 1_430,
 }
-MOST_FILES = 280
+MOST_FILES = 278
 
 
 def lines(path: Path) -> int:
@@ -87,7 +99,7 @@ def test_there_are_no_more_files_than_a_reader_can_keep() -> None:
 
 @pytest.mark.parametrize(
     ("folder", "suffixes", "most"),
-    [("tests", {".py"}, 54_900), ("tools", {".py"}, 1_000), ("launch", {".sh", ".py", ".sbatch", ""}, 200)],
+    [("tests", {".py"}, 54_750), ("tools", {".py"}, 1_000), ("launch", {".sh", ".py", ".sbatch", ""}, 200)],
 )
 def test_what_stands_beside_the_package_keeps_its_budget(folder: str, suffixes: set[str], most: int) -> None:
     files = (path for path in (ROOT / folder).rglob("*") if path.is_file() and path.suffix in suffixes)

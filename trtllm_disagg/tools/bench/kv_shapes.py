@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
     from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout, StagingTransport
 
+#: Names in kv_transfer/transports.py. Importing that would load the engine for `--help`.
+TRANSPORTS = ("NIXL", "SHARED_MEMORY")
+
 
 @dataclass(frozen=True, slots=True)
 class KvShape:

@@ -14,11 +14,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from trtllm_disagg.config.settings import positive_up_to
-from trtllm_disagg.engines.embedded.kv_transfer.transports import TRANSPORTS, on_gpus
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.tools.bench.figures import Column, Figure, Grid, Sample, Section, paired_ratio
-from trtllm_disagg.tools.bench.kv_shapes import SHAPES, KvShape
+from trtllm_disagg.tools.bench.kv_shapes import SHAPES, TRANSPORTS, KvShape
 from trtllm_disagg.tools.bench.machine import seconds_of
 from trtllm_disagg.tools.bench.report import Say, add_choice, add_number, add_output_arguments, run_benchmark
 
@@ -42,7 +41,7 @@ def readv_of(pattern: str) -> str:
 def add_arguments(parser: Parser) -> None:
     add_output_arguments(parser)
     add_number(parser, "--rounds", 15, "repetitions, each in another order", type=positive_up_to(10_000))
-    add_choice(parser, "--transport", tuple(TRANSPORTS), "how KV moves")
+    add_choice(parser, "--transport", TRANSPORTS, "how KV moves")
     add_choice(
         parser, "--shape", SHAPES, "the KV of a model: layers and heads of Llama-3.1-8B, of Qwen2.5-0.5B"
     )
@@ -56,11 +55,15 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Exit status 0. Raises KvTransferError when a byte arrives wrong, ConfigError when there is no GPU."""
+    from trtllm_disagg.engines.embedded.kv_transfer import transports
+
     device: str = args.device
-    backends = [name for name in args.transport if device in TRANSPORTS[name].devices]
+    backends = [name for name in args.transport if device in transports.TRANSPORTS[name].devices]
     if not backends:
         raise ConfigError.bad_value(
-            "--transport", " ".join(args.transport), f"with --device {device}: {', '.join(on_gpus())}"
+            "--transport",
+            " ".join(args.transport),
+            f"with --device {device}: {', '.join(transports.on_gpus())}",
         )
     require_device(device)
     pairs = [(backend, SHAPES[shape]) for shape in args.shape for backend in backends]

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from trtllm_disagg import cli
+from trtllm_disagg.engines.embedded.kv_transfer import transports
 from trtllm_disagg.engines.embedded.kv_transfer.shared_memory import huge_page_tensor
 from trtllm_disagg.errors import ConfigError, KvTransferError
+from trtllm_disagg.tools.bench import kv_shapes
 from trtllm_disagg.tools.bench.figures import Figure
 from trtllm_disagg.tools.bench.kv_ends import (
     CopyPools,
@@ -48,6 +50,10 @@ def test_a_4k_prompt_has_the_bytes_of_its_shape(name: str, mib: int) -> None:
     assert SHAPES[name].prompt_tokens == 4096
     assert SHAPES[name].prompt_bytes == mib << 20
     assert SHAPES[name].pool_bytes == 2 * SHAPES[name].prompt_bytes
+
+
+def test_every_transport_of_the_engine_can_be_chosen() -> None:
+    assert tuple(transports.TRANSPORTS) == kv_shapes.TRANSPORTS
 
 
 def test_contiguous_blocks_are_one_run_and_scattered_ones_have_no_neighbours() -> None:
