@@ -97,6 +97,10 @@ def test_served_model_name_defaults_to_the_model() -> None:
         ({"model": " "}, "--model"),
         ({"role": "decode", "max_beam_width": 2}, "--max-beam-width: 2"),
         ({"schedule_style": "generation_first"}, "--schedule-style: 'generation_first'"),
+        (
+            {"role": "decode", "prefill_dispatch": "queue", "schedule_style": "generation_first"},
+            "--prefill-dispatch: 'queue'",
+        ),
         ({"kv_block_size": 48}, "--kv-block-size: 48 is not allowed; expected a power of two"),
         ({"kv_block_size": 0}, "--kv-block-size: 0"),
         ({"max_batch_size": 0}, "--max-batch-size: 0"),

@@ -137,6 +137,15 @@ def test_a_two_phase_prefill_asks_for_one_token_and_remote_decode() -> None:
     }
 
 
+def test_two_phase_adds_no_field_that_a_body_has_not() -> None:
+    assert body("two_phase", PREFILL, {"token_ids": [11]}) == {
+        "token_ids": [11],
+        "stop_conditions": {"max_tokens": 1},
+        "kv_transfer_params": ASKING,
+        "errand": {"stage": "prefill"},
+    }
+
+
 def test_two_phase_keeps_no_kv_for_an_answer_of_one_token() -> None:
     sent = body("two_phase", PREFILL, asked() | {"stop_conditions": {"max_tokens": 1}})
     assert sent["kv_transfer_params"] == ASKING | {"do_remote_decode": False}

@@ -88,6 +88,11 @@ def test_a_worker_describes_what_has_to_be_equal() -> None:
     }
 
 
+def test_fingerprint_of_null_settings_has_defaults() -> None:
+    fingerprint = Fingerprint.of("embedded", {"kv_cache_config": None}, 16)
+    assert (fingerprint.dtype, fingerprint.kv_dtype, fingerprint.transceiver) == ("auto", "auto", None)
+
+
 def test_a_pair_that_fits_is_taken() -> None:
     require_pair(described("decode"), described("prefill"))
     require_pair(described("prefill"), described("decode"))
