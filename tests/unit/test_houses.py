@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -53,6 +54,7 @@ ROOMS = {
     "worker": 1_430,
 }
 MOST_FILES = 278
+MOST_WRAPPERS = 24
 
 
 def lines(path: Path) -> int:
@@ -109,3 +111,18 @@ def test_what_stands_beside_the_package_keeps_its_budget(folder: str, suffixes: 
 @pytest.mark.parametrize(("pattern", "most"), [("docs/**/*.md", 60_000), ("CHANGELOG.md", 1_500)])
 def test_texts_keep_their_budget_of_words(pattern: str, most: int) -> None:
     assert sum(len(re.findall(r"\S+", path.read_text())) for path in ROOT.glob(pattern)) <= most, __doc__
+
+
+def test_no_more_functions_wrap_one_request_in_another() -> None:
+    """A token passes through each of them: functions that take and return a Generate or a phase."""
+    phase = re.compile(r"\b(Generate|PrefillPhase|DecodePhase)\b")
+    wrappers = [
+        node.name
+        for path in (*PACKAGE.rglob("*.py"), *(ROOT / "handlers").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.returns is not None
+        and phase.fullmatch(ast.unparse(node.returns))
+        and phase.search(ast.unparse(node.args))
+    ]
+    assert len(wrappers) <= MOST_WRAPPERS, wrappers
