@@ -1,7 +1,7 @@
 """Runs one object in a child process, which waits for calls on its standard input and ends when that is closed.
 
 A call is a line of JSON with a method and its arguments, and so is its answer (`child_main.py` is the other end). The
-engines of `bench engine` and the sender of `bench transfer` run like this.
+engines of `benchmarks/engine.py` and the sender of `bench transfer` run like this.
 """
 
 from __future__ import annotations
