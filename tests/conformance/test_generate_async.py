@@ -172,3 +172,9 @@ async def test_a_bad_guide_costs_its_own_request(llm: Any, guide: dict[str, Any]
     with pytest.raises((ValueError, find("RequestError"))):
         await llm.generate_async(PROMPT, params)
     assert len(await tokens_of(llm.generate_async(PROMPT, sampling()))) == 8
+
+
+async def test_the_callers_parameters_stay_as_they_are(llm: Any) -> None:
+    params = sampling(max_tokens=6)
+    await llm.generate_async(PROMPT, params)
+    assert params == sampling(max_tokens=6)
