@@ -81,7 +81,9 @@ SIZES = dict(package())
 def test_every_house_keeps_its_budget() -> None:
     sizes = Counter[str]()
     for path, size in SIZES.items():
-        sizes[path.parts[0] if path.parts[0] in HOUSES else "plugin"] += size
+        # embedded.py is the old name of the engine.
+        house = "engines" if path == Path("embedded.py") else path.parts[0]
+        sizes[house if house in HOUSES else "plugin"] += size
     over = {house: size for house, size in sizes.items() if size > HOUSES[house]}
     assert not over, f"budgets are {HOUSES}: {__doc__}"
 

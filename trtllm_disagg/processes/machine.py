@@ -91,7 +91,7 @@ def require_same_user(connection: socket.socket) -> PeerProcess:
 # -- limits: a process that reaches one later cannot name it
 
 INOTIFY_KEY = "fs.inotify.max_user_instances"
-_INOTIFY = Path("/proc/sys/fs/inotify/max_user_instances")
+_INOTIFY, _RDMA = Path("/proc/sys/fs/inotify/max_user_instances"), Path("/sys/class/infiniband")
 #: Inotify instances, measured: Dynamo opens one for each watched directory. A frontend has 9 to 13, a worker with
 #: peers 2, and one that selects peers by their caches 6 more. The minima, so that nothing that would work is refused.
 INOTIFY_PER_FRONTEND, INOTIFY_PER_WORKER, INOTIFY_PER_KV_ROUTER = 9, 2, 6
@@ -110,10 +110,12 @@ class Needs:
     inotify_instances: int = 0
     #: For each process.
     open_files: int = OPEN_FILES
+    moves_kv: bool = False
 
     def __add__(self, other: Needs) -> Needs:
         """The needs of two deployments that run side by side."""
-        return Needs(self.inotify_instances + other.inotify_instances, max(self.open_files, other.open_files))
+        files, moves_kv = max(self.open_files, other.open_files), self.moves_kv or other.moves_kv
+        return Needs(self.inotify_instances + other.inotify_instances, files, moves_kv)
 
 
 @dataclass(frozen=True)
@@ -125,20 +127,25 @@ class MachineLimits:
     free_inotify_instances: int | None = None
     #: The hard limit; `allow_open_files` raises the soft limit to it.
     max_open_files: int | None = None
+    #: Bytes that a process may lock. KV that moves by RDMA is locked as a whole.
+    max_locked_memory: int | None = None
 
     @classmethod
     def read(cls, needs: Needs) -> MachineLimits:
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        _, locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        has_rdma = _RDMA.is_dir() and any(_RDMA.iterdir())
         return cls(
-            max_inotify_instances=_number_in(_INOTIFY),
+            max_inotify_instances=int(_INOTIFY.read_text()) if _INOTIFY.is_file() else None,
             free_inotify_instances=_free_inotify_instances(needs.inotify_instances),
             max_open_files=None if hard == resource.RLIM_INFINITY else hard,
+            max_locked_memory=None if locked == resource.RLIM_INFINITY or not has_rdma else locked,
         )
 
 
 def needs_of_worker(*, has_peers: bool, discovery_backend: str | None) -> Needs:
     """The needs of a worker that is started by itself. Only file discovery watches directories."""
-    return Needs(INOTIFY_PER_WORKER if has_peers and discovery_backend == "file" else 0)
+    return Needs(INOTIFY_PER_WORKER if has_peers and discovery_backend == "file" else 0, moves_kv=has_peers)
 
 
 def require(needs: Needs, limits: MachineLimits) -> list[str]:
@@ -161,6 +168,11 @@ def require(needs: Needs, limits: MachineLimits) -> list[str]:
         warnings.append(
             f"the hard limit of open files (ulimit -Hn) is {files}: enough for some "
             f"{files - needs.open_files} connections"
+        )
+    if needs.moves_kv and limits.max_locked_memory is not None:
+        warnings.append(
+            f"the hard limit of locked memory (ulimit -Hl) is {limits.max_locked_memory // 1024} KiB, and KV "
+            "that moves by RDMA is locked: set it to unlimited (LimitMEMLOCK=, or --ulimit memlock=-1 of the container)"
         )
     if refusals:
         raise LimitError("; ".join(refusals))
@@ -193,10 +205,3 @@ def _free_inotify_instances(wanted: int) -> int | None:
     finally:
         for fd in found:
             os.close(fd)
-
-
-def _number_in(file: Path) -> int | None:
-    try:
-        return int(file.read_text())
-    except (OSError, ValueError):
-        return None

@@ -69,7 +69,7 @@ def needs_of(config: DeploymentConfig) -> machine.Needs:
     workers = worker_total(config) if spec.is_disaggregated else 0
     routers = sum(config.workers[role] for role in spec.kv_routed_roles) if config.next_router == "kv" else 0
     inotify = machine.INOTIFY_PER_WORKER * workers + machine.INOTIFY_PER_KV_ROUTER * routers
-    return machine.Needs(machine.INOTIFY_PER_FRONTEND + inotify)
+    return machine.Needs(machine.INOTIFY_PER_FRONTEND + inotify, moves_kv=spec.is_disaggregated)
 
 
 def check_deployment_limits(configs: Iterable[DeploymentConfig]) -> list[str]:

@@ -52,6 +52,7 @@ def test_machine_on_which_no_deployment_can_start_is_refused_with_all_reasons(
 @pytest.mark.parametrize(
     ("limits", "words"),
     [
+        ({"max_locked_memory": 64 * 1024}, "(ulimit -Hl) is 64 KiB, and KV that moves by RDMA"),
         ({"max_open_files": 256}, "(ulimit -Hn) is 256: enough for some 128 connections"),
     ],
 )
