@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from trtllm_disagg.config.thresholds import Live, Thresholds
 from trtllm_disagg.errors import OverloadedError
-from trtllm_disagg.streams import CountedStream
-from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
+from trtllm_disagg.types import GenerateRequest
 
 log = logging.getLogger(__name__)
 
@@ -33,16 +32,6 @@ class RequestCount:
         """Count a request with so many tokens, until the result is called."""
         self._add(1, tokens)
         return partial(self._add, -1, -tokens)
-
-    def counting(self, generate: Generate) -> Generate:
-        """`generate`, whose running requests are counted, with their prompts and the most that may be generated."""
-
-        def counted(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-            return CountedStream(
-                partial(self.enter, most_tokens(request)), partial(generate, request, context)
-            )
-
-        return counted
 
     def _add(self, requests: int, tokens: int) -> None:
         self.requests += requests
@@ -73,16 +62,7 @@ class Admission:
         self._clock = clock
         self._quiet_until = clock()
 
-    def admitting(self, generate: Generate) -> Generate:
-        """`generate`, which raises OverloadedError for a request that finds no room."""
-
-        def admitted(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-            enter = partial(self._enter, len(request.token_ids))
-            return CountedStream(enter, partial(generate, request, context), until_first=True)
-
-        return admitted
-
-    def _enter(self, tokens: int) -> Callable[[], None]:
+    def enter(self, tokens: int) -> Callable[[], None]:
         """Count a waiting request with so many prompt tokens, until the result is called. Raises OverloadedError."""
         self._require_room(tokens)
         return self._queued.enter(tokens)
@@ -108,25 +88,27 @@ class Admission:
         )
 
 
-def within_fallback_budget(local: Generate, thresholds: Live[Thresholds]) -> Generate:
-    """`local`, limited to what this worker can run besides its own work: when all workers of one role are lost, their
-    work must not overload those of the other role. Raises OverloadedError beyond `--max-local-fallbacks` and
-    `--max-local-fallback-tokens`; when no other one runs, a request may be of any length.
+class FallbackBudget:
+    """What this worker can run besides its own work: when all workers of one role are lost, their work must not
+    overload those of the other role.
     """
-    running = RequestCount()
-    counted = running.counting(local)
 
-    def bounded(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        limits = thresholds.value
+    def __init__(self, thresholds: Live[Thresholds]) -> None:
+        self._thresholds = thresholds
+        self._running = RequestCount()
+
+    def enter(self, request: GenerateRequest) -> Callable[[], None]:
+        """Count a request until the result is called. Raises OverloadedError beyond `--max-local-fallbacks` and
+        `--max-local-fallback-tokens`; when no other one runs, a request may be of any length.
+        """
+        limits, running = self._thresholds.value, self._running
         now = f"{running.requests} requests of up to {running.tokens} tokens"
         if 0 < limits["max_local_fallbacks"] <= running.requests:
             raise _overloaded(f"{now} (--max-local-fallbacks {limits['max_local_fallbacks']})")
-        most = limits["max_local_fallback_tokens"]
-        if running.requests and 0 < most < running.tokens + most_tokens(request):
+        most, tokens = limits["max_local_fallback_tokens"], most_tokens(request)
+        if running.requests and 0 < most < running.tokens + tokens:
             raise _overloaded(f"{now} (--max-local-fallback-tokens {most})")
-        return counted(request, context)
-
-    return bounded
+        return running.enter(tokens)
 
 
 def _overloaded(running: str) -> OverloadedError:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
-from contextlib import AbstractContextManager, aclosing, contextmanager, suppress
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.llm_api import RequestOutput
 from trtllm_disagg.errors import WorkerLeavingError
-from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
+from trtllm_disagg.types import RequestContext
 
 log = logging.getLogger(__name__)
 
@@ -169,33 +169,27 @@ class Wait:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._waiting: asyncio.Task[Any] | None = None
+        #: The task that waits; None while no task does: set so to disarm.
+        self.waiting: asyncio.Task[Any] | None = None
         self._cancelling = 0
         self._was_ended = False
 
-    @property
-    def is_armed(self) -> bool:
-        return self._waiting is not None
-
     def arm(self) -> None:
-        """From now on the current task waits, until `disarm`."""
-        task = self._waiting = asyncio.current_task(self._loop)
+        """From now on the current task waits."""
+        task = self.waiting = asyncio.current_task(self._loop)
         assert task is not None
         self._cancelling = task.cancelling()
 
-    def disarm(self) -> None:
-        self._waiting = None
-
     def end(self) -> None:
-        if self._waiting is not None and not self._was_ended:
+        if self.waiting is not None and not self._was_ended:
             self._was_ended = True
-            self._waiting.cancel()
+            self.waiting.cancel()
 
     def was_ended(self, error: BaseException | None) -> bool:
         """Whether `error`, which has ended the wait, was caused by `end` alone. If the task was cancelled at the same
         time, that takes precedence.
         """
-        task = self._waiting
+        task = self.waiting
         if not self._was_ended or task is None or not isinstance(error, asyncio.CancelledError):
             return False
         return task.uncancel() <= self._cancelling
@@ -204,18 +198,14 @@ class Wait:
 #: How long `cut` waits. A cancelled request ends at once, unless it waits for something that cannot be cancelled.
 _END_SECONDS = 5.0
 
-#: Gets every chunk on its way and returns it, or another one in its place.
-OnChunk = Callable[[TokenChunk], TokenChunk]
-#: Makes the context manager around one request.
-ChunkObserver = Callable[[GenerateRequest, RequestContext], AbstractContextManager[OnChunk]]
-
 
 class WorkerDrain:
     """Counts the requests of a worker that may leave, and ends them when it does."""
 
     def __init__(self) -> None:
         self._reason: str | None = None
-        self._is_over = False
+        #: Running requests end, and new ones are not begun.
+        self.is_over = False
         self._running: set[Wait] = set()
         self._none_runs = asyncio.Event()
         self._none_runs.set()
@@ -238,58 +228,26 @@ class WorkerDrain:
 
     async def cut(self) -> None:
         """End all running and all new requests with WorkerLeavingError."""
-        self._is_over = True
+        self.is_over = True
         for wait in self._running:
             wait.end()
         with suppress(TimeoutError):
             async with asyncio.timeout(_END_SECONDS):
                 await self.none_runs()
 
-    def tracking(self, generate: Generate, observer: ChunkObserver) -> Generate:
-        """`generate`, counted, ended by `cut` and observed: all in one stream, since each layer costs time a chunk."""
-
-        async def tracked(
-            request: GenerateRequest, context: RequestContext
-        ) -> AsyncGenerator[TokenChunk, None]:
-            self._raise_if_over()
-            has_ended, choices_left = False, request.num_choices
-            with self._counted() as wait, observer(request, context) as on_chunk:
-                async with aclosing(generate(request, context)) as chunks:
-                    wait.arm()
-                    async for chunk in chunks:
-                        wait.disarm()
-                        if chunk.finish_reason is not None:
-                            choices_left -= 1
-                            has_ended = choices_left <= 0
-                        yield on_chunk(chunk)
-                        if not has_ended:
-                            self._raise_if_over()
-                        wait.arm()
-            if self.has_begun and not has_ended:
-                # A runtime that shuts down stops all contexts: the handler ended as if the client had left.
-                raise self._error()
-
-        return tracked
-
-    @contextmanager
-    def _counted(self) -> Iterator[Wait]:
+    def enter(self) -> Wait:
+        """Count a request, until `leave`; the result is what `cut` ends. Raises WorkerLeavingError when it is over."""
+        if self.is_over:
+            raise self.error()
         wait = Wait()
         self._running.add(wait)
         self._none_runs.clear()
-        try:
-            yield wait
-        except asyncio.CancelledError as error:
-            if wait.was_ended(error):
-                raise self._error() from None
-            raise
-        finally:
-            self._running.discard(wait)
-            if not self._running:
-                self._none_runs.set()
+        return wait
 
-    def _raise_if_over(self) -> None:
-        if self._is_over:
-            raise self._error()
+    def leave(self, wait: Wait) -> None:
+        self._running.discard(wait)
+        if not self._running:
+            self._none_runs.set()
 
-    def _error(self) -> WorkerLeavingError:
+    def error(self) -> WorkerLeavingError:
         return WorkerLeavingError(f"this worker is leaving: {self._reason}")

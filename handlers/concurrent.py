@@ -9,8 +9,6 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-import msgspec
-
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.errors import (
     ConfigError,
@@ -23,22 +21,12 @@ from trtllm_disagg.handlers.cancellation import AbortGuard
 from trtllm_disagg.handlers.chain import KV_NOT_ARRIVED
 from trtllm_disagg.handlers.local import finished
 from trtllm_disagg.handlers.outputs import OutputCursor, record_engine
-from trtllm_disagg.handlers.remote import (
-    PREFILL,
-    StageClient,
-    StageInstance,
-    blaming,
-    dispatch_span,
-    select_instance,
-)
+from trtllm_disagg.handlers.peers import PREFILL, Call, Peers, dispatch_span, select_instance
 from trtllm_disagg.handlers.trace import record_cache_hit
-from trtllm_disagg.streams import PerRequestStream
 from trtllm_disagg.types import (
     DecodePhase,
-    Generate,
     GenerateRequest,
     Handoff,
-    Int32,
     Rendezvous,
     RequestContext,
     TokenChunk,
@@ -64,6 +52,10 @@ class PushPhase(Protocol):
         """Return where decode finds the prefill engine, and the push that will run on that engine."""
         ...
 
+    def kv_was_lost(self, sender: int | None) -> None:
+        """The KV of a request with this `Opened.sender` did not arrive."""
+        ...
+
 
 class LocalPush:
     """context_only on this worker's engine. The client gets all tokens, the first one too, from decode."""
@@ -80,8 +72,11 @@ class LocalPush:
         self._rank = engine.ctx_dp_rank
 
     async def open_rendezvous(self, request: GenerateRequest) -> Opened:
-        self._engine.require_room(request)
+        self._engine.require_fit(request)
         return Opened(self._protocol.adapt(self._engine.rendezvous(self._endpoint, self._rank)), self)
+
+    def kv_was_lost(self, sender: int | None) -> None:
+        """It is this worker's own."""
 
     async def __call__(self, request: GenerateRequest, context: RequestContext) -> TokenChunk:
         with request.span.child("prefill") as span:
@@ -103,109 +98,80 @@ class LocalPush:
 class RemotePush:
     """context_only on a prefill worker, which pushes into this worker's engine."""
 
-    def __init__(self, client: StageClient, engine: Engine, protocol: HandoffProtocol = DYNAMO) -> None:
+    def __init__(self, peers: Peers, engine: Engine, protocol: HandoffProtocol = DYNAMO) -> None:
         """`engine` is this worker's: it makes the ids of rendezvous."""
-        self._client = client
+        self._peers = peers
         self._protocol = protocol
         self._engine = engine
-        #: Of each instance, for as long as it lives: where its engine is met, and on which rank.
-        self._places: dict[int, tuple[str, int | None]] = {}
 
     async def open_rendezvous(self, request: GenerateRequest) -> Opened:
         # Refused here, before either phase is dispatched.
-        self._engine.require_room(request)
-        instance = await select_instance(self._client, request)
-        request.trace.facts["prefill_instance"] = f"{instance.instance_id:x}"
-        endpoint, rank = self._places.get(instance.instance_id) or await self._place_of(instance)
+        self._engine.require_fit(request, computes_prompt=False)
+        call = await select_instance(self._peers, request)
+        request.trace.facts["prefill_instance"] = f"{call.instance_id:x}"
+        with call:
+            endpoint, rank = await self._peers.meeting_place(call)
         rendezvous = self._protocol.adapt(self._engine.rendezvous(endpoint, rank))
-        return Opened(rendezvous, partial(self._call, instance), instance.instance_id)
+        return Opened(rendezvous, partial(self._push, call), call.instance_id)
 
-    async def _place_of(self, instance: StageInstance) -> tuple[str, int | None]:
-        described = await instance.describe()
-        with blaming(instance):
-            place = _place_in(described)
-        there = {*self._client.instance_ids(), instance.instance_id}
-        self._places = {each: place for each, place in self._places.items() if each in there}
-        self._places[instance.instance_id] = place
-        return place
-
-    async def _call(self, instance: StageInstance, request: GenerateRequest, context: RequestContext) -> None:
-        with blaming(instance), dispatch_span(instance, request) as dispatch:
-            raw = self._protocol.encode(request.within(dispatch), PREFILL)
-            async with aclosing(instance.call(raw, context)) as answers:
+    async def _push(self, call: Call, request: GenerateRequest, context: RequestContext) -> None:
+        with call, dispatch_span(call, request) as dispatch:
+            body = self._protocol.encode(request.within(dispatch), PREFILL)
+            async with aclosing(call.answers(body, context)) as answers:
                 num_answers = len([answer async for answer in answers])
             if num_answers != 1 and not context.is_stopped():
                 raise PeerUnavailableError(f"the prefill worker sent {num_answers} answers instead of one")
 
-
-class _Place(msgspec.Struct, frozen=True):
-    """The part of a prefill worker's description that says where its engine is met."""
-
-    ctx_info_endpoint: str | None = None
-    ctx_dp_rank: Int32 | None = None
+    def kv_was_lost(self, sender: int | None) -> None:
+        if sender is not None:
+            self._peers.forget(sender)
 
 
-def _place_in(described: dict[str, Any]) -> tuple[str, int | None]:
-    try:
-        place = msgspec.convert(described, _Place)
-    except msgspec.ValidationError as error:
-        raise PeerUnavailableError(f"the prefill worker's description is unreadable: {error}") from None
-    if not place.ctx_info_endpoint:
-        raise PeerUnavailableError("the prefill worker's engine has no ctx_info_endpoint")
-    return place.ctx_info_endpoint, place.ctx_dp_rank
-
-
-def push_service(push: LocalPush) -> Generate:
+class PushService:
     """The push phase as a service, for a decode worker that waits for the KV."""
 
-    async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        yield await push(request, context)
+    def __init__(self, push: LocalPush) -> None:
+        self._push = push
 
-    return generate
+    async def __call__(
+        self, request: GenerateRequest, context: RequestContext
+    ) -> AsyncGenerator[TokenChunk, None]:
+        yield await self._push(request, context)
 
 
-def concurrent(prefill: PushPhase, decode: DecodePhase) -> Generate:
-    """prefill_first: concurrent(local push, remote decode); decode_first: concurrent(remote push, local decode).
+class Concurrent:
+    """prefill_first: Concurrent(local push, remote decode); decode_first: Concurrent(remote push, local decode).
 
     Decode allocates blocks and prefill writes into them. Both phases are dispatched here, at once; when one fails
     the other is cancelled.
     """
 
-    def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        return _Concurrent(prefill, decode, request, context)
-
-    return generate
-
-
-class _Concurrent(PerRequestStream[TokenChunk]):
-    def __init__(
-        self, prefill: PushPhase, decode: DecodePhase, request: GenerateRequest, context: RequestContext
-    ) -> None:
+    def __init__(self, prefill: PushPhase, decode: DecodePhase) -> None:
         self._prefill = prefill
         self._decode = decode
-        self._request = request
-        self._context = context
-        self._pushing: asyncio.Future[Any] | None = None
 
-    async def _first(self) -> TokenChunk:
-        with self._request.span.child("meet") as span:
-            opened = await self._prefill.open_rendezvous(self._request.within(span))
-        request = self._request.with_rendezvous(opened.rendezvous)
-        self._pushing = asyncio.ensure_future(opened.push(request, self._context))
-        # The engines transfer the KV among themselves: nothing is to be released here.
-        self._rest = self._decode(request, self._context, Handoff.not_ours())
+    async def __call__(
+        self, request: GenerateRequest, context: RequestContext
+    ) -> AsyncGenerator[TokenChunk, None]:
+        with request.span.child("meet") as span:
+            opened = await self._prefill.open_rendezvous(request.within(span))
+        request = request.with_rendezvous(opened.rendezvous)
+        pushing = asyncio.ensure_future(opened.push(request, context))
         try:
-            first = await _first_chunk(self._rest, self._pushing)
+            # The engines transfer the KV among themselves: nothing is to be released here.
+            async with aclosing(self._decode(request, context, Handoff.not_ours())) as chunks:
+                first = await _first_chunk(chunks, pushing)
+                if first is None:
+                    return
+                yield first
+                async for chunk in chunks:
+                    yield chunk
         except KV_NOT_ARRIVED as error:
             error.blame(opened.sender)
+            self._prefill.kv_was_lost(opened.sender)
             raise
-        if first is None:
-            raise StopAsyncIteration
-        return first
-
-    async def _finish(self) -> None:
-        if self._pushing is not None:
-            await _end(self._pushing)
+        finally:
+            await _end(pushing)
 
 
 async def _first_chunk(

@@ -9,19 +9,18 @@ import asyncio
 import logging
 import time
 from array import array
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from trtllm_disagg.config.deciders import ALWAYS, BY_OCCUPANCY, DECIDERS, Decision, Facts, Occupancy
 from trtllm_disagg.config.thresholds import Live, Thresholds
 from trtllm_disagg.config.worker_config import Role
-from trtllm_disagg.errors import DisaggError, NoInstanceError
+from trtllm_disagg.errors import DisaggError
 from trtllm_disagg.handlers.admission import RequestCount, most_tokens
 from trtllm_disagg.handlers.cancellation import in_background
-from trtllm_disagg.handlers.remote import StageInstance
-from trtllm_disagg.handlers.select import Directory
-from trtllm_disagg.types import Fallback, Generate, GenerateRequest, RequestContext, TokenChunk
+from trtllm_disagg.handlers.select import Directory, StageInstance
+from trtllm_disagg.types import GenerateRequest
 
 log = logging.getLogger(__name__)
 
@@ -265,68 +264,3 @@ def create_auto_decider(name: str, sources: FactSources, thresholds: Live[Thresh
         return decision if second.both_stages else second
 
     return decide
-
-
-def conditional(decider: Decider, local: Generate, remote: Generate) -> Generate:
-    """`local` or `remote`, decided once for each request."""
-
-    def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        with request.span.child("decide"):
-            decision = decider(request)
-        request.trace.chose(request.trace.strategy if decision.both_stages else "local", decision.reason)
-        return (remote if decision.both_stages else local)(request, context)
-
-    return generate
-
-
-class Auto:
-    """`--disaggregation-strategy auto`: the order of each request, by length, queues and health of the other stage.
-
-    local: little to compute, a queue in front of the other stage, or no healthy instance there; then with the limits of
-    a fallback, `--on-missing-stage` and `--max-local-fallbacks`.
-
-    Otherwise the order that has this worker as first stage; the other order when this worker's engine decodes as much
-    as fits into its batch, so that another decode worker can be found.
-    """
-
-    def __init__(
-        self,
-        decider: Decider,
-        routes: dict[str, Generate],
-        orders: tuple[str, str],
-        alone: Generate | None,
-        num_healthy: Callable[[], int],
-        has_room: Callable[[], bool],
-    ) -> None:
-        """`orders`: this worker's own, and the other one. `alone` answers in place of the other stage; None: no worker
-        may. `num_healthy`: instances of the other stage. `has_room`: one more answer fits into the batch of this
-        worker's engine.
-        """
-        self._decider = decider
-        self._routes = routes
-        self._alone = alone
-        self._own, self._other = orders
-        self._num_healthy = num_healthy
-        self._has_room = has_room
-
-    def __call__(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        with request.span.child("decide"):
-            name, reason, generate = self._chosen(request)
-        request.trace.chose(name, f"auto_{reason}")
-        if generate is self._alone:  # counted as in the other orders: an alert is about it
-            request.trace.fell_back(
-                Fallback.LOCAL, NoInstanceError("no instance of the other stage is healthy")
-            )
-        return generate(request, context)
-
-    def _chosen(self, request: GenerateRequest) -> tuple[str, str, Generate]:
-        """(the strategy, why, its route)"""
-        decision = self._decider(request)
-        if not decision.both_stages:
-            return "local", decision.reason, self._routes["local"]
-        if self._num_healthy() == 0:
-            own = self._own, "no_peer", self._routes[self._own]
-            return own if self._alone is None else ("local", "no_peer", self._alone)
-        if not self._has_room():
-            return self._other, "busy", self._routes[self._other]
-        return self._own, decision.reason, self._routes[self._own]

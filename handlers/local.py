@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable
+import math
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from functools import partial
+from typing import Protocol
 
 import msgspec
 
@@ -18,10 +19,13 @@ from trtllm_disagg.engine.llm_api import RequestOutput
 from trtllm_disagg.errors import (
     DisaggError,
     EngineError,
+    KvTransferError,
+    OverloadedError,
     RequestCancelledError,
     StageTimeoutError,
 )
 from trtllm_disagg.handlers.cancellation import AbortGuard, in_background
+from trtllm_disagg.handlers.circuit_breaker import QUEUE_ID
 from trtllm_disagg.handlers.outputs import (
     ChoicesCursor,
     Notify,
@@ -29,15 +33,11 @@ from trtllm_disagg.handlers.outputs import (
     at_once,
     newest_states,
     record_engine,
-    spanned,
 )
 from trtllm_disagg.handlers.trace import record_cache_hit, record_transfer
-from trtllm_disagg.streams import PerRequestStream
 from trtllm_disagg.types import (
-    DecodePhase,
     GenerateRequest,
     Handoff,
-    PrefillPhase,
     PrefillResult,
     RequestContext,
     TokenChunk,
@@ -55,18 +55,28 @@ class LocalPrefill:
         engine: Engine,
         drain: Callable[[GenerateRequest], None] = lambda request: None,
         *,
+        seconds: float | None = None,
         sees_callers_max_tokens: bool = True,
     ) -> None:
         """`drain` has a decode worker fetch an unused handoff, for an engine that cannot release one.
+        After `seconds` a prefill is aborted, with StageTimeoutError.
         `sees_callers_max_tokens` is false behind Dynamo's router, which calls prefill with max_tokens 1 in any case.
         """
         self._engine = engine
         self._drain = None if RELEASES_HANDOFFS in engine.capabilities else drain
+        self._seconds = seconds
         self._sees_callers_max_tokens = sees_callers_max_tokens
 
     async def __call__(self, request: GenerateRequest, context: RequestContext) -> Handoff:
         with request.span.child("prefill") as span:
-            return await self._run(request.within(span), context)
+            request = request.within(span)
+            if self._seconds is None:
+                return await self._run(request, context)
+            try:
+                async with asyncio.timeout(self._seconds):
+                    return await self._run(request, context)
+            except TimeoutError:
+                raise StageTimeoutError(f"the prefill was not done within {self._seconds:g} s") from None
 
     async def _run(self, request: GenerateRequest, context: RequestContext) -> Handoff:
         if self._first_token_is_the_answer(request):
@@ -143,7 +153,7 @@ class LocalPrefill:
         if self._drain is None:
             self._engine.abort(result)
         elif not handoff.is_fetched_for_a_client_that_left(context):
-            self._drain(request.with_handoff(handoff))
+            self._drain(request.only_fetching(handoff))
 
     def _release_unanswered(self, request: GenerateRequest, result: RequestOutput, guard: AbortGuard) -> None:
         """Release the KV of a prefill that has finished without an answer to its caller."""
@@ -152,7 +162,7 @@ class LocalPrefill:
             return
         with contextlib.suppress(DisaggError):  # the prefill left no KV
             passed = self._result(self._first(request, result), result)
-            self._drain(msgspec.structs.replace(request, prefill_result=passed))
+            self._drain(request.only_fetching(Handoff(TokenChunk([]), passed)))
 
 
 async def finished(engine: Engine, result: RequestOutput, guard: AbortGuard) -> None:
@@ -165,59 +175,124 @@ async def finished(engine: Engine, result: RequestOutput, guard: AbortGuard) -> 
 _ENDS_OF_EVERY_PREFILL = ("length", "not_finished", None)
 
 
+class KvArrivals(Protocol):
+    """Learns whether the KV of a peer's prefill arrives (`peers.Peers`)."""
+
+    def kv_arrived(self, sender: int) -> None: ...
+
+    def kv_was_lost(self, sender: int, request: GenerateRequest, error: KvTransferError) -> None: ...
+
+
 class LocalDecode:
     """generation_only: fetches the KV and generates from the first token on."""
 
-    def __init__(self, engine: Engine, *, repeats_first_token: bool, notify: Notify = at_once) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        repeats_first_token: bool,
+        notify: Notify = at_once,
+        first_token_seconds: float | None = None,
+        arrivals: KvArrivals | None = None,
+        max_batch_size: float = math.inf,
+    ) -> None:
         """`repeats_first_token`: the client gets prefill's token from here; the engine's answer starts with it.
-        `notify`: as for `newest_states`.
+        `notify`: as for `newest_states`. After `first_token_seconds`, KV transfer included, without a token the decode
+        ends with StageTimeoutError. A request beyond `max_batch_size` waits in the engine's queue.
         """
         self._engine = engine
         self._skip = 0 if repeats_first_token else 1
         self._notify = notify
+        self._first_token_seconds = first_token_seconds
+        self._arrivals = arrivals
+        self._max_batch_size = max_batch_size
 
-    def __call__(
+    async def __call__(
         self, request: GenerateRequest, context: RequestContext, handoff: Handoff
     ) -> AsyncGenerator[TokenChunk, None]:
-        return spanned("decode", request, lambda within: self._run(within, context, handoff))
-
-    def _run(
-        self, request: GenerateRequest, context: RequestContext, handoff: Handoff
-    ) -> AsyncGenerator[TokenChunk, None]:
-        def start() -> RequestOutput:
-            result = self._engine.start_decode(request)
+        engine, waits = self._engine, self._engine.answering.count >= self._max_batch_size
+        has_begun = False
+        with request.span.child("decode") as span:
+            request = request.within(span)
+            result = engine.start_decode(request)
             handoff.decode_has_it()
-            return result
+            cursor = self._cursor(request)
+            # With a rendezvous the KV may never come, so an abort must not wait for the first output.
+            guard = AbortGuard(engine, result, context, deferred=request.rendezvous is None)
+            try:
+                with engine.answering, guard:
+                    states = newest_states(result, guard.may_abort, engine.cancel_at_death, self._notify)
+                    async with EngineErrors(engine, guard.failed), aclosing(states):
+                        first = await self._first_chunks(states, cursor)
+                        has_begun = True
+                        self._kv_arrived(handoff)
+                        for chunk in first:
+                            if chunk.finish_reason is not None:
+                                self._record_end(request, result)
+                            yield chunk
+                        async for state in states:
+                            for chunk in cursor.advance(state):
+                                if chunk.finish_reason is not None:
+                                    self._record_end(request, result)
+                                yield chunk
+            except KvTransferError as error:
+                if not has_begun and not context.is_stopped():  # otherwise its sender may have released it
+                    self._kv_was_lost(handoff, request, error, waits=waits)
+                raise
 
+    def _cursor(self, request: GenerateRequest) -> OutputCursor:
         prefill = request.prefill_result
         details = prefill.prompt_tokens_details if prefill is not None else None
-        cursor = OutputCursor(
+        return OutputCursor(
             len(request.token_ids),
             skip=self._skip,
             cached_tokens=details.cached_tokens if details is not None else None,
             was_fetched=True,
-            most_tokens=self._engine.most_tokens(request),
+            most_tokens=self._engine.facts.room(request),
         )
 
-        def record(result: RequestOutput) -> None:
-            record_transfer(request.trace, result)
-            record_engine(self._engine, request, result)
+    async def _first_chunks(
+        self, states: AsyncGenerator[RequestOutput, None], cursor: OutputCursor
+    ) -> Sequence[TokenChunk]:
+        try:
+            async with asyncio.timeout(self._first_token_seconds):
+                async for state in states:
+                    if chunks := cursor.advance(state):
+                        return chunks
+        except TimeoutError:
+            raise StageTimeoutError(f"decode gave no token within {self._first_token_seconds:g} s") from None
+        return ()
 
-        # With a rendezvous the KV may never come, so an abort must not wait for the first output.
-        deferred = request.rendezvous is None
-        return _stream(
-            self._engine, start, cursor, context, record, deferred_abort=deferred, notify=self._notify
-        )
+    def _record_end(self, request: GenerateRequest, result: RequestOutput) -> None:
+        record_transfer(request.trace, result)
+        record_engine(self._engine, request, result)
+
+    def _kv_arrived(self, handoff: Handoff) -> None:
+        if self._arrivals is not None and handoff.sender is not None and handoff.sender != QUEUE_ID:
+            self._arrivals.kv_arrived(handoff.sender)
+
+    def _kv_was_lost(
+        self, handoff: Handoff, request: GenerateRequest, error: KvTransferError, *, waits: bool
+    ) -> None:
+        """Raises OverloadedError for a request that had to wait here: its lease ended meanwhile, and its sender did
+        nothing wrong.
+        """
+        if waits:
+            raise OverloadedError(
+                f"the KV was not fetched before the batch had room for it: {error}"
+            ) from error
+        if self._arrivals is not None and handoff.sender is not None and handoff.sender != QUEUE_ID:
+            self._arrivals.kv_was_lost(handoff.sender, request, error)
 
     def drain(self, request: GenerateRequest) -> None:
         """Fetch and drop an unused handoff, which frees its sender's blocks: a decode of one token, in the background.
-        It works on every engine; a release message would not.
+        It works on every engine; a release message would not. `request`: as `only_fetching` makes it.
         """
 
         async def fetch() -> None:
             try:
                 with request.span.child("drain"):
-                    await self._engine.start_decode(request, max_tokens=1).aresult()
+                    await self._engine.start_decode(request).aresult()
             except (self._engine.request_error, DisaggError) as error:
                 # Best effort: the lease ends by itself.
                 log.info("an unused handoff waits for the end of its lease: %s", error)
@@ -231,82 +306,24 @@ class LocalAgg:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    def __call__(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        return spanned("generate", request, lambda within: self._run(within, context))
-
-    def _run(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        def record(result: RequestOutput) -> None:
-            record_cache_hit(request, result)
-            record_engine(self._engine, request, result)
-
-        num_prompt, num_choices = len(request.token_ids), request.num_choices
-        cursor: OutputCursor | ChoicesCursor = OutputCursor(num_prompt)
-        if num_choices > 1:
-            cursor = ChoicesCursor(num_prompt, num_choices, self._engine.most_tokens(request))
-        start = partial(self._engine.start_agg, request)
-        return _stream(self._engine, start, cursor, context, record, num_choices=num_choices)
-
-
-async def _stream(
-    engine: Engine,
-    start: Callable[[], RequestOutput],
-    cursor: OutputCursor | ChoicesCursor,
-    context: RequestContext,
-    on_finished: Callable[[RequestOutput], None] = lambda result: None,
-    *,
-    deferred_abort: bool = False,
-    num_choices: int = 1,
-    notify: Notify = at_once,
-) -> AsyncGenerator[TokenChunk, None]:
-    """The chunks of an engine request. `start` is called at the first read, `on_finished` before the last chunk."""
-    result = start()
-    with engine.answering, AbortGuard(engine, result, context, deferred=deferred_abort) as guard:
-        async with (
-            EngineErrors(engine, guard.failed),
-            aclosing(newest_states(result, guard.may_abort, engine.cancel_at_death, notify)) as states,
-        ):
-            async for state in states:
-                for chunk in cursor.advance(state):
-                    if chunk.finish_reason is not None:
-                        num_choices -= 1
-                        if num_choices == 0:
-                            on_finished(result)
-                    yield chunk
-
-
-def prefill_within(seconds: float, prefill: PrefillPhase) -> PrefillPhase:
-    """`prefill`, which raises StageTimeoutError, and is aborted, after so many seconds."""
-
-    async def timed(request: GenerateRequest, context: RequestContext) -> Handoff:
-        try:
-            async with asyncio.timeout(seconds):
-                return await prefill(request, context)
-        except TimeoutError:
-            raise StageTimeoutError(f"the prefill was not done within {seconds:g} s") from None
-
-    return timed
-
-
-def first_token_within(seconds: float, decode: DecodePhase) -> DecodePhase:
-    """`decode`, which raises StageTimeoutError after so many seconds, KV transfer included, without a token."""
-
-    def timed(
-        request: GenerateRequest, context: RequestContext, handoff: Handoff
+    async def __call__(
+        self, request: GenerateRequest, context: RequestContext
     ) -> AsyncGenerator[TokenChunk, None]:
-        return _FirstTokenWithin(seconds, decode(request, context, handoff))
-
-    return timed
-
-
-class _FirstTokenWithin(PerRequestStream[TokenChunk]):
-    def __init__(self, seconds: float, chunks: AsyncGenerator[TokenChunk, None]) -> None:
-        self._seconds = seconds
-        self._rest = chunks
-
-    async def _first(self) -> TokenChunk:
-        assert self._rest is not None
-        try:
-            async with asyncio.timeout(self._seconds):
-                return await anext(self._rest)
-        except TimeoutError:
-            raise StageTimeoutError(f"decode gave no token within {self._seconds:g} s") from None
+        engine, num_prompt, choices_left = self._engine, len(request.token_ids), request.num_choices
+        cursor: OutputCursor | ChoicesCursor = OutputCursor(num_prompt)
+        if choices_left > 1:
+            cursor = ChoicesCursor(num_prompt, choices_left, engine.facts.room(request))
+        with request.span.child("generate") as span:
+            request = request.within(span)
+            result = engine.start_agg(request)
+            with engine.answering, AbortGuard(engine, result, context) as guard:
+                states = newest_states(result, guard.may_abort, engine.cancel_at_death)
+                async with EngineErrors(engine, guard.failed), aclosing(states):
+                    async for state in states:
+                        for chunk in cursor.advance(state):
+                            if chunk.finish_reason is not None:
+                                choices_left -= 1
+                                if choices_left == 0:
+                                    record_cache_hit(request, result)
+                                    record_engine(engine, request, result)
+                            yield chunk

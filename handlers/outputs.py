@@ -13,8 +13,7 @@ from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.llm_api import CompletionOutput, RequestOutput
 from trtllm_disagg.errors import StageTimeoutError
 from trtllm_disagg.handlers.trace import ENGINE_TIMES, timing_of
-from trtllm_disagg.streams import PerRequestStream
-from trtllm_disagg.tracing.spans import NO_SPAN, Span
+from trtllm_disagg.tracing.spans import Span
 from trtllm_disagg.types import PROMPT_LOGPROBS, GenerateRequest, TokenChunk, Usage
 from trtllm_disagg.wire.kv_handle import split_endpoint
 
@@ -232,36 +231,6 @@ async def newest_states(
         reader.cancel()
         with contextlib.suppress(asyncio.CancelledError, Exception):
             await reader
-
-
-Phase = Callable[[GenerateRequest], AsyncGenerator[TokenChunk, None]]
-
-
-def spanned(name: str, request: GenerateRequest, stream: Phase) -> AsyncGenerator[TokenChunk, None]:
-    """`stream` within a span of this name; `stream` itself for a request that is not traced."""
-    return Spanned(name, request, stream) if request.span.is_recording else stream(request)
-
-
-class Spanned(PerRequestStream[TokenChunk]):
-    """A stream with a span from its first read until it is closed."""
-
-    def __init__(self, name: str, request: GenerateRequest, stream: Phase) -> None:
-        self._name = name
-        self._request = request
-        self._stream = stream
-        self._span = NO_SPAN
-
-    async def _first(self) -> TokenChunk:
-        self._span = self._request.span.child(self._name)
-        self._rest = self._stream(self._request.within(self._span))
-        try:
-            return await anext(self._rest)
-        except Exception as error:
-            self._span.end(error)
-            raise
-
-    async def _finish(self) -> None:
-        self._span.end()
 
 
 def record_engine(engine: Engine, request: GenerateRequest, result: RequestOutput) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import secrets
+import random
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,10 +21,9 @@ from typing import Any, NamedTuple, Protocol
 
 from trtllm_disagg.errors import DisaggError, EngineError, InvalidRequestError, OverloadedError
 from trtllm_disagg.handlers.cancellation import in_background
-from trtllm_disagg.handlers.chain import prefill_service
+from trtllm_disagg.handlers.chain import PrefillService
 from trtllm_disagg.types import (
     MOST_ATTEMPTS,
-    Generate,
     GenerateRequest,
     Handoff,
     PhaseRequest,
@@ -37,6 +36,8 @@ from trtllm_disagg.wire.handoff_protocols import DYNAMO, HandoffProtocol
 
 log = logging.getLogger(__name__)
 
+#: Seeded by the system once: its own numbers take 1 us each.
+_ids = random.Random()
 #: Errors after which the prefill worker holds no KV.
 _REFUSALS = (InvalidRequestError, OverloadedError, EngineError)
 #: Early recalls that a prefill worker remembers.
@@ -90,7 +91,7 @@ class Notices:
     def new_attempt(self, instance: Notifiable) -> PhaseRequest:
         """Its phase request, which carries the collected `taken` reports."""
         _, taken = self._taken.pop(instance.instance_id, (instance, ()))
-        attempt = secrets.token_hex(8)
+        attempt = f"{_ids.getrandbits(64):016x}"
         return PhaseRequest("prefill", attempts=(attempt,), sender=self._sender, taken=tuple(taken))
 
     @contextmanager
@@ -175,7 +176,7 @@ class QueueRecalls(Notices):
 
     def new_attempt(self, instance: Notifiable) -> PhaseRequest:
         """The worker that will take it is not known yet, so it carries no reports."""
-        return PhaseRequest("prefill", attempts=(secrets.token_hex(8),), sender=self._sender)
+        return PhaseRequest("prefill", attempts=(f"{_ids.getrandbits(64):016x}",), sender=self._sender)
 
     @contextmanager
     def recalled_if_lost(
@@ -324,43 +325,29 @@ class Recalls:
         self._check_later()
 
 
-def recallable(prefill: PrefillPhase, recalls: Recalls, protocol: HandoffProtocol = DYNAMO) -> Generate:
+class RecallablePrefill:
     """The prefill phase as a service for decode workers, which takes their notices too."""
-    on_notice = {"recall": recalls.recall, "taken": recalls.taken}
 
-    async def running(request: GenerateRequest, context: RequestContext) -> Handoff:
-        with recalls.running(_asked(request).attempts):
-            return await prefill(request, context)
+    def __init__(self, prefill: PrefillPhase, recalls: Recalls, protocol: HandoffProtocol = DYNAMO) -> None:
+        self._prefill = prefill
+        self._recalls = recalls
+        self._service = PrefillService(self._run, protocol, self._delivered)
+        self._on_notice = {"recall": recalls.recall, "taken": recalls.taken}
 
-    def on_delivered(request: GenerateRequest, take_back: Callable[[], None]) -> None:
-        recalls.answered(_asked(request), take_back)
+    def __call__(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        self._recalls.taken(_asked(request).taken)
+        return self._service(request, context)
 
-    phase = prefill_service(running, protocol, on_delivered)
+    def receive(self, notice: PhaseRequest) -> None:
+        self._recalls.taken(notice.taken)
+        self._on_notice[notice.kind](notice.attempts)
 
-    async def take_notice(notice: PhaseRequest) -> AsyncGenerator[TokenChunk, None]:
-        on_notice[notice.kind](notice.attempts)
-        nothing: tuple[TokenChunk, ...] = ()
-        for chunk in nothing:  # makes this function a generator
-            yield chunk
+    async def _run(self, request: GenerateRequest, context: RequestContext) -> Handoff:
+        with self._recalls.running(_asked(request).attempts):
+            return await self._prefill(request, context)
 
-    def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        asked = _asked(request)
-        recalls.taken(asked.taken)
-        return take_notice(asked) if asked.is_notice else phase(request, context)
-
-    return generate
-
-
-def beside_requests(notices: Generate, requests: Generate) -> Generate:
-    """A worker's service: `requests`, and beside it `notices` of other workers, which no admission refuses and which
-    are no requests to a log, a counter or a drain.
-    """
-
-    def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        asked = request.phase_request
-        return (notices if asked is not None and asked.is_notice else requests)(request, context)
-
-    return generate
+    def _delivered(self, request: GenerateRequest, take_back: Callable[[], None]) -> None:
+        self._recalls.answered(_asked(request), take_back)
 
 
 def _asked(request: GenerateRequest) -> PhaseRequest:

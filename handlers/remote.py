@@ -1,12 +1,11 @@
-"""The phases that run on a worker of the other role."""
+"""What workers of the other role do for a request: a prefill, a decode, a drain, or the whole answer."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from functools import partial
-from typing import Any, Protocol
 
 from trtllm_disagg.errors import (
     DisaggError,
@@ -17,8 +16,10 @@ from trtllm_disagg.errors import (
     RequestCancelledError,
 )
 from trtllm_disagg.handlers.cancellation import in_background
+from trtllm_disagg.handlers.circuit_breaker import QUEUE_ID
+from trtllm_disagg.handlers.peers import DECODE, Call, Peers, dispatch_span, select_instance
 from trtllm_disagg.handlers.recall import NoNotices, Notices
-from trtllm_disagg.tracing.spans import Span
+from trtllm_disagg.handlers.select import NEXT
 from trtllm_disagg.types import (
     Fallback,
     GenerateRequest,
@@ -28,152 +29,71 @@ from trtllm_disagg.types import (
     RequestContext,
     TokenChunk,
 )
-from trtllm_disagg.wire.bodies import decode_chunk, limited_to_one_token, require_readable
+from trtllm_disagg.wire.bodies import decode_chunk, encode_request, require_readable
 from trtllm_disagg.wire.handoff_formats import result_of
 from trtllm_disagg.wire.handoff_protocols import DYNAMO, HandoffProtocol
 
 log = logging.getLogger(__name__)
 
 
-class StageClient(Protocol):
-    """The client of the workers of the other role."""
-
-    async def pick(self, request: GenerateRequest) -> StageInstance:
-        """An instance for this request: none of `request.avoid`, and one of `request.skipped` only without another one.
-        Raises NoInstanceError when there is none.
-        """
-        ...
-
-    def instance_ids(self) -> Collection[int]:
-        """The instances in discovery now."""
-        ...
-
-    def check(self, request: GenerateRequest) -> None:
-        """Raise InvalidRequestError when the request pins an instance that never existed."""
-        ...
-
-
-class StageInstance(Protocol):
-    """One worker of the other role."""
-
-    @property
-    def instance_id(self) -> int: ...
-
-    async def describe(self) -> dict[str, Any]:
-        """The worker's description of itself (`pairing.describe_worker`). Raises a DisaggError."""
-        ...
-
-    def call(
-        self, request: dict[str, Any], context: RequestContext | None
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        """Call the worker, with the request id, metadata and trace of `context`, and yield its chunks. When the context
-        is stopped, so is the call, and the chunks just end; None: no client waits for the answer. Raises a DisaggError
-        with this instance as `peer`.
-        """
-        ...
-
-    async def notify(self, notice: dict[str, Any]) -> None:
-        """Send a request that has no answer (`PhaseRequest.is_notice`). It counts neither as load nor for the circuit
-        breaker. Raises a DisaggError.
-        """
-        ...
-
-
-class QueueStageClient(StageClient, Protocol):
-    """The prefill queue's StageClient."""
-
-    def require(self, workers: StageClient) -> None:
-        """From now on a request gets NoInstanceError while none of `workers` is in discovery."""
-        ...
-
-
-class NoStage:
-    """The StageClient of a worker that calls no other."""
-
-    async def pick(self, request: GenerateRequest) -> StageInstance:
-        raise AssertionError("this worker has no second stage")
-
-    def instance_ids(self) -> Collection[int]:
-        return ()
-
-    def check(self, request: GenerateRequest) -> None:
-        """Accept every request: a pin has no effect here."""
-
-
-#: The instance id that stands for the prefill queue when a prefill failed before a worker took it.
-QUEUE_ID = 0
-
-
-def name_of(instance_id: int) -> str:
-    """For logs and errors."""
-    return "the prefill queue" if instance_id == QUEUE_ID else f"instance {instance_id:x}"
-
-
-PREFILL, DECODE = PhaseRequest("prefill"), PhaseRequest("decode")
-
-
 class RemotePrefill:
     def __init__(
         self,
-        client: StageClient,
+        peers: Peers,
         drain: Callable[[GenerateRequest], None],
         protocol: HandoffProtocol = DYNAMO,
         notices: Notices | NoNotices | None = None,
     ) -> None:
         """`drain` frees the KV of a handoff that no decode was started for, by a decode that only fetches it, unless
-        `notices` has the prefill worker take it back. `notices` None: `client` is the prefill queue of decode workers.
+        `notices` has the prefill worker take it back. `notices` None: `peers` is the prefill queue of decode workers.
         """
-        self._client = client
+        self._peers = peers
         self._drain = drain
         self._protocol = protocol
         self._notices = notices or NoNotices()
 
     async def __call__(self, request: GenerateRequest, context: RequestContext) -> Handoff:
         with request.span.child("remote_prefill") as span:
-            return await self._run(request.within(span), context)
-
-    async def _run(self, request: GenerateRequest, context: RequestContext) -> Handoff:
-        instance = await select_instance(self._client, request)
-        if instance.instance_id != QUEUE_ID:  # otherwise the worker's claim records its id
-            request.trace.facts["prefill_instance"] = f"{instance.instance_id:x}"
-        asked = self._notices.new_attempt(instance)
-        handoffs: list[Handoff] = []
-        with blaming(instance), _released_on_error(handoffs):
-            with self._notices.recalled_if_lost(handoffs, instance, asked):
-                await self._receive(handoffs, instance, asked, request, context)
-            if context.is_stopped():
-                raise RequestCancelledError("the client left during remote prefill")
-            if len(handoffs) != 1:
-                raise PeerUnavailableError(f"the prefill worker sent {len(handoffs)} answers instead of one")
-        handoff = handoffs[0]
-        handoff.sender = instance.instance_id
-        return handoff
+            request = request.within(span)
+            call = await select_instance(self._peers, request)
+            if call.instance_id != QUEUE_ID:  # otherwise the worker's claim records its id
+                request.trace.facts["prefill_instance"] = f"{call.instance_id:x}"
+            asked = self._notices.new_attempt(call)
+            handoffs: list[Handoff] = []
+            with call, _released_on_error(handoffs):
+                with self._notices.recalled_if_lost(handoffs, call, asked):
+                    await self._receive(handoffs, call, asked, request, context)
+                if context.is_stopped():
+                    raise RequestCancelledError("the client left during remote prefill")
+                if len(handoffs) != 1:
+                    raise PeerUnavailableError(
+                        f"the prefill worker sent {len(handoffs)} answers instead of one"
+                    )
+            handoffs[0].sender = call.instance_id
+            return handoffs[0]
 
     async def _receive(
         self,
         handoffs: list[Handoff],
-        instance: StageInstance,
+        call: Call,
         asked: PhaseRequest,
         request: GenerateRequest,
         context: RequestContext,
     ) -> None:
         """Add each answer to `handoffs` as it comes, so that the caller can release them however this ends."""
-        on_taken = partial(self._notices.taken, instance, asked)
-        take_back = partial(self._notices.take_back, instance, asked)
-        dispatch = dispatch_span(instance, request)
-        raw_request = self._protocol.encode(request.within(dispatch), asked)
-        async with answers_of(instance, raw_request, context) as answers:
-            with dispatch:
-                async for raw in answers:
-                    handoffs.append(self._handoff(request, context, decode_chunk(raw), on_taken, take_back))
+        with dispatch_span(call, request) as dispatch:
+            body = self._protocol.encode(request.within(dispatch), asked)
+            async with aclosing(call.answers(body, context)) as answers:
+                async for answer in answers:
+                    handoffs.append(self._handoff(request, context, decode_chunk(answer), call, asked))
 
     def _handoff(
         self,
         request: GenerateRequest,
         context: RequestContext,
         chunk: TokenChunk,
-        on_taken: Callable[[], None],
-        take_back: Callable[[Callable[[], None]], None],
+        call: Call,
+        asked: PhaseRequest,
     ) -> Handoff:
         try:
             result = result_of(chunk)
@@ -189,23 +109,18 @@ class RemotePrefill:
             raise PeerUnavailableError(
                 f"the prefill worker sent {len(chunk.token_ids)} tokens instead of one"
             )
+
+        def release(handoff: Handoff) -> None:
+            if not handoff.is_fetched_for_a_client_that_left(context):
+                self._notices.take_back(call, asked, partial(self._drain, request.only_fetching(handoff)))
+
         return Handoff(
             chunk.without_end(),
             result,
-            on_release=lambda handoff: self._release(request, context, handoff, take_back),
-            on_end=on_taken,
+            on_release=release,
+            on_end=partial(self._notices.taken, call, asked),
             of_prompt=chunk.of_prompt,
         )
-
-    def _release(
-        self,
-        request: GenerateRequest,
-        context: RequestContext,
-        handoff: Handoff,
-        take_back: Callable[[Callable[[], None]], None],
-    ) -> None:
-        if not handoff.is_fetched_for_a_client_that_left(context):
-            take_back(partial(self._drain, request.with_handoff(handoff)))
 
 
 @contextmanager
@@ -219,82 +134,70 @@ def _released_on_error(handoffs: list[Handoff]) -> Iterator[None]:
 
 
 class RemoteDecode:
-    def __init__(self, client: StageClient, protocol: HandoffProtocol = DYNAMO) -> None:
-        self._client = client
+    def __init__(self, peers: Peers, protocol: HandoffProtocol = DYNAMO) -> None:
+        self._peers = peers
         self._protocol = protocol
+
+    def require_instance(self, request: GenerateRequest) -> None:
+        """Raises NoInstanceError when no decode worker can take what a prefill would make: an engine that cannot
+        release a handoff would keep that KV until its lease ends. One token needs no decode.
+        """
+        if request.stop.max_tokens != 1 and not set(self._peers.instance_ids()) - request.avoid:
+            raise NoInstanceError("no decode worker is in discovery that has not failed this request")
 
     async def __call__(
         self, request: GenerateRequest, context: RequestContext, handoff: Handoff
     ) -> AsyncGenerator[TokenChunk, None]:
         with request.span.child("remote_decode") as span:
             request = request.within(span)
-            instance = await select_instance(self._client, request)
-            request.trace.facts["decode_instance"] = f"{instance.instance_id:x}"
-            handoff.receiver = instance.instance_id
-            dispatch = dispatch_span(instance, request)
-            raw_request = self._protocol.encode(request.within(dispatch), DECODE)
-            with blaming(instance):
-                async with answers_of(instance, raw_request, context) as answers:
-                    with dispatch:
-                        first = await anext(answers, None)
+            call = await select_instance(self._peers, request)
+            request.trace.facts["decode_instance"] = f"{call.instance_id:x}"
+            handoff.receiver, handoff.is_being_fetched = call.instance_id, True
+            dispatch = dispatch_span(call, request)
+            body = self._protocol.encode(request.within(dispatch), DECODE)
+            with call:
+                async with aclosing(call.answers(body, context)) as answers:
+                    try:
+                        with dispatch:
+                            first = await anext(answers, None)
+                    except DisaggError as error:
+                        handoff.is_being_fetched = not error.was_raised_there
+                        raise
                     if first is not None:
                         # An answer means that decode has the KV.
                         handoff.decode_has_it()
                         with span.child("relay"):
                             yield decode_chunk(first)
-                            async for raw in answers:
-                                yield decode_chunk(raw)
+                            async for answer in answers:
+                                yield decode_chunk(answer)
 
 
-async def select_instance(client: StageClient, request: GenerateRequest) -> StageInstance:
-    with request.span.child("select") as span:
-        instance = await client.pick(request.within(span))
-        span.note({"instance": f"{instance.instance_id:x}"})
-        return instance
+class RemoteAnswer:
+    """The whole answer by a worker of the other role, the first stage of `strategy`."""
 
+    def __init__(self, peers: Peers, strategy: str, full: int | None = None) -> None:
+        """`full`: this worker, where it calls the other one because its batch is full."""
+        self._peers = peers
+        self._asked = PhaseRequest("whole", strategy, full=full)
 
-def dispatch_span(instance: StageInstance, request: GenerateRequest) -> Span:
-    """The span from the call of an instance to its first answer, parent of that worker's spans."""
-    return request.span.child("dispatch", {"instance": f"{instance.instance_id:x}"})
-
-
-@asynccontextmanager
-async def answers_of(
-    instance: StageInstance, request: dict[str, Any], context: RequestContext
-) -> AsyncGenerator[AsyncGenerator[dict[str, Any], None], None]:
-    """The answers of a call. A PeerUnavailableError of their reader is thrown into the call, too: for the circuit
-    breaker, an answer that is of no use is a failure of the instance.
-    """
-    async with aclosing(instance.call(request, context)) as answers:
-        try:
-            yield answers
-        except PeerUnavailableError as error:
-            error.blame(instance.instance_id)
-            await answers.athrow(error)
-            raise  # it was the call's own: that has ended, and takes no error
-
-
-@contextmanager
-def blaming(instance: StageInstance) -> Iterator[None]:
-    """The answer of `instance` is read inside: it is to blame for one that is of no use."""
-    try:
-        yield
-    except PeerUnavailableError as error:
-        error.blame(instance.instance_id)
-        raise
-
-
-def requiring_decode_worker(stage: StageClient, prefill: PrefillPhase) -> PrefillPhase:
-    """`prefill`, which raises NoInstanceError before it begins when no decode worker can take what it makes: an engine
-    that cannot release a handoff would keep that KV until its lease ends. One token needs no decode.
-    """
-
-    async def checked(request: GenerateRequest, context: RequestContext) -> Handoff:
-        if request.stop.max_tokens != 1 and not set(stage.instance_ids()) - request.avoid:
-            raise NoInstanceError("no decode worker is in discovery that has not failed this request")
-        return await prefill(request, context)
-
-    return checked
+    async def __call__(
+        self, request: GenerateRequest, context: RequestContext
+    ) -> AsyncGenerator[TokenChunk, None]:
+        if request.phase_request is not None:
+            # Two workers with lost engines would relay it back and forth.
+            raise NoInstanceError("this request was relayed already")
+        with request.span.child("other_stage") as span:
+            request = request.within(span)
+            call = await select_instance(self._peers, request)
+            request.trace.facts["first_stage"] = f"{call.instance_id:x}"
+            dispatch = dispatch_span(call, request)
+            # Pins are for this worker's call, not for the call that the other worker makes.
+            annotations = [each for each in request.annotations if not each.startswith(NEXT)]
+            body = encode_request(request.within(dispatch), self._asked, annotations=annotations)
+            with call, dispatch:
+                async with aclosing(call.answers(body, context)) as answers:
+                    async for answer in answers:
+                        yield decode_chunk(answer)
 
 
 class RemoteDrain:
@@ -302,41 +205,48 @@ class RemoteDrain:
     does that itself: `LocalDecode.drain`.)
     """
 
-    def __init__(self, client: StageClient, protocol: HandoffProtocol = DYNAMO) -> None:
-        self._client = client
+    def __init__(self, peers: Peers, protocol: HandoffProtocol = DYNAMO) -> None:
+        self._peers = peers
         self._protocol = protocol
 
     def __call__(self, request: GenerateRequest) -> None:
+        """`request`: as `only_fetching` makes it."""
         in_background(self._fetch(request), "drain of an unused handoff")
 
     async def _fetch(self, request: GenerateRequest) -> None:
         with request.span.child("drain") as span:
             request = request.within(span)
-            one_token = limited_to_one_token(self._protocol.encode(request, DECODE))
             try:
-                instance = await self._client.pick(request)
-                async with aclosing(instance.call(one_token, None)) as answers:
-                    async for _ in answers:
-                        pass
+                with await self._peers.pick(request) as call:
+                    body = self._protocol.encode(request, DECODE)
+                    async with aclosing(call.answers(body, None)) as answers:
+                        async for _ in answers:
+                            pass
             except DisaggError as error:
                 # Best effort: the lease ends by itself.
                 log.info("an unused handoff waits for the end of its lease: %s", error)
 
 
-def queued(
-    through_queue: PrefillPhase,
-    direct: PrefillPhase,
-    bypasses_queue: Callable[[GenerateRequest], bool] = lambda request: False,
-) -> PrefillPhase:
-    """A prefill through the queue. `direct` runs a request that the queue cannot take or has lost, and one that
+class QueuedPrefill:
+    """A prefill through the queue; `direct` for a request that the queue cannot take or has lost, and for one that
     `bypasses_queue` because it pins prefill workers, which the queue cannot choose.
     """
 
-    async def prefill(request: GenerateRequest, context: RequestContext) -> Handoff:
-        if bypasses_queue(request):
-            return await direct(request, context)
+    def __init__(
+        self,
+        through_queue: PrefillPhase,
+        direct: PrefillPhase,
+        bypasses_queue: Callable[[GenerateRequest], bool] = lambda request: False,
+    ) -> None:
+        self._through_queue = through_queue
+        self._direct = direct
+        self._bypasses_queue = bypasses_queue
+
+    async def __call__(self, request: GenerateRequest, context: RequestContext) -> Handoff:
+        if self._bypasses_queue(request):
+            return await self._direct(request, context)
         try:
-            return await through_queue(request, context)
+            return await self._through_queue(request, context)
         except QueueUnusableError as error:
             if context.is_stopped():
                 raise
@@ -346,8 +256,6 @@ def queued(
         # The worker that had claimed the item will not answer.
         request.trace.facts.pop("prefill_instance", None)
         try:
-            return await direct(request, context)
+            return await self._direct(request, context)
         except NoInstanceError:
             raise unusable from None  # the better reason
-
-    return prefill

@@ -6,15 +6,13 @@ import asyncio
 import itertools
 import logging
 import random
+import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from trtllm_disagg.errors import ConfigError, DisaggError, InvalidRequestError, NoInstanceError
-from trtllm_disagg.handlers.remote import StageClient, StageInstance
-from trtllm_disagg.handlers.route import pins_of
-from trtllm_disagg.streams import CountedStream
+from trtllm_disagg.errors import InvalidRequestError, NoInstanceError
 from trtllm_disagg.types import Fallback, GenerateRequest, RequestContext
 
 log = logging.getLogger(__name__)
@@ -27,12 +25,117 @@ _KV_ROUTER_SECONDS = 1.0
 _KV_ROUTER_PAUSE_SECONDS = 5.0
 
 
-class Directory(Protocol):
+# Dynamo's frontend takes our first stage for aggregated workers. It requires that `decode_worker_id` (and the header
+# x-dynamo-worker-instance-id) is an instance of that stage, answers 400 otherwise, and forwards `prefill_worker_id`
+# (x-dynamo-prefill-instance-id) unchecked. Both may name an instance of either role; measured in both orders
+# (docs/log/dynamo.md).
+
+
+#: `nvext.annotations: ["disagg:next=1a2b,3c4d"]`: ids hexadecimal, as in logs, or decimal, as in Dynamo's requests.
+NEXT = "disagg:next="
+
+_ID = re.compile(r"[0-9a-f]{1,16}|[0-9]{1,20}")
+
+
+def pins_of(request: GenerateRequest, own_id: int, known: Collection[int]) -> list[int]:
+    """The ids of the annotation, else Dynamo's pins but for this worker itself. A number that could be hexadecimal or
+    decimal means the id that is in `known`. Raises InvalidRequestError for what is no id.
+    """
+    words = [w for a in request.annotations if a.startswith(NEXT) for w in a.removeprefix(NEXT).split(",")]
+    if words:
+        return [_read(word.strip().lower(), known) for word in words]
+    return [pin for pin in request.pins.values() if pin not in (None, own_id)]
+
+
+def names_prefill(request: GenerateRequest) -> bool:
+    """On a decode worker: whether the request asks for certain prefill workers."""
+    return request.pins.get("prefill") is not None or any(a.startswith(NEXT) for a in request.annotations)
+
+
+def _read(word: str, known: Collection[int]) -> int:
+    if not _ID.fullmatch(word):
+        raise InvalidRequestError(
+            f"nvext.annotations: {NEXT + word!r} is not allowed; expected ids of instances, hexadecimal or decimal, "
+            "with commas"
+        )
+    readings = [int(word, base) for base in (16, 10) if base == 16 or word.isdecimal()]
+    return next((each for each in readings if each in known), readings[0])
+
+
+class Instances(Protocol):
+    def instance_ids(self) -> Collection[int]:
+        """The instances in discovery now."""
+        ...
+
+
+class Directory(Instances, Protocol):
     """The instances of the other role in discovery."""
 
-    def instance_ids(self) -> Collection[int]: ...
-
     def instance(self, instance_id: int) -> StageInstance: ...
+
+
+class StageClient(Directory, Protocol):
+    """The workers of the other role, and the rule by which one is selected."""
+
+    async def pick(self, request: GenerateRequest) -> StageInstance:
+        """An instance for this request: none of `request.avoid`, and one of `request.skipped` only without another one.
+        Raises NoInstanceError when there is none.
+        """
+        ...
+
+    def check(self, request: GenerateRequest) -> None:
+        """Raise InvalidRequestError when the request pins an instance that never existed."""
+        ...
+
+
+class StageInstance(Protocol):
+    """One worker of the other role."""
+
+    @property
+    def instance_id(self) -> int: ...
+
+    async def describe(self) -> dict[str, Any]:
+        """The worker's description of itself (`pairing.describe_worker`). Raises a DisaggError."""
+        ...
+
+    def call(
+        self, request: dict[str, Any], context: RequestContext | None
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """Call the worker, with the request id, metadata and trace of `context`, and yield its chunks. When the context
+        is stopped, so is the call, and the chunks just end; None: no client waits for the answer. Raises a DisaggError
+        with this instance as `peer`.
+        """
+        ...
+
+    async def notify(self, notice: dict[str, Any]) -> None:
+        """Send a request that has no answer (`PhaseRequest.is_notice`). It counts neither as load nor for the circuit
+        breaker. Raises a DisaggError.
+        """
+        ...
+
+
+class QueueStageClient(StageClient, Protocol):
+    """The prefill queue's StageClient."""
+
+    def require(self, workers: Instances) -> None:
+        """From now on a request gets NoInstanceError while none of `workers` is in discovery."""
+        ...
+
+
+class NoStage:
+    """The StageClient of a worker that calls no other."""
+
+    async def pick(self, request: GenerateRequest) -> StageInstance:
+        raise AssertionError("this worker has no second stage")
+
+    def instance_ids(self) -> Collection[int]:
+        return ()
+
+    def instance(self, instance_id: int) -> StageInstance:
+        raise AssertionError("this worker has no second stage")
+
+    def check(self, request: GenerateRequest) -> None:
+        """Accept every request: a pin has no effect here."""
 
 
 class Selector(Protocol):
@@ -156,17 +259,14 @@ async def _cheapest(
     return await turns.choose(request, [each for each in candidates if costs[each] == least])
 
 
-class SelectedStage:
+class Selection:
     """A StageClient: pins first, then the selector, among the instances that have not failed this request."""
 
-    def __init__(
-        self, directory: Directory, selector: Selector, in_flight: InFlight, role: str, own_id: int = 0
-    ) -> None:
+    def __init__(self, directory: Directory, selector: Selector, role: str, own_id: int = 0) -> None:
         """`role`: the other role, prefill or decode. `own_id`: this worker's instance id."""
         self._own_id = own_id
         self._directory = directory
         self._selector = selector
-        self._in_flight = in_flight
         self._role = role
         #: Present and former instances, in the order in which they were last seen.
         self._known: dict[int, None] = {}
@@ -180,7 +280,7 @@ class SelectedStage:
             del self._known[each]
         return ids
 
-    async def pick(self, request: GenerateRequest) -> CountedInstance:
+    async def pick(self, request: GenerateRequest) -> StageInstance:
         there = self.instance_ids()
         possible = [each for each in there if each not in request.avoid]
         allowed = [each for each in possible if each not in request.skipped] or possible
@@ -192,8 +292,10 @@ class SelectedStage:
                 "worker"
             )
         chosen = await self._selector.choose(request, self._pinned(request, allowed) or allowed)
-        instance = self._directory.instance(chosen)
-        return CountedInstance(instance, self._in_flight, len(request.token_ids))
+        return self.instance(chosen)
+
+    def instance(self, instance_id: int) -> StageInstance:
+        return self._directory.instance(instance_id)
 
     def check(self, request: GenerateRequest) -> None:
         if request.phase_request is not None:
@@ -220,84 +322,3 @@ class SelectedStage:
             if not any(because in recorded for recorded in request.trace.fallbacks):
                 request.trace.fell_back(Fallback.OTHER_INSTANCE, because)
         return allowed_pins
-
-
-class CountedInstance:
-    """A StageInstance with calls that count as load of the instance while they run."""
-
-    def __init__(self, instance: StageInstance, in_flight: InFlight, tokens: int) -> None:
-        self._instance = instance
-        self._in_flight = in_flight
-        self._tokens = tokens
-
-    @property
-    def instance_id(self) -> int:
-        return self._instance.instance_id
-
-    async def describe(self) -> dict[str, Any]:
-        return await self._instance.describe()
-
-    def call(
-        self, request: dict[str, Any], context: RequestContext | None
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        enter = partial(self._in_flight.enter, self.instance_id, self._tokens)
-        return CountedStream(enter, partial(self._instance.call, request, context))
-
-    async def notify(self, notice: dict[str, Any]) -> None:
-        await self._instance.notify(notice)
-
-
-#: A description takes one round trip. An instance that takes longer has a fault, which the call's own timeout detects.
-_DESCRIBE_SECONDS = 1.0
-
-
-class CompatibilityFilter:
-    """A StageClient of the instances that fit this worker. Each instance is asked for its description once, before the
-    first request that could go there.
-    """
-
-    def __init__(
-        self,
-        stage: StageClient,
-        require_fit: Callable[[dict[str, Any]], None],
-        describe_seconds: float = _DESCRIBE_SECONDS,
-    ) -> None:
-        """`require_fit` raises ConfigError for the description of an instance that does not fit."""
-        self._stage = stage
-        self._require_fit = require_fit
-        self._describe_seconds = describe_seconds
-        self.fitting: dict[int, bool] = {}
-
-    def instance_ids(self) -> Collection[int]:
-        return [each for each in self._stage.instance_ids() if self.fitting.get(each, True)]
-
-    def check(self, request: GenerateRequest) -> None:
-        self._stage.check(request)
-
-    async def pick(self, request: GenerateRequest) -> StageInstance:
-        while True:
-            picked = await self._stage.pick(request)
-            if await self._fits(picked):
-                return picked
-            request = request.avoiding(picked.instance_id)
-
-    async def _fits(self, instance: StageInstance) -> bool:
-        known = self.fitting.get(instance.instance_id)
-        if known is not None:
-            return known
-        try:
-            async with asyncio.timeout(self._describe_seconds):
-                self._require_fit(await instance.describe())
-        except ConfigError as error:
-            log.error("instance %x is not called: %s", instance.instance_id, error)
-            return self._remember(instance, False)
-        except (DisaggError, TimeoutError):
-            # The call itself will fail with the reason; the next request asks for the description again.
-            return True
-        return self._remember(instance, True)
-
-    def _remember(self, instance: StageInstance, fits: bool) -> bool:
-        there = self._stage.instance_ids()
-        self.fitting = {each: known for each, known in self.fitting.items() if each in there}
-        self.fitting[instance.instance_id] = fits
-        return fits

@@ -6,20 +6,18 @@ What was done and why is also in the first and the last chunk of the answer, and
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 
 from trtllm_disagg.engine.llm_api import RequestOutput
-from trtllm_disagg.handlers.cancellation import OnChunk, WorkerDrain
 from trtllm_disagg.tracing.spans import Attributes, RequestClock
 from trtllm_disagg.tracing.trace_file import LONGEST_GAP, LONGEST_GAP_AFTER, SCOPE
 from trtllm_disagg.tracing.tracer import Tracer
-from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, RequestTrace, TokenChunk
+from trtllm_disagg.types import GenerateRequest, RequestContext, RequestTrace, TokenChunk
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +124,7 @@ Write = Callable[[dict[str, Any]], None]
 
 def write_line(entry: dict[str, Any]) -> None:
     if log.isEnabledFor(logging.INFO):
-        log.info("%s%s", REQUEST_TRACE_PREFIX, json.dumps(entry))
+        log.info("%s%s", REQUEST_TRACE_PREFIX, msgspec.json.encode(entry).decode())
 
 
 class LinesTogether:
@@ -148,54 +146,50 @@ class LinesTogether:
             write_line(entry)
 
 
-def with_request_log(
-    generate: Generate,
-    part: Callable[[], str],
-    sinks: list[RequestSink] | None = None,
-    drain: WorkerDrain | None = None,
-    tracer: Tracer | None = None,
-    write: Write = write_line,
-) -> Generate:
-    """`generate` under `drain`, with a log line and a span for each request. `part`: the worker's role and the
-    strategy in force, for the log line. `sinks` may be extended later.
-    """
-    shared_sinks: list[RequestSink] = [] if sinks is None else sinks
-    tracer = tracer or Tracer()
+def _no_part() -> str:
+    return ""
 
-    def record(request: GenerateRequest, context: RequestContext) -> _Record:
+
+@dataclass(slots=True)
+class RequestLog:
+    """What every request of this worker is recorded with."""
+
+    #: The worker's role and the strategy in force, for the log line.
+    part: Callable[[], str] = _no_part
+    #: May be extended later.
+    sinks: list[RequestSink] = field(default_factory=list)
+    tracer: Tracer = field(default_factory=Tracer)
+    write: Write = write_line
+
+    def begin(self, request: GenerateRequest, context: RequestContext) -> RequestRecord:
+        """A record of this request, with the span around all that the worker does for it."""
         asked = request.phase_request
         name = "request" if asked is None or asked.kind == "whole" else f"{asked.kind}_stage"
         clock = RequestClock()
-        request.trace.root = tracer.begin(
+        request.trace.root = self.tracer.begin(
             name, context.id(), request.traceparent, request.trace_headers, clock
         )
-        return _Record(request, context, part(), shared_sinks, clock, write)
-
-    return (drain or WorkerDrain()).tracking(generate, record)
+        return RequestRecord(request, context, self, clock)
 
 
-class _Record:
+class RequestRecord:
     """Records one request. Its log line has the times of the request's span, in seconds since the epoch, so that logs
     of several processes on one machine can be merged.
     """
 
     def __init__(
-        self,
-        request: GenerateRequest,
-        context: RequestContext,
-        part: str,
-        sinks: list[RequestSink],
-        clock: RequestClock,
-        write: Write,
+        self, request: GenerateRequest, context: RequestContext, log: RequestLog, clock: RequestClock
     ) -> None:
         self._request = request
         self._context = context
-        self._part = part
-        self._sinks = sinks
+        self._log = log
+        self._part = log.part()
         self._clock = clock
-        self._write = write
+        #: Gets every chunk on its way and returns it, or another one in its place.
+        self.on_chunk = self._on_timed_chunk if request.trace.root.is_recording else self._on_chunk
         #: When the first two chunks came.
         self._times: list[int] = []
+        self._lacks_times = True
         self._num_tokens = 0
         self._finish_reason: str | None = None
         #: The longest gap between two chunks after the first two, in ticks, and the number of tokens before it.
@@ -203,38 +197,36 @@ class _Record:
         self._tick = clock.tick
         self._last_chunk_at = 0
 
-    def __enter__(self) -> OnChunk:
-        return self._on_timed_chunk if self._request.trace.root.is_recording else self._on_chunk
-
     def _on_timed_chunk(self, chunk: TokenChunk) -> TokenChunk:
-        # For every token: one call of a C function and three attributes.
+        # Hot: runs per token.
         now = self._tick()
-        if now - self._last_chunk_at > self._longest_gap and len(self._times) == 2:
+        if now - self._last_chunk_at > self._longest_gap and not self._lacks_times:
             self._longest_gap, self._tokens_before_gap = now - self._last_chunk_at, self._num_tokens
         self._last_chunk_at = now
         return self._on_chunk(chunk)
 
     def _on_chunk(self, chunk: TokenChunk) -> TokenChunk:
         self._num_tokens += len(chunk.token_ids)
-        if len(self._times) < 2:
+        if self._lacks_times:
             self._times.append(self._clock.now())
-            if len(self._times) == 1:
+            self._lacks_times = len(self._times) < 2
+            if self._lacks_times:
                 self._request.trace.root.event("first_token", at=self._times[0])
         elif chunk.finish_reason is None:
             return chunk
         self._finish_reason = chunk.finish_reason or self._finish_reason
         # Only the last chunk's trace is complete, but at a stop string the frontend ends the answer without that chunk.
-        if len(self._times) == 1 or chunk.finish_reason is not None:
+        if self._lacks_times or chunk.finish_reason is not None:
             return _with_trace(chunk, self._request.trace)
         return chunk
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+    def end(self, error: BaseException | None) -> None:
         trace = self._request.trace.to_json()
         is_aborted = self._finish_reason is None and self._context.is_stopped()
         now = self._clock.now()
         taken = map(self._since_start, (now, *self._times))
         end = RequestEnd(self._request, self._num_tokens, is_aborted, *taken)
-        for sink in self._sinks:
+        for sink in self._log.sinks:
             try:
                 sink.ended(end)
             except Exception:
@@ -252,7 +244,7 @@ class _Record:
             "end": now / 1e9,
         }
         parts = {"disagg": trace, "engine": self._request.trace.engine_times}
-        self._write(entry | {name: values for name, values in parts.items() if values})
+        self._log.write(entry | {name: values for name, values in parts.items() if values})
         self._end_span(error, now, is_aborted=is_aborted)
 
     def _since_start(self, at: int) -> float:

@@ -58,6 +58,8 @@ class DisaggError(Exception):
     status: ClassVar[int] = 500
     #: The instance of the other role that failed, where it is known.
     peer: int | None = None
+    #: That instance has raised it: it works on the request no more.
+    was_raised_there = False
 
     def __str__(self) -> str:
         return harmless(super().__str__())

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -42,6 +42,13 @@ class SamplingOptions(msgspec.Struct, frozen=True):
     seed: int | None = None
     include_stop_str_in_output: bool | None = None
     guided_decoding: dict[str, Any] | None = None
+
+    @property
+    def is_guided(self) -> bool:
+        # An empty schema is valid, too: it allows any JSON.
+        return self.guided_decoding is not None and any(
+            guide not in (None, False, "", []) for guide in self.guided_decoding.values()
+        )
 
 
 class OutputOptions(msgspec.Struct, frozen=True):
@@ -145,6 +152,13 @@ class PhaseRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     def is_notice(self) -> bool:
         """A notice is about prefills that this worker has answered: no engine works on it, no client waits for it."""
         return self.kind in ("recall", "taken")
+
+
+class Migrated(NamedTuple):
+    #: The tokens that the client has.
+    delivered: list[int]
+    #: The seed that an earlier worker drew; 0: the request has its own.
+    seed: int
 
 
 class WireRequest(msgspec.Struct, frozen=True):
@@ -268,6 +282,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     trace_headers: dict[str, str] | None = None
     #: W3C id of the span in which the sending worker called this one.
     traceparent: str | None = None
+    #: What Dynamo's frontend had added for a migration, and is taken out of `raw` and `token_ids` again.
+    migrated: Migrated | None = None
     #: True: a decode comes after this prefill, whatever `stop.max_tokens` is.
     decode_follows: bool = False
     #: Instances that failed this request already.
@@ -305,10 +321,29 @@ class GenerateRequest(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, rendezvous=rendezvous)
 
     def with_handoff(self, handoff: Handoff) -> GenerateRequest:
-        """Its receiver, if there is one, is skipped: it has failed a decode, and may fail a drain too."""
+        return msgspec.structs.replace(self, prefill_result=handoff.result)
+
+    def only_fetching(self, handoff: Handoff) -> GenerateRequest:
+        """A decode that fetches a handoff's KV, which frees its sender's blocks, and drops it. It has none of the
+        request's options: the decode before it may have been refused for them. An instance that may be fetching the KV
+        now is avoided: two fetches of one handoff can end an engine. One that has failed a decode may fail a drain too.
+        """
         receivers = frozenset() if handoff.receiver is None else frozenset({handoff.receiver})
+        salt: dict[str, Any] = {} if self.cache_salt is None else {"routing": {"cache_salt": self.cache_salt}}
+        raw = {"token_ids": self.token_ids, "stop_conditions": {"max_tokens": 1}} | salt
         return msgspec.structs.replace(
-            self.skipping(receivers), prefill_result=handoff.result, kv_may_be_fetched=bool(receivers)
+            self,
+            raw=raw | {"sampling_options": {"temperature": 0.0}},
+            stop=StopConditions(max_tokens=1),
+            sampling=SamplingOptions(temperature=0.0),
+            output=OutputOptions(),
+            annotations=(),
+            pins={},
+            phase_request=None,
+            prefill_result=handoff.result,
+            kv_may_be_fetched=bool(receivers),
+            avoid=self.avoid | receivers if handoff.is_being_fetched else self.avoid,
+            skipped=self.skipped | receivers,
         )
 
 
@@ -346,7 +381,7 @@ class TokenChunk(msgspec.Struct, frozen=True, omit_defaults=True):
     disaggregated_params: dict[str, Any] | None = None
     engine_data: dict[str, Any] | None = None
     kv_transfer_params: dict[str, Any] | None = None
-    #: Dynamo passes it to the worker that continues this answer when this worker dies (`handlers/migration.py`).
+    #: Dynamo passes it to the worker that continues this answer when this worker dies (`wire/migration_link.py`).
     worker_trace_link: dict[str, str] | None = None
 
     @property
@@ -375,6 +410,8 @@ class Handoff:
     on_end: Callable[[], None] | None = None
     #: The decode instance that was called with this handoff: it may have begun to fetch the KV.
     receiver: int | None = None
+    #: As far as is known here, it still works on that.
+    is_being_fetched: bool = False
     #: For the `engine_data` of the answer's last chunk.
     of_prompt: dict[str, Any] | None = None
     #: The instance that has the KV; None: this worker, or not known.

@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator
 
 from trtllm_disagg.config.worker_config import Role
-from trtllm_disagg.handlers.chain import decode_service, prefill_service
+from trtllm_disagg.handlers.chain import DecodeService, PrefillService
 from trtllm_disagg.handlers.local import LocalAgg, LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.remote import RemoteDrain
 from trtllm_disagg.handlers.services import StrategyParts
@@ -11,19 +11,22 @@ from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, Token
 
 
 def build(parts: StrategyParts) -> Generate:
-    if parts.role is Role.PREFILL:
-        # A decode worker runs a drain like any request with a handoff: as a decode (`with_bypass`).
-        drain = RemoteDrain(parts.stage)
-        return prefill_service(LocalPrefill(parts.engine, drain, sees_callers_max_tokens=False))
-    decode = decode_service(LocalDecode(parts.engine, repeats_first_token=True))
-    return with_bypass(decode, LocalAgg(parts.engine))
+    if parts.role is Role.DECODE:
+        return DecodeOrAgg(parts)
+    # A decode worker runs a drain like any request with a handoff: as a decode.
+    drain = RemoteDrain(parts.peers)
+    return PrefillService(LocalPrefill(parts.engine, drain, sees_callers_max_tokens=False))
 
 
-def with_bypass(decode: Generate, agg: Generate) -> Generate:
-    """`agg` for requests without a handoff: the router skips prefill when decode has most of the prompt cached."""
+class DecodeOrAgg:
+    """The whole answer for requests without a handoff: the router skips prefill when decode has most of the prompt
+    cached.
+    """
 
-    def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        phase = agg if request.prefill_result is None else decode
+    def __init__(self, parts: StrategyParts) -> None:
+        self._decode = DecodeService(LocalDecode(parts.engine, repeats_first_token=True))
+        self._agg = LocalAgg(parts.engine)
+
+    def __call__(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        phase = self._agg if request.prefill_result is None else self._decode
         return phase(request, context)
-
-    return generate

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from tests.support.handling import until
 from tests.support.stage_client import RecordingStageClient
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
@@ -58,6 +60,7 @@ class Both:
         self.handlers: dict[Role, Generate] = {}
         for role, engine in self.engines.items():
             self.clients[role].instance_id = INSTANCES[role]
+            self.clients[role].description = msgspec.to_builtins(engine.facts)
             config = WorkerConfig(
                 model="org/model", role=role, strategy=strategy, engine="tensorrt_llm", **(settings or {})
             )

@@ -11,6 +11,7 @@ import msgspec
 
 from tests.support.stage_client import FakeContext
 from trtllm_disagg.engines.recording.result import scripted_token
+from trtllm_disagg.handlers.trace import ENGINE_DATA, KV_CACHE_HIT
 from trtllm_disagg.strategies import STRATEGIES as SPECS
 from trtllm_disagg.strategies import orders
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
@@ -65,6 +66,16 @@ async def collect(
         async for chunk in chunks:
             seen.append(chunk)
     return seen
+
+
+def untraced(chunk: TokenChunk) -> TokenChunk:
+    """Without what only tells how it was made."""
+    data = {
+        key: value
+        for key, value in (chunk.engine_data or {}).items()
+        if key not in (ENGINE_DATA, KV_CACHE_HIT)
+    }
+    return msgspec.structs.replace(chunk, engine_data=data or None, worker_trace_link=None)
 
 
 def tokens_of(chunks: list[TokenChunk]) -> list[int]:

@@ -15,7 +15,7 @@ from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.engines.recording.llm import LLM, Script
 from trtllm_disagg.errors import NoInstanceError
 from trtllm_disagg.handlers.cancellation import num_in_background
-from trtllm_disagg.handlers.remote import NoStage, StageClient, StageInstance
+from trtllm_disagg.handlers.select import NoStage, StageClient, StageInstance
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.prefill_queue.broker import Broker, QueueLimits
 from trtllm_disagg.prefill_queue.messages import Names

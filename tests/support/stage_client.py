@@ -85,8 +85,11 @@ _ARRIVES_AS[WorkerLeavingError.category] = PeerUnavailableError
 def as_it_arrives(error: Exception) -> DisaggError:
     """How the caller of a worker sees what that worker has raised."""
     if isinstance(error, DisaggError):
-        return _ARRIVES_AS[error.category](str(error))
-    return EngineError(f"{type(error).__name__}: {error}")
+        arrived = _ARRIVES_AS[error.category](str(error))
+    else:
+        arrived = EngineError(f"{type(error).__name__}: {error}")
+    arrived.was_raised_there = not isinstance(error, RequestCancelledError)
+    return arrived
 
 
 @dataclass(slots=True)
@@ -138,6 +141,9 @@ class RecordingStageClient:
 
     def instance_ids(self) -> Sequence[int]:
         return [self.instance_id]
+
+    def instance(self, instance_id: int) -> RecordingStageClient:
+        return self
 
     def check(self, request: GenerateRequest) -> None:
         """Wishes are not looked at."""

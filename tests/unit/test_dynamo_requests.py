@@ -11,6 +11,7 @@ import pytest
 from tests.support.handling import ORDERS, PROMPT, collect, raw_request, request
 from tests.support.recording_pair import make_pair
 from tests.support.stage_client import FakeContext, RecordingStageClient
+from tests.support.trying import logged
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler
 from trtllm_disagg.engine.engine import Engine
@@ -19,7 +20,6 @@ from trtllm_disagg.engines.recording.llm import Logprob, Script
 from trtllm_disagg.engines.recording.mounted import mounted_recording_llm
 from trtllm_disagg.engines.recording.result import scripted_token
 from trtllm_disagg.handlers.services import build_generate
-from trtllm_disagg.handlers.trace import with_request_log
 from trtllm_disagg.types import Generate, TokenChunk, Usage
 
 
@@ -33,7 +33,7 @@ def agg(**args: Any) -> tuple[Engine, Generate]:
     """A worker without a peer, down to what Dynamo is given."""
     engine = Engine.open(load_api("tensorrt_llm"), {"model": "m", "max_seq_len": 99} | args, 0)
     config = WorkerConfig(model="m", role=Role.AGG, engine="tensorrt_llm")
-    return engine, with_request_log(build_generate(config, engine, RecordingStageClient()), lambda: "agg")
+    return engine, logged(build_generate(config, engine, RecordingStageClient()), "agg")
 
 
 PREFILL_ARGS = {"model": "m", "max_seq_len": 99, "cache_transceiver_config": {"backend": "NIXL"}}
@@ -175,7 +175,7 @@ async def test_kv_cache_hit_is_in_the_last_chunk() -> None:
 async def test_kv_cache_hit_is_sent_only_by_the_worker_that_the_router_chose(order: str, tells: bool) -> None:
     workers = make_pair(order)
     workers.prefill.scripts.append(Script(cached_tokens=2))
-    chunks = await collect(with_request_log(workers.generate, lambda: "first"), request())
+    chunks = await collect(logged(workers.generate, "first"), request())
     assert ("kv_cache_hit" in engine_data(chunks)) is tells
     assert chunks[-1].completion_usage == Usage.of(3, 5, 2)
 
@@ -185,7 +185,7 @@ async def test_prefill_worker_under_router_sends_kv_cache_hit() -> None:
     engine.llm.scripts.append(Script(cached_tokens=2))
     config = WorkerConfig(model="m", role=Role.PREFILL, strategy="router", engine="tensorrt_llm")
     answers = build_generate(config, engine, RecordingStageClient())
-    generate = with_request_log(answers, lambda: "prefill/router")
+    generate = logged(answers, "prefill/router")
     (chunk,) = await collect(generate, request())
     assert chunk.disaggregated_params is not None
     assert engine_data([chunk]) == {"kv_cache_hit": {"prompt_tokens": 3, "reused_tokens": 2}}

@@ -48,11 +48,16 @@ def to_dynamo(error: errors.DisaggError) -> Exception:
 
 def from_dynamo(error: Exception) -> errors.DisaggError:
     if isinstance(error, dynamo_errors.InvalidArgument):
-        return errors.InvalidRequestError(str(error))
+        refused = errors.InvalidRequestError(str(error))
+        refused.was_raised_there = True
+        return refused
     if match := _ARRIVED.match(str(error)):
         if match[1] == errors.StageTimeoutError.category and _OUR_TIMEOUT not in str(error):
             return errors.PeerUnavailableError(f"the other stage does not answer: {match[2]}")
-        return _FROM_DYNAMO[match[1]](_message(match[2]))
+        arrived = _FROM_DYNAMO[match[1]](_message(match[2]))
+        # A worker drops requests that it may still be working on.
+        arrived.was_raised_there = match[1] != errors.RequestCancelledError.category
+        return arrived
     return errors.PeerUnavailableError(f"the other stage cannot be reached: {error}")
 
 

@@ -25,7 +25,6 @@ from trtllm_disagg.dynamo_runtime.error_mapping import to_dynamo
 from trtllm_disagg.dynamo_runtime.pushed_answers import Answer, pushed
 from trtllm_disagg.errors import ConfigError, InvalidRequestError
 from trtllm_disagg.processes.reports import RateLimitedLog
-from trtllm_disagg.streams import PerRequestStream
 from trtllm_disagg.types import Generate, GenerateRequest
 from trtllm_disagg.wire.bodies import decode_request, encode_chunk
 
@@ -130,12 +129,10 @@ def as_dynamo_handler(
                         has_begun = True
                         context.notify_first_token()
 
-    def handle_polled(request: dict[str, Any], context: Any) -> AsyncGenerator[Answer, None]:
+    def handle_polled(request: dict[str, Any], context: Any) -> _BegunOnLoop:
         return _BegunOnLoop(handle(request, context))
 
-    def handle_pushing(
-        request: dict[str, Any], context: Any, response_sender: Any = None
-    ) -> AsyncGenerator[Answer, None]:
+    def handle_pushing(request: dict[str, Any], context: Any, response_sender: Any = None) -> _BegunOnLoop:
         answers = handle(request, context)
         if response_sender is not None:
             answers = pushed(answers, response_sender, context.is_stopped)
@@ -175,20 +172,25 @@ def _errors_for_dynamo(context: Any, warn_overloaded: RateLimitedLog) -> Iterato
         raise dynamo_errors.Unknown(f"{type(error).__name__}: {error}") from error
 
 
-class _BegunOnLoop(PerRequestStream[Answer]):
+class _BegunOnLoop:
     """Dynamo polls answers, and drops generators, in its own threads. Python closes a generator on the event loop where
     it was begun; one that was not begun, in the thread that drops it, where nothing can be awaited.
     """
 
     def __init__(self, answers: AsyncGenerator[Answer, None]) -> None:
-        self._rest = answers
+        self._answers = answers
         # Dynamo reads this attribute once and calls it for each answer, without any Python code of this class.
         calls: Iterator[Callable[[], Any]] = chain((partial(_begin, answers),), repeat(answers.__anext__))
         vars(self)["__anext__"] = map(call, calls).__next__
 
-    async def _first(self) -> Answer:
-        assert self._rest is not None
-        return await anext(self._rest)
+    def __aiter__(self) -> _BegunOnLoop:
+        return self
+
+    async def __anext__(self) -> Answer:
+        return await anext(self._answers)
+
+    async def aclose(self) -> None:
+        await self._answers.aclose()
 
 
 async def _begin(answers: AsyncGenerator[Answer, None]) -> Answer:

@@ -22,6 +22,7 @@ from trtllm_disagg.engine.capabilities import (
 )
 from trtllm_disagg.engine.daemon_thread import in_daemon_thread
 from trtllm_disagg.engine.engine_errors import EngineErrors
+from trtllm_disagg.engine.engine_facts import EngineFacts
 from trtllm_disagg.engine.handoffs_held import HandoffsHeld, lease_seconds_of
 from trtllm_disagg.engine.llm_api import LlmApi, RequestOutput, tells_its_end, translate
 from trtllm_disagg.engine.rank_placement import Affinity, num_ranks_of, placement_of
@@ -82,7 +83,7 @@ class Engine:
         self._takes_priorities = TAKES_PRIORITIES in self.capabilities
         self._abort_seconds = abort_seconds
         self._args = args = getattr(llm, "args", None)
-        self.longest_step = longest_step(args)
+        self.facts = EngineFacts.of(max_seq_len, args)
         self.num_ranks = num_ranks_of(args)
         #: For traces: how KV is moved, and how much slower than real time the engine's clock runs.
         self.kv_transport = kv_transport_of(llm)
@@ -137,11 +138,9 @@ class Engine:
     def start_agg(
         self, request: GenerateRequest, *, streaming: bool = True, max_tokens: int | None = None
     ) -> RequestOutput:
-        self._require_fits_a_step(request)
         return self._start(request, None, streaming=streaming, max_tokens=max_tokens)
 
     def start_prefill(self, request: GenerateRequest) -> RequestOutput:
-        self._require_fits_a_step(request)
         rendezvous = request.rendezvous
         params = self.api.disaggregated_params(
             request_type=_CONTEXT_ONLY,
@@ -170,31 +169,23 @@ class Engine:
         rank: int | None = (getattr(self.llm, "disaggregated_params", None) or {}).get("ctx_dp_rank")
         return rank
 
-    def start_decode(self, request: GenerateRequest, max_tokens: int | None = None) -> RequestOutput:
+    def start_decode(self, request: GenerateRequest) -> RequestOutput:
         """Decode with the KV that the prefill result or the rendezvous points to. Raises HandoffRefusedError for an
         unreadable prefill result.
         """
         if request.rendezvous is not None:
-            return self._start(
-                request, self._params_of(request.rendezvous), streaming=True, max_tokens=max_tokens
-            )
+            return self._start(request, self._params_of(request.rendezvous), streaming=True)
         if (handoff := request.prefill_result) is None:
             raise InvalidRequestError("a decode worker needs a prefill result, and this request has none")
         params = decode_disaggregated_params(handoff, self.api.disaggregated_params, self.api.logprob)
-        return self._start(request, params, streaming=True, max_tokens=max_tokens)
+        return self._start(request, params, streaming=True)
 
-    def require_room(self, request: GenerateRequest) -> None:
-        """Raises InvalidRequestError for a prompt that is too long; TensorRT-LLM's error would not blame it."""
-        count, longest = len(request.token_ids), self.max_seq_len
-        if longest is not None and count >= longest:
-            raise InvalidRequestError(
-                f"the prompt has {count} tokens; max_seq_len {longest} leaves room for at most {longest - 1}"
-            )
-
-    def most_tokens(self, request: GenerateRequest) -> int | None:
-        """The number of tokens that ends an answer; None where only the engine knows it."""
-        room = None if self.max_seq_len is None else self.max_seq_len - len(request.token_ids)
-        return min(filter(None, (request.stop.max_tokens, room)), default=None)
+    def require_fit(self, request: GenerateRequest, *, computes_prompt: bool = True) -> None:
+        """Raises InvalidRequestError for a request that this engine cannot take; TensorRT-LLM's error for a prompt that
+        is too long would not blame it.
+        """
+        if (why := self.facts.why_unfit(request, computes_prompt=computes_prompt)) is not None:
+            raise InvalidRequestError(why)
 
     # -- health
 
@@ -338,7 +329,8 @@ class Engine:
         """
         if self.death is not None:
             raise WorkerLeavingError(f"the engine is dead: {self.death}")
-        self.require_room(request)
+        is_decode = getattr(params, "request_type", None) == _GENERATION_ONLY
+        self.require_fit(request, computes_prompt=not is_decode)
         keywords: dict[str, Any] = {
             "inputs": request.token_ids,
             "sampling_params": self._sampling_params(request, max_tokens),
@@ -370,14 +362,6 @@ class Engine:
         is_shutdown = getattr(getattr(self.llm, "_executor", None), "is_shutdown", None)
         return self.fatal_error is not None or (callable(is_shutdown) and bool(is_shutdown()))
 
-    def _require_fits_a_step(self, request: GenerateRequest) -> None:
-        count = len(request.token_ids)
-        if count > self.longest_step:
-            raise InvalidRequestError(
-                f"the prompt has {count} tokens, and max_num_tokens is {self.longest_step:g}; longer prompts need "
-                "enable_chunked_prefill"
-            )
-
     def _sampling_params(self, request: GenerateRequest, max_tokens: int | None) -> Any:
         return sampling_params_of(
             self.api,
@@ -387,10 +371,3 @@ class Engine:
             measures=self._measures or request.span.is_recording,
             engine_args=self._args,
         )
-
-
-def longest_step(args: Any) -> float:
-    """Tokens of the longest prompt that the engine accepts where it has to prefill in one step."""
-    if args is None or getattr(args, "enable_chunked_prefill", True):
-        return math.inf
-    return getattr(args, "max_num_tokens", None) or math.inf

@@ -46,9 +46,6 @@ def sampling_params_of(
     stop_ids = [] if ignore_eos else [*of_client, *(stop.stop_token_ids_hidden or ())]
     room = None if max_seq_len is None else max(1, max_seq_len - len(request.token_ids))
     try:
-        guide = _guided(api, guided)
-        if guide is not None:
-            _require_guided_decoding(engine_args)
         return api.sampling_params(
             max_tokens=max_tokens or (room if stop.max_tokens is None else stop.max_tokens),
             min_tokens=stop.min_tokens,
@@ -58,7 +55,7 @@ def sampling_params_of(
             prompt_logprobs=request.output.prompt_logprobs if request.computes_prompt else None,
             # Dynamo's frontend makes the text.
             detokenize=False,
-            guided_decoding=guide,
+            guided_decoding=_guided(api, guided),
             return_perf_metrics=measures,
             **options,
         )
@@ -71,14 +68,6 @@ def _require_places(num_choices: int, engine_args: Any) -> None:
     most = getattr(engine_args, "max_batch_size", None)
     if most is not None and num_choices > most:
         raise InvalidRequestError(f"n={num_choices} is not allowed; expected at most max_batch_size, {most}")
-
-
-def _require_guided_decoding(engine_args: Any) -> None:
-    """TensorRT-LLM would ignore a guide without it: the answer could be any text."""
-    if engine_args is not None and getattr(engine_args, "guided_decoding_backend", None) is None:
-        raise InvalidRequestError(
-            "guided decoding needs guided_decoding_backend, which is not set (a worker's --guided-decoding-backend)"
-        )
 
 
 def _guided(api: LlmApi, guided: dict[str, Any]) -> Any:

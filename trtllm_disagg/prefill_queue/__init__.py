@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trtllm_disagg.config.worker_config import WorkerConfig
-from trtllm_disagg.handlers.remote import QueueStageClient
+from trtllm_disagg.handlers.select import QueueStageClient
 from trtllm_disagg.types import Generate
 
 if TYPE_CHECKING:

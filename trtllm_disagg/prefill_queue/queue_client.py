@@ -21,7 +21,8 @@ from trtllm_disagg.errors import (
     StageTimeoutError,
 )
 from trtllm_disagg.handlers.cancellation import in_background, when_stopped
-from trtllm_disagg.handlers.remote import QUEUE_ID, StageClient
+from trtllm_disagg.handlers.circuit_breaker import QUEUE_ID
+from trtllm_disagg.handlers.select import Instances, StageInstance
 from trtllm_disagg.prefill_queue.broker import Broker, QueueLimits, Reply
 from trtllm_disagg.prefill_queue.messages import (
     MAX_AVOIDED,
@@ -222,7 +223,7 @@ class QueueClient:
     def listening(self) -> AbstractAsyncContextManager[None]:
         return self._broker.listening(self.subject, self._receive)
 
-    def require(self, workers: StageClient) -> None:
+    def require(self, workers: Instances) -> None:
         """From now on a request gets NoInstanceError while none of `workers` is in discovery. Without it such a request
         would wait in the queue for `timeout`.
         """
@@ -245,6 +246,9 @@ class QueueClient:
 
     def instance_ids(self) -> Collection[int]:
         return (QUEUE_ID,)
+
+    def instance(self, instance_id: int) -> StageInstance:
+        raise AssertionError("the queue chooses the worker")
 
     def check(self, request: GenerateRequest) -> None:
         """Pins do not apply to the queue: the first prefill worker with room takes the item."""

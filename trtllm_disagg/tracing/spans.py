@@ -105,7 +105,12 @@ class Span:
         self.end(error)
 
 
-NO_SPAN = Span()
+class _NoSpan(Span):
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Nothing ends."""
+
+
+NO_SPAN: Span = _NoSpan()
 
 
 class RequestClock:

@@ -25,10 +25,12 @@ from trtllm_disagg.types import (
     SamplingOptions,
     StopConditions,
     TokenChunk,
+    TokenId,
     WireRequest,
     one_endpoint,
 )
 from trtllm_disagg.wire.handoff_formats import HANDOFF_PATHS, given_in
+from trtllm_disagg.wire.migration_link import before_migration, length_of_prompt
 
 # Guides of a request (`guided_json` and its like, as Dynamo's frontend forwards them).
 
@@ -97,9 +99,11 @@ def decode_request(
     """
     _require_length(raw, longest_prompt)
     require_text(raw)
-    raw = _with_token_list(raw)
+    raw, migrated = before_migration(_with_token_list(raw))
     try:
         wire = msgspec.convert(_with_options_in_place(raw), WireRequest)
+        if migrated is not None:
+            msgspec.convert(migrated.delivered, list[TokenId])
     except msgspec.ValidationError as error:
         is_handoff = any(f"`{path}" in str(error) for path in HANDOFF_PATHS)
         refused = HandoffRefusedError if is_handoff else InvalidRequestError
@@ -126,6 +130,7 @@ def decode_request(
         traceparent=wire.traceparent,
         decode_follows=given.decode_follows,
         skipped=_full_instances(wire.phase_request),
+        migrated=migrated,
     )
     _require_servable(request)
     return request
@@ -172,7 +177,7 @@ _MEDIA_PARTS = ("image", "input_image", "audio", "input_audio", "video", "input_
 def _require_length(raw: Any, longest: float) -> None:
     tokens = raw.get("token_ids") if isinstance(raw, dict) else None
     if isinstance(tokens, (list, bytes, bytearray, memoryview)):
-        count = len(tokens) if isinstance(tokens, list) else len(tokens) // 4
+        count = length_of_prompt(raw, len(tokens) if isinstance(tokens, list) else len(tokens) // 4)
         if count > longest:
             raise InvalidRequestError(
                 f"the prompt has {count} tokens; max_seq_len {longest} leaves room for fewer"
@@ -257,7 +262,7 @@ def _require_servable(request: GenerateRequest) -> None:
     if request.sampling.use_beam_search:
         raise InvalidRequestError("use_beam_search=true: KV transfer carries one beam; expected false")
     require_guides(request.sampling.guided_decoding or {})
-    # 0 never comes from a client, but from a frontend whose worker died after the last token (handlers/migration.py).
+    # 0 never comes from a client, but from a frontend whose worker died after the last token (handlers/delivered.py).
     if request.stop.max_tokens is not None and request.stop.max_tokens < 0:
         raise InvalidRequestError(f"max_tokens={request.stop.max_tokens} is not allowed; expected at least 1")
 
@@ -281,12 +286,6 @@ def encode_request(request: GenerateRequest, phase_request: PhaseRequest, **repl
 
 def encode_notice(notice: PhaseRequest) -> dict[str, Any]:
     return {"token_ids": [], _PHASE_REQUEST: msgspec.to_builtins(notice)}
-
-
-def limited_to_one_token(body: dict[str, Any]) -> dict[str, Any]:
-    """The body of a decode that only drains a handoff."""
-    # None: in its place it wins over a min_tokens at the top.
-    return body | {"stop_conditions": {"max_tokens": 1, "min_tokens": None}}
 
 
 def kind_of(body: dict[str, Any]) -> str:

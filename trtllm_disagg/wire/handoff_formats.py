@@ -129,9 +129,9 @@ def room_in(wire: WireRequest) -> Rendezvous | None:
     """The rendezvous in the bootstrap keys; None without any of them. Raise HandoffRefusedError when one is missing or
     the host is no host; types and ranges are checked already.
     """
-    given = {name: getattr(wire, name) for name in _KEYS}
-    if all(value is None for value in given.values()):
+    if wire.bootstrap_room is None and wire.bootstrap_host is None and wire.bootstrap_port is None:
         return None
+    given = {name: getattr(wire, name) for name in _KEYS}
     missing = [name for name, value in given.items() if value is None]
     if missing:
         raise HandoffRefusedError(

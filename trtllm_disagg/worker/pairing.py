@@ -9,9 +9,12 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any, NamedTuple
 
+import msgspec
+
 from trtllm_disagg import __version__
 from trtllm_disagg.config.settings import endpoint_of
 from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
+from trtllm_disagg.engine.engine_facts import EngineFacts
 from trtllm_disagg.engine.engines import ENGINES, UNRESOLVED
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.worker.model_facts import UNKNOWN_MODEL, ModelFacts
@@ -268,20 +271,26 @@ def fixed_by(config: WorkerConfig) -> list[str]:
 
 def with_engine(
     own: dict[str, Any],
+    facts: EngineFacts,
     block_size: int,
     ctx_info_endpoint: str | None,
     ctx_dp_rank: int | None = None,
     kv_transport: str | None = None,
 ) -> dict[str, Any]:
-    """This worker's description with what only the running engine knows: tokens per block, its KV endpoint, and how KV
-    moves.
+    """This worker's description with what only the running engine knows: what it can take, tokens per block, its KV
+    endpoint, and how KV moves.
     """
-    return own | {
-        "block_size": block_size,
-        "kv_transport": kv_transport,
-        "ctx_info_endpoint": ctx_info_endpoint,
-        "ctx_dp_rank": ctx_dp_rank,
-    }
+    known = {name: value for name, value in msgspec.to_builtins(facts).items() if value is not None}
+    return (
+        own
+        | known
+        | {
+            "block_size": block_size,
+            "kv_transport": kv_transport,
+            "ctx_info_endpoint": ctx_info_endpoint,
+            "ctx_dp_rank": ctx_dp_rank,
+        }
+    )
 
 
 def kind_of(own: Description) -> str:

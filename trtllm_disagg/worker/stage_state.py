@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Collection
-from functools import partial
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from trtllm_disagg.admin.commands import Command, Set, Switch, Verifier
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.engine.engine_facts import EngineFacts
 from trtllm_disagg.errors import InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.handlers.decide import KV_OCCUPANCY
 from trtllm_disagg.handlers.services import LiveState
 from trtllm_disagg.strategies import spec_of
-from trtllm_disagg.streams import CountedStream
-from trtllm_disagg.types import Generate, GenerateRequest, InProgress, RequestContext, TokenChunk
+from trtllm_disagg.types import InProgress
 from trtllm_disagg.worker.pairing import WAS_SWITCHED, fixed_by
 
 log = logging.getLogger(__name__)
@@ -40,10 +39,14 @@ class Registration(Protocol):
     async def renew(self) -> None: ...
 
 
-class PeerInstances(Protocol):
-    """The part of `handlers.remote.StageClient` that is used here."""
+class KnownPeers(Protocol):
+    """The part of `handlers.peers.Peers` that is used here."""
 
     def instance_ids(self) -> Collection[int]: ...
+
+    def facts(self) -> Sequence[EngineFacts]: ...
+
+    async def learn(self) -> None: ...
 
 
 class StageState:
@@ -54,7 +57,7 @@ class StageState:
         config: WorkerConfig,
         own: dict[str, Any],
         live: LiveState,
-        peers: PeerInstances,
+        peers: KnownPeers,
         registration: Registration,
         verifier: Verifier,
     ) -> None:
@@ -65,7 +68,8 @@ class StageState:
         self._peers = peers
         self._registration = registration
         self._verifier = verifier
-        self._whole_requests = InProgress()
+        #: The requests from frontends that run; `switch` waits until an old first stage has none.
+        self.whole_requests = InProgress()
         #: Stays true after a switch back: workers that started in between have the strategy from before it.
         self._was_switched = False
         #: Held during a change of strategy or registration: one at a time.
@@ -81,7 +85,7 @@ class StageState:
                 "strategy": self._live.strategy.value,
                 WAS_SWITCHED: self._was_switched,
                 "registered": self._registration.is_at_frontends,
-                "whole_requests": self._whole_requests.count,
+                "whole_requests": self.whole_requests.count,
                 "fixed_by": fixed_by(self._config),
             }
         )
@@ -150,7 +154,7 @@ class StageState:
             was = strategy.value
             # A first stage runs its strategy for as long as it is registered, so that no request meets another one.
             if self._is_first(to):
-                self._require_peer()
+                await self._require_pair(to)
                 strategy.set(to)
                 try:
                     await self._registration.enter()
@@ -174,18 +178,19 @@ class StageState:
     def _is_first(self, strategy: str) -> bool:
         return spec_of(strategy).entry_role in (self._config.role, None)
 
-    def _require_peer(self) -> None:
+    async def _require_pair(self, to: str) -> None:
+        """A frontend takes a model's context length from its first card, and no worker with another one after it."""
         if not self._peers.instance_ids():
             raise PeerUnavailableError(
                 f"no worker of the other role is there at {self._config.peer_endpoint_id}"
             )
-
-    def counting(self, generate: Generate) -> Generate:
-        """Count the requests from frontends that run; `switch` waits until an old first stage has none."""
-
-        def counted(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-            if request.phase_request is not None:
-                return generate(request, context)
-            return CountedStream(self._whole_requests.enter, partial(generate, request, context))
-
-        return counted
+        await self._peers.learn()
+        own = self._own.get("max_seq_len")
+        other = next(
+            (each for facts in self._peers.facts() if (each := facts.max_seq_len) not in (None, own)), own
+        )
+        if own is not None and other != own:
+            raise InvalidRequestError(
+                f"to: {to!r} is not allowed with max_seq_len {own} on this worker and {other} on the other role's; "
+                "expected the same: a frontend keeps one context length for a model"
+            )

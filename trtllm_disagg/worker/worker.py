@@ -36,20 +36,20 @@ from trtllm_disagg.errors import EngineLostError
 from trtllm_disagg.handlers.admission import Admission
 from trtllm_disagg.handlers.cancellation import WorkerDrain
 from trtllm_disagg.handlers.decide import Occupancies, StageOccupancy
-from trtllm_disagg.handlers.recall import beside_requests
-from trtllm_disagg.handlers.remote import NoStage, StageClient
+from trtllm_disagg.handlers.peers import Peers
+from trtllm_disagg.handlers.run import RunCounts
 from trtllm_disagg.handlers.select import (
     BestCached,
-    CompatibilityFilter,
     InFlight,
     LeastLoaded,
+    NoStage,
     Random,
     RoundRobin,
-    SelectedStage,
+    Selection,
     Selector,
 )
-from trtllm_disagg.handlers.services import LiveState, build_generate, watch_policy_file
-from trtllm_disagg.handlers.trace import LinesTogether, with_request_log
+from trtllm_disagg.handlers.services import LiveState, build_generate, peers_of, watch_policy_file
+from trtllm_disagg.handlers.trace import LinesTogether, RequestLog
 from trtllm_disagg.model_directory import fingerprint
 from trtllm_disagg.prefill_queue import PrefillQueue, open_prefill_queue
 from trtllm_disagg.processes.reports import DRAINING, SERVING, Reporter, reporter_of
@@ -163,7 +163,9 @@ class _Worker:
             model = served_model(config, engine)
             # TensorRT-LLM does not report what DEFAULT means there; `transceiver` resolves it.
             transport = None if config.engine_spec.is_tensorrt_llm else engine.kv_transport
-            own = with_engine(own, model.block_size, engine.ctx_info_endpoint, engine.ctx_dp_rank, transport)
+            own = with_engine(
+                own, engine.facts, model.block_size, engine.ctx_info_endpoint, engine.ctx_dp_rank, transport
+            )
             leaving = Leaving(self.runtime, self.drain, engine, self.queue, config.drain_seconds)
             leaving.leave_on_signals()
             async with leave_when_dead(engine, leaving, _health_times(config), config.stall_seconds):
@@ -184,12 +186,12 @@ class _Worker:
         self.reporter.tell("looking for the other stage")
         if not await self.checks.before_listing(own):
             return
-        stage, occupancies = await self._open_peers(own, model.block_size)
-        live = LiveState.of(config, model.block_size, occupancies)
+        live = LiveState.of(config, model.block_size, await self._occupancies())
+        peers = await self._open_peers(own, live)
         sources = EventSources(may_be_dropped=config.discovery_backend == "file")
         registration = DynamoRegistration(runtime, model, sources, tells_peers=config.tells_peers)
-        state = StageState(config, own, live, stage, registration, self.verifier)
-        generate = self._request_path(engine, stage, live, state)
+        state = StageState(config, own, live, peers, registration, self.verifier)
+        generate = self._request_path(engine, peers, live, state)
         publishers = await create_publishers(config, runtime, engine, model, live, load_seconds, sources)
         for publisher in publishers:
             await publisher.start()
@@ -208,33 +210,29 @@ class _Worker:
             for publisher in publishers:
                 await publisher.stop()
 
-    async def _open_peers(self, own: dict[str, Any], block_size: int) -> tuple[StageClient, Occupancies]:
-        """The client of the workers of the other role that this one can serve with, and how full those are."""
+    async def _occupancies(self) -> Occupancies:
+        """How full the workers of the other role are."""
+        endpoint_id = self.config.peer_endpoint_id
+        if endpoint_id is None or not self.config.reads_occupancy:
+            return Occupancies()
+        return StageOccupancy(await self.runtime.stage(endpoint_id))
+
+    async def _open_peers(self, own: dict[str, Any], live: LiveState) -> Peers:
+        """The workers of the other role that this one can serve with."""
         config, endpoint_id = self.config, self.config.peer_endpoint_id
         if endpoint_id is None:
-            return NoStage(), Occupancies()
-        selected = await _selected_stage(config, endpoint_id, self.runtime, block_size)
-        stage = CompatibilityFilter(selected, partial(require_callable, own))
-        if not config.reads_occupancy:
-            return stage, Occupancies()
-        return stage, StageOccupancy(await self.runtime.stage(endpoint_id))
+            return peers_of(config, NoStage(), live.breaker)
+        in_flight = InFlight()
+        selection = await _selection(config, endpoint_id, self.runtime, own["block_size"], in_flight)
+        return peers_of(config, selection, live.breaker, in_flight, partial(require_callable, own))
 
-    def _request_path(
-        self, engine: Engine, stage: StageClient, live: LiveState, state: StageState
-    ) -> Generate:
-        """How this worker answers a request. A request passes the layers from the last line to the first."""
-        answers = build_generate(self.config, engine, stage, live, self.queue, self.runtime.instance_id)
-        generate = with_request_log(
-            answers,
-            lambda: _worker_label(self.config.role, live.strategy.value),
-            live.sinks,
-            self.drain,
-            self.tracer,
-            self.lines.write,
+    def _request_path(self, engine: Engine, peers: Peers, live: LiveState, state: StageState) -> Generate:
+        config = self.config
+        log = RequestLog(
+            lambda: _worker_label(config.role, live.strategy.value), live.sinks, self.tracer, self.lines.write
         )
-        generate = state.counting(generate)
-        generate = Admission(live.thresholds, live.queued).admitting(generate)
-        return beside_requests(answers, generate)
+        counts = RunCounts(Admission(live.thresholds, live.queued), log, self.drain, state.whole_requests)
+        return build_generate(config, engine, peers, live, self.queue, self.runtime.instance_id, counts)
 
     async def _register(
         self,
@@ -272,10 +270,9 @@ def served_model(config: WorkerConfig, engine: Engine) -> ServedModel:
     )
 
 
-async def _selected_stage(
-    config: WorkerConfig, endpoint_id: str, runtime: Runtime, block_size: int
-) -> StageClient:
-    in_flight = InFlight()
+async def _selection(
+    config: WorkerConfig, endpoint_id: str, runtime: Runtime, block_size: int, in_flight: InFlight
+) -> Selection:
     overlaps = runtime.overlaps(endpoint_id, block_size)
     if config.calls_second_stage and config.next_router == "kv":
         overlaps.listen()
@@ -286,12 +283,8 @@ async def _selected_stage(
         "kv": lambda: BestCached(overlaps, in_flight),
     }
     role = Role.DECODE if config.role is Role.PREFILL else Role.PREFILL
-    return SelectedStage(
-        await runtime.stage(endpoint_id),
-        selectors[config.next_router](),
-        in_flight,
-        role.value,
-        runtime.instance_id,
+    return Selection(
+        await runtime.stage(endpoint_id), selectors[config.next_router](), role.value, runtime.instance_id
     )
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.handling import collect, request
 from tests.support.stage_client import FakeContext
+from tests.support.trying import logged
 from tests.unit.handlers.test_measured import CAME, decoder, prefilled
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.kv_events import EventsOfRank, KvEventForwarder
@@ -19,7 +20,6 @@ from trtllm_disagg.handlers.trace import (
     KV_TRANSFER_MS,
     RequestEnd,
     RequestSink,
-    with_request_log,
 )
 from trtllm_disagg.types import TokenChunk
 
@@ -112,7 +112,7 @@ async def test_a_request_is_aborted_when_its_client_leaves_before_the_end(
 
     guided = request(sampling_options={"guided_decoding": {"json": {"type": "object"}}})
     assert guided.sampling.guided_decoding is not None
-    async for _ in with_request_log(answer, lambda: "x", sinks)(guided, context):
+    async for _ in logged(answer, "x", sinks)(guided, context):
         pass
 
     assert value(metrics, "trtllm_num_aborted_requests_total") == aborted

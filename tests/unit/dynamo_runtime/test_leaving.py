@@ -10,11 +10,11 @@ from types import ModuleType
 import pytest
 
 from tests.support.day_one import Both
-from tests.support.drain import no_observer
 from tests.support.handling import collect, request, until
 from tests.support.recording_pair import recording_engine
 from tests.support.sinks import RecordingLoadSink
 from tests.support.stage_client import FakeContext
+from tests.support.trying import tracked
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.dynamo_runtime.publishers import StatsForwarder
 from trtllm_disagg.dynamo_runtime.shutdown import Leaving
@@ -85,7 +85,7 @@ async def test_work_is_waited_for_however_idle_the_engine_is(work: str) -> None:
 
     end: Callable[[], object] = gate.set
     if work == "relayed request":
-        answering = asyncio.create_task(collect(drain.tracking(one_more, no_observer), request()))
+        answering = asyncio.create_task(collect(tracked(drain, one_more), request()))
         await until(lambda: drain.num_running)
     elif work == "KV that may be read":
         end = engine.handoffs.hold()
@@ -105,7 +105,7 @@ async def test_requests_beyond_drain_seconds_are_handed_back_before_the_runtime_
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     place, drain = Place(), WorkerDrain()
-    answering = asyncio.create_task(collect(drain.tracking(relayed, no_observer), request()))
+    answering = asyncio.create_task(collect(tracked(drain, relayed), request()))
     await until(lambda: drain.num_running)
     leaving(place, drain, recording_engine(), seconds=0.0).leave("SIGTERM or SIGINT")
     with pytest.raises(WorkerLeavingError):
@@ -131,7 +131,7 @@ async def test_second_reason_to_leave_is_ignored() -> None:
     await place.ended.wait()
     assert place.done.count("shutdown") == 1
     with pytest.raises(WorkerLeavingError, match="its engine died"):
-        await collect(drain.tracking(LocalAgg(recording_engine()), no_observer), request())
+        await collect(tracked(drain, LocalAgg(recording_engine())), request())
 
 
 @pytest.mark.parametrize(

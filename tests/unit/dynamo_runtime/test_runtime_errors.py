@@ -38,8 +38,7 @@ from trtllm_disagg.errors import (
     StageTimeoutError,
     WorkerLeavingError,
 )
-from trtllm_disagg.handlers.remote import NoStage
-from trtllm_disagg.handlers.select import InFlight, RoundRobin, SelectedStage
+from trtllm_disagg.handlers.select import NoStage, RoundRobin, Selection
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.processes.reports import RateLimitedLog
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
@@ -263,8 +262,8 @@ async def test_every_error_crosses_the_request_plane_as_itself(chunks_before: in
         assert await client.instance(client.instance_ids()[0]).describe() == {"role": "decode"}
 
 
-def selected(directory: DynamoDirectory) -> SelectedStage:
-    return SelectedStage(directory, RoundRobin(), InFlight(), "decode")
+def selected(directory: DynamoDirectory) -> Selection:
+    return Selection(directory, RoundRobin(), "decode")
 
 
 async def read(client: DynamoDirectory, into: list[Any]) -> None:

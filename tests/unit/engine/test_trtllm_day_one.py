@@ -35,6 +35,7 @@ from trtllm_disagg.dynamo_runtime.polling import PollingPublisher
 from trtllm_disagg.dynamo_runtime.publishers import StatsForwarder
 from trtllm_disagg.engine.capabilities import CAPABILITIES, Capabilities
 from trtllm_disagg.engine.engine import Engine
+from trtllm_disagg.engine.engine_facts import EngineFacts
 from trtllm_disagg.engine.handoffs_held import HandoffsHeld
 from trtllm_disagg.engine.health import EngineHealth, HealthTimes, close
 from trtllm_disagg.engine.llm_api import load_api, translate
@@ -60,10 +61,10 @@ from trtllm_disagg.errors import (
     WorkerLeavingError,
 )
 from trtllm_disagg.handlers.cancellation import POLL_SECONDS, num_in_background
-from trtllm_disagg.handlers.chain import decode_service
+from trtllm_disagg.handlers.chain import DecodeService
 from trtllm_disagg.handlers.decide import CachedPrefixes
 from trtllm_disagg.handlers.local import LocalAgg, LocalDecode, LocalPrefill
-from trtllm_disagg.handlers.remote import DECODE, PREFILL
+from trtllm_disagg.handlers.peers import DECODE, PREFILL
 from trtllm_disagg.types import GenerateRequest, Usage
 from trtllm_disagg.wire.bodies import decode_request
 from trtllm_disagg.wire.handoff_protocols import DYNAMO
@@ -264,7 +265,7 @@ async def test_a_prompt_that_is_too_long_is_the_callers_fault(pair: DayOne, leng
 async def test_the_engines_own_refusal_is_the_callers_fault(tensorrt_llm: ModuleType, length: int) -> None:
     """Where this worker does not know the engine's limits."""
     engine = opened(**PESSIMISM)
-    engine.max_seq_len, engine.longest_step = None, math.inf
+    engine.max_seq_len, engine.facts = None, EngineFacts()
     with pytest.raises(InvalidRequestError):
         await collect(LocalAgg(engine), request(token_ids=[7] * length))
 
@@ -327,7 +328,7 @@ async def test_a_decode_that_may_make_one_token_answers_with_one(
     engine = opened()
     if ends:
         engine.llm.scripts.append(Script(tokens=[*expected_tokens(1), 7]))
-    decode = decode_service(LocalDecode(engine, repeats_first_token=True))
+    decode = DecodeService(LocalDecode(engine, repeats_first_token=True))
     chunks = await collect(decode, asked.with_handoff(handoff))
     assert engine.llm.results[0].outputs[0].finish_reason == ("stop" if ends else "length")
     assert tokens_of(chunks) == expected_tokens(1)

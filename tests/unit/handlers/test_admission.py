@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.handling import collect, request
 from tests.support.stage_client import FakeContext
+from tests.support.trying import admitted
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import EngineError, OverloadedError
 from trtllm_disagg.handlers.admission import Admission
@@ -38,9 +39,8 @@ class AdmittingWorker:
     def __init__(self, **bounds: Any) -> None:
         self.live = LiveState.of(WorkerConfig(model="m", role=Role.AGG, **bounds), 32)
         self.engine = Engine()
-        self.generate: Generate = Admission(self.live.thresholds, self.live.queued).admitting(
-            self.engine.generate
-        )
+        admission = Admission(self.live.thresholds, self.live.queued)
+        self.generate: Generate = admitted(admission, self.engine.generate)
 
     @property
     def queued(self) -> tuple[int, int]:
@@ -119,7 +119,7 @@ async def test_admission_room_is_released_on_token_error_and_cancel(end: str) ->
             yield chunk
 
     admission = Admission(worker.live.thresholds, worker.live.queued)
-    running = admission.admitting(fails)(request(), FakeContext())
+    running = admitted(admission, fails)(request(), FakeContext())
     waiting = asyncio.ensure_future(anext(running))
     await asyncio.sleep(0)
     assert worker.queued[0] == 1

@@ -15,7 +15,7 @@ from tests.support.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.errors import NoInstanceError, OverloadedError
-from trtllm_disagg.handlers.remote import StageClient
+from trtllm_disagg.handlers.select import StageClient
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 

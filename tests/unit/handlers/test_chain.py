@@ -20,7 +20,7 @@ from trtllm_disagg.errors import (
     PeerUnavailableError,
     StageTimeoutError,
 )
-from trtllm_disagg.handlers.chain import chain, prefill_service
+from trtllm_disagg.handlers.chain import Chain, PrefillService
 from trtllm_disagg.types import (
     GenerateRequest,
     Handoff,
@@ -100,7 +100,7 @@ async def test_kv_that_decode_has_not_taken_is_released(
 ) -> None:
     phases = Phases(takes_at=takes_at, fails_at=fails_at)
     with contextlib.suppress(EngineError):
-        await collect(chain(phases.prefill, phases.decode), request())
+        await collect(Chain(phases.prefill, phases.decode), request())
     assert phases.releases == releases
     assert phases.closed == 1
 
@@ -108,7 +108,7 @@ async def test_kv_that_decode_has_not_taken_is_released(
 @pytest.mark.parametrize(("takes_at", "chunks_read"), [(0, 1), (0, 2), (1, 2), (2, 2), (2, 3), (2, 4)])
 async def test_leaving_closes_decode_at_once(takes_at: int, chunks_read: int) -> None:
     phases = Phases(takes_at=takes_at)
-    chunks = chain(phases.prefill, phases.decode)(request(), FakeContext())
+    chunks = Chain(phases.prefill, phases.decode)(request(), FakeContext())
     for _ in range(chunks_read):
         await anext(chunks)
     await chunks.aclose()
@@ -119,21 +119,21 @@ async def test_leaving_closes_decode_at_once(takes_at: int, chunks_read: int) ->
 
 async def test_a_final_handoff_is_the_whole_answer() -> None:
     phases = Phases(final=True)
-    assert await collect(chain(phases.prefill, phases.decode), request()) == [SECOND]
+    assert await collect(Chain(phases.prefill, phases.decode), request()) == [SECOND]
     assert phases.decodes == 0
 
 
-async def test_a_prefill_service_keeps_the_kv_of_a_delivered_answer_only() -> None:
+async def test_a_PrefillService_keeps_the_kv_of_a_delivered_answer_only() -> None:
     phases = Phases()
-    (chunk,) = await collect(prefill_service(phases.prefill), request())
+    (chunk,) = await collect(PrefillService(phases.prefill), request())
     assert chunk.disaggregated_params == {"opaque_state": "eA=="}
     assert phases.releases == 0
-    dropped = prefill_service(phases.prefill)(request(), FakeContext())
+    dropped = PrefillService(phases.prefill)(request(), FakeContext())
     await anext(dropped)
     await dropped.aclose()
     assert phases.releases == 1
     context = FakeContext()
-    stopped = prefill_service(phases.prefill)(request(), context)
+    stopped = PrefillService(phases.prefill)(request(), context)
     await anext(stopped)
     context.stop()
     assert [chunk async for chunk in stopped] == []

@@ -29,13 +29,12 @@ from trtllm_disagg.errors import (
 )
 from trtllm_disagg.handlers.circuit_breaker import (
     CircuitBreaker,
-    CircuitBreakerClient,
     IdleTimer,
     StreamTimeouts,
     stream_timeouts_of,
 )
-from trtllm_disagg.handlers.remote import RemoteDecode, RemotePrefill
-from trtllm_disagg.handlers.route import relayed
+from trtllm_disagg.handlers.peers import Peers
+from trtllm_disagg.handlers.remote import RemoteAnswer, RemoteDecode, RemotePrefill
 from trtllm_disagg.handlers.services import LiveState, build_generate
 from trtllm_disagg.types import Generate, GenerateRequest, Handoff, RequestContext
 
@@ -71,13 +70,16 @@ class Stage:
     def instance_ids(self) -> Sequence[int]:
         return list(self.calls)
 
+    def instance(self, instance_id: int) -> Instance:
+        return Instance(instance_id, self.calls[instance_id])
+
     def check(self, request: GenerateRequest) -> None:
         """Nothing is wished for."""
 
     async def pick(self, request: GenerateRequest) -> Instance:
         allowed = [each for each in self.calls if each not in request.avoid]
         for instance_id in [each for each in allowed if each not in request.skipped] or allowed:
-            return Instance(instance_id, self.calls[instance_id])
+            return self.instance(instance_id)
         raise NoInstanceError("none")
 
 
@@ -89,6 +91,12 @@ async def well() -> AsyncGenerator[dict[str, Any], None]:
 async def falling_silent() -> AsyncGenerator[dict[str, Any], None]:
     yield {"token_ids": [1]}
     await asyncio.Event().wait()
+
+
+async def hanging() -> AsyncGenerator[dict[str, Any], None]:
+    """It describes itself."""
+    await asyncio.Event().wait()
+    yield {}
 
 
 async def silent() -> AsyncGenerator[dict[str, Any], None]:
@@ -105,22 +113,22 @@ def failing(error: DisaggError, after: int = 0) -> Call:
     return call
 
 
-def with_breaker(stage: Stage, clock: Clock | None = None, seconds: float = 30.0) -> CircuitBreakerClient:
+def with_breaker(stage: Stage, clock: Clock | None = None, seconds: float = 30.0) -> Peers:
     breaker = CircuitBreaker(2, 5.0, clock or Clock())
     timeouts = dict.fromkeys(("prefill", "decode", "whole"), StreamTimeouts(seconds, 2 * seconds))
     timeouts["describe"] = StreamTimeouts(seconds, seconds)
-    return CircuitBreakerClient(stage, breaker, timeouts)
+    return Peers(stage, breaker, timeouts)
 
 
-async def call(
-    stage: CircuitBreakerClient, context: FakeContext | None = None
-) -> tuple[int, list[dict[str, Any]]]:
-    instance = await stage.pick(request())
-    answers = [a async for a in instance.call({"errand": {"stage": "prefill"}}, context or FakeContext())]
-    return instance.instance_id, answers
+async def call(stage: Peers, context: FakeContext | None = None) -> tuple[int, list[dict[str, Any]]]:
+    with await stage.pick(request()) as called:
+        answers = [
+            a async for a in called.answers({"errand": {"stage": "prefill"}}, context or FakeContext())
+        ]
+    return called.instance_id, answers
 
 
-async def fail(stage: CircuitBreakerClient, times: int = 1) -> None:
+async def fail(stage: Peers, times: int = 1) -> None:
     for _ in range(times):
         with pytest.raises(DisaggError):
             await call(stage)
@@ -236,17 +244,17 @@ async def test_client_leaving_a_silent_instance_does_not_reset_its_failures() ->
     assert stage.num_healthy() == 0
 
 
-async def read_prefill(stage: CircuitBreakerClient) -> object:
+async def read_prefill(stage: Peers) -> object:
     return await RemotePrefill(stage, drain=lambda asked: None)(request(), FakeContext())
 
 
-async def read_decode(stage: CircuitBreakerClient) -> object:
+async def read_decode(stage: Peers) -> object:
     answer = RemoteDecode(stage)(request(), FakeContext(), Handoff.not_ours())
     return [chunk async for chunk in answer]
 
 
-async def read_whole(stage: CircuitBreakerClient) -> object:
-    return [chunk async for chunk in relayed(stage, "prefill_first")(request(), FakeContext())]
+async def read_whole(stage: Peers) -> object:
+    return [chunk async for chunk in RemoteAnswer(stage, "prefill_first")(request(), FakeContext())]
 
 
 async def unreadable() -> AsyncGenerator[dict[str, Any], None]:
@@ -277,7 +285,7 @@ async def empty() -> AsyncGenerator[dict[str, Any], None]:
     ],
 )
 async def test_an_answer_that_is_unreadable_or_has_no_finish_reason_counts_as_a_failure(
-    read: Callable[[CircuitBreakerClient], Awaitable[object]], answer: Call, said: str
+    read: Callable[[Peers], Awaitable[object]], answer: Call, said: str
 ) -> None:
     """Else each request calls that instance first, and falls back."""
     stage = with_breaker(Stage(i1=answer, i2=well))
@@ -303,7 +311,7 @@ async def test_a_slow_reader_is_no_fault_of_an_instance() -> None:
     stage = with_breaker(Stage(i7=well), seconds=0.01)
     instance = await stage.pick(request())
     answers = []
-    async for answer in instance.call({"errand": {"stage": "prefill"}}, FakeContext()):
+    async for answer in instance.answers({"errand": {"stage": "prefill"}}, FakeContext()):
         answers.append(answer)
         await asyncio.sleep(0.05)
     assert len(answers) == 2
@@ -332,7 +340,7 @@ async def test_a_cancelled_task_stays_cancelled_when_the_timer_fires_too() -> No
 
 
 async def test_queue_depth_is_waiting_calls_minus_instances() -> None:
-    stage = with_breaker(Stage(i1=silent, i2=silent))
+    stage = with_breaker(Stage(i1=hanging, i2=hanging))
     depths = []
     tasks = []
     for _ in range(4):

@@ -23,8 +23,9 @@ from trtllm_disagg.errors import (
     PeerUnavailableError,
     RequestCancelledError,
 )
-from trtllm_disagg.handlers.concurrent import LocalPush, Opened, RemotePush, concurrent
-from trtllm_disagg.handlers.services import build_generate
+from trtllm_disagg.handlers.concurrent import Concurrent, LocalPush, Opened, RemotePush
+from trtllm_disagg.handlers.peers import Peers
+from trtllm_disagg.handlers.services import build_generate, peers_of
 from trtllm_disagg.types import Generate, GenerateRequest, Handoff, Rendezvous, RequestContext, TokenChunk
 
 # -- with engines
@@ -120,6 +121,12 @@ async def test_a_prefill_that_is_refused_ends_the_wait_of_decode(engines: dict[R
 # -- with scripts
 
 
+def decode_peers(description: dict[str, Any]) -> Peers:
+    """Of a decode worker: a prefill worker with this description."""
+    config = WorkerConfig(model="m", role=Role.DECODE)
+    return peers_of(config, RecordingStageClient(description=description))
+
+
 class ScriptedPush:
     """A prefill phase that does what it is told."""
 
@@ -127,9 +134,13 @@ class ScriptedPush:
         self.error = error
         self.ended = asyncio.Event()
         self.met: list[Rendezvous | None] = []
+        self.lost_senders: list[int | None] = []
 
     async def open_rendezvous(self, request: GenerateRequest) -> Opened:
         return Opened(Rendezvous(5, ["tcp://here:1"]), self._run, sender=7)
+
+    def kv_was_lost(self, sender: int | None) -> None:
+        self.lost_senders.append(sender)
 
     async def _run(self, request: GenerateRequest, context: RequestContext) -> None:
         self.met.append(request.rendezvous)
@@ -151,7 +162,7 @@ async def two_tokens(
 
 async def test_concurrent_push_ends_when_decode_ends() -> None:
     push = ScriptedPush()
-    answer = await collect(concurrent(push, two_tokens), request())
+    answer = await collect(Concurrent(push, two_tokens), request())
     assert tokens_of(answer) == [1, 2]
     assert push.ended.is_set() or push.met == []
 
@@ -168,9 +179,10 @@ async def test_a_decode_that_fails_ends_the_push() -> None:
         yield TokenChunk([])
 
     with pytest.raises(KvTransferError, match="lost") as error:
-        await collect(concurrent(push, fail), request())
+        await collect(Concurrent(push, fail), request())
     assert push.ended.is_set()
     assert error.value.peer == 7, "the sender of the KV"
+    assert push.lost_senders == [7]
 
 
 async def test_a_push_that_fails_closes_decode() -> None:
@@ -186,7 +198,7 @@ async def test_a_push_that_fails_closes_decode() -> None:
             closed.set()
 
     with pytest.raises(RequestCancelledError, match="given up"):
-        await collect(concurrent(ScriptedPush(RequestCancelledError("given up")), wait), request())
+        await collect(Concurrent(ScriptedPush(RequestCancelledError("given up")), wait), request())
     assert closed.is_set()
 
 
@@ -199,16 +211,16 @@ def test_an_unreachable_engine_is_refused_before_it_serves() -> None:
     "description", [{}, {"ctx_info_endpoint": 5}, {"ctx_info_endpoint": "tcp://a:1", "ctx_dp_rank": 2**31}]
 )
 async def test_prefill_worker_that_cannot_be_met_raises_peer_unavailable(description: dict[str, Any]) -> None:
-    push = RemotePush(RecordingStageClient(description=description), recording_engine())
+    push = RemotePush(decode_peers(description), recording_engine())
     with pytest.raises(PeerUnavailableError, match="ctx_") as error:
         await push.open_rendezvous(request())
     assert error.value.peer == 1
 
 
 async def test_a_prompt_that_is_too_long_is_refused_before_a_stage_is_asked() -> None:
-    cannot_be_met = RemotePush(RecordingStageClient(), recording_engine())
+    cannot_be_met = RemotePush(decode_peers({}), recording_engine())
     with pytest.raises(InvalidRequestError, match="leaves room"):
-        await collect(concurrent(cannot_be_met, two_tokens), request(token_ids=[1] * MAX_SEQ_LEN))
+        await collect(Concurrent(cannot_be_met, two_tokens), request(token_ids=[1] * MAX_SEQ_LEN))
 
 
 @pytest.mark.parametrize(("role", "strategy"), [(Role.AGG, "decode_first"), (Role.DECODE, "router")])

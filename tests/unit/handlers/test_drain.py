@@ -8,9 +8,9 @@ from contextlib import suppress
 
 import pytest
 
-from tests.support.drain import no_observer
 from tests.support.handling import collect, request, tokens_of, until
 from tests.support.stage_client import FakeContext
+from tests.support.trying import tracked
 from trtllm_disagg.errors import EngineError, WorkerLeavingError
 from trtllm_disagg.handlers.cancellation import WorkerDrain
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
@@ -56,7 +56,7 @@ class Client:
 
 async def test_leaving_worker_finishes_running_and_new_requests() -> None:
     drain, stream = WorkerDrain(), Stream()
-    generate = drain.tracking(stream, no_observer)
+    generate = tracked(drain, stream)
     first = Client(generate)
     reading = asyncio.create_task(first.read())
     await until(lambda: first.tokens)
@@ -73,7 +73,7 @@ async def test_leaving_worker_finishes_running_and_new_requests() -> None:
 
 async def test_a_request_that_still_runs_at_the_end_is_handed_back() -> None:
     drain, stream = WorkerDrain(), Stream()
-    client = Client(drain.tracking(stream, no_observer))
+    client = Client(tracked(drain, stream))
     reading = asyncio.create_task(client.read())
     await until(lambda: client.tokens)
     drain.begin("SIGTERM or SIGINT")
@@ -87,7 +87,7 @@ async def test_a_request_that_still_runs_at_the_end_is_handed_back() -> None:
 
 async def test_a_request_with_a_slow_client_is_handed_back_with_its_next_token() -> None:
     drain, stream = WorkerDrain(), Stream()
-    chunks = drain.tracking(stream, no_observer)(request(), FakeContext())
+    chunks = tracked(drain, stream)(request(), FakeContext())
     assert (await anext(chunks)).token_ids == [1]
     drain.begin("its engine died")
     cutting = asyncio.create_task(drain.cut())
@@ -100,7 +100,7 @@ async def test_a_request_with_a_slow_client_is_handed_back_with_its_next_token()
 async def test_finished_answer_is_not_cut_at_the_end_of_the_drain() -> None:
     drain, stream = WorkerDrain(), Stream()
     stream.go_on.set()
-    chunks = drain.tracking(stream, no_observer)(request(), FakeContext())
+    chunks = tracked(drain, stream)(request(), FakeContext())
     seen = [await anext(chunks), await anext(chunks)]
     drain.begin("its engine died")
     cutting = asyncio.create_task(drain.cut())
@@ -115,14 +115,14 @@ async def test_a_request_that_comes_after_the_end_goes_elsewhere() -> None:
     drain.begin("SIGTERM or SIGINT")
     await drain.cut()
     with pytest.raises(WorkerLeavingError):
-        await collect(drain.tracking(Stream(), no_observer), request())
+        await collect(tracked(drain, Stream()), request())
 
 
 async def test_answer_without_finish_reason_raises_only_while_the_worker_leaves() -> None:
     """A runtime that is shut down stops the contexts of all requests, and strategies end for that without a word."""
     drain, stream, context = WorkerDrain(), Stream(last=None), FakeContext()
     stream.go_on.set()
-    generate = drain.tracking(stream, no_observer)
+    generate = tracked(drain, stream)
     assert tokens_of(await collect(generate, request())) == [1], "its client left"
     drain.begin("its engine died")
     context.stop()
@@ -132,7 +132,7 @@ async def test_answer_without_finish_reason_raises_only_while_the_worker_leaves(
 
 async def test_a_cancelled_request_is_cancelled_and_not_handed_back() -> None:
     drain, stream = WorkerDrain(), Stream()
-    client = Client(drain.tracking(stream, no_observer))
+    client = Client(tracked(drain, stream))
     reading = asyncio.create_task(client.read())
     await until(lambda: client.tokens)
     reading.cancel()
@@ -149,5 +149,5 @@ async def test_drain_passes_on_other_errors_unchanged() -> None:
 
     drain = WorkerDrain()
     with pytest.raises(EngineError, match="boom"):
-        await collect(drain.tracking(fails, no_observer), request())
+        await collect(tracked(drain, fails), request())
     assert drain.num_running == 0

@@ -16,6 +16,7 @@ from tests.support.day_one import PESSIMISM, Both
 from tests.support.handling import ORDERS, PROMPT, collect, expected_tokens, request, tokens_of
 from tests.support.recording_pair import Pair, make_pair, recording_engine
 from tests.support.stage_client import FakeContext, Instances
+from tests.support.trying import trying
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.engines.recording.hard_edges import GENERATION_TRANSFER_ERROR, PESSIMISTIC
 from trtllm_disagg.engines.recording.llm import LLM, RequestError, Script
@@ -33,15 +34,10 @@ from trtllm_disagg.errors import (
     StageTimeoutError,
     WorkerLeavingError,
 )
-from trtllm_disagg.handlers.fallback import (
-    FallbackStep,
-    Replays,
-    always_replay,
-    replay_if_needed,
-    with_fallback,
-)
-from trtllm_disagg.handlers.select import BestCached, InFlight, SelectedStage
-from trtllm_disagg.handlers.services import build_generate
+from trtllm_disagg.handlers.attempts import Attempt
+from trtllm_disagg.handlers.delivered import Replays, always_replay, replay_if_needed
+from trtllm_disagg.handlers.select import BestCached, InFlight, Selection
+from trtllm_disagg.handlers.services import build_generate, peers_of
 from trtllm_disagg.types import Generate, GenerateRequest, PhaseRequest, RequestContext, TokenChunk, Usage
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -92,9 +88,9 @@ def test_each_token_is_sent_once_wherever_fallback_steps_fail(
 ) -> None:
     """Appended or replayed."""
     seen: Seen = []
-    ways = [FallbackStep("other_instance", way(seen, after)) for after in failures]
+    ways = [Attempt("other_instance", way(seen, after)) for after in failures]
     whole = request(7, sampling_options=sampling)
-    chunks = asyncio.run(collect(with_fallback([*ways, FallbackStep("local", way(seen))], replays), whole))
+    chunks = asyncio.run(collect(trying([*ways, Attempt("local", way(seen))], replays), whole))
     assert tokens_of(chunks) == expected_tokens(7)
     assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["length"]
     usage = chunks[-1].completion_usage
@@ -112,8 +108,8 @@ async def test_logprobs_of_the_prompt_have_none_of_delivered_tokens() -> None:
             engine_data={"prompt_logprobs": entries},
         )
 
-    steps = [FallbackStep("a", way([], 2)), FallbackStep("b", rest)]
-    chunks = await collect(with_fallback(steps), request(4))
+    steps = [Attempt("a", way([], 2)), Attempt("b", rest)]
+    chunks = await collect(trying(steps), request(4))
     assert chunks[-1].of_prompt == {"prompt_logprobs": [{str(token): {"logprob": 0.0}} for token in PROMPT]}
 
 
@@ -121,7 +117,7 @@ async def test_an_answer_with_a_limit_of_thinking_is_appended_with_that_limit() 
     """TensorRT-LLM counts thinking from its start tag on, so delivered tokens count where they are appended."""
     seen: Seen = []
     thinking = request(5, stop_conditions={"max_tokens": 5, "max_thinking_tokens": 3})
-    await collect(with_fallback([FallbackStep("a", way(seen, 2)), FallbackStep("b", way(seen))]), thinking)
+    await collect(trying([Attempt("a", way(seen, 2)), Attempt("b", way(seen))]), thinking)
     assert [each.token_ids for each in seen] == [PROMPT, [*PROMPT, *expected_tokens(2)]]
     assert [each.stop.max_thinking_tokens for each in seen] == [3, 3]
 
@@ -133,9 +129,7 @@ async def test_failure_after_the_last_token_sends_only_the_finish_reason() -> No
         yield TokenChunk(expected_tokens(4))
         raise PeerUnavailableError("gone")
 
-    chunks = await collect(
-        with_fallback([FallbackStep("a", endless), FallbackStep("b", way(seen))]), request(4)
-    )
+    chunks = await collect(trying([Attempt("a", endless), Attempt("b", way(seen))]), request(4))
     assert tokens_of(chunks) == expected_tokens(4)
     assert (chunks[-1].finish_reason, seen) == ("length", [])
 
@@ -161,7 +155,7 @@ async def test_error_category_decides_whether_the_next_fallback_step_runs(
     seen: Seen = []
     asked = request(5)
     climbing = collect(
-        with_fallback([FallbackStep("a", way(seen, after, failing(error))), FallbackStep("b", way(seen))]),
+        trying([Attempt("a", way(seen, after, failing(error))), Attempt("b", way(seen))]),
         asked,
     )
     if goes_on:
@@ -179,46 +173,42 @@ async def test_a_step_that_was_too_slow_on_the_own_engine_is_not_tried_again(pee
     late = StageTimeoutError("late")
     late.peer = peer
     first, again, alone = Seen(), Seen(), Seen()
-    steps = [FallbackStep("other_instance", way(seen, 0, failing(late))) for seen in (first, again)]
-    steps.append(FallbackStep("local", way(alone)))
-    await collect(with_fallback(steps), request(5))
+    steps = [Attempt("other_instance", way(seen, 0, failing(late))) for seen in (first, again)]
+    steps.append(Attempt("local", way(alone)))
+    await collect(trying(steps), request(5))
     assert (len(first), len(again), len(alone)) == (1, 0 if peer is None else 1, 1)
 
 
 async def test_other_stage_step_runs_only_when_the_own_engine_is_dead() -> None:
     seen: Seen = []
-    died = FallbackStep("other_instance", way(seen, 2, failing(WorkerLeavingError("engine died"))))
-    local = FallbackStep("local", way(seen), "local")
-    other = FallbackStep("other_stage", way(seen), "decode_first", without_engine=True)
+    died = Attempt("other_instance", way(seen, 2, failing(WorkerLeavingError("engine died"))))
+    local = Attempt("local", way(seen), "local")
+    other = Attempt("other_stage", way(seen), "decode_first", without_engine=True)
     asked = request(5)
-    assert tokens_of(await collect(with_fallback([died, local, other]), asked)) == expected_tokens(5)
+    assert tokens_of(await collect(trying([died, local, other]), asked)) == expected_tokens(5)
     assert len(seen) == 2
     assert asked.trace.fallbacks == ["other_stage: engine died"]
     assert asked.trace.strategy == "decode_first"
 
     asked = request(5)
-    gone = FallbackStep("other_instance", way(seen, 2))
-    assert tokens_of(await collect(with_fallback([gone, local, other]), asked)) == expected_tokens(5)
+    gone = Attempt("other_instance", way(seen, 2))
+    assert tokens_of(await collect(trying([gone, local, other]), asked)) == expected_tokens(5)
     assert asked.trace.fallbacks == ["local: "]
 
-    none = FallbackStep("other_stage", way(seen, 0, failing(NoInstanceError("none"))), without_engine=True)
+    none = Attempt("other_stage", way(seen, 0, failing(NoInstanceError("none"))), without_engine=True)
     with pytest.raises(WorkerLeavingError, match="engine died"):
-        await collect(with_fallback([died, none]), request(5))
+        await collect(trying([died, none]), request(5))
 
 
 async def test_the_log_names_each_failed_step_and_the_one_that_is_tried(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     full = way([], 0, failing(OverloadedError("too many run here alone")))
-    steps = [
-        FallbackStep("other_instance", way([], 2, failing(of_peer(PeerUnavailableError("gone"), 0x1A2B))))
-    ]
+    steps = [Attempt("other_instance", way([], 2, failing(of_peer(PeerUnavailableError("gone"), 0x1A2B))))]
     asked = request(5)
     asked.trace.chose("decode_first", "default")
     with pytest.raises(OverloadedError):
-        await collect(
-            with_fallback([*steps, FallbackStep("local", full), FallbackStep("direct", full)]), asked
-        )
+        await collect(trying([*steps, Attempt("local", full), Attempt("direct", full)]), asked)
     assert [message.partition(": ")[2] for message in caplog.messages] == [
         "decode_first failed after 2 tokens at instance 1a2b (gone); trying local",
         "local failed after 2 tokens (too many run here alone); trying direct",
@@ -268,17 +258,17 @@ async def test_relayed_request_is_not_relayed_back_when_both_engines_are_dead(st
 async def test_an_instance_that_failed_is_avoided_and_the_last_error_raised() -> None:
     seen: Seen = []
     errors = [of_peer(KvTransferError(f"error {i}"), 10 + i) for i in range(3)]
-    steps = [FallbackStep("a", way(seen, i, failing(error))) for i, error in enumerate(errors)]
+    steps = [Attempt("a", way(seen, i, failing(error))) for i, error in enumerate(errors)]
     with pytest.raises(KvTransferError, match="error 2"):
-        await collect(with_fallback(steps), request())
+        await collect(trying(steps), request())
     assert [r.avoid for r in seen] == [frozenset(), {10}, {10, 11}]
 
 
 async def test_stage_without_instances_is_tried_once() -> None:
     seen: Seen = []
-    missing = FallbackStep("other_instance", way(seen, 0, failing(NoInstanceError("none"))))
+    missing = Attempt("other_instance", way(seen, 0, failing(NoInstanceError("none"))))
     asked = request()
-    await collect(with_fallback([missing, missing, missing, FallbackStep("local", way(seen))]), asked)
+    await collect(trying([missing, missing, missing, Attempt("local", way(seen))]), asked)
     assert len(seen) == 2
     assert asked.trace.fallbacks == ["local: none"]
 
@@ -293,9 +283,7 @@ async def test_no_fallback_step_runs_for_a_client_that_left() -> None:
         raise PeerUnavailableError("x")
 
     with pytest.raises(PeerUnavailableError):
-        await collect(
-            with_fallback([FallbackStep("a", left), FallbackStep("b", way(seen))]), request(), context
-        )
+        await collect(trying([Attempt("a", left), Attempt("b", way(seen))]), request(), context)
     assert seen == []
 
 
@@ -305,9 +293,7 @@ async def test_no_fallback_step_runs_for_a_client_that_left() -> None:
 async def test_sampled_answer_keeps_its_seed_on_replay(sampling: dict[str, Any], replays: Replays) -> None:
     seen: Seen = []
     drawn = request(5, sampling_options={"temperature": 1.0, **sampling})
-    await collect(
-        with_fallback([FallbackStep("a", way(seen, 2)), FallbackStep("b", way(seen))], replays), drawn
-    )
+    await collect(trying([Attempt("a", way(seen, 2)), Attempt("b", way(seen))], replays), drawn)
     assert [r.token_ids for r in seen] == [drawn.token_ids] * 2
     seeds = [r.sampling.seed for r in seen]
     assert seeds[0] is not None
@@ -366,16 +352,14 @@ async def test_kv_lost_after_the_first_token_is_recomputed_locally(order: str) -
     assert asked.trace.fallbacks[-1].startswith("local: ")
 
 
-async def test_a_valid_request_is_not_refused_for_the_tokens_that_it_has_already() -> None:
+async def test_a_request_that_is_too_long_with_its_tokens_is_replayed() -> None:
     """With these its prompt is longer than one step of an engine that does not prefill in chunks."""
     with mounted_recording_llm(PESSIMISTIC):
         both = Both("prefill_first")
         both.engines[Role.DECODE].llm.scripts.append(Script(error=RuntimeError("broken"), error_at=6))
-        asked = request(10, token_ids=list(range(1, PESSIMISM["max_num_tokens"] - 2)))
-        delivered: list[TokenChunk] = []
-        with pytest.raises(EngineError, match="broken"):
-            await collect(both.handlers[Role.PREFILL], asked, into=delivered)
-        assert len(tokens_of(delivered)) >= 6
+        prompt = list(range(1, PESSIMISM["max_num_tokens"] - 2))
+        answer = await collect(both.handlers[Role.PREFILL], request(10, token_ids=prompt))
+        assert tokens_of(answer) == [scripted_token(prompt, position) for position in range(10)]
         await both.day_one("prefill_first").quiet()
 
 
@@ -399,8 +383,8 @@ async def test_a_prefill_worker_with_kv_that_does_not_arrive_is_not_called_again
 
     prefills = Instances([make_pair("decode_first").client for _ in range(2)])
     load, engine = InFlight(), recording_engine()
-    stage = SelectedStage(prefills, BestCached(overlaps, load), load, "prefill")
     config = WorkerConfig(model="org/model", role=Role.DECODE, strategy="decode_first")
+    stage = peers_of(config, Selection(prefills, BestCached(overlaps, load), "prefill"), in_flight=load)
     engine.llm.scripts.append(Script(error=KvTransferError("kv")))
     asked = request(6)
     assert tokens_of(await collect(build_generate(config, engine, stage), asked)) == expected_tokens(6)

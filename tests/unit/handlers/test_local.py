@@ -27,7 +27,7 @@ from trtllm_disagg.errors import (
 )
 from trtllm_disagg.handlers.cancellation import num_in_background
 from trtllm_disagg.handlers.local import LocalAgg, LocalDecode, LocalPrefill
-from trtllm_disagg.handlers.remote import DECODE
+from trtllm_disagg.handlers.peers import DECODE
 from trtllm_disagg.types import GenerateRequest, Handoff, TokenChunk
 from trtllm_disagg.wire.bodies import decode_request, encode_request
 
@@ -200,10 +200,14 @@ async def test_decode_without_logprobs_of_the_first_token_gives_the_others() -> 
     assert chunks[1].log_probs == [-1.0]
 
 
+def drain_of(asked: GenerateRequest) -> GenerateRequest:
+    return asked.only_fetching(Handoff(TokenChunk([]), asked.prefill_result))
+
+
 async def test_a_drain_fetches_one_token_and_drops_it() -> None:
     engine = recording_engine()
     asked = await prefilled()
-    LocalDecode(engine, repeats_first_token=False).drain(asked)
+    LocalDecode(engine, repeats_first_token=False).drain(drain_of(asked))
     assert len(LLM.kv_store) == 1
     assert await leftover_tasks() == set()
     assert len(LLM.kv_store) == 0

@@ -11,6 +11,7 @@ import pytest
 from tests.support.handling import collect, request
 from tests.support.recording_pair import recording_engine
 from tests.support.stage_client import FakeContext
+from tests.support.trying import logged
 from tests.unit.dynamo_runtime.test_engine_metrics import shown
 from trtllm_disagg.dynamo_runtime.request_metrics import RequestMetrics
 from trtllm_disagg.engines.embedded.api.perf_metrics import (
@@ -23,8 +24,8 @@ from trtllm_disagg.engines.embedded.api.perf_metrics import (
 from trtllm_disagg.engines.embedded.ipc.messages import Measured
 from trtllm_disagg.engines.recording.llm import Script
 from trtllm_disagg.handlers.local import LocalDecode, LocalPrefill
-from trtllm_disagg.handlers.remote import DECODE
-from trtllm_disagg.handlers.trace import ENGINE_DATA, REQUEST_TRACE_PREFIX, RequestSink, with_request_log
+from trtllm_disagg.handlers.peers import DECODE
+from trtllm_disagg.handlers.trace import ENGINE_DATA, REQUEST_TRACE_PREFIX, RequestSink
 from trtllm_disagg.types import Generate, GenerateRequest, Handoff, TokenChunk
 from trtllm_disagg.wire.bodies import decode_request, encode_request
 
@@ -48,9 +49,7 @@ def decoder(perf_metrics: Any, sinks: list[RequestSink], *, measures: bool = Tru
     engine = recording_engine(enable_iter_perf_stats=measures)
     engine.llm.scripts.append(Script(perf_metrics=perf_metrics))
     phase = LocalDecode(engine, repeats_first_token=True)
-    return with_request_log(
-        lambda asked, context: phase(asked, context, Handoff(TokenChunk([]), None)), lambda: "x", sinks
-    )
+    return logged(lambda asked, context: phase(asked, context, Handoff(TokenChunk([]), None)), "x", sinks)
 
 
 @pytest.mark.usefixtures("no_leaks")

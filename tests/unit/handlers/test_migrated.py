@@ -10,13 +10,14 @@ import msgspec
 import pytest
 
 from tests.support.day_one import PESSIMISM, Both
-from tests.support.handling import PROMPT, collect, raw_request, request, tokens_of
+from tests.support.handling import PROMPT, collect, raw_request, request, tokens_of, untraced
+from tests.support.trying import Unlimited, trying
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.errors import EngineError
-from trtllm_disagg.handlers.fallback import Replays, always_replay, replay_if_needed
-from trtllm_disagg.handlers.migration import MigrationLink, resume_migrated
+from trtllm_disagg.handlers.delivered import Replays, always_replay, replay_if_needed
 from trtllm_disagg.types import GenerateRequest, PhaseRequest, RequestContext, TokenChunk, Usage
 from trtllm_disagg.wire.bodies import decode_request
+from trtllm_disagg.wire.migration_link import MigrationLink
 
 PENALTY = {"presence_penalty": 0.5}
 
@@ -55,9 +56,9 @@ def migrated(raw: dict[str, Any], chunks: list[TokenChunk]) -> GenerateRequest:
 async def test_migrated_request_continues_with_the_same_tokens(sampling: dict[str, Any], count: int) -> None:
     raw = raw_request(6, sampling_options=sampling)
     first, second = Worker(), Worker()
-    whole = await collect(resume_migrated(first, always_replay), decode_request(raw))
+    whole = await collect(trying(first, always_replay), decode_request(raw))
     assert [chunk.worker_trace_link is None for chunk in whole] == [False, *[True] * 5]
-    rest = await collect(resume_migrated(second, always_replay), migrated(raw, whole[:count]))
+    rest = await collect(trying(second, always_replay), migrated(raw, whole[:count]))
     assert tokens_of(whole[:count]) + tokens_of(rest) == tokens_of(whole)
     assert rest[-1].completion_usage == whole[-1].completion_usage == Usage.of(len(PROMPT), 6, 0)
     (asked,) = second.asked
@@ -69,9 +70,9 @@ async def test_migrated_request_continues_with_the_same_tokens(sampling: dict[st
 
 async def test_request_migrated_twice_continues_with_the_same_tokens() -> None:
     raw = raw_request(6, sampling_options={})
-    whole = await collect(resume_migrated(Worker(), always_replay), decode_request(raw))
-    once = await collect(resume_migrated(Worker(), always_replay), migrated(raw, whole[:2]))
-    twice = await collect(resume_migrated(Worker(), always_replay), migrated(raw, [*whole[:2], *once[:2]]))
+    whole = await collect(trying(Worker(), always_replay), decode_request(raw))
+    once = await collect(trying(Worker(), always_replay), migrated(raw, whole[:2]))
+    twice = await collect(trying(Worker(), always_replay), migrated(raw, [*whole[:2], *once[:2]]))
     # The frontend has the link of the worker that died last.
     assert once[0].worker_trace_link == whole[0].worker_trace_link
     assert tokens_of([*whole[:2], *once[:2], *twice]) == tokens_of(whole)
@@ -79,11 +80,13 @@ async def test_request_migrated_twice_continues_with_the_same_tokens() -> None:
 
 async def test_migrated_request_with_all_tokens_gets_only_its_end() -> None:
     raw = raw_request(3)
-    whole = await collect(resume_migrated(Worker(), always_replay), decode_request(raw))
+    whole = await collect(trying(Worker(), always_replay), decode_request(raw))
     lost = [*whole[:2], replace_end(whole[2])]
     worker = Worker()
-    rest = await collect(resume_migrated(worker, always_replay), migrated(raw, lost))
-    assert rest == [TokenChunk([], finish_reason="length", completion_usage=Usage.of(len(PROMPT), 3, 0))]
+    rest = await collect(trying(worker, always_replay), migrated(raw, lost))
+    assert [untraced(each) for each in rest] == [
+        TokenChunk([], finish_reason="length", completion_usage=Usage.of(len(PROMPT), 3, 0))
+    ]
     assert worker.asked == []
 
 
@@ -93,33 +96,33 @@ def replace_end(chunk: TokenChunk) -> TokenChunk:
 
 async def test_migrated_answer_that_begins_differently_is_an_error() -> None:
     raw = raw_request(6)
-    whole = await collect(resume_migrated(Worker(), always_replay), decode_request(raw))
+    whole = await collect(trying(Worker(), always_replay), decode_request(raw))
     other = TokenChunk([4711], worker_trace_link=whole[0].worker_trace_link)
     with pytest.raises(EngineError, match="began it differently"):
-        await collect(resume_migrated(Worker(), always_replay), migrated(raw, [other]))
+        await collect(trying(Worker(), always_replay), migrated(raw, [other]))
 
 
 async def test_inexact_engine_goes_on_behind_the_tokens_that_a_client_has() -> None:
     """Its usage, and its least number of tokens, are those of the whole answer."""
     raw = raw_request(6, sampling_options={}, stop_conditions={"max_tokens": 6, "min_tokens": 5})
     first, second = Worker(), Worker()
-    whole = await collect(resume_migrated(first, replay_if_needed), decode_request(raw))
-    rest = await collect(resume_migrated(second, replay_if_needed), migrated(raw, whole[:2]))
+    whole = await collect(trying(first, replay_if_needed), decode_request(raw))
+    rest = await collect(trying(second, replay_if_needed), migrated(raw, whole[:2]))
     (asked,) = second.asked
     assert asked.token_ids == asked.raw["token_ids"] == PROMPT + tokens_of(whole[:2])
     assert (asked.stop.max_tokens, asked.stop.min_tokens, asked.sampling.seed) == (4, 3, None)
     assert rest[-1].completion_usage == whole[-1].completion_usage == Usage.of(len(PROMPT), 6, 0)
 
 
-async def test_migrated_request_is_not_told_invalid_for_the_tokens_that_its_client_has(
+async def test_migrated_request_that_is_too_long_with_its_tokens_is_replayed(
     tensorrt_llm: ModuleType,
 ) -> None:
     """With these its prompt is longer than one step of an engine that does not prefill in chunks."""
     both = Both("decode_first")
     long = raw_request(10, token_ids=list(range(1, PESSIMISM["max_num_tokens"] - 2)))
     whole = await collect(both.handlers[Role.DECODE], decode_request(long))
-    with pytest.raises(EngineError, match="cannot be continued: the prompt has 36 tokens"):
-        await collect(both.handlers[Role.DECODE], migrated(long, whole[:7]))
+    rest = await collect(both.handlers[Role.DECODE], migrated(long, whole[:7]))
+    assert tokens_of(whole[:7]) + tokens_of(rest) == tokens_of(whole)
     await both.day_one("decode_first").quiet()
 
 
@@ -129,9 +132,10 @@ async def test_migrated_request_that_fills_the_engine_gets_only_its_end(replays:
     link = MigrationLink(len(PROMPT), 0).encode()
     asked = decode_request(raw_request(None, token_ids=[*PROMPT, 1, 2], migration_link=link))
     worker = Worker()
-    assert await collect(resume_migrated(worker, replays, lambda request: 2), asked) == [
-        TokenChunk([], finish_reason="length", completion_usage=Usage.of(len(PROMPT), 2, 0))
-    ]
+    (end,) = await collect(trying(worker, replays, Unlimited(2)), asked)
+    assert untraced(end) == TokenChunk(
+        [], finish_reason="length", completion_usage=Usage.of(len(PROMPT), 2, 0)
+    )
     assert worker.asked == []
 
 
@@ -151,7 +155,7 @@ async def test_migrated_request_that_fills_the_engine_gets_only_its_end(replays:
 async def test_invalid_migration_link_changes_nothing(link: Any) -> None:
     worker = Worker()
     asked = decode_request(raw_request(4, sampling_options={"seed": 1}, migration_link=link))
-    await collect(resume_migrated(worker, always_replay), asked)
+    await collect(trying(worker, always_replay), asked)
     assert worker.asked == [asked]
 
 
@@ -161,6 +165,6 @@ async def test_relayed_request_is_not_resumed_again() -> None:
     asked = msgspec.structs.replace(
         request(4, sampling_options={}), phase_request=PhaseRequest("whole", "decode_first")
     )
-    chunks = await collect(resume_migrated(worker, always_replay), asked)
+    chunks = await collect(trying(worker, always_replay), asked)
     assert worker.asked == [asked]
     assert {chunk.worker_trace_link is None for chunk in chunks} == {True}

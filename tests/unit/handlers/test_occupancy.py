@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -14,11 +14,14 @@ from tests.support.clock import Clock
 from tests.support.handling import collect, request, tokens_of
 from tests.support.recording_pair import make_pair, recording_engine
 from tests.support.stage_client import FakeContext, RecordingStageClient, SayingInstance
+from tests.support.trying import trying
 from trtllm_disagg.config.deciders import Occupancy
 from trtllm_disagg.config.thresholds import Live, Thresholds
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.engine.engine_facts import EngineFacts
 from trtllm_disagg.errors import ConfigError, NoInstanceError, OverloadedError, PeerUnavailableError
-from trtllm_disagg.handlers.admission import RequestCount, within_fallback_budget
+from trtllm_disagg.handlers.admission import FallbackBudget, RequestCount, most_tokens
+from trtllm_disagg.handlers.attempts import LOCAL, Attempt, Routes, WorkerSidePlan
 from trtllm_disagg.handlers.decide import (
     CachedPrefixes,
     Decider,
@@ -26,12 +29,12 @@ from trtllm_disagg.handlers.decide import (
     Occupancies,
     OwnOccupancy,
     StageOccupancy,
-    conditional,
     create_decider,
 )
-from trtllm_disagg.handlers.remote import StageInstance
-from trtllm_disagg.handlers.services import LiveState, build_generate
-from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
+from trtllm_disagg.handlers.pair_facts import PairFacts
+from trtllm_disagg.handlers.select import StageInstance
+from trtllm_disagg.handlers.services import LiveState, build_generate, peers_of
+from trtllm_disagg.types import Fallback, Generate, GenerateRequest, RequestContext, TokenChunk
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -125,6 +128,25 @@ class Slow:
             self.running -= 1
 
 
+def deciding(decide: Decider, kept: RequestCount, local: Generate, remote: Generate) -> Generate:
+    """A prefill worker that keeps what `decide` says."""
+    config = WorkerConfig(model="m", role=Role.PREFILL, strategy="prefill_first")
+    alone = Attempt(Fallback.LOCAL, local, enter=lambda request: kept.enter(most_tokens(request)))
+    routes = {LOCAL: [alone], "prefill_first": [Attempt(Fallback.OTHER_INSTANCE, remote)]}
+    plan = WorkerSidePlan(
+        Role.PREFILL.value,
+        alone,
+        Routes(routes, "prefill_first", "decode_first", [], None),
+        (decide, decide),
+        Live("prefill_first"),
+        peers_of(config, RecordingStageClient()),
+        PairFacts(Role.PREFILL, EngineFacts()),
+        lambda: True,
+        gets_prompt_logprobs=True,
+    )
+    return replace(trying(local), plan=plan)
+
+
 async def begun(generate: Generate, asked: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
     """One that has given its first chunk."""
     chunks = generate(asked, FakeContext())
@@ -135,7 +157,7 @@ async def begun(generate: Generate, asked: GenerateRequest) -> AsyncGenerator[To
 @pytest.mark.parametrize("limits", [{"max_concurrent": 2}, {"max_budget_tokens": 2 * 13}])
 async def test_kept_requests_are_bounded_until_one_ends(limits: dict[str, Any]) -> None:
     kept, local, remote = RequestCount(), Slow(), Slow()
-    generate = conditional(decider(1.0, kept=kept, **limits), kept.counting(local), remote)
+    generate = deciding(decider(1.0, kept=kept, **limits), kept, local, remote)
     asked = [request(token_ids=[1, 2, 3], max_tokens=10) for _ in range(4)]
 
     running = [await begun(generate, each) for each in asked[:3]]
@@ -290,7 +312,7 @@ def test_own_occupancy_is_the_mean_over_ranks_and_zero_before_the_first_step_and
 )
 async def test_requests_beyond_the_fallback_budget_are_overloaded(limits: dict[str, int], flag: str) -> None:
     local = Slow()
-    generate = within_fallback_budget(local, live(**limits))
+    generate = trying([Attempt(Fallback.LOCAL, local, enter=FallbackBudget(live(**limits)).enter)])
     asked = request(token_ids=[1, 2, 3], max_tokens=10)
     running = [await begun(generate, asked) for _ in range(1 if flag.endswith(" 5") else 2)]
     with pytest.raises(OverloadedError, match=rf"{13 * len(running)} tokens \({flag}\)"):

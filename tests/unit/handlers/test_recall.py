@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.support.day_one import INSTANCES, Both, kinds
 from tests.support.handling import collect, expected_tokens, raw_request, request, tokens_of, until
 from tests.support.recording_pair import leftover_tasks
 from tests.support.stage_client import FakeContext, RecordingStageClient
+from tests.support.trying import counts_of, trying
 from trtllm_disagg.config.thresholds import Live, Thresholds
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.engines.recording.hard_edges import PESSIMISTIC
@@ -28,20 +30,21 @@ from trtllm_disagg.errors import (
 )
 from trtllm_disagg.handlers.admission import Admission, Queued
 from trtllm_disagg.handlers.cancellation import num_in_background
-from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker, CircuitBreakerClient, StreamTimeouts
+from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker, StreamTimeouts
 from trtllm_disagg.handlers.local import LocalPrefill
+from trtllm_disagg.handlers.peers import Peers
 from trtllm_disagg.handlers.recall import (
     TIMES,
     Notices,
     QueueRecalls,
+    RecallablePrefill,
     Recalls,
     RecallTimes,
-    beside_requests,
-    recallable,
 )
 from trtllm_disagg.handlers.remote import RemoteDrain
-from trtllm_disagg.handlers.trace import RequestEnd, with_request_log
-from trtllm_disagg.types import MOST_ATTEMPTS, GenerateRequest, PhaseRequest, RequestContext, TokenChunk
+from trtllm_disagg.handlers.services import peers_of
+from trtllm_disagg.handlers.trace import RequestEnd, RequestLog
+from trtllm_disagg.types import MOST_ATTEMPTS, PhaseRequest
 from trtllm_disagg.wire.bodies import decode_request
 
 Raw = dict[str, Any]
@@ -79,8 +82,10 @@ class Lossy:
     def keep(self, clock: Callable[[], float] = time.monotonic, times: RecallTimes = TIMES) -> None:
         """The prefill worker's clock and times from now on."""
         way = self.both.clients[Role.DECODE]
-        phase = LocalPrefill(self.both.engines[Role.PREFILL], RemoteDrain(way))
-        self._way.serve_by(recallable(phase, Recalls(lambda: way.instance_ids(), 60.0, clock, times)))
+        peers = peers_of(WorkerConfig(model="m", role=Role.PREFILL), way)
+        phase = LocalPrefill(self.both.engines[Role.PREFILL], RemoteDrain(peers))
+        prefill = RecallablePrefill(phase, Recalls(lambda: way.instance_ids(), 60.0, clock, times))
+        self._way.serve_by(replace(trying(prefill, resumes=False), notices=prefill))
 
     async def prefill(self, attempt: str, sender: int | None = INSTANCES[Role.DECODE]) -> Raw:
         """As a decode worker asks for it; what comes of the answer is the test's."""
@@ -329,7 +334,7 @@ async def test_an_answer_that_a_leaving_worker_may_still_report_is_not_taken_bac
 
 
 async def test_notice_is_handled_by_a_worker_that_refuses_requests(caplog: pytest.LogCaptureFixture) -> None:
-    heard: list[GenerateRequest] = []
+    heard: list[PhaseRequest] = []
 
     class Sink:
         ended_requests = 0
@@ -337,16 +342,15 @@ async def test_notice_is_handled_by_a_worker_that_refuses_requests(caplog: pytes
         def ended(self, end: RequestEnd) -> None:
             self.ended_requests += 1
 
-    async def hear(asked: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        heard.append(asked)
-        for chunk in list[TokenChunk]():
-            yield chunk
+    class Listener:
+        def receive(self, notice: PhaseRequest) -> None:
+            heard.append(notice)
 
     config = WorkerConfig(model="m", role=Role.PREFILL, max_queued_requests=1)
     sink = Sink()
-    logged = with_request_log(hear, lambda: "prefill", [sink])
-    admitted = Admission(Live(Thresholds.of(config)), Queued(requests=1)).admitting(logged)
-    serve = beside_requests(hear, admitted)
+    admission = Admission(Live(Thresholds.of(config)), Queued(requests=1))
+    counts = counts_of(RequestLog(sinks=[sink]), admission=admission)
+    serve = replace(trying([], counts=counts), notices=Listener())
     notice = decode_request({"token_ids": [], "errand": {"stage": "recall", "attempts": ["a"]}})
     assert await collect(serve, notice) == []
     assert (len(heard), sink.ended_requests, caplog.text) == (1, 0, "")
@@ -361,11 +365,11 @@ async def test_delivered_notices_do_not_reset_the_failures_of_an_instance() -> N
         yield {}
 
     silent.call = call  # type: ignore[method-assign]
-    client = CircuitBreakerClient(silent, breaker, {"prefill": StreamTimeouts(0.01, 0.01)})
+    client = Peers(silent, breaker, {"prefill": StreamTimeouts(0.01, 0.01)})
     for _ in range(2):
         instance = await client.pick(request())
-        with pytest.raises(StageTimeoutError):
-            await anext(instance.call(raw_request(errand={"stage": "prefill"}), None))
+        with pytest.raises(StageTimeoutError), instance:
+            await anext(instance.answers(raw_request(errand={"stage": "prefill"}), None))
         await instance.notify({"token_ids": [], "errand": {"stage": "recall"}})
     assert len(silent.notices) == 2
     assert breaker.num_open() == 1

@@ -21,10 +21,11 @@ from trtllm_disagg.errors import (
     RequestCancelledError,
 )
 from trtllm_disagg.handlers.cancellation import num_in_background, when_stopped
-from trtllm_disagg.handlers.chain import chain
-from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker, CircuitBreakerClient, StreamTimeouts
+from trtllm_disagg.handlers.chain import Chain
+from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker, StreamTimeouts
+from trtllm_disagg.handlers.peers import Peers
 from trtllm_disagg.handlers.remote import RemoteDecode, RemoteDrain, RemotePrefill
-from trtllm_disagg.handlers.services import build_generate
+from trtllm_disagg.handlers.services import build_generate, peers_of
 from trtllm_disagg.types import (
     Generate,
     GenerateRequest,
@@ -76,7 +77,8 @@ class Prefill:
     def __init__(self, *answers: Any, error: DisaggError | None = None) -> None:
         self.client = RecordingStageClient(answers=answers, error=error)
         self.drained: list[GenerateRequest] = []
-        self.phase = RemotePrefill(self.client, self.drained.append)
+        config = WorkerConfig(model="m", role=Role.DECODE)
+        self.phase = RemotePrefill(peers_of(config, self.client), self.drained.append)
 
     async def __call__(self, context: FakeContext | None = None) -> Handoff:
         return await self.phase(request(), context or FakeContext())
@@ -107,7 +109,7 @@ async def test_an_answer_without_a_handoff_is_final() -> None:
 @pytest.mark.parametrize(
     ("answers", "message", "drains"),
     [
-        ([], "0 answers", 0),
+        ([], "ended too early", 0),
         ([WHOLE, WHOLE], "2 answers", 0),
         ([PREFILLED, PREFILLED], "2 answers", 2),
         ([PREFILLED, GOING_ON], "no finish reason and no handoff", 1),
@@ -164,13 +166,14 @@ async def test_a_client_that_leaves_before_the_answer_is_there_cancels_the_prefi
     if before:
         context.stop()
     drained: list[GenerateRequest] = []
+    peers = peers_of(WorkerConfig(model="m", role=Role.DECODE), RecordingStageClient(serve))
     with pytest.raises(RequestCancelledError):
-        await RemotePrefill(RecordingStageClient(serve), drained.append)(request(), context)
+        await RemotePrefill(peers, drained.append)(request(), context)
     assert before or len(drained) == 1
 
 
-def guarded(client: RecordingStageClient, timeouts: StreamTimeouts) -> CircuitBreakerClient:
-    return CircuitBreakerClient(client, CircuitBreaker(failures=3, seconds=5.0), {"decode": timeouts})
+def guarded(client: RecordingStageClient, timeouts: StreamTimeouts) -> Peers:
+    return Peers(client, CircuitBreaker(failures=3, seconds=5.0), {"decode": timeouts})
 
 
 async def test_a_drain_that_hangs_ends_with_the_time_for_a_first_token() -> None:
@@ -219,7 +222,7 @@ def decode_with(client: RecordingStageClient, releases: list[int]) -> Generate:
         result = PrefillResult(PARAMS)
         return Handoff(TokenChunk([7]), result, on_release=lambda handoff: releases.append(1))
 
-    return chain(prefill, RemoteDecode(guarded(client, StreamTimeouts(first=60.0, next=60.0))))
+    return Chain(prefill, RemoteDecode(guarded(client, StreamTimeouts(first=60.0, next=60.0))))
 
 
 async def test_decode_gets_the_request_and_the_prefill_result() -> None:

@@ -10,24 +10,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.handling import PROMPT, expected_tokens, request
+from tests.support.trying import Unlimited
 from trtllm_disagg.errors import EngineError
-from trtllm_disagg.handlers.fallback import Replayed, end_chunk, has_ended, remainder_of
+from trtllm_disagg.handlers.delivered import Appended, Delivered, Replayed, replay_if_needed
 from trtllm_disagg.types import TokenChunk, Usage
 
 DELIVERED = expected_tokens(3)
 
 
+def delivering(tokens: list[int]) -> Delivered:
+    return Delivered(tokens, replay_if_needed, Unlimited())
+
+
 def test_remainder_without_delivered_tokens_is_the_request() -> None:
     asked, chunk = request(), TokenChunk([1])
-    remainder = remainder_of(asked, [])
-    assert remainder.request is asked
-    assert remainder.new(chunk) is chunk
+    delivered = delivering([])
+    assert delivered.begin(asked) is asked
+    assert delivered.new(chunk) is chunk
 
 
 @pytest.mark.parametrize(("most", "left"), [(8, 5), (None, None)])
 def test_delivered_tokens_are_appended_to_the_prompt(most: int | None, left: int | None) -> None:
     asked = request(stop_conditions={"max_tokens": most, "min_tokens": 5, "other": 1})
-    remainder = remainder_of(asked, DELIVERED)
+    remainder = Appended(asked, DELIVERED)
     assert remainder.request.token_ids == remainder.request.raw["token_ids"] == PROMPT + DELIVERED
     assert remainder.request.raw["stop_conditions"] == {"max_tokens": left, "min_tokens": 2, "other": 1}
     assert (remainder.request.stop.max_tokens, remainder.request.stop.min_tokens) == (left, 2)
@@ -46,9 +51,10 @@ def test_delivered_tokens_are_appended_to_the_prompt(most: int | None, left: int
     ],
 )
 def test_only_a_request_with_a_guide_is_replayed(sampling: dict[str, Any], is_replayed: bool) -> None:
-    remainder = remainder_of(asked := request(sampling_options=sampling), DELIVERED)
-    assert isinstance(remainder, Replayed) is is_replayed
-    assert (remainder.request is asked) is is_replayed
+    delivered = delivering(DELIVERED)
+    asked = request(sampling_options=sampling)
+    assert (delivered.begin(asked) is asked) is is_replayed
+    assert delivered.are_appended is not is_replayed
 
 
 @given(st.integers(1, 12), st.integers(0, 12), st.lists(st.integers(0, 12), max_size=6))
@@ -91,9 +97,10 @@ def test_replay_that_is_aborted_ends_as_it_was_told() -> None:
 
 
 def test_answer_with_all_its_tokens_has_ended_and_gets_an_end_chunk() -> None:
-    assert has_ended(request(3), DELIVERED)
-    assert not has_ended(request(4), DELIVERED)
-    assert not has_ended(request(None), DELIVERED)
-    end = end_chunk(request(3), DELIVERED)
+    delivered = delivering(DELIVERED)
+    assert delivered.is_complete(request(3))
+    assert not delivered.is_complete(request(4))
+    assert not delivered.is_complete(request(None))
+    end = delivered.end_chunk(request(3))
     assert (end.token_ids, end.finish_reason) == ([], "length")
     assert end.completion_usage == Usage.of(len(PROMPT), 3, 0)

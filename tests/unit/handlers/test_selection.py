@@ -13,19 +13,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.clock import Clock
-from tests.support.handling import request
+from tests.support.handling import raw_request, request
 from tests.support.stage_client import FakeContext, RecordingStageClient
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import InvalidRequestError, NoInstanceError
-from trtllm_disagg.handlers.route import NEXT
 from trtllm_disagg.handlers.select import (
+    NEXT,
     BestCached,
     InFlight,
     LeastLoaded,
     Random,
     RoundRobin,
-    SelectedStage,
+    Selection,
     Selector,
 )
+from trtllm_disagg.handlers.services import peers_of
 from trtllm_disagg.types import GenerateRequest
 
 
@@ -43,8 +45,8 @@ class Directory:
         return client
 
 
-def stage(directory: Directory, selector: Selector | None = None, own_id: int = 99) -> SelectedStage:
-    return SelectedStage(directory, selector or RoundRobin(), InFlight(), "decode", own_id)
+def stage(directory: Directory, selector: Selector | None = None, own_id: int = 99) -> Selection:
+    return Selection(directory, selector or RoundRobin(), "decode", own_id)
 
 
 def cached(**tokens: int) -> Any:
@@ -199,8 +201,9 @@ async def test_least_loaded_keeps_loads_within_one_request_of_the_mean(
 
 async def test_running_call_counts_as_load_of_its_instance() -> None:
     load = InFlight()
-    selected = SelectedStage(Directory(1), RoundRobin(), load, "decode")
-    answers = (await selected.pick(request())).call({}, FakeContext())
+    config = WorkerConfig(model="m", role=Role.PREFILL)
+    peers = peers_of(config, Selection(Directory(1), RoundRobin(), "decode"), in_flight=load)
+    answers = (await peers.pick(request())).answers(raw_request(errand={"stage": "decode"}), FakeContext())
     assert load[1] == 0
     await anext(answers)
     assert load[1] == 3

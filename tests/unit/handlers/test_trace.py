@@ -11,11 +11,12 @@ import pytest
 from tests.support.handling import collect, request, until
 from tests.support.recording_pair import recording_engine
 from tests.support.stage_client import FakeContext
+from tests.support.trying import counts_of, logged, trying
 from trtllm_disagg.config.thresholds import Live
 from trtllm_disagg.engines.recording.llm import RequestError, Script
 from trtllm_disagg.errors import EngineError
 from trtllm_disagg.handlers.local import LocalAgg
-from trtllm_disagg.handlers.trace import REQUEST_TRACE_PREFIX, LinesTogether, RequestEnd, with_request_log
+from trtllm_disagg.handlers.trace import REQUEST_TRACE_PREFIX, LinesTogether, RequestEnd, RequestLog
 from trtllm_disagg.types import Generate
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -37,7 +38,7 @@ async def test_lines_of_requests_that_end_together_are_written_together(
     lines: pytest.LogCaptureFixture,
 ) -> None:
     together = LinesTogether()
-    generate = with_request_log(LocalAgg(recording_engine()), lambda: "agg", write=together.write)
+    generate = logged(LocalAgg(recording_engine()), "agg", write=together.write)
     for tokens in (1, 2):
         await collect(generate, request(max_tokens=tokens))
     assert entries(lines) == []
@@ -51,7 +52,7 @@ async def test_lines_of_requests_that_end_together_are_written_together(
 def service(script: Script | None = None) -> Generate:
     engine = recording_engine()
     engine.llm.scripts.append(script or Script())
-    return with_request_log(LocalAgg(engine), lambda: "agg")
+    return logged(LocalAgg(engine), "agg")
 
 
 async def test_an_answer_passes_unchanged_and_is_noted(lines: pytest.LogCaptureFixture) -> None:
@@ -76,7 +77,8 @@ async def test_an_answer_passes_unchanged_and_is_noted(lines: pytest.LogCaptureF
 
 async def test_after_a_switch_the_line_has_the_new_strategy(lines: pytest.LogCaptureFixture) -> None:
     strategy = Live("decode_first")
-    generate = with_request_log(LocalAgg(recording_engine()), lambda: f"decode/{strategy.value}")
+    log = RequestLog(lambda: f"decode/{strategy.value}")
+    generate = trying(LocalAgg(recording_engine()), counts=counts_of(log), resumes=False)
     began_before = generate(request(max_tokens=2), FakeContext())
     await anext(began_before)
     strategy.set("prefill_first")
@@ -96,7 +98,7 @@ async def test_a_short_answer_and_a_failed_one_are_noted(lines: pytest.LogCaptur
 
 async def test_a_client_that_left_is_noted_at_once(lines: pytest.LogCaptureFixture) -> None:
     engine = recording_engine()
-    chunks = with_request_log(LocalAgg(engine), lambda: "agg")(request(), FakeContext())
+    chunks = logged(LocalAgg(engine), "agg")(request(), FakeContext())
     await anext(chunks)
     await chunks.aclose()
     (entry,) = entries(lines)
@@ -112,7 +114,7 @@ class FaultySink:
 async def test_a_fault_in_counting_is_logged_and_the_answer_is_whole(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    service = with_request_log(LocalAgg(recording_engine()), lambda: "agg", [FaultySink()])
+    service = logged(LocalAgg(recording_engine()), "agg", [FaultySink()])
 
     chunks = await collect(service, request(max_tokens=3))
 

@@ -17,9 +17,8 @@ from trtllm_disagg.engines.recording.llm import LLM, Script
 from trtllm_disagg.engines.recording.mounted import mounted_recording_llm
 from trtllm_disagg.errors import NoInstanceError, PeerUnavailableError
 from trtllm_disagg.handlers.cancellation import num_in_background
-from trtllm_disagg.handlers.remote import NoStage
-from trtllm_disagg.handlers.select import InFlight, LeastLoaded, SelectedStage
-from trtllm_disagg.handlers.services import LiveState, build_generate
+from trtllm_disagg.handlers.select import InFlight, LeastLoaded, NoStage, Selection
+from trtllm_disagg.handlers.services import LiveState, build_generate, peers_of
 from trtllm_disagg.types import GenerateRequest
 
 
@@ -72,7 +71,8 @@ async def test_a_dead_decode_worker_is_not_asked_to_drain_while_another_one_is_t
     engine, busy_engine, load = opened(), opened(), InFlight()
     dead = RecordingStageClient(error=PeerUnavailableError("killed"))
     busy = RecordingStageClient(build_generate(config_of(Role.DECODE), busy_engine, RecordingStageClient()))
-    stage = SelectedStage(Instances([dead, busy]), LeastLoaded(load), load, "decode")
+    selection = Selection(Instances([dead, busy]), LeastLoaded(load), "decode")
+    stage = peers_of(config_of(Role.PREFILL), selection, in_flight=load)
     load.add(busy.instance_id, 100)
     answer = build_generate(config_of(Role.PREFILL), engine, stage)
     assert tokens_of(await collect(answer, request(5))) == expected_tokens(5)
@@ -96,6 +96,7 @@ class QueueClient:
     def __init__(self, worker: RecordingStageClient) -> None:
         self._worker = worker
         self.instance_ids, self.check = worker.instance_ids, worker.check
+        self.instance = worker.instance
 
     async def pick(self, request: GenerateRequest) -> RecordingStageClient:
         return self._worker

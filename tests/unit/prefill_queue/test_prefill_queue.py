@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ from tests.support.nats_server import NatsServer
 from tests.support.queueing import Queueing, queueing, raising
 from tests.support.recording_pair import recording_engine
 from tests.support.stage_client import FakeContext, RecordingStageClient
+from tests.support.trying import trying
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.engines.recording.llm import LLM
 from trtllm_disagg.errors import (
@@ -22,8 +24,8 @@ from trtllm_disagg.errors import (
     StageTimeoutError,
 )
 from trtllm_disagg.handlers.local import LocalPrefill
-from trtllm_disagg.handlers.recall import Recalls, recallable
-from trtllm_disagg.handlers.remote import NoStage
+from trtllm_disagg.handlers.recall import RecallablePrefill, Recalls
+from trtllm_disagg.handlers.select import NoStage
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.prefill_queue.broker import QueueLimits
 from trtllm_disagg.types import GenerateRequest, Handoff, RequestContext, TokenChunk
@@ -89,7 +91,8 @@ async def test_in_prefill_first_the_prefill_worker_is_told_that_decode_has_the_k
     """Else it would keep what it needs for a recall until the lease ends."""
     async with queueing(nats, "prefill_first") as queue:
         kinds: list[str] = []
-        serve = recallable(LocalPrefill(recording_engine()), Recalls(tuple, 60.0))
+        prefill = RecallablePrefill(LocalPrefill(recording_engine()), Recalls(tuple, 60.0))
+        serve = replace(trying(prefill, resumes=False), notices=prefill)
 
         def heard(asked: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
             assert asked.phase_request is not None
@@ -136,7 +139,8 @@ async def test_in_prefill_first_a_handoff_that_no_decode_worker_fetches_is_recal
             return handoff
 
         pushing = await queue.pusher(stage=RecordingStageClient(raising(PeerUnavailableError("gone"))))
-        await queue.puller(serve=recallable(prefill, Recalls(tuple, 60.0)))
+        service = RecallablePrefill(prefill, Recalls(tuple, 60.0))
+        await queue.puller(serve=replace(trying(service, resumes=False), notices=service))
 
         with pytest.raises(PeerUnavailableError):
             await collect(pushing.generate, request(6))

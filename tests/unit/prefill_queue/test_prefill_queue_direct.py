@@ -16,7 +16,7 @@ from tests.support.queueing import Pushing, Queueing, queueing
 from tests.support.recording_pair import recording_engine
 from tests.support.stage_client import RecordingStageClient
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.handlers.remote import NoStage
+from trtllm_disagg.handlers.select import NoStage
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.prefill_queue.broker import Broker, NatsClient, QueueLimits
 

@@ -16,8 +16,12 @@ from tests.support.nats_server import NatsServer
 from tests.support.queueing import Pushing, Queueing, blocked, queueing, raising
 from trtllm_disagg.engines.recording.llm import LLM
 from trtllm_disagg.errors import EngineError, InvalidRequestError, PeerUnavailableError, QueueUnusableError
-from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker, CircuitBreakerClient, StreamTimeouts
-from trtllm_disagg.handlers.remote import PREFILL, QUEUE_ID
+from trtllm_disagg.handlers.circuit_breaker import (
+    QUEUE_ID,
+    CircuitBreaker,
+    StreamTimeouts,
+)
+from trtllm_disagg.handlers.peers import PREFILL, Peers
 from trtllm_disagg.prefill_queue.broker import QueueLimits, Reply
 from trtllm_disagg.prefill_queue.messages import (
     MAX_BYTES,
@@ -62,21 +66,21 @@ async def test_a_worker_that_fails_its_items_is_skipped_and_not_the_queue(queue:
     stage, breaker = guarded(pushing, 3)
     for _ in range(3):
         instance = await stage.pick(request())
-        with pytest.raises(EngineError, match="broken") as error:
-            await anext(instance.call(encode_request(request(), PREFILL), None))
+        with pytest.raises(EngineError, match="broken") as error, instance:
+            await anext(instance.answers(encode_request(request(), PREFILL), None))
         assert error.value.peer == instance.instance_id == 0xC
     assert breaker.open() == {0xC}
 
     await queue.puller(0xD)
     instance = await stage.pick(request())
-    assert len([each async for each in instance.call(encode_request(request(1), PREFILL), None)]) == 1
+    assert len([each async for each in instance.answers(encode_request(request(1), PREFILL), None)]) == 1
     assert instance.instance_id == 0xD
     assert breaker.open() == {0xC}
 
 
-def guarded(pushing: Pushing, failures: int) -> tuple[CircuitBreakerClient, CircuitBreaker]:
+def guarded(pushing: Pushing, failures: int) -> tuple[Peers, CircuitBreaker]:
     breaker = CircuitBreaker(failures, 60.0)
-    return CircuitBreakerClient(pushing.client, breaker, {"prefill": StreamTimeouts(20.0, 20.0)}), breaker
+    return Peers(pushing.client, breaker, {"prefill": StreamTimeouts(20.0, 20.0)}), breaker
 
 
 async def test_a_skipped_worker_without_another_one_runs_the_item_and_is_skipped_no_more(
@@ -88,7 +92,7 @@ async def test_a_skipped_worker_without_another_one_runs_the_item_and_is_skipped
     for _ in range(3):
         breaker.failed(0xC)
     instance = await stage.pick(request())
-    assert len([each async for each in instance.call(encode_request(request(1), PREFILL), None)]) == 1
+    assert len([each async for each in instance.answers(encode_request(request(1), PREFILL), None)]) == 1
     assert breaker.open() == set()
 
 
@@ -97,8 +101,11 @@ async def test_a_worker_that_refuses_an_item_that_avoids_it_has_not_failed(queue
     pushing, _ = await queue.pusher(), await queue.puller(0xC)
     stage, breaker = guarded(pushing, 1)
     instance = await stage.pick(request().avoiding(0xC))
-    with pytest.raises(PeerUnavailableError, match="no other prefill worker takes this request") as error:
-        await anext(instance.call(encode_request(request(), PREFILL), None))
+    with (
+        pytest.raises(PeerUnavailableError, match="no other prefill worker takes this request") as error,
+        instance,
+    ):
+        await anext(instance.answers(encode_request(request(), PREFILL), None))
     assert error.value.peer == QUEUE_ID
     assert breaker.open() == set()
 

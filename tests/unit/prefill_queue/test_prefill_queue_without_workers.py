@@ -12,7 +12,9 @@ from tests.support.handling import request, until
 from tests.support.queueing import Pushing, Queueing, blocked
 from trtllm_disagg.engines.recording.llm import LLM
 from trtllm_disagg.errors import NoInstanceError
-from trtllm_disagg.handlers.remote import PREFILL, QUEUE_ID, NoStage
+from trtllm_disagg.handlers.circuit_breaker import QUEUE_ID
+from trtllm_disagg.handlers.peers import PREFILL
+from trtllm_disagg.handlers.select import NoStage
 from trtllm_disagg.prefill_queue.broker import QueueLimits
 from trtllm_disagg.wire.bodies import encode_request
 

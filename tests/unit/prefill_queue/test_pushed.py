@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.support.handling import until
 from trtllm_disagg.errors import DisaggError, EngineError, StageTimeoutError
-from trtllm_disagg.handlers.remote import QUEUE_ID
+from trtllm_disagg.handlers.circuit_breaker import QUEUE_ID
 from trtllm_disagg.prefill_queue.broker import QueueLimits, preserve_cancellation
 from trtllm_disagg.prefill_queue.messages import Answer, Beat, Claim, Failed, FromPuller, Item
 from trtllm_disagg.prefill_queue.nats_queue import DepthWatch, Room

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.handling import ORDERS, collect, request
 from tests.support.recording_pair import make_pair
-from trtllm_disagg.handlers.trace import with_request_log
+from tests.support.trying import logged
 from trtllm_disagg.tracing.spans import NO_SPAN, Attributes, Recording, Span
 from trtllm_disagg.tracing.tracer import Tracer
 
@@ -46,7 +46,7 @@ async def test_span_operations_do_not_grow_with_the_answer(strategy: str, is_rec
     uses = []
     for max_tokens in (150, 400):
         tracer = CountingTracer(is_recording=is_recording)
-        generate = with_request_log(make_pair(strategy).generate, lambda: "first", tracer=tracer)
+        generate = logged(make_pair(strategy).generate, "first", tracer=tracer)
         chunks = await collect(generate, request(max_tokens))
         assert sum(len(chunk.token_ids) for chunk in chunks) == max_tokens
         uses.append(tracer.uses)
@@ -56,7 +56,7 @@ async def test_span_operations_do_not_grow_with_the_answer(strategy: str, is_rec
 
 async def test_a_request_that_is_not_traced_has_one_span_for_all_of_it() -> None:
     asked = request()
-    await collect(with_request_log(make_pair("prefill_first").generate, lambda: "first"), asked)
+    await collect(logged(make_pair("prefill_first").generate, "first"), asked)
     assert asked.trace.root is NO_SPAN
     assert asked.within(NO_SPAN) is asked
     recorded = Recording("0" * 31 + "1", lambda spans: None).root("request", None)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trtllm_disagg.errors import ConfigError, HandoffRefusedError
-from trtllm_disagg.handlers.remote import DECODE, PREFILL
+from trtllm_disagg.handlers.peers import DECODE, PREFILL
 from trtllm_disagg.types import (
     Handoff,
     PhaseRequest,

@@ -15,7 +15,7 @@ from tests.support.handling import raw_request
 from trtllm_disagg.engines import embedded
 from trtllm_disagg.engines.recording import llm as recording
 from trtllm_disagg.errors import HandoffRefusedError, InvalidRequestError, PeerUnavailableError
-from trtllm_disagg.handlers.remote import DECODE
+from trtllm_disagg.handlers.peers import DECODE
 from trtllm_disagg.types import (
     Handoff,
     OutputOptions,
@@ -35,7 +35,6 @@ from trtllm_disagg.wire.bodies import (
     encode_chunk,
     encode_disaggregated_params,
     encode_request,
-    limited_to_one_token,
     names_a_sender,
 )
 
@@ -78,8 +77,6 @@ def test_options_at_the_top_of_a_request_count_unless_they_are_in_their_place() 
     assert read.sampling == SamplingOptions(temperature=1.0)
     with pytest.raises(InvalidRequestError, match="stop_conditions"):
         decode_request({"token_ids": [1], **top, "stop_conditions": [5]})
-    drained = limited_to_one_token({"token_ids": [1], **top, "max_tokens": 99, "min_tokens": 9})
-    assert decode_request(drained).stop == StopConditions(max_tokens=1, ignore_eos=True)
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])

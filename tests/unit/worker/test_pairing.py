@@ -11,6 +11,7 @@ import pytest
 import trtllm_disagg
 from tests.conftest import Checkpoints
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.engine.engine_facts import EngineFacts
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.model_directory import fingerprint
 from trtllm_disagg.worker.model_facts import UNKNOWN_MODEL, ModelFacts
@@ -49,7 +50,7 @@ def described(
 
 def test_a_default_that_means_two_transports_is_refused() -> None:
     prefill, decode = (
-        with_engine(described(role), 32, None, kv_transport=transport)
+        with_engine(described(role), EngineFacts(), 32, None, kv_transport=transport)
         for role, transport in (("prefill", "SHARED_MEMORY"), ("decode", "NIXL"))
     )
     with pytest.raises(

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.support.handling import request, until
 from tests.support.stage_client import FakeContext
+from tests.support.trying import counts_of, trying
 from trtllm_disagg.admin.commands import Command, decode_command
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.engine.engine_facts import EngineFacts
 from trtllm_disagg.errors import ConfigError, InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.handlers.services import LiveState
 from trtllm_disagg.types import GenerateRequest, PhaseRequest, TokenChunk
@@ -68,11 +71,18 @@ class Trusting:
 
 
 class Others:
-    def __init__(self, *ids: int) -> None:
+    def __init__(self, *ids: int, max_seq_len: int | None = None) -> None:
         self._ids = list(ids)
+        self._facts = [EngineFacts(max_seq_len)] * len(ids)
 
     def instance_ids(self) -> list[int]:
         return self._ids
+
+    def facts(self) -> list[EngineFacts]:
+        return self._facts
+
+    async def learn(self) -> None:
+        """All is known."""
 
 
 def stage_state(
@@ -81,11 +91,9 @@ def stage_state(
     config = WorkerConfig(model="m", role=Role(role), strategy=strategy, **settings)
     registration, live = FakeRegistration(), LiveState.of(config, 32)
     registration.live = live
-    return (
-        StageState(config, {"role": role, "model": "m"}, live, others or Others(1), registration, Trusting()),
-        registration,
-        live,
-    )
+    own = {"role": role, "model": "m", "max_seq_len": 512}
+    state = StageState(config, own, live, others or Others(1), registration, Trusting())
+    return state, registration, live
 
 
 def switch_to(to: str) -> dict[str, str]:
@@ -111,6 +119,16 @@ async def test_worker_registers_at_its_start_by_role_and_strategy(
     worker, registration, _ = stage_state(role, strategy)
     await worker.apply(strategy)
     assert registration.is_at_frontends is is_at_frontends
+
+
+async def test_a_switch_of_workers_with_two_lengths_is_refused_by_name() -> None:
+    """A frontend would send nothing to the new first stage: it has the context length of the old one."""
+    coming, came, live = stage_state("prefill", "decode_first", Others(1, max_seq_len=1024))
+    with pytest.raises(
+        InvalidRequestError, match=r"'prefill_first' .*max_seq_len 512 .*1024 on the other role"
+    ):
+        await coming.handle_command(switch_to("prefill_first"))
+    assert (came.history, live.strategy.value) == ([], "decode_first")
 
 
 async def test_a_new_first_stage_runs_the_new_strategy_first_and_the_old_one_its_own_to_the_end() -> None:
@@ -244,7 +262,8 @@ async def test_only_whole_requests_of_frontends_are_counted() -> None:
     async def one_token(request: GenerateRequest, context: Any) -> Any:
         yield TokenChunk([1])
 
-    generate = worker.counting(one_token)
+    counts = replace(counts_of(), whole_requests=worker.whole_requests)
+    generate = trying(one_token, counts=counts)
     errand = PhaseRequest("whole")
     async with aclosing(generate(request(), FakeContext())) as mine:
         await anext(mine)

@@ -18,13 +18,14 @@ from tests.support.handling import collect, request, until
 from tests.support.recording_pair import recording_engine
 from tests.support.stage_client import FakeContext, RecordingStageClient
 from tests.support.tracing import Batches, names_below, tracer_into
+from tests.support.trying import logged
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
 from trtllm_disagg.engines.embedded.api.perf_metrics import TimingMetrics
 from trtllm_disagg.engines.recording.llm import LLM, Script
 from trtllm_disagg.errors import DisaggError, PeerUnavailableError
 from trtllm_disagg.handlers.local import LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.services import build_generate
-from trtllm_disagg.handlers.trace import REQUEST_TRACE_PREFIX, with_request_log
+from trtllm_disagg.handlers.trace import REQUEST_TRACE_PREFIX
 from trtllm_disagg.prefill_queue.messages import Claim
 from trtllm_disagg.prefill_queue.queue_client import note_claim
 from trtllm_disagg.strategies import spec_of
@@ -65,9 +66,7 @@ class Traced:
         config = WorkerConfig(model="org/model", role=role, strategy=strategy, **self._settings)
         file = TraceFile(self._run_dir / "traces" / f"{role.value}-0.jsonl", {})
         self._files.append(file)
-        return with_request_log(
-            build_generate(config, engine, client), lambda: role.value, tracer=tracer_into(file)
-        )
+        return logged(build_generate(config, engine, client), role.value, tracer=tracer_into(file))
 
     async def trace(self, **keys: Any) -> Trace:
         await collect(self.generate, request(**keys))
@@ -109,7 +108,7 @@ async def test_decode_first_is_one_tree_over_both_workers(tmp_path: Path) -> Non
 async def test_one_worker_alone_has_one_span_for_its_engine() -> None:
     got = Batches()
     generate = build_generate(WorkerConfig(model="org/model"), recording_engine(), RecordingStageClient())
-    await collect(with_request_log(generate, lambda: "agg", tracer=tracer_into(got)), request())
+    await collect(logged(generate, "agg", tracer=tracer_into(got)), request())
     assert [span.name for span in got.spans] == ["generate", "request"]
     told = got.named("request").attributes
     assert told.pop("gen_ai.latency.time_to_first_token") <= told.pop("gen_ai.latency.e2e")  # type: ignore[operator]
@@ -134,7 +133,7 @@ async def test_an_engines_spans_are_recorded_once_for_all_choices() -> None:
     await slow.open()
     generate = build_generate(WorkerConfig(model="org/model"), engine, RecordingStageClient())
     asked = request(sampling_options={"n": 3})
-    await collect(with_request_log(generate, lambda: "agg", tracer=tracer_into(got)), asked)
+    await collect(logged(generate, "agg", tracer=tracer_into(got)), asked)
     assert [span.name for span in got.spans].count("compute") == 1
 
 
@@ -146,7 +145,7 @@ async def test_frontends_trace_continues_in_worker_spans_and_engine_headers() ->
     asked = msgspec.structs.replace(
         request(), trace_headers={"traceparent": traceparent, "x-request-id": "7"}
     )
-    await collect(with_request_log(generate, lambda: "agg", tracer=tracer_into(got)), asked)
+    await collect(logged(generate, "agg", tracer=tracer_into(got)), asked)
     root, inner = got.named("request"), got.named("generate")
     assert (root.trace_id, root.parent_id) == ("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7")
     arguments = engine.llm.calls[-1].arguments
@@ -162,7 +161,7 @@ async def test_a_request_that_is_not_sampled_leaves_nothing() -> None:
     engine = recording_engine()
     generate = build_generate(WorkerConfig(model="org/model"), engine, RecordingStageClient())
     tracer = tracer_into(got, sampler=lambda trace_id, parent: False)
-    await collect(with_request_log(generate, lambda: "agg", tracer=tracer), request())
+    await collect(logged(generate, "agg", tracer=tracer), request())
     assert got.batches == []
     assert "trace_headers" not in engine.llm.calls[-1].arguments
     assert not engine.llm.calls[-1].arguments["sampling_params"].return_perf_metrics
@@ -183,7 +182,7 @@ async def test_fallback_step_is_a_span_with_its_reason(tmp_path: Path) -> None:
 async def test_a_client_that_leaves_is_an_event_of_the_request() -> None:
     got = Batches()
     generate = build_generate(WorkerConfig(model="org/model"), recording_engine(), RecordingStageClient())
-    traced = with_request_log(generate, lambda: "agg", tracer=tracer_into(got))
+    traced = logged(generate, "agg", tracer=tracer_into(got))
     context = FakeContext()
     chunks = traced(request(max_tokens=50), context)
     await anext(chunks)
@@ -280,7 +279,7 @@ async def test_longest_time_between_two_tokens_is_recorded_with_its_position(
             yield TokenChunk([1, 2])
 
     got = Batches()
-    await collect(with_request_log(generate, lambda: "agg", tracer=tracer_into(got)), request())
+    await collect(logged(generate, "agg", tracer=tracer_into(got)), request())
     told = got.named("request").attributes
     assert told["trtllm_disagg.longest_gap"] == (1.0 if is_last else 0.75)
     assert told["trtllm_disagg.longest_gap_after_tokens"] == (8 if is_last else 6)
@@ -322,7 +321,7 @@ async def test_the_log_line_and_the_span_have_the_same_times(caplog: pytest.LogC
     caplog.set_level("INFO")
     got = Batches()
     generate = build_generate(WorkerConfig(model="org/model"), recording_engine(), RecordingStageClient())
-    await collect(with_request_log(generate, lambda: "agg", tracer=tracer_into(got)), request())
+    await collect(logged(generate, "agg", tracer=tracer_into(got)), request())
     (line,) = (
         said for record in caplog.records if (said := record.getMessage()).startswith(REQUEST_TRACE_PREFIX)
     )

@@ -1,0 +1,84 @@
+"""Which functions of the plugin a request crosses, and how many calls it costs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import trtllm_disagg
+
+ROOT = Path(trtllm_disagg.__file__).parent
+HANDLERS = (ROOT / "handlers").resolve()
+ENGINES = str(ROOT / "engines")
+#: Modules whose functions tell where a request goes, and what in them does not.
+TELLING = ("answer", "attempts", "chain", "concurrent", "local", "peers", "remote", "run")
+ASIDE = (
+    "has_nothing_left",
+    "check",
+    "facts",
+    "instance_ids",
+    "instance_id",
+    "dispatch_span",
+    "finished",
+    "goes_on",
+)
+
+
+class Crossing:
+    """A profile: `with` it, one request runs on both workers."""
+
+    def __init__(self) -> None:
+        #: Calls of Python functions of the plugin, and of C functions by them.
+        self.calls = 0
+        #: In the order of their first calls.
+        self._names: dict[str, int] = {}
+
+    def __enter__(self) -> Crossing:
+        sys.setprofile(self._on_event)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def picture(self) -> str:
+        """A line for each function that tells where it goes, indented by the functions above it."""
+        return "\n".join("  " * depth + name for name, depth in self._names.items())
+
+    def _on_event(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event not in ("call", "c_call") or not _is_plugin(frame):
+            return
+        self.calls += 1
+        if event == "call" and (name := _name(frame)) is not None and name not in self._names:
+            self._names[name] = sum(_name(each) is not None for each in _above(frame))
+
+
+def _is_plugin(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    return not file.startswith(ENGINES) and (file.startswith(str(ROOT)) or file.startswith(str(HANDLERS)))
+
+
+def _name(frame: FrameType) -> str | None:
+    """`file.py Class.method` of a public function that tells where a request goes."""
+    code = frame.f_code
+    function = code.co_qualname.rpartition(".")[2]
+    if Path(code.co_filename).stem not in TELLING or "<" in code.co_qualname or function in ASIDE:
+        return None
+    if function.startswith("_") and function not in ("__call__", "__enter__", "__exit__"):
+        return None
+    return f"{Path(code.co_filename).name} {code.co_qualname}"
+
+
+def _above(frame: FrameType) -> list[FrameType]:
+    frames = []
+    while (above := frame.f_back) is not None:
+        frames.append(frame := above)
+    return frames
+
+
+async def crossed(work: Coroutine[Any, Any, Any]) -> Crossing:
+    with Crossing() as crossing:
+        await work
+    return crossing

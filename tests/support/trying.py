@@ -1,0 +1,85 @@
+"""A worker with given attempts, without a plan that chooses them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from trtllm_disagg.config.thresholds import Live, Thresholds
+from trtllm_disagg.config.worker_config import WorkerConfig
+from trtllm_disagg.handlers.admission import Admission, Queued
+from trtllm_disagg.handlers.answer import AnsweringWorker
+from trtllm_disagg.handlers.attempts import Attempt
+from trtllm_disagg.handlers.cancellation import WorkerDrain
+from trtllm_disagg.handlers.delivered import Limits, Replays, replay_if_needed
+from trtllm_disagg.handlers.run import RunCounts
+from trtllm_disagg.handlers.trace import RequestLog, RequestSink, Write, write_line
+from trtllm_disagg.tracing.tracer import Tracer
+from trtllm_disagg.types import Fallback, Generate, GenerateRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """A Plan: the same attempts for every request."""
+
+    steps: Sequence[Attempt]
+
+    async def attempts(self, request: GenerateRequest) -> Sequence[Attempt]:
+        return self.steps
+
+
+@dataclass(frozen=True, slots=True)
+class Unlimited:
+    """Limits of engines that take every request."""
+
+    most: int | None = None
+
+    def most_tokens(self, request: GenerateRequest) -> int | None:
+        return self.most or request.stop.max_tokens
+
+    def fits(self, request: GenerateRequest) -> bool:
+        return True
+
+
+def counts_of(
+    log: RequestLog | None = None, drain: WorkerDrain | None = None, admission: Admission | None = None
+) -> RunCounts:
+    unlimited = Admission(Live(Thresholds.of(WorkerConfig(model="m"))), Queued())
+    return RunCounts(admission or unlimited, log or RequestLog(), drain or WorkerDrain())
+
+
+def trying(
+    steps: Sequence[Attempt] | Generate,
+    replays: Replays = replay_if_needed,
+    limits: Limits | None = None,
+    counts: RunCounts | None = None,
+    *,
+    resumes: bool = True,
+) -> AnsweringWorker:
+    """`steps`: or one way to answer."""
+    if not isinstance(steps, Sequence):
+        steps = [Attempt(Fallback.OTHER_INSTANCE, steps)]
+    return AnsweringWorker(Fixed(steps), replays, resumes, limits or Unlimited(), counts or counts_of())
+
+
+def logged(
+    generate: Generate,
+    part: str = "agg",
+    sinks: list[RequestSink] | None = None,
+    tracer: Tracer | None = None,
+    write: Write = write_line,
+) -> AnsweringWorker:
+    """`generate`, with a log line and a span for each request."""
+    log = RequestLog(lambda: part, [] if sinks is None else sinks, tracer or Tracer(), write)
+    if isinstance(generate, AnsweringWorker):
+        return replace(generate, counts=replace(generate.counts, log=log))
+    return trying(generate, counts=counts_of(log), resumes=False)
+
+
+def tracked(drain: WorkerDrain, generate: Generate) -> AnsweringWorker:
+    """`generate`, whose requests `drain` counts and ends."""
+    return trying(generate, counts=counts_of(drain=drain), resumes=False)
+
+
+def admitted(admission: Admission, generate: Generate) -> AnsweringWorker:
+    return trying(generate, counts=counts_of(admission=admission), resumes=False)

@@ -1,0 +1,89 @@
+"""What one request calls on its way: the picture in the documentation, and a budget of calls."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+from collections.abc import Iterator
+from contextlib import aclosing
+from pathlib import Path
+from types import AsyncGeneratorType
+from typing import Any
+
+import pytest
+
+from tests.support.crossing import Crossing, crossed
+from tests.support.handling import ORDERS, collect, raw_request, request
+from tests.support.recording_pair import make_pair, recording_engine
+from tests.support.stage_client import FakeContext, RecordingStageClient
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler
+from trtllm_disagg.engines.recording.llm import Script
+from trtllm_disagg.handlers.services import build_generate
+from trtllm_disagg.types import Generate
+
+PAGE = Path(__file__).parents[3] / "docs" / "explanation" / "structure.md"
+
+#: Calls on both workers for an answer of 8 tokens, and for each further token: a tenth above what was counted.
+MOST_CALLS = {"agg": (400, 23), "prefill_first": (900, 8), "decode_first": (1025, 25)}
+MOST_GENERATORS = 5
+
+
+def answering(strategy: str) -> Generate:
+    if strategy == "agg":
+        config = WorkerConfig(model="m", role=Role.AGG)
+        return build_generate(config, recording_engine(), RecordingStageClient())
+    return make_pair(strategy).generate
+
+
+async def one_request(generate: Generate, tokens: int) -> Crossing:
+    """After others: the first one asks peers for their descriptions."""
+    for _ in range(3):
+        await collect(generate, request(tokens))
+    return await crossed(collect(generate, request(tokens)))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_the_picture_in_the_documentation_is_what_a_request_calls(order: str) -> None:
+    picture = (await one_request(answering(order), 8)).picture()
+    assert picture in PAGE.read_text(), f"{PAGE.name} lacks, in {order}:\n{picture}"
+
+
+@pytest.mark.parametrize("strategy", MOST_CALLS)
+async def test_a_request_costs_no_more_calls_than_its_budget(strategy: str) -> None:
+    generate = answering(strategy)
+    short, long = [(await one_request(generate, tokens)).calls for tokens in (8, 40)]
+    most, most_per_token = MOST_CALLS[strategy]
+    assert short <= most
+    assert (long - short) / 32 <= most_per_token
+
+
+def generators_below(awaited: Any) -> Iterator[AsyncGeneratorType[Any, None]]:
+    """Those that are suspended for one chunk, from the outside in."""
+    while awaited is not None:
+        if isinstance(awaited, AsyncGeneratorType):
+            yield awaited
+            awaited = awaited.ag_await
+        elif inspect.iscoroutine(awaited):
+            awaited = awaited.cr_await
+        else:
+            # What anext() and a generator's methods give has no such attribute.
+            inner = [each for each in gc.get_referents(awaited) if isinstance(each, AsyncGeneratorType)]
+            awaited = inner[0] if inner else None
+
+
+async def test_a_token_passes_few_generators() -> None:
+    engine, gate = recording_engine(), asyncio.Semaphore(1)
+    engine.llm.scripts.append(Script(gate=gate))
+    generate = build_generate(WorkerConfig(model="m", role=Role.AGG), engine, RecordingStageClient())
+    handle = as_dynamo_handler(generate, dict)
+    async with aclosing(handle(raw_request(), FakeContext())) as answers:
+        await anext(answers)
+        waiting = asyncio.ensure_future(anext(answers))
+        await asyncio.sleep(0)
+        passed = [each.ag_code.co_qualname for each in generators_below(waiting.get_coro())]  # type: ignore[attr-defined]
+        for _ in range(10):
+            gate.release()
+        await waiting
+    assert 0 < len(passed) <= MOST_GENERATORS, passed

@@ -1,0 +1,65 @@
+"""What an engine can take, as its worker's description says it to the workers of the other role."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from trtllm_disagg.types import GenerateRequest
+
+
+class EngineFacts(msgspec.Struct, frozen=True):
+    """A fact that is not known is None: then only the engine can refuse a request for it."""
+
+    #: Tokens of a prompt and its answer.
+    max_seq_len: int | None = None
+    #: Tokens of the longest prompt, where the engine has to prefill in one step.
+    longest_step: int | None = None
+    #: Whether it decodes with guides.
+    has_guides: bool | None = None
+
+    @classmethod
+    def of(cls, max_seq_len: int | None, engine_args: Any) -> EngineFacts:
+        """`engine_args`: those of the LLM; None where they are not known."""
+        if engine_args is None:
+            return cls(max_seq_len)
+        is_chunked = getattr(engine_args, "enable_chunked_prefill", True)
+        longest_step = None if is_chunked else getattr(engine_args, "max_num_tokens", None) or None
+        return cls(
+            max_seq_len, longest_step, getattr(engine_args, "guided_decoding_backend", None) is not None
+        )
+
+    @classmethod
+    def described(cls, description: object) -> EngineFacts:
+        """Those in a worker's description; nothing is known of another version's that cannot be read."""
+        try:
+            return msgspec.convert(description, cls)
+        except msgspec.ValidationError:
+            return cls()
+
+    def why_unfit(self, request: GenerateRequest, *, computes_prompt: bool = True) -> str | None:
+        """Why this engine refuses the request; None when nothing speaks against it. `computes_prompt`: false for a
+        decode, which gets the prompt's KV from another engine.
+        """
+        count = len(request.token_ids)
+        if self.max_seq_len is not None and count >= self.max_seq_len:
+            most = self.max_seq_len - 1
+            return f"the prompt has {count} tokens; max_seq_len {self.max_seq_len} leaves room for at most {most}"
+        if computes_prompt and self.longest_step is not None and count > self.longest_step:
+            return (
+                f"the prompt has {count} tokens, and max_num_tokens is {self.longest_step}; longer prompts need "
+                "enable_chunked_prefill"
+            )
+        if request.sampling.is_guided and self.has_guides is False:
+            # TensorRT-LLM would ignore the guide: the answer could be any text.
+            return (
+                "guided decoding needs guided_decoding_backend, which is not set (a worker's "
+                "--guided-decoding-backend)"
+            )
+        return None
+
+    def room(self, request: GenerateRequest) -> int | None:
+        """The number of tokens that end an answer here; None where only the engine knows it."""
+        room = None if self.max_seq_len is None else self.max_seq_len - len(request.token_ids)
+        return min(filter(None, (request.stop.max_tokens, room)), default=None)

@@ -1,0 +1,74 @@
+"""How a request began, for the worker that continues it after a migration (decision 22)."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+from trtllm_disagg.types import Migrated
+
+#: Dynamo passes the `worker_trace_link` of the last worker's answer to the next worker under this key.
+_LINK = "migration_link"
+#: Prefix of our trace ids, to distinguish them from those of a tracing library.
+_MARK = "7472746c6c6d6467"
+_MOST_DELIVERED = 1 << 20
+_HEX = re.compile(r"[0-9a-f]{16}")
+
+
+class MigrationLink(NamedTuple):
+    """Dynamo appends the tokens that the client has to the prompt and subtracts them from `max_tokens`. It loses which
+    of them were generated: penalties begin anew, usage counts them as prompt, and where prefill's sums differ from
+    decode's another token may come. So each answer has the length of its prompt and its seed in its link.
+    """
+
+    num_prompt: int
+    #: The seed that the first worker drew; 0 when the request had a seed.
+    seed: int
+
+    def encode(self) -> dict[str, str]:
+        """The link in the form of W3C ids: 32 and 16 hexadecimal digits."""
+        return {"trace_id": f"{_MARK}{self.seed:016x}", "span_id": f"{self.num_prompt:016x}"}
+
+    @classmethod
+    def read(cls, link: object) -> MigrationLink | None:
+        """None for a link that no worker of this project has made."""
+        if not isinstance(link, dict):
+            return None
+        trace_id, span_id = str(link.get("trace_id")), str(link.get("span_id"))
+        seed = trace_id.removeprefix(_MARK)
+        if not (trace_id.startswith(_MARK) and _HEX.fullmatch(seed) and _HEX.fullmatch(span_id)):
+            return None
+        return cls(int(span_id, 16), int(seed, 16))
+
+
+def before_migration(raw: dict[str, Any]) -> tuple[dict[str, Any], Migrated | None]:
+    """(the body as it was before its migration, what was taken out of it); the body itself and None when it was not
+    migrated, or without our link: then it goes on as Dynamo sends it.
+    """
+    if not isinstance(raw, dict) or _LINK not in raw:
+        return raw, None
+    link, tokens = MigrationLink.read(raw[_LINK]), raw.get("token_ids")
+    if link is None or not isinstance(tokens, list) or not 0 < link.num_prompt <= len(tokens):
+        return raw, None
+    delivered = tokens[link.num_prompt :]
+    body = {key: value for key, value in raw.items() if key != _LINK}
+    body["token_ids"] = tokens[: link.num_prompt]
+    stop, sampling = (_group(raw, name) for name in ("stop_conditions", "sampling_options"))
+    if isinstance(limit := stop.get("max_tokens"), int):
+        body["stop_conditions"] = stop | {"max_tokens": limit + len(delivered)}
+    if link.seed and sampling.get("seed") is None:
+        body["sampling_options"] = sampling | {"seed": link.seed}
+    return body, Migrated(delivered, link.seed)
+
+
+def length_of_prompt(raw: dict[str, Any], count: int) -> int:
+    """How many of a body's `count` tokens are prompt. Of more delivered tokens than any engine makes, all count."""
+    link = MigrationLink.read(raw.get(_LINK))
+    if link is None or not 0 < link.num_prompt <= count <= link.num_prompt + _MOST_DELIVERED:
+        return count
+    return link.num_prompt
+
+
+def _group(raw: dict[str, Any], name: str) -> dict[str, Any]:
+    given = raw.get(name)
+    return given if isinstance(given, dict) else {}
