@@ -82,7 +82,7 @@ async def test_a_token_passes_few_generators() -> None:
         await anext(answers)
         waiting = asyncio.ensure_future(anext(answers))
         await asyncio.sleep(0)
-        passed = [each.ag_code.co_qualname for each in generators_below(waiting.get_coro())]  # type: ignore[attr-defined]
+        passed = [each.ag_code.co_qualname for each in generators_below(waiting.get_coro())]
         for _ in range(10):
             gate.release()
         await waiting
