@@ -20,8 +20,7 @@ from trtllm_disagg.config import thresholds
 from trtllm_disagg.config.deciders import DECIDERS
 from trtllm_disagg.config.worker_config import DECIDER_THRESHOLDS, FLAGS, SETTINGS, allowed_values_of
 from trtllm_disagg.dynamo_runtime.error_mapping import to_dynamo
-from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs
-from trtllm_disagg.engines.embedded.params.supported_args import NO_EFFECT, Served
+from trtllm_disagg.engines.embedded.params.llm_args import NO_EFFECT, LlmArgs, Served
 from trtllm_disagg.engines.modelled.config import ModelledArgs
 from trtllm_disagg.processes.exits import ExitCode
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -9,11 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 
 from trtllm_disagg.engines.embedded.connector.two_sided import TwoSidedConnector
-from trtllm_disagg.engines.embedded.core.build import build_core
+from trtllm_disagg.engines.embedded.core import build
 from trtllm_disagg.engines.embedded.core.engine_core import EngineCore
 from trtllm_disagg.engines.embedded.ipc.messages import (
     AddRequest,
@@ -82,7 +84,14 @@ class Core:
         self._ids = itertools.count(1)
 
     def _build(self, args: dict[str, Any], team: Team | None, injected: dict[str, Any]) -> EngineCore:
-        return build_core(LlmArgs(**args), self.woken.set, team, **injected)
+        """With a transport or timeouts of the test's in place of those that `args` mean."""
+        transport, timeouts = injected["transport"], injected["timeouts"]
+        with contextlib.ExitStack() as patches:
+            if transport is not None:
+                patches.enter_context(mock.patch.object(build, "transport_of", return_value=transport))
+            if timeouts is not None:
+                patches.enter_context(mock.patch.object(build, "timeouts_of", return_value=timeouts))
+            return build.build_core(LlmArgs(**args), self.woken.set, team)
 
     # -- requests
 
@@ -134,7 +143,7 @@ class Core:
             self.answers[output.request_id, output.index].add(output)
         self.events += report.events
         self.stats += report.stats
-        self.engine.check()
+        self.engine.blocks.check()
         return report.outputs
 
     def run(self, *request_ids: int) -> Answer:

@@ -11,7 +11,6 @@ import msgspec
 
 from tests.support.cores import Answer, Core
 from tests.support.models import EOS
-from trtllm_disagg.engines.embedded.core.engine_core import NoGuides
 from trtllm_disagg.engines.embedded.ipc.messages import SamplingSpec
 from trtllm_disagg.engines.embedded.model.guided_decoding import Guide, grammar_of
 from trtllm_disagg.engines.embedded.params.request_params import GuidedDecodingParams
@@ -55,7 +54,7 @@ def guiding_cores(model: Path) -> Iterator[tuple[Core, Core]]:
 
 def guide_of(core: Core, sampling: SamplingSpec) -> Guide:
     guides = core.engine.guides
-    assert not isinstance(guides, NoGuides)
+    assert guides is not None
     guide = guides.start(sampling)
     assert guide is not None
     return guide

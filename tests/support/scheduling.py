@@ -10,10 +10,9 @@ import numpy as np
 import torch
 
 from trtllm_disagg.engines.embedded.ipc.messages import SamplingSpec
-from trtllm_disagg.engines.embedded.kv_cache.block_manager import KvEventLog
-from trtllm_disagg.engines.embedded.kv_cache.pool import LocalKvMemory
+from trtllm_disagg.engines.embedded.kv_cache.pool import KvPool
 from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs
-from trtllm_disagg.engines.embedded.scheduler.scheduler import Row, create_blocks, create_scheduler
+from trtllm_disagg.engines.embedded.scheduler.scheduler import Row, Scheduler, create_blocks
 from trtllm_disagg.engines.embedded.scheduler.sequence import Sequence, Status
 from trtllm_disagg.wire.kv_handle import VERSION, KvHandle
 
@@ -84,12 +83,13 @@ class Engine:
         defaults: dict[str, Any] = {"model": "m", "max_batch_size": 8, "max_num_tokens": 64}
         args = LlmArgs(**(defaults | {"enable_chunked_prefill": True} | self.args))
         self.max_num_tokens = args.max_num_tokens
-        self.events = KvEventLog(100_000, 64)
         args.kv_cache_config.tokens_per_block = self.tokens_per_block
-        self.blocks = create_blocks(args.kv_cache_config, self.num_blocks, self.events)
+        args.kv_cache_config.event_buffer_max_size = 100_000
+        self.blocks = create_blocks(args.kv_cache_config, self.num_blocks, 64)
+        self.events = self.blocks.events
         self.model = SimulatedModel(self.num_blocks, self.tokens_per_block)
-        self.memory = LocalKvMemory(self.model.kv)
-        self.scheduler = create_scheduler(args, self.blocks, self.memory, self.alignment)
+        self.memory = KvPool(self.model.kv)
+        self.scheduler = Scheduler(args, self.blocks, self.memory, self.alignment)
         self.finished: list[int] = []
         self.answers: dict[int, list[int]] = {}
         self.receiving: list[Sequence] = []

@@ -67,7 +67,7 @@ DYNAMO = (
 #: Import names of TensorRT-LLM. Whether it is installed is asked by the table of engines.
 TENSORRT_LLM = ("engine.llm_api",)
 #: These put something in its place, under its name, and import only that.
-STAND_INS = ("engines.embedded.mount", "engines.embedded.api.mounted_names", "engines.recording.mounted")
+STAND_INS = ("engines.embedded.mount", "engines.recording.mounted")
 
 #: The engine serves every client of the LLM API; it knows none of them.
 NOT_FOR_EMBEDDED = (

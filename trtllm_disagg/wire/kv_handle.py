@@ -60,7 +60,7 @@ def join_endpoint(host: str, port: int) -> str:
 
 def socket_path(endpoint: str) -> str | None:
     """Of an endpoint that is a socket file on this host. It may come from the network: check before connecting that
-    it is one of this user's (`ipc/socket_files.py`).
+    it is one of this user's (`ipc/sockets.py`).
     """
     place = split_endpoint(endpoint)
     return place[0] if place is not None and place[0].startswith("/") else None

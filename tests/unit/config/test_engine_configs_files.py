@@ -9,8 +9,7 @@ import pytest
 
 from trtllm_disagg.config.engine_args import build_engine_args
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs
-from trtllm_disagg.engines.embedded.params.supported_args import check_marks, refuse_unsupported
+from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs, check_marks, refuse_unsupported
 from trtllm_disagg.engines.modelled.config import ModelledArgs
 
 FOLDER = Path(__file__).parents[3] / "engine_configs"

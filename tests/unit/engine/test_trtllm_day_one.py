@@ -39,14 +39,7 @@ from trtllm_disagg.engine.engine_facts import EngineFacts
 from trtllm_disagg.engine.handoffs_held import HandoffsHeld
 from trtllm_disagg.engine.health import EngineHealth, HealthTimes, close
 from trtllm_disagg.engine.llm_api import load_api, translate
-from trtllm_disagg.engines.recording.hard_edges import (
-    CONTEXT_TRANSFER_ERROR,
-    ENDED_ENGINE_ERRORS,
-    GENERATION_TRANSFER_ERROR,
-    OTHER_TRANSFER_ERRORS,
-    PESSIMISTIC,
-    RequestError,
-)
+from trtllm_disagg.engines.recording.hard_edges import GENERATION_TRANSFER_ERROR, PESSIMISTIC, RequestError
 from trtllm_disagg.engines.recording.llm import LLM, Script
 from trtllm_disagg.engines.recording.mounted import mounted_recording_llm
 from trtllm_disagg.engines.recording.result import EOS_TOKEN
@@ -68,6 +61,27 @@ from trtllm_disagg.handlers.peers import DECODE, PREFILL
 from trtllm_disagg.types import GenerateRequest, Usage
 from trtllm_disagg.wire.bodies import decode_request
 from trtllm_disagg.wire.handoff_protocols import DYNAMO
+
+#: What becomes of a KV transfer that failed, besides GENERATION_TRANSFER_ERROR (hard_edges.py has the source files).
+CONTEXT_TRANSFER_ERROR = "Error in kv cache transfer for context requests"
+#: The same under attention DP; of kv_transfer_timeout_ms, without and with attention DP; and of a context that one rank
+#: sends for all.
+OTHER_TRANSFER_ERRORS = (
+    "Disagg KV cache transfer error",
+    "Request 12 timed out",
+    "Request timed out (KV transfer)",
+    "Request 12 timed out (KV transfer)",
+    "Context KV transfer failed",
+    "Context KV transfer was rejected",
+)
+
+#: What a request is told once the engine's loop has ended, while its process lives and counts as healthy
+#: (_torch/pyexecutor/executor_request_queue.py, py_executor.py; executor/base_worker.py).
+ENDED_ENGINE_ERRORS = (
+    "PyExecutor has already been shutdown.",
+    "Event loop terminated with error: CUDA error: an illegal memory access was encountered",
+    "Event loop shut down before a response was received for request 12.",
+)
 
 # -- statistics and cache events: the readers block
 
@@ -847,9 +861,12 @@ async def test_each_rank_has_events_and_load_of_its_own(tensorrt_llm: ModuleType
     publisher = KvEventForwarder(engine.llm, [EventsOfRank([sink], 4) for sink in sinks])
     tokens = [{"type": "unique_token", "token_id": n, "token_extra_id": 0} for n in range(4)]
     blocks = [{"type": "stored_block", "block_hash": 5, "tokens": tokens, "cache_level": 0}]
-    for rank in (0, 1):
-        engine.llm.store(blocks, rank=rank)
-    engine.llm.remove([5], rank=1)
+    store = {"type": "stored", "parent_hash": None, "blocks": blocks}
+    remove = {"type": "removed", "block_hashes": [5]}
+    engine.llm.kv_cache_events = [
+        {"event_id": number, "window_size": None, "attention_dp_rank": rank, "data": data}
+        for rank, number, data in ((0, 0, store), (1, 0, store), (1, 1, remove))
+    ]
     await asyncio.to_thread(lambda: asyncio.run(publisher.poll()))
     stored = Stored([0, 1, 2, 3], [4], [5], None, None)
     assert [sink.events for sink in sinks] == [[stored], [stored, Removed([5])]]

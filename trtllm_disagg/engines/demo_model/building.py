@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trtllm_disagg.console import Console
-from trtllm_disagg.engines.demo_model.corpus import articles, documents
+from trtllm_disagg.engines.demo_model.corpus import articles, documents, save_tokenizer, train_tokenizer
 from trtllm_disagg.engines.demo_model.recipe import DEFAULT_RECIPE, Recipe
-from trtllm_disagg.engines.demo_model.tokenizer import save_tokenizer, train_tokenizer
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes.steadily import SECONDS, steadily
 

@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from trtllm_disagg.engines.demo_model.corpus import Article, documents
+from trtllm_disagg.engines.demo_model.corpus import ASSISTANT, BOS, EOS, SYSTEM, USER, Article, documents
 from trtllm_disagg.engines.demo_model.recipe import Recipe
-from trtllm_disagg.engines.demo_model.tokenizer import ASSISTANT, BOS, EOS, SYSTEM, USER
 from trtllm_disagg.engines.embedded.cpu_kernels.cpu import this_cpu
 
 if TYPE_CHECKING:

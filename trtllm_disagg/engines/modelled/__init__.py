@@ -13,8 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from trtllm_disagg.engines.embedded import LLM as EmbeddedLLM
 from trtllm_disagg.engines.embedded.core.core_client import CoreClient
-from trtllm_disagg.engines.embedded.params.llm_args import EmbeddedConfig, core_args
-from trtllm_disagg.engines.embedded.params.supported_args import check_marks, in_directory
+from trtllm_disagg.engines.embedded.params.llm_args import (
+    EmbeddedConfig,
+    check_marks,
+    core_args,
+    in_directory,
+)
 from trtllm_disagg.engines.modelled.config import ModelledArgs, checked
 from trtllm_disagg.errors import ConfigError
 

@@ -11,16 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 from trtllm_disagg.engines.embedded.connector.connector import KvConnector
 from trtllm_disagg.engines.embedded.connector.two_sided import TwoSidedConnector, timeouts_of
-from trtllm_disagg.engines.embedded.core.engine_core import NoGuides
 from trtllm_disagg.engines.embedded.ipc.messages import Ready
-from trtllm_disagg.engines.embedded.kv_cache.block_manager import KvEventLog
 from trtllm_disagg.engines.embedded.kv_cache.memory import KvCommand
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout
-from trtllm_disagg.engines.embedded.scheduler.scheduler import create_blocks, create_scheduler
+from trtllm_disagg.engines.embedded.scheduler.scheduler import Scheduler, create_blocks
 from trtllm_disagg.engines.embedded.scheduler.statistics import IterationStats
 from trtllm_disagg.engines.modelled.config import ModelledArgs
-from trtllm_disagg.engines.modelled.core import Clock, ClockedModel, ModelledCore, ScaledClock
-from trtllm_disagg.engines.modelled.link import LinkCost, LinkTransport
+from trtllm_disagg.engines.modelled.core import (
+    Clock,
+    ClockedModel,
+    LinkCost,
+    LinkTransport,
+    ModelledCore,
+    ScaledClock,
+)
 from trtllm_disagg.engines.modelled.step_times import Factors, StepPricer, StepTimes, StraightLines
 from trtllm_disagg.engines.modelled.tables import (
     LONGEST_MEASURED_PROMPT,
@@ -79,8 +83,7 @@ def build_core(args: ModelledArgs, wake: Callable[[], None], clock: Clock) -> Mo
     size = kv_config.tokens_per_block
     num_blocks = num_kv_blocks(args, gpus)
     longest = _max_seq_len(args, raw, num_blocks * size)
-    events = KvEventLog(kv_config.event_buffer_max_size, longest)
-    blocks = create_blocks(kv_config, num_blocks, events)
+    blocks = create_blocks(kv_config, num_blocks, longest)
     block_bytes = gpus.facts.kv_bytes_per_token * size * gpus.kv_gpus
     connector = _create_connector(args, gpus, raw, num_blocks, block_bytes, wake, clock)
     model = ClockedModel(
@@ -103,15 +106,13 @@ def build_core(args: ModelledArgs, wake: Callable[[], None], clock: Clock) -> Mo
     return ModelledCore(
         ready=ready,
         blocks=blocks,
-        events=events,
-        scheduler=create_scheduler(args, blocks, NoMemory(), size),
+        scheduler=Scheduler(args, blocks, NoMemory(), size),
         connector=connector,
         model=model,
-        guides=NoGuides(),
+        guides=None,
         stats=IterationStats(args),
         block_bytes=block_bytes,
-        clock=model.now,
-        wall=clock,
+        clock=clock.now,
         time_scale=own.time_scale,
     )
 

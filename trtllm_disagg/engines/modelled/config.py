@@ -14,8 +14,7 @@ from pydantic import (
     ValidationError,
 )
 
-from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs
-from trtllm_disagg.engines.embedded.params.supported_args import Served
+from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs, Served
 from trtllm_disagg.errors import ConfigError
 
 #: Names for `model`, and what the tables call these.

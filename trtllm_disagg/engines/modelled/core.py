@@ -1,23 +1,36 @@
-"""A modelled engine's core: a clock replaces the model, and tokens do not depend on the order of the steps.
-
-Where the next tokens are held back (`stream_interval`), the process rests while the GPU would compute them, and then
-computes these steps together. Each still begins and ends when it would have: a request or KV that arrives meanwhile
-waits for the step that runs at that moment, as it would for a GPU's.
+"""A modelled engine's core: a clock replaces the model, and tokens do not depend on the order of the steps. The links
+that KV moves over are at the end.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
+import struct
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+import numpy as np
+
 from trtllm_disagg.engines.embedded.core.engine_core import EngineCore
-from trtllm_disagg.engines.embedded.ipc.messages import AddRequest, LogprobEntry, StepReport
+from trtllm_disagg.engines.embedded.ipc.messages import LogprobEntry, StepReport
+from trtllm_disagg.engines.embedded.kv_transfer.base import (
+    PeerMetadata,
+    ReadTimeoutError,
+    decoded_address,
+    require_running,
+)
 from trtllm_disagg.engines.embedded.model.rows import Sampled
 from trtllm_disagg.engines.embedded.scheduler.scheduler import Row
 from trtllm_disagg.engines.embedded.scheduler.sequence import Sequence
 from trtllm_disagg.engines.modelled.step_times import Factors, StepPricer
 from trtllm_disagg.engines.recording.result import checksum, extended, token_after
+from trtllm_disagg.errors import HandoffRefusedError, KvTransferError
+from trtllm_disagg.processes.machine import ProcessMark, own_mark
 
 
 class Clock(Protocol):
@@ -44,14 +57,6 @@ class ScaledClock:
             time.sleep(left)
 
 
-#: In wall seconds; statistics and KV events are never older than this.
-_LONGEST_REST = 0.05
-#: A shorter rest is not worth going to sleep for.
-_SHORTEST_REST = 0.002
-#: The process wakes up this much early, because it waits in whole milliseconds.
-_EARLY = 0.002
-
-
 class Texts:
     """The next token of each sequence: a function of its tokens, so that every order gives the same text."""
 
@@ -59,23 +64,18 @@ class Texts:
         #: For each sequence of the last step: the number of tokens in its checksum, and the checksum.
         self._sums: dict[Sequence, tuple[int, int]] = {}
 
-    def next_tokens(self, sequences: list[Sequence], num_steps: int = 1) -> list[list[int]]:
-        """The next `num_steps` tokens of each sequence."""
+    def next_tokens(self, sequences: list[Sequence]) -> list[int]:
         before, self._sums = self._sums, {}
-        return [self._next(sequence, num_steps, *before.get(sequence, (0, 0))) for sequence in sequences]
+        return [self._next(sequence, *before.get(sequence, (0, 0))) for sequence in sequences]
 
-    def _next(self, sequence: Sequence, num_steps: int, length: int, known: int) -> list[int]:
+    def _next(self, sequence: Sequence, length: int, known: int) -> int:
         tokens = sequence.tokens
         if length != len(tokens):
             # An answer consists of tokens for which `extended` works; a prompt need not.
             known = checksum(tokens, sequence.index)
-        made = []
-        for _ in range(num_steps):
-            token = token_after(known)
-            known = extended(known, token)
-            made.append(token)
-        self._sums[sequence] = len(tokens) + num_steps, known
-        return made
+        token = token_after(known)
+        self._sums[sequence] = len(tokens) + 1, extended(known, token)
+        return token
 
 
 class ClockedModel:
@@ -95,45 +95,16 @@ class ClockedModel:
         self.seconds = 0.0
         #: How long after the last step's end this process finished computing it: it was slower than the GPU.
         self.late = 0.0
-        #: While steps that began earlier are computed: when the process was due to compute them.
-        self.due_at: float | None = None
-
-    def now(self) -> float:
-        """The present; while steps are caught up on, the end of the last computed one."""
-        return self._clock.now() if self.due_at is None else self.end
 
     def run(self, rows: list[Row]) -> list[Sampled]:
-        begin = self.end
-        if self.is_idle:
-            begin = max(self.end, self._clock.now())
+        begin = max(self.end, self._clock.now()) if self.is_idle else self.end
         self.seconds = self._pricer.seconds(rows, self._factors)
         self.end = begin + self.seconds
         tokens = iter(self._texts.next_tokens([row.sequence for row in rows if row.samples]))
-        made = [_certain(row, next(tokens)[0] if row.samples else None) for row in rows if row.num_logits]
-        self._wait()
-        return made
-
-    def run_on(self, rows: list[Row], most: int, now: float) -> tuple[list[float], list[list[int]]]:
-        """Run up to `most` steps in which all rows decode, if they have begun by `now`. Returns the seconds of each
-        step, and the tokens of each row.
-        """
-        seconds: list[float] = []
-        steps = self._pricer.decode_steps(rows, self._factors)
-        while len(seconds) < most and self.end <= now:
-            self.seconds = next(steps)
-            self.end += self.seconds
-            seconds.append(self.seconds)
-        tokens = self._texts.next_tokens([row.sequence for row in rows], len(seconds))
-        self._wait()
-        return seconds, tokens
-
-    def seconds_of_next(self, sequences: list[Sequence]) -> float:
-        """Duration of the next step, in which all sequences decode."""
-        return next(self._pricer.decode_steps([Row.of(each, 1) for each in sequences], self._factors))
-
-    def _wait(self) -> None:
-        self.late = max(0.0, self._clock.now() - max(self.end, self.due_at or 0.0))
+        made = [_certain(row, next(tokens) if row.samples else None) for row in rows if row.num_logits]
+        self.late = max(0.0, self._clock.now() - self.end)
         self._clock.wait_until(self.end)
+        return made
 
     def close(self) -> None:
         """Nothing to close."""
@@ -152,105 +123,149 @@ def _entry(token: int) -> LogprobEntry:
 
 @dataclass(kw_only=True, eq=False)
 class ModelledCore(EngineCore):
-    """An engine core that tells its model when it is idle, and rests."""
+    """An engine core that tells its model when it is idle."""
 
     model: ClockedModel
-    #: The present of the modelled GPUs; unlike `model.now` it is never behind.
-    wall: Clock
     time_scale: float
-    #: A time of `wall`.
-    _rests_until: float | None = field(default=None, init=False)
-    _caught_up: list[StepReport] = field(default_factory=list, init=False)
-
-    def add(self, request: AddRequest) -> None:
-        self._catch_up()
-        super().add(request)
-
-    def abort(self, request_id: int) -> None:
-        self._catch_up()
-        super().abort(request_id)
 
     def step(self) -> StepReport:
-        """Run one step, or all steps that have begun while the process rested."""
-        self._catch_up()
-        reports, self._caught_up = self._caught_up, []
-        return _joined(reports) if reports else super().step()
-
-    def rest(self) -> float:
-        """Seconds until the next step with an output for a client begins."""
-        silent = self.scheduler.num_silent_steps
-        if not silent or self.connector.has_news or self._outbox:
-            return 0.0
-        now = self.wall.now()
-        begins = self.model.end + silent * self.model.seconds_of_next(self.scheduler.running)
-        seconds = min(_LONGEST_REST, (begins - now) * self.time_scale - _EARLY)
-        if seconds < _SHORTEST_REST:
-            return 0.0
-        self._rests_until = now + seconds / self.time_scale
-        return seconds
-
-    def _catch_up(self) -> None:
-        """Compute the steps that have begun during the rest, and wait for the end of the last one."""
-        if self._rests_until is None:
-            return
-        now = self.wall.now()
-        self.model.due_at, self._rests_until = min(now, self._rests_until), None
-        while self.model.end <= now and self.scheduler.running:
-            self._caught_up.append(self._steps(self.model.end, now))
-        self.model.due_at = None
-
-    def _run_step(self, started: float) -> StepReport:
-        """Run one step, or several when this process is late by more than one."""
-        return self._steps(started, self.wall.now() - self.model.seconds)
-
-    def _steps(self, started: float, now: float) -> StepReport:
-        """Run the steps without output that have begun by `now`; without any, the next step."""
-        is_late = self.model.end <= now and not self.model.is_idle
-        if is_late and self.scheduler.reserves_all:
-            silent = self.scheduler.num_silent_steps
-            if silent > 1:
-                return self._silent_steps(silent, now)
-        return self._single_step(started)
-
-    def _silent_steps(self, most: int, now: float) -> StepReport:
-        """Like up to `most` single steps, for sequences that only decode, have all their blocks and do not end."""
-        rows = [Row.of(sequence, 1) for sequence in self.scheduler.running]
-        for row in rows:
-            row.sequence.timer.scheduled()
-        seconds, made = self.model.run_on(rows, most, now)
-        for row, tokens in zip(rows, made, strict=True):
-            sequence = row.sequence
-            sequence.tokens += tokens
-            sequence.num_computed += len(tokens)
-            sequence.num_unsent += len(tokens)
-            if sequence.sampling.logprobs is not None:
-                sequence.unsent_logprobs += map(_entry, tokens)
-            sequence.timer.has_token()
-            self._commit(sequence)
-        stats = self.stats.of_decode_steps(rows, self.scheduler, self.blocks, self._handoffs, seconds)
-        for statistics, each in zip(stats, seconds, strict=False):
-            statistics["modelled"] = self._modelled(each)
-        return StepReport(self._take_outputs(), self.num_active, self.events.take(), stats)
-
-    def _single_step(self, started: float) -> StepReport:
-        report = super()._run_step(started)
+        report = super().step()
         self.model.is_idle = not self.scheduler.has_runnable
         for statistics in report.stats:
-            statistics["modelled"] = self._modelled(self.model.seconds)
+            statistics["modelled"] = {
+                "stepMS": self.model.seconds * 1000,
+                "lateMS": self.model.late * 1000,
+                "timeScale": self.time_scale,
+            }
         return report
 
-    def _modelled(self, seconds: float) -> dict[str, float]:
-        return {
-            "stepMS": seconds * 1000,
-            "lateMS": self.model.late * 1000,
-            "timeScale": self.time_scale,
-        }
+
+# The links that KV moves over. Each engine has one link in and one link out, which its GPUs share evenly. The time at
+# which a link is free again is in shared memory: all engines of this host queue for it, first come, first served.
+
+_MOMENT = struct.Struct("<d")
+_NAME = "trtllm-disagg-link"
 
 
-def _joined(reports: list[StepReport]) -> StepReport:
-    return StepReport(
-        [output for report in reports for output in report.outputs],
-        reports[-1].num_active,
-        [event for report in reports for event in report.events],
-        [statistics for report in reports for statistics in report.stats],
-    )
+class LinkCost(msgspec.Struct, frozen=True):
+    """The properties of one engine's end of a link."""
+
+    seconds_per_block: float
+    #: Seconds, once per transfer.
+    latency: float
+    #: Two engines with clocks of different speeds cannot share a link.
+    time_scale: float
+
+
+class _Address(msgspec.Struct, frozen=True):
+    process: ProcessMark
+    #: That process's descriptors with the times at which its link in, and its link out, is free.
+    fd_in: int
+    fd_out: int
+    cost: LinkCost
+
+
+def _new_link() -> int:
+    """A file that holds the time at which the link is free, in modelled seconds."""
+    # memfd: nothing is left behind by `kill -9`.
+    link = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+    os.pwrite(link, _MOMENT.pack(0.0), 0)
+    return link
+
+
+@contextlib.contextmanager
+def _held(pid: int, link: int) -> Iterator[int]:
+    """The link with this descriptor in that process, locked for this caller. Raises OSError."""
+    opened = os.open(f"/proc/{pid}/fd/{link}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        # A process that has closed its links may have opened another file under this number.
+        if _NAME not in os.readlink(f"/proc/self/fd/{opened}"):
+            raise OSError(f"descriptor {link} of process {pid} is no link")
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        yield opened
+    finally:
+        os.close(opened)
+
+
+def _free_at(link: int) -> float:
+    return float(_MOMENT.unpack(os.pread(link, _MOMENT.size, 0))[0])
+
+
+class LinkTransport:
+    """A `KvTransport` that moves no byte but takes the time: a transfer begins when both links are free, takes its
+    blocks at the pace of the slower end, and arrives a latency later.
+    """
+
+    name = "MODELLED"
+
+    def __init__(self, cost: LinkCost, block_bytes: int, clock: Clock) -> None:
+        self._cost = cost
+        self._block_bytes = block_bytes
+        self._clock = clock
+        self._in, self._out = _new_link(), _new_link()
+
+    def serve(self, sender: str) -> bytes:
+        return msgspec.msgpack.encode(_Address(own_mark(), self._in, self._out, self._cost))
+
+    def read(
+        self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
+    ) -> int:
+        theirs = self._other(peer)
+        source, target = (theirs.process.pid, theirs.fd_out), (os.getpid(), self._in)
+        return self._move(peer, theirs, source, target, local_blocks, timeout)
+
+    def write(
+        self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
+    ) -> int:
+        theirs = self._other(peer)
+        source, target = (os.getpid(), self._out), (theirs.process.pid, theirs.fd_in)
+        return self._move(peer, theirs, source, target, local_blocks, timeout)
+
+    def forget(self, peer: PeerMetadata) -> None:
+        """Nothing is cached about a peer."""
+
+    def progress(self) -> None:
+        """Peers need no help of this process."""
+
+    def close(self) -> None:
+        os.close(self._in)
+        os.close(self._out)
+
+    def _other(self, peer: PeerMetadata) -> _Address:
+        address = decoded_address(peer, _Address)
+        # Another process may have this id now, and something else open under these descriptors.
+        require_running(peer, address.process)
+        mine, theirs = self._cost.time_scale, address.cost.time_scale
+        if mine != theirs:
+            raise HandoffRefusedError(f"modelled.time_scale is {mine:g} here and {theirs:g} at {peer.sender}")
+        return address
+
+    def _move(
+        self,
+        peer: PeerMetadata,
+        theirs: _Address,
+        source: tuple[int, int],
+        target: tuple[int, int],
+        blocks: np.ndarray,
+        timeout: float,
+    ) -> int:
+        pace = max(self._cost.seconds_per_block, theirs.cost.seconds_per_block)
+        try:
+            # A link out is always taken before a link in, so no two transfers wait for each other.
+            with _held(*source) as leaving, _held(*target) as arriving:
+                begin = max(self._clock.now(), _free_at(leaving), _free_at(arriving))
+                end = begin + len(blocks) * pace
+                for link in (leaving, arriving):
+                    os.pwrite(link, _MOMENT.pack(end), 0)
+        except OSError as error:
+            raise KvTransferError(f"{peer.sender} is gone: {error}") from error
+        arrival = end + max(self._cost.latency, theirs.cost.latency)
+        begun, allowed = self._clock.now(), timeout / self._cost.time_scale
+        self._clock.wait_until(min(arrival, begun + allowed))
+        if arrival > begun + allowed:
+            raise ReadTimeoutError(
+                f"the modelled links need {arrival - begun:.3g} s for {len(blocks)} blocks; "
+                f"kv_transfer_timeout_ms allows {allowed:.3g} s",
+                may_land_later=False,
+            )
+        return len(blocks) * self._block_bytes

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -91,15 +90,6 @@ class StepPricer:
         for row in rows:
             ranks[row.sequence.admission_number % self.num_ranks].append(row)
         return ranks.values()
-
-    def decode_steps(self, rows: Sequence[Row], factors: Factors) -> Iterator[float]:
-        """The durations of successive steps in which all rows decode."""
-        ranks = [(len(own), sum(row.num_computed for row in own)) for own in self._by_rank(rows)]
-        for later in itertools.count():
-            yield max(self._of_decodes(count, contexts + later * count, factors) for count, contexts in ranks)
-
-    def _of_decodes(self, num_decode: int, contexts: int, factors: Factors) -> float:
-        return self.times.parts((), num_decode, round(contexts / num_decode)).seconds(0, num_decode, factors)
 
     def _of_rank(self, rows: Sequence[Row], factors: Factors) -> float:
         # In the order of the scheduler, decode rows come first; a chunk may be of one token.

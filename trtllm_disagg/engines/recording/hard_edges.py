@@ -23,25 +23,6 @@ class EngineDeadError(RuntimeError):
 #: What becomes of a KV transfer that failed (_torch/pyexecutor/py_executor.py, and since autumn 2026
 #: _torch/disaggregation/orchestration/coordinator.py).
 GENERATION_TRANSFER_ERROR = "Error in kv cache transfer for generation requests"
-CONTEXT_TRANSFER_ERROR = "Error in kv cache transfer for context requests"
-#: The same under attention DP; of kv_transfer_timeout_ms, without and with attention DP; and of a context that one rank
-#: sends for all.
-OTHER_TRANSFER_ERRORS = (
-    "Disagg KV cache transfer error",
-    "Request 12 timed out",
-    "Request timed out (KV transfer)",
-    "Request 12 timed out (KV transfer)",
-    "Context KV transfer failed",
-    "Context KV transfer was rejected",
-)
-
-#: What a request is told once the engine's loop has ended, while its process lives and counts as healthy
-#: (_torch/pyexecutor/executor_request_queue.py, py_executor.py; executor/base_worker.py).
-ENDED_ENGINE_ERRORS = (
-    "PyExecutor has already been shutdown.",
-    "Event loop terminated with error: CUDA error: an illegal memory access was encountered",
-    "Event loop shut down before a response was received for request 12.",
-)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
@@ -35,7 +35,6 @@ from trtllm_disagg.engines.recording.hard_edges import FORGIVING, EngineDeadErro
 from trtllm_disagg.engines.recording.result import (
     AS_IT_IS,
     EOS_TOKEN,
-    EngineSettings,
     Pace,
     RequestOutput,
     Script,
@@ -111,7 +110,7 @@ class LLM:
     #: One process holds both workers of a pair in a test, so KV that is waiting for a decode lives here.
     kv_store: ClassVar[KvStore] = KvStore()
     #: The edges of engines that are built from now on.
-    edges: ClassVar[HardEdges] = FORGIVING
+    next_edges: ClassVar[HardEdges] = FORGIVING
 
     calls: list[Call]
 
@@ -133,20 +132,17 @@ class LLM:
             raise ValueError(
                 f"cache_transceiver_config.backend {self._transceiver('backend')!r} is not one of TensorRT-LLM's"
             )
-        self._is_engine = is_engine
-        self._edges = LLM.edges
-        self._kv = KvHolder() if is_engine else LLM.kv_store
-        self._settings = EngineSettings(
-            edges=self._edges,
-            kv=self._kv,
-            engine=self,
-            pace=pace,
-            kv_seconds=_seconds(self._transceiver("kv_transfer_timeout_ms")),
-            is_python_transceiver=self._transceiver("transceiver_runtime") == "PYTHON",
-            dp_rank=0 if self.args.enable_attention_dp else None,
-            max_seq_len=self.args.max_seq_len,
-            ignores_eos=is_engine,
-        )
+        #: True: only the length options of a request have an effect.
+        self.is_engine = is_engine
+        self.edges = LLM.next_edges
+        self.kv = KvHolder() if is_engine else LLM.kv_store
+        self.pace = pace
+        #: How long KV waits for a decode; None: for ever.
+        milliseconds = self._transceiver("kv_transfer_timeout_ms")
+        self.kv_seconds = None if milliseconds is None else milliseconds / 1000
+        self.is_python_transceiver = self._transceiver("transceiver_runtime") == "PYTHON"
+        #: The rank that all requests run on under attention DP, else None.
+        self.dp_rank = 0 if self.args.enable_attention_dp else None
         self.num_running = 0
         self.scripts: deque[Script] = deque()
         self.results: list[RequestOutput] = []
@@ -154,7 +150,6 @@ class LLM:
         self.kv_cache_events: list[dict[str, Any]] = []
         self.stats: list[dict[str, Any]] = []
         self._event_news, self._stat_news = News("KV cache events"), News("iteration statistics")
-        self._event_ids: Counter[int] = Counter()
         self.is_shut_down = False
         #: What `_check_health` returns for an engine that is alive.
         self.is_healthy = True
@@ -188,21 +183,14 @@ class LLM:
         """The engine's process ends: requests that run get no answer any more, new ones are refused."""
         self.fatal_error = error or EngineDeadError("the engine process has ended")
 
-    def store(self, blocks: list[dict[str, Any]], parent_hash: int | None = None, rank: int = 0) -> None:
-        """A KV event of one attention-DP rank, as _utils.py's KVCacheEventSerializer writes it."""
-        self._happen({"type": "stored", "parent_hash": parent_hash, "blocks": blocks}, rank)
-
-    def remove(self, block_hashes: list[int], rank: int = 0) -> None:
-        self._happen({"type": "removed", "block_hashes": block_hashes}, rank)
-
     @property
     def held_contexts(self) -> int:
         """Prefills of this engine with KV that no decode has fetched, and no timeout freed."""
-        return self._kv.held_by(self)
+        return self.kv.held_by(self)
 
     def step_ended(self) -> None:
         """A step in which a request has ended: the stand-in tells of no other one."""
-        if self._edges.counts_kv_in_steps and self.args.enable_iter_perf_stats:
+        if self.edges.counts_kv_in_steps and self.args.enable_iter_perf_stats:
             held = {"usedNumBlocks": self.held_contexts, "maxNumBlocks": _NUM_BLOCKS}
             active = {"numActiveRequests": self.num_running, "numQueuedRequests": 0}
             _keep(self.stats, {**active, "kvCacheStats": held})
@@ -210,12 +198,12 @@ class LLM:
     @property
     def releases_handoffs(self) -> bool:
         """As the embedded engine says it; TensorRT-LLM has no such name."""
-        return not self._edges.keeps_kv_of_ended_requests
+        return not self.edges.keeps_kv_of_ended_requests
 
     @property
     def num_active_requests(self) -> int:
         """The engine `recording` tells, as the embedded one does; TensorRT-LLM has no such name."""
-        if not self._is_engine:
+        if not self.is_engine:
             raise AttributeError("num_active_requests")
         return self.num_running
 
@@ -224,7 +212,7 @@ class LLM:
     @_takes(EmbeddedLLM.generate_async)
     def generate_async(self, given: dict[str, Any]) -> RequestOutput:
         if (
-            self._edges.raises_what_it_died_of
+            self.edges.raises_what_it_died_of
             and self.fatal_error is not None
             and not self._executor.is_shutdown()
         ):
@@ -236,7 +224,7 @@ class LLM:
         sampling = given.get("sampling_params") or SamplingParams()
         params = given.get("disaggregated_params")
         self._check_request(token_ids, sampling, params, given.get("priority", DEFAULT_REQUEST_PRIORITY))
-        if self._edges.changes_sampling_params and not self._is_engine:
+        if self.edges.changes_sampling_params and not self.is_engine:
             if "sampling_params" in given:
                 given["sampling_params"] = replace(sampling)  # `calls` has it as it was given
             self._set_up(sampling, params)
@@ -247,7 +235,7 @@ class LLM:
             disaggregated_params=params,
             streaming=given.get("streaming", False),
             script=self.scripts.popleft() if self.scripts else AS_IT_IS,
-            settings=self._settings,
+            engine=self,
         )
         self.num_running += 1
         _keep(self.results, result)
@@ -276,7 +264,7 @@ class LLM:
 
     def _check_health(self) -> bool:
         """Not public in TensorRT-LLM either; Dynamo's engine monitor asks it."""
-        if self.fatal_error is not None and self._edges.raises_when_unhealthy:
+        if self.fatal_error is not None and self.edges.raises_when_unhealthy:
             raise self.fatal_error
         return self.is_healthy and not self.is_shut_down and self.fatal_error is None
 
@@ -285,7 +273,7 @@ class LLM:
         """What a decode engine has to know for GENERATION_FIRST. Only the Python transceiver serves it
         (_torch/pyexecutor/kv_cache_transceiver.py); one endpoint for each rank of pipeline parallelism.
         """
-        if not self._settings.is_python_transceiver or self._is_engine:
+        if not self.is_python_transceiver or self.is_engine:
             return {}
         rank = None if self.args.enable_attention_dp else 0
         return {"ctx_dp_rank": rank, "ctx_info_endpoint": ["tcp://prefill/"]}
@@ -298,20 +286,13 @@ class LLM:
     def _news(
         self, news: News, made: list[dict[str, Any]], is_on: bool, key: str, given: dict[str, Any]
     ) -> AsyncIterator[dict[str, Any]]:
-        if not is_on and not self._edges.is_silent_when_off and not self._is_engine:
+        if not is_on and not self.edges.is_silent_when_off and not self.is_engine:
             raise RuntimeError(f"{news.name} need {key}")
         timeout = given.get("timeout", 2)
         happened = made if is_on else []
-        if self._edges.blocks_for_news:
+        if self.edges.blocks_for_news:
             return news.block_and_take(happened, timeout)
         return news.take(happened, timeout)
-
-    def _happen(self, data: dict[str, Any], rank: int) -> None:
-        event = {"event_id": self._event_ids[rank], "window_size": self.args.max_seq_len, "data": data}
-        self._event_ids[rank] += 1
-        self.kv_cache_events.append(
-            event | ({"attention_dp_rank": rank} if self.args.enable_attention_dp else {})
-        )
 
     def _check_request(
         self,
@@ -325,11 +306,11 @@ class LLM:
             raise TypeError(f"sampling_params must be SamplingParams, got {type(sampling).__name__}")
         if not 0 <= priority <= 1:
             raise ValueError(f"priority must be in [0, 1], got {priority}")
-        if sampling.n > self.args.max_batch_size and self._edges.is_blocked_by_too_many_choices:
+        if sampling.n > self.args.max_batch_size and self.edges.is_blocked_by_too_many_choices:
             self.is_full = True
         elif sampling.n > self.args.max_batch_size:
             raise ValueError(f"n ({sampling.n}) exceeds max_batch_size ({self.args.max_batch_size})")
-        is_bare = self._edges.needs_end_id_without_tokenizer and self.args.skip_tokenizer_init
+        is_bare = self.edges.needs_end_id_without_tokenizer and self.args.skip_tokenizer_init
         if is_bare and sampling.end_id is None:
             raise ValueError("without a tokenizer sampling_params need an end_id")
         self._check_length(len(token_ids), params)
@@ -348,7 +329,7 @@ class LLM:
     def _check_length(self, length: int, params: DisaggregatedParams | None) -> None:
         is_decode = params is not None and getattr(params, "request_type", None) == "generation_only"
         longest, largest = self.args.max_seq_len, self.args.max_num_tokens
-        if self._edges.has_request_errors_for_length:
+        if self.edges.has_request_errors_for_length:
             if length > largest and not self.args.enable_chunked_prefill and not is_decode:
                 raise RequestError(
                     f"The sum of prompt length ({length:.1f}), query length (0) should not exceed "
@@ -366,7 +347,7 @@ class LLM:
         if split and sampling.n != 1:
             raise ValueError(f"{params.request_type} takes one choice, got n={sampling.n}")
         endpoint = params.ctx_info_endpoint
-        if self._edges.takes_one_endpoint and not isinstance(endpoint, str | None):
+        if self.edges.takes_one_endpoint and not isinstance(endpoint, str | None):
             error = TypeError(f"ContextPhaseParams: ctx_info_endpoint is a str or None, got {endpoint!r}")
             self.die(error)
             self._executor.doing_shutdown = True
@@ -386,10 +367,6 @@ class _Executor:
 def _keep(newest: list[T], item: T) -> None:
     newest.append(item)
     del newest[:-_KEPT]
-
-
-def _seconds(milliseconds: int | None) -> float | None:
-    return None if milliseconds is None else milliseconds / 1000
 
 
 def _without_defaults(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,14 +36,14 @@ _IDS = "get_global_disagg_request_id"
 @contextmanager
 def mounted_recording_llm(edges: HardEdges = PESSIMISTIC, version: str = VERSION) -> Iterator[ModuleType]:
     """Inside, `import tensorrt_llm` gives the stand-in; afterwards everything is as it was."""
-    before, edges_before = _taken_out(), recording.LLM.edges
-    recording.LLM.edges = edges
+    before, edges_before = _taken_out(), recording.LLM.next_edges
+    recording.LLM.next_edges = edges
     try:
         yield _put_in(version)
     finally:
         _taken_out()
         sys.modules.update(before)
-        recording.LLM.edges = edges_before
+        recording.LLM.next_edges = edges_before
         recording.LLM.forget_instances()
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import threading
 import zlib
 from array import array
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -19,8 +18,11 @@ from trtllm_disagg.engines.embedded.params.request_params import (
     DisaggScheduleStyle,
     SamplingParams,
 )
-from trtllm_disagg.engines.recording.hard_edges import HardEdges, RequestError
-from trtllm_disagg.engines.recording.state import KvHolder, Meeting
+from trtllm_disagg.engines.recording.hard_edges import RequestError
+from trtllm_disagg.engines.recording.state import Meeting
+
+if TYPE_CHECKING:
+    from trtllm_disagg.engines.recording.llm import LLM
 
 #: Never made by `scripted_token`; put it into a script to end an answer.
 EOS_TOKEN = 2
@@ -111,34 +113,6 @@ class Script:
 AS_IT_IS = Script()
 
 
-class _Engine(Protocol):
-    num_running: int
-    fatal_error: BaseException | None
-    stands_still: bool
-    is_full: bool
-    may_abort: threading.Event
-
-    def step_ended(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings:
-    """Settings that all requests of one engine share."""
-
-    edges: HardEdges
-    kv: KvHolder
-    engine: _Engine
-    pace: Pace
-    #: How long KV waits for a decode; None: for ever.
-    kv_seconds: float | None
-    is_python_transceiver: bool
-    #: The rank that all requests run on under attention DP, else None.
-    dp_rank: int | None
-    max_seq_len: int | None
-    #: True: only the length options of a request have an effect.
-    ignores_eos: bool
-
-
 _request_ids = itertools.count(1)
 
 
@@ -154,7 +128,7 @@ class RequestOutput:
         disaggregated_params: DisaggregatedParams | None,
         streaming: bool,
         script: Script,
-        settings: EngineSettings,
+        engine: LLM,
     ) -> None:
         self.request_id = next(_request_ids)
         self.prompt = prompt
@@ -172,18 +146,18 @@ class RequestOutput:
         self._given = disaggregated_params or DisaggregatedParams(request_type="context_and_generation")
         self._streaming = streaming
         self._script = script
-        self._settings = settings
+        self._engine = engine
         self._answers = [_Answer(prompt_token_ids, index) for index in range(sampling.n)]
         self._held: bytes | None = None
         self._meeting = self._rendezvous()
         #: Set: it has left the engine's queue.
-        self._queued = asyncio.Event() if settings.engine.is_full else None
+        self._queued = asyncio.Event() if engine.is_full else None
         self._has_failed = False
         self._runs = True
         self._started: float | None = None
         self._num_steps = 0
         self._max_tokens = self._most_tokens()
-        self._ignores_eos = sampling.ignore_eos or settings.ignores_eos
+        self._ignores_eos = sampling.ignore_eos or engine.is_engine
         #: Choices that have ended, and have no finish reason.
         self._untold: set[int] = set()
         self._steps = self._run()
@@ -199,7 +173,7 @@ class RequestOutput:
     @property
     def finished(self) -> bool:
         if self._has_failed:
-            return not self._settings.edges.never_finishes_after_error
+            return not self._engine.edges.never_finishes_after_error
         return not any(map(self._goes_on, self.outputs))
 
     def _goes_on(self, output: CompletionOutput) -> bool:
@@ -210,14 +184,14 @@ class RequestOutput:
         holds. On a generation_only request before its first output: the KV stays where it is (Dynamo #7489).
         """
         self.aborts.append(self.outputs[0].length)
-        if self._settings.edges.blocks_aborts_when_dead and self._settings.engine.fatal_error is not None:
-            self._settings.engine.may_abort.wait()
-        if self._held is not None and not self._settings.edges.keeps_kv_of_ended_requests:
-            self._settings.kv.release(self._held)
+        if self._engine.edges.blocks_aborts_when_dead and self._engine.fatal_error is not None:
+            self._engine.may_abort.wait()
+        if self._held is not None and not self._engine.edges.keeps_kv_of_ended_requests:
+            self._engine.kv.release(self._held)
         if self._meeting is not None:
             self._meeting.wanted.set()
             self._meeting.sent.set()
-        if self._queued is not None and not self._settings.edges.forgets_aborted_in_queue:
+        if self._queued is not None and not self._engine.edges.forgets_aborted_in_queue:
             self._queued.set()
         self._leave()
 
@@ -227,23 +201,23 @@ class RequestOutput:
     async def __anext__(self) -> RequestOutput:
         if self.finished:
             raise StopAsyncIteration
-        settings, gate = self._settings, self._script.gate
+        engine, gate = self._engine, self._script.gate
         while True:
             if self._queued is not None:
                 await self._queued.wait()
             if self._meeting is not None:
                 await self._meet(self._meeting)
             steps = 1
-            if settings.pace.step_seconds and not self.aborts:
-                steps = await self._steps_due(settings.pace.step_seconds)
+            if engine.pace.step_seconds and not self.aborts:
+                steps = await self._steps_due(engine.pace.step_seconds)
             else:
                 # Another task gets its turn here, as it does while a real engine computes.
                 await asyncio.sleep(0)
             if gate is not None and not self.aborts:
                 await gate.acquire()
-            if self._has_failed or settings.engine.stands_still or settings.engine.fatal_error is not None:
+            if self._has_failed or engine.stands_still or engine.fatal_error is not None:
                 await asyncio.get_running_loop().create_future()  # nothing comes any more
-            self._advance(steps * settings.pace.tokens_per_step)
+            self._advance(steps * engine.pace.tokens_per_step)
             if self._streaming or self.finished:
                 return self
 
@@ -271,7 +245,7 @@ class RequestOutput:
     def _rendezvous(self) -> Meeting | None:
         if self._given.schedule_style != DisaggScheduleStyle.GENERATION_FIRST:
             return None
-        return self._settings.kv.meeting(self._given.disagg_request_id)
+        return self._engine.kv.meeting(self._given.disagg_request_id)
 
     async def _meet(self, meeting: Meeting) -> None:
         """Prefill waits until decode has made room, decode until prefill has sent (disaggregated_params.py,
@@ -325,29 +299,29 @@ class RequestOutput:
     def _leave(self) -> None:
         if self._runs:
             self._runs = False
-            self._settings.engine.num_running -= 1
-            self._settings.engine.step_ended()
+            self._engine.num_running -= 1
+            self._engine.step_ended()
 
     def _most_tokens(self) -> int:
         if self.request_type == "context_only":
             # The LLM API does this, whatever the caller asked for.
             return 1
-        room = (self._settings.max_seq_len or _MAX_POSITIONS) - len(self.prompt_token_ids)
+        room = (self._engine.args.max_seq_len or _MAX_POSITIONS) - len(self.prompt_token_ids)
         most = room if self._sampling.max_tokens is None else self._sampling.max_tokens
-        overruns = self.request_type == "generation_only" and self._settings.edges.decodes_past_a_limit_of_one
+        overruns = self.request_type == "generation_only" and self._engine.edges.decodes_past_a_limit_of_one
         return max(2, most) if overruns else most
 
     def _run(self) -> Iterator[None]:
         """One token of one choice a step."""
         self._check()
         if self.request_type == "generation_only" and not self.is_aborted and self._meeting is None:
-            self._settings.kv.take(self._sender(), self.prompt_token_ids)
+            self._engine.kv.take(self._sender(), self.prompt_token_ids)
             self.cached_tokens = len(self.prompt_token_ids)
         for position in itertools.count():
             for output in self.outputs:
                 if self._goes_on(output):
                     self._step(output, position)
-                    if self._settings.edges.tells_the_last_end_alone and not self.finished:
+                    if self._engine.edges.tells_the_last_end_alone and not self.finished:
                         self._forget_end(output)
                     yield
 
@@ -357,23 +331,23 @@ class RequestOutput:
             self._untold.add(output.index)
 
     def _sender(self) -> bytes | None:
-        settings, given = self._settings, self._given
-        is_found_by_id = settings.edges.tells_ctx_request_id_alone and settings.is_python_transceiver
+        engine, given = self._engine, self._given
+        is_found_by_id = engine.edges.tells_ctx_request_id_alone and engine.is_python_transceiver
         return None if is_found_by_id and given.disagg_request_id is None else _sender_of(given)
 
     def _check(self) -> None:
         """Errors that only the engine's process notices."""
-        settings, length = self._settings, len(self.prompt_token_ids)
-        longest = settings.max_seq_len
-        if settings.edges.has_request_errors_for_length and longest is not None and length >= longest:
+        engine, length = self._engine, len(self.prompt_token_ids)
+        longest = engine.args.max_seq_len
+        if engine.edges.has_request_errors_for_length and longest is not None and length >= longest:
             room = f"`default_max_tokens` ({longest - length})"
             raise RequestError(
                 f"{room} must be greater than 0, {room} = max_seq_len ({longest}) - "
                 f"`splited_prompt_len` ({length}) - `query_token_len` (0)"
             )
-        if self.request_type != "generation_only" or not settings.edges.needs_ctx_dp_rank:
+        if self.request_type != "generation_only" or not engine.edges.needs_ctx_dp_rank:
             return
-        if settings.dp_rank is not None and self._given.ctx_dp_rank is None:
+        if engine.dp_rank is not None and self._given.ctx_dp_rank is None:
             raise RequestError(
                 f"ctx_dp_rank is None for request {self.request_id}; "
                 "disaggregated params may be missing context rank info"
@@ -440,21 +414,21 @@ class RequestOutput:
         self.time_breakdown_metrics = self._script.time_breakdown_metrics if measured else None
 
     def _hand_off(self, output: CompletionOutput, token: int) -> None:
-        settings, given_id = self._settings, self._given.disagg_request_id
+        engine, given_id = self._engine, self._given.disagg_request_id
         if self._meeting is not None:
             self._meeting.sent.set()
             return
-        self._held = settings.kv.hold(self.prompt_token_ids, settings.engine, settings.kv_seconds)
+        self._held = engine.kv.hold(self.prompt_token_ids, engine, engine.kv_seconds)
         endpoint = _ENDPOINT + self._held.decode()
         output.disaggregated_params = self.disaggregated_params = DisaggregatedParams(
             request_type="context_only",
             first_gen_tokens=[token],
             first_gen_log_probs=list(output.logprobs) or None,
             ctx_request_id=self.request_id if given_id is None else given_id,
-            disagg_request_id=None if settings.edges.tells_ctx_request_id_alone else given_id,
-            ctx_dp_rank=settings.dp_rank,
-            opaque_state=None if settings.is_python_transceiver else self._held,
-            ctx_info_endpoint=endpoint if settings.is_python_transceiver else None,
+            disagg_request_id=None if engine.edges.tells_ctx_request_id_alone else given_id,
+            ctx_dp_rank=engine.dp_rank,
+            opaque_state=None if engine.is_python_transceiver else self._held,
+            ctx_info_endpoint=endpoint if engine.is_python_transceiver else None,
         )
 
 

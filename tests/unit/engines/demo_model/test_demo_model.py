@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from trtllm_disagg.engines import demo_model
-from trtllm_disagg.engines.demo_model import Recipe, building, corpus, tokenizer, training
+from trtllm_disagg.engines.demo_model import Recipe, building, corpus, training
 from trtllm_disagg.engines.demo_model import corpus as conversations
 from trtllm_disagg.engines.demo_model.building import build_demo_model
 from trtllm_disagg.errors import ConfigError
@@ -108,7 +108,7 @@ def test_the_tokenizer_gives_every_text_back(model_dir: Path) -> None:
     loaded = AutoTokenizer.from_pretrained(model_dir)
     for text in ("The with statement", "  two  spaces\n\ttab", "żółw 🐢 \x00"):
         assert loaded.decode(loaded.encode(text)) == text
-    assert loaded.convert_tokens_to_ids(list(tokenizer.SPECIAL_TOKENS)) == [0, 1, 2, 3, 4]
+    assert loaded.convert_tokens_to_ids(list(corpus.SPECIAL_TOKENS)) == [0, 1, 2, 3, 4]
     assert (loaded.bos_token, loaded.eos_token, len(loaded)) == ("<|bos|>", "<|eos|>", 320)
 
 
@@ -119,7 +119,7 @@ def test_the_chat_template_writes_what_the_model_was_trained_on(model_dir: Path)
     talk = [("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello!"), ("user", "Bye")]
     messages = [{"role": role, "content": text} for role, text in talk]
     rendered = loaded.apply_chat_template(messages, tokenize=False)
-    assert rendered == tokenizer.render_conversation(talk)
+    assert rendered == corpus.render_conversation(talk)
     prompt = loaded.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert prompt == rendered + "<|assistant|>"
     assert rendered == "<|bos|><|system|>Be brief.<|user|>Hi<|assistant|>Hello!<|eos|><|user|>Bye"
@@ -137,9 +137,9 @@ def test_the_chat_template_takes_a_list_of_text_parts(model_dir: Path) -> None:
 def test_the_frontend_finds_template_and_special_tokens_in_tokenizer_config(model_dir: Path) -> None:
     config = json.loads((model_dir / "tokenizer_config.json").read_text())
     assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
-    assert config["chat_template"] == tokenizer.CHAT_TEMPLATE
+    assert config["chat_template"] == corpus.CHAT_TEMPLATE
     assert {entry["content"] for entry in config["added_tokens_decoder"].values()} == set(
-        tokenizer.SPECIAL_TOKENS
+        corpus.SPECIAL_TOKENS
     )
 
 
@@ -161,7 +161,7 @@ def test_the_same_recipe_gives_the_same_weights_and_another_seed_others(
 def test_training_learns() -> None:
     source = corpus.articles()[:40]
     recipe = replace(TINY, steps=40, threads=2)
-    vocabulary = tokenizer.train_tokenizer([article.passage for article in source], recipe.vocab_size)
+    vocabulary = corpus.train_tokenizer([article.passage for article in source], recipe.vocab_size)
     losses: list[float] = []
     training.train(recipe, source, vocabulary, lambda step, steps, loss: losses.append(loss))
     assert len(losses) == recipe.steps
@@ -175,9 +175,7 @@ def some_articles() -> list[corpus.Article]:
 
 @pytest.fixture(scope="module")
 def vocabulary(some_articles: list[corpus.Article]) -> Any:
-    return tokenizer.train_tokenizer(
-        conversations.documents(some_articles, random.Random(0)), TINY.vocab_size
-    )
+    return corpus.train_tokenizer(conversations.documents(some_articles, random.Random(0)), TINY.vocab_size)
 
 
 def test_every_nth_training_step_is_one_long_window(
@@ -190,7 +188,7 @@ def test_every_nth_training_step_is_one_long_window(
 
 def test_every_window_begins_with_a_document(some_articles: list[corpus.Article], vocabulary: Any) -> None:
     for tokens, _ in training.batches(TINY, some_articles, vocabulary):
-        assert (tokens[:, 0] == vocabulary.token_to_id(tokenizer.BOS)).all()
+        assert (tokens[:, 0] == vocabulary.token_to_id(corpus.BOS)).all()
 
 
 def test_only_questions_and_system_prompts_are_not_learned() -> None:

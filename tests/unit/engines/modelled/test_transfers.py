@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from tests.support.meeting import Duo
 from tests.support.modelled_cores import ModelledTestCore, VirtualClock, prompt_of
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout, PeerMetadata, ReadTimeoutError
-from trtllm_disagg.engines.modelled.core import ScaledClock
-from trtllm_disagg.engines.modelled.link import LinkCost, LinkTransport
+from trtllm_disagg.engines.modelled.core import LinkCost, LinkTransport, ScaledClock
 from trtllm_disagg.errors import HandoffRefusedError, KvTransferError
 
 LAYOUT = KvLayout("m", 1, 32, 1, 1, "auto")

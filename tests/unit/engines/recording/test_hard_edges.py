@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from trtllm_disagg.engines.recording.hard_edges import (
-    CONTEXT_TRANSFER_ERROR,
     FORGIVING,
     GENERATION_TRANSFER_ERROR,
     PESSIMISTIC,
@@ -45,7 +44,7 @@ def _fresh() -> Iterator[None]:
 
 
 def make(edges: HardEdges = PESSIMISTIC, transceiver: dict[str, Any] | None = None, **kwargs: Any) -> LLM:
-    LLM.edges = edges
+    LLM.next_edges = edges
     config = {"backend": "NIXL", "kv_transfer_timeout_ms": 60000} | (transceiver or {})
     return LLM("org/model", cache_transceiver_config=config, **kwargs)
 
@@ -143,19 +142,6 @@ async def test_statistics_and_events_that_are_off_are_empty(method: str) -> None
         getattr(make(FORGIVING), method)()
 
 
-@pytest.mark.parametrize("attention_dp", [True, False])
-async def test_events_name_their_rank_under_attention_dp(attention_dp: bool) -> None:
-    llm = make(enable_attention_dp=attention_dp, kv_cache_config={"event_buffer_max_size": 8})
-    llm.remove([5], rank=0)
-    llm.store([], rank=1)
-    llm.remove([6], rank=1)
-    events = [event async for event in llm.get_kv_cache_events_async(timeout=0)]
-    assert [event["event_id"] for event in events] == [0, 0, 1]
-    assert [event["data"]["type"] for event in events] == ["removed", "stored", "removed"]
-    ranks = [0, 1, 1] if attention_dp else [None] * 3
-    assert [event.get("attention_dp_rank") for event in events] == ranks
-
-
 # -- KV that no decode fetches
 
 
@@ -216,7 +202,7 @@ async def test_a_prefill_that_stops_or_is_aborted_holds_nothing() -> None:
 @BOTH
 async def test_result_that_raised_is_not_finished_with_pessimistic_edges(edges: HardEdges) -> None:
     llm = make(edges)
-    llm.scripts.append(Script(error=RequestError(CONTEXT_TRANSFER_ERROR)))
+    llm.scripts.append(Script(error=RequestError(GENERATION_TRANSFER_ERROR)))
     result = llm.generate_async(PROMPT)
     with pytest.raises(RequestError) as raised:
         await result.aresult()

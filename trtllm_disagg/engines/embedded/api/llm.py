@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -19,51 +19,24 @@ from trtllm_disagg.engines.embedded.api import request as checks
 from trtllm_disagg.engines.embedded.api.result import Feed, RequestOutput, RunningRequests, decoder
 from trtllm_disagg.engines.embedded.core.core_client import CoreClient
 from trtllm_disagg.engines.embedded.ipc.messages import AbortRequest, AddRequest, StepReport
-from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs, as_plain, core_args
+from trtllm_disagg.engines.embedded.params.llm_args import (
+    LlmArgs,
+    as_plain,
+    core_args,
+    in_directory,
+    refuse_unsupported,
+)
 from trtllm_disagg.engines.embedded.params.model_shape import check_model
 from trtllm_disagg.engines.embedded.params.request_params import (
     DisaggregatedParams,
     SamplingParams,
     SchedulingParams,
 )
-from trtllm_disagg.engines.embedded.params.supported_args import in_directory, refuse_unsupported
-from trtllm_disagg.engines.embedded.tensor_parallel.launch import require_divides, serve_other_ranks
+from trtllm_disagg.engines.embedded.tensor_parallel.launch import require_divides, serve_as_rank
 
 log = logging.getLogger(__name__)
 
 DEFAULT_REQUEST_PRIORITY = 0.5
-
-
-def generate_all(
-    start: Callable[..., RequestOutput], inputs: Any, use_tqdm: bool, arguments: dict[str, Any]
-) -> Any:
-    """`LLM.generate`: one prompt or many, each with arguments of its own when they come as a list.
-
-    `start` takes one prompt and its arguments. One result for one prompt, a list for a list of prompts.
-
-    Raises ValueError when a list of arguments is not as long as that of the prompts, and what `start` and the
-    requests raise; then none of the others goes on.
-    """
-    from tqdm import tqdm
-
-    several = isinstance(inputs, list) and not all(isinstance(token, int) for token in inputs)
-    prompts = inputs if several else [inputs]
-    each = list(_one_by_one(arguments, len(prompts)))
-    results: list[RequestOutput] = []
-    # None: only where a caller asks for it.
-    shown = tqdm(total=len(prompts), desc="Processed requests", disable=None if use_tqdm else True)
-    try:
-        with shown:
-            for prompt, mine in zip(prompts, each, strict=True):
-                results.append(start(prompt, **mine))
-            for result in results:
-                result.result()
-                shown.update()
-    except BaseException:
-        for result in results:
-            result.abort()
-        raise
-    return results if several else results[0]
 
 
 def _one_by_one(arguments: dict[str, Any], count: int) -> Iterator[dict[str, Any]]:
@@ -216,9 +189,30 @@ class LLM:
     def generate(self, inputs: Any, sampling_params: Any = None, use_tqdm: bool = True, **kwargs: Any) -> Any:
         """Blocking: one result for one prompt, a list for a list of prompts. `sampling_params` and the other
         arguments of `generate_async` are for all, or lists with one for each.
+
+        Raises ValueError when a list of arguments is not as long as that of the prompts, and what `generate_async` and
+        the requests raise; then none of the others goes on.
         """
-        arguments = {"sampling_params": sampling_params} | kwargs
-        return generate_all(self.generate_async, inputs, use_tqdm, arguments)
+        from tqdm import tqdm
+
+        several = isinstance(inputs, list) and not all(isinstance(token, int) for token in inputs)
+        prompts = inputs if several else [inputs]
+        each = list(_one_by_one({"sampling_params": sampling_params} | kwargs, len(prompts)))
+        results: list[RequestOutput] = []
+        # None: only where a caller asks for it.
+        shown = tqdm(total=len(prompts), desc="Processed requests", disable=None if use_tqdm else True)
+        try:
+            with shown:
+                for prompt, mine in zip(prompts, each, strict=True):
+                    results.append(self.generate_async(prompt, **mine))
+                for result in results:
+                    result.result()
+                    shown.update()
+        except BaseException:
+            for result in results:
+                result.abort()
+            raise
+        return results if several else results[0]
 
     def get_kv_cache_events(self, timeout: float | None = 2) -> list[dict[str, Any]]:
         """Events since the last call; empty unless kv_cache_config.event_buffer_max_size is set."""
@@ -316,7 +310,8 @@ class LLM:
         args = args.model_copy(update={"enable_attention_dp": False})
         require_divides(Path(args.model), args.tensor_parallel_size)
         check_model(args)
-        serve_other_ranks(args.tensor_parallel_size, args.embedded.num_threads)
+        if serve_as_rank(args.tensor_parallel_size, args.embedded.num_threads, os.environ):
+            raise SystemExit(0)
         return args
 
     def _start_core(self) -> CoreClient:

@@ -113,19 +113,13 @@ def request_type_of(params: DisaggregatedParams | None, can_transfer: bool) -> s
     """Raises ValueError when a phase is asked for that this engine was not configured for, NotImplementedError
     for what it does not serve.
     """
-    _require_served(params)
+    for name in _UNSERVED_PARAMS if params is not None else ():
+        if getattr(params, name):
+            raise NotImplementedError(f"DisaggregatedParams.{name} is not served by the embedded engine")
     kind = (params.request_type if params is not None else None) or "context_and_generation"
     if kind != "context_and_generation" and not can_transfer:
         raise ValueError(f"request type {kind} needs cache_transceiver_config.backend, which is not set")
     return kind
-
-
-def _require_served(params: DisaggregatedParams | None) -> None:
-    if params is None:
-        return
-    for name in _UNSERVED_PARAMS:
-        if getattr(params, name):
-            raise NotImplementedError(f"DisaggregatedParams.{name} is not served by the embedded engine")
 
 
 def other_half(

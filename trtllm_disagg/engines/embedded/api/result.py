@@ -51,24 +51,20 @@ class GrowingText:
     """
 
     def __init__(self, decode: Decode) -> None:
-        self._decode = decode
+        self.decode = decode
         self._restart()
 
     def update(self, token_ids: list[int]) -> str:
         """A list that was cut short (a stop word) is decoded as a whole."""
         if len(token_ids) < self._settled:
             self._restart()
-        window = self._decode(self._context + token_ids[self._settled :])
+        window = self.decode(self._context + token_ids[self._settled :])
         text = self._text + window[self._known :]
         # In steps, so that one end is tried with several lengths: both have to be between two characters.
         end = (len(token_ids) // _OPEN - 1) * _OPEN
         if end > self._settled:
             self._settle(token_ids[:end], window, is_late=end > self._settled + _TOO_MANY_OPEN)
         return text
-
-    def whole(self, token_ids: list[int]) -> str:
-        """The finished answer, in one piece: right for any tokenizer, however its tokens depend on each other."""
-        return self._decode(token_ids)
 
     def _restart(self) -> None:
         #: The text of the settled tokens; of it, `_known` characters come from `_context`: the last ones with a text.
@@ -82,12 +78,12 @@ class GrowingText:
         as broken until it ends.
         """
         tokens = token_ids[self._settled :]
-        text = self._decode(self._context + tokens)
+        text = self.decode(self._context + tokens)
         if is_late or (window.startswith(text) and not text.endswith(_BROKEN)):
             self._text += text[self._known :]
             self._settled = len(token_ids)
             # Behind hidden tokens alone, a decoder would take the next one for the first, which loses its space.
-            if known := len(self._decode(tokens)):
+            if known := len(self.decode(tokens)):
                 self._context, self._known = tokens, known
 
 
@@ -151,7 +147,7 @@ class CompletionOutput:
 Delivery = TokenOutput | RequestError
 
 
-class GenerationResult:
+class RequestOutput:
     """A running request: iterate it (async or not), await `aresult()`, or `abort()` it."""
 
     def __init__(
@@ -212,10 +208,10 @@ class GenerationResult:
         """Stop the request. KV of a context_only request that is still held for a decode is released."""
         self._abort(self.request_id)
 
-    def __aiter__(self) -> AsyncIterator[GenerationResult]:
+    def __aiter__(self) -> AsyncIterator[RequestOutput]:
         return self
 
-    async def __anext__(self) -> GenerationResult:
+    async def __anext__(self) -> RequestOutput:
         if self.finished:
             raise StopAsyncIteration
         if self.loop is None:
@@ -233,10 +229,10 @@ class GenerationResult:
             if self.finished or (self._streaming and waiting.empty()):
                 return self
 
-    def __iter__(self) -> Iterator[GenerationResult]:
+    def __iter__(self) -> Iterator[RequestOutput]:
         return self
 
-    def __next__(self) -> GenerationResult:
+    def __next__(self) -> RequestOutput:
         if self.finished:
             raise StopIteration
         self._mark_seen()
@@ -245,12 +241,12 @@ class GenerationResult:
             self._apply(self.queue.get())
         return self
 
-    async def aresult(self) -> GenerationResult:
+    async def aresult(self) -> RequestOutput:
         async for _ in self:
             pass
         return self
 
-    def result(self, timeout: float | None = None) -> GenerationResult:
+    def result(self, timeout: float | None = None) -> RequestOutput:
         """Block until finished. Raises queue.Empty when no token came for `timeout` seconds."""
         while not self.finished:
             self._apply(self.queue.get(timeout=timeout))
@@ -258,6 +254,12 @@ class GenerationResult:
 
     def __await__(self) -> Any:
         return self.aresult().__await__()
+
+    def __repr__(self) -> str:
+        return (
+            f"RequestOutput(request_id={self.request_id}, prompt={self.prompt!r}, "
+            f"prompt_token_ids={self.prompt_token_ids}, outputs={self.outputs}, finished={self.finished})"
+        )
 
     # -- growing the outputs
 
@@ -293,7 +295,8 @@ class GenerationResult:
         if self._texts:
             text = self._texts[delivery.index]
             if output.finish_reason is not None:
-                output.text = text.whole(output.token_ids)
+                # In one piece: right for any tokenizer, however its tokens depend on each other.
+                output.text = text.decode(output.token_ids)
             elif self._streaming:
                 # A character that may be whole with the next token waits for it, or it would be missing in `text_diff`.
                 shown = text.update(output.token_ids).rstrip(_BROKEN)
@@ -330,6 +333,10 @@ class GenerationResult:
         return handoff.ctx_request_id if self._disagg_request_id is None else self._disagg_request_id
 
 
+#: TensorRT-LLM's name of what a RequestOutput is derived from.
+GenerationResult = RequestOutput
+
+
 def _public(entry: LogprobEntry) -> dict[int, Logprob]:
     return {token: Logprob(logprob, rank) for token, logprob, rank in entry}
 
@@ -344,16 +351,6 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return asyncio.get_running_loop()
     except RuntimeError:
         return None
-
-
-class RequestOutput(GenerationResult):
-    """The public name of a running request."""
-
-    def __repr__(self) -> str:
-        return (
-            f"RequestOutput(request_id={self.request_id}, prompt={self.prompt!r}, "
-            f"prompt_token_ids={self.prompt_token_ids}, outputs={self.outputs}, finished={self.finished})"
-        )
 
 
 def wake(results: Sequence[RequestOutput]) -> None:

@@ -13,10 +13,8 @@ from typing import NamedTuple
 
 from trtllm_disagg.engines.embedded.ipc.messages import AddRequest, LogprobEntry, TokenOutput
 from trtllm_disagg.engines.embedded.scheduler.sequence import Sequence
-from trtllm_disagg.errors import ConfigError, DisaggError, InvalidRequestError
+from trtllm_disagg.errors import DisaggError
 from trtllm_disagg.wire.kv_handle import KvHandle
-
-_DISABLED = "KV transfer is disabled on this engine; set cache_transceiver_config.backend"
 
 
 class Offered(NamedTuple):
@@ -130,7 +128,7 @@ class BlocksInTransfer:
 class KvConnector:
     """Used by the engine core's thread, for every sequence when it begins and ends.
 
-    This base class is for an engine without cache_transceiver_config: it makes and takes no handoffs.
+    This base class is for an engine without cache_transceiver_config, whose API refuses requests with a handoff.
     """
 
     #: The transport's name; "off" without one.
@@ -164,8 +162,6 @@ class KvConnector:
         """The handle of the handoff that the request continues, if any. Raises a DisaggError for a context_only or
         generation_only request that this engine cannot run.
         """
-        if request.rendezvous is not None or request.request_type == "generation_only":
-            raise InvalidRequestError(_DISABLED)
         return None
 
     def awaits_offer(self, sequence: Sequence) -> bool:
@@ -183,7 +179,7 @@ class KvConnector:
         """A prefill has ended with its first token: take over its blocks. True when `output`, now with the handoff, is
         to be sent at once; False when `HandedOff` brings it later.
         """
-        raise ConfigError(_DISABLED)
+        raise AssertionError("an engine without KV transfer takes no context_only request")
 
     def release(self, sequence: Sequence) -> list[int]:
         """A sequence has ended without a handoff: return its blocks that are free now. The others follow as

@@ -13,18 +13,11 @@ import torch
 
 from trtllm_disagg.engines.embedded.connector.connector import KvConnector
 from trtllm_disagg.engines.embedded.connector.two_sided import TwoSidedConnector, timeouts_of
-from trtllm_disagg.engines.embedded.core.engine_core import EngineCore, NoGuides
+from trtllm_disagg.engines.embedded.core.engine_core import EngineCore
 from trtllm_disagg.engines.embedded.cpu_kernels.cpu import this_cpu
 from trtllm_disagg.engines.embedded.ipc.messages import Ready, SamplingSpec
-from trtllm_disagg.engines.embedded.kv_cache.block_manager import KvEventLog
-from trtllm_disagg.engines.embedded.kv_cache.pool import KvPool, LocalKvMemory
-from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout, KvTimeouts, StagingTransport
-from trtllm_disagg.engines.embedded.kv_transfer.shared_memory import new_memory
-from trtllm_disagg.engines.embedded.model.forward import ModelRunner, choose_forward
-from trtllm_disagg.engines.embedded.model.model_loader import load_model
-from trtllm_disagg.engines.embedded.model.rows import TILE, Sampled
-from trtllm_disagg.engines.embedded.model.sampler import prompt_logprobs, sample
-from trtllm_disagg.engines.embedded.model.sizing import (
+from trtllm_disagg.engines.embedded.kv_cache.pool import (
+    KvPool,
     PoolShape,
     choose_device,
     kv_layout,
@@ -32,9 +25,14 @@ from trtllm_disagg.engines.embedded.model.sizing import (
     new_pool,
     num_kv_blocks,
 )
+from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout
+from trtllm_disagg.engines.embedded.kv_transfer.shared_memory import new_memory
+from trtllm_disagg.engines.embedded.model.forward import ModelRunner, choose_forward, load_model
+from trtllm_disagg.engines.embedded.model.rows import TILE, Sampled
+from trtllm_disagg.engines.embedded.model.sampler import prompt_logprobs, sample
 from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.engines.embedded.params.model_shape import ModelShape, max_seq_len, read_shape
-from trtllm_disagg.engines.embedded.scheduler.scheduler import Row, create_blocks, create_scheduler
+from trtllm_disagg.engines.embedded.scheduler.scheduler import Row, Scheduler, create_blocks
 from trtllm_disagg.engines.embedded.scheduler.sequence import Sequence
 from trtllm_disagg.engines.embedded.scheduler.statistics import IterationStats
 from trtllm_disagg.engines.embedded.tensor_parallel.group import OtherRank, use_cpus
@@ -98,14 +96,8 @@ def build_core(
     wake: Callable[[], None],
     team: SingleRank | Team | None = None,
     reporter: Reporter | None = None,
-    *,
-    transport: StagingTransport | None = None,
-    timeouts: KvTimeouts | None = None,
 ) -> EngineCore:
-    """`wake` is called from other threads when a transfer ended and `step` has something to do.
-
-    `transport` and `timeouts`: for KV transfer, instead of those of `args`.
-    """
+    """`wake` is called from other threads when a transfer ended and `step` has something to do."""
     reporter = reporter or Reporter()
     team = team or SingleRank()
     device = choose_device(args.embedded.device, team.size)
@@ -119,19 +111,16 @@ def build_core(
     longest, wanted_length = longest_sequence(args, shape, num_blocks), max_seq_len(args, shape)
     if longest < wanted_length:
         log.info("max_seq_len is %d, and not %d: the KV pool holds no more tokens", longest, wanted_length)
-    events = KvEventLog(kv_config.event_buffer_max_size, longest)
-    blocks = create_blocks(kv_config, num_blocks, events)
+    blocks = create_blocks(kv_config, num_blocks, longest)
     team.start(plan.told_to_all(args), num_blocks)
     reporter.tell(LOADING)
     model = load_model(Path(args.model), shape, plan.kind)
     team.shard(model)
     wanted = new_pool(shape, num_blocks, size, device, team.size)
     layout = kv_layout(shape, size)
-    connector, kv = _create_connector(
-        args, layout, wanted, wake, team.others, transport=transport, timeouts=timeouts
-    )
-    scheduler = create_scheduler(args, blocks, team.memory(LocalKvMemory(kv)), TILE)
+    connector, kv = _create_connector(args, layout, wanted, wake, team.others)
     pool = KvPool(kv)
+    scheduler = Scheduler(args, blocks, team.memory(pool), TILE)
     with plan.ops.reporting_compilation(reporter):
         forward = plan.make_forward(model, pool, longest, reporter)
         runner = team.broadcasting(ModelRunner(forward, pool, plan.ops))
@@ -151,21 +140,20 @@ def build_core(
     return EngineCore(
         ready=ready,
         blocks=blocks,
-        events=events,
         scheduler=scheduler,
         connector=connector,
         model=SamplingModel(runner),
-        guides=create_guides(args, shape),
+        guides=_create_guides(args, shape),
         stats=IterationStats(args),
         block_bytes=kv.nbytes // num_blocks,
         close_last=team.close,
     )
 
 
-def create_guides(args: LlmArgs, shape: ModelShape) -> Guides | NoGuides:
+def _create_guides(args: LlmArgs, shape: ModelShape) -> Guides | None:
     """What guiding needs is imported only where an engine guides."""
     if args.guided_decoding_backend is None:
-        return NoGuides()
+        return None
     from trtllm_disagg.engines.embedded.model.guided_decoding import Guides, read_guide_tokenizer
 
     tokenizer = read_guide_tokenizer(Path(args.tokenizer or args.model))
@@ -177,25 +165,22 @@ def _create_connector(
     layout: KvLayout,
     pool: PoolShape,
     wake: Callable[[], None],
-    others: Seq[OtherRank] = (),
-    *,
-    transport: StagingTransport | None = None,
-    timeouts: KvTimeouts | None = None,
+    others: Seq[OtherRank],
 ) -> tuple[KvConnector, torch.Tensor]:
     """The connector and the pool, which must live in memory that the transport can serve.
 
-    `others` are the other ranks, with pools of their own. `transport` and `timeouts` instead of those of `args`.
+    `others` are the other ranks, with pools of their own.
     """
     config = args.cache_transceiver_config
     if config is None or config.backend is None:
-        return KvConnector(), new_memory(pool.shape, pool.dtype, pool.device)
-    team = TeamTransport(transport or transport_of(config.backend, pool.device), others)
-    kv = team.allocate(pool.shape, pool.dtype, pool.device)
+        return KvConnector(), new_memory(*pool)
+    team = TeamTransport(transport_of(config.backend, pool.device), others)
+    kv = team.allocate(*pool)
     connector = TwoSidedConnector(
         team,
         layout,
-        pool.num_blocks,
-        timeouts=timeouts or timeouts_of(config),
+        len(kv),
+        timeouts=timeouts_of(config),
         takes_offers=args.tensor_parallel_size == 1,
         wake=wake,
     )

@@ -24,7 +24,7 @@ from trtllm_disagg.engines.embedded.ipc.messages import (
     Start,
     StepReport,
 )
-from trtllm_disagg.engines.embedded.ipc.sockets import Link, accept, listen
+from trtllm_disagg.engines.embedded.ipc.sockets import Link, Listener, accept
 from trtllm_disagg.engines.embedded.tensor_parallel.launch import Launch, RankWatch, core_launch
 
 log = logging.getLogger(__name__)
@@ -57,10 +57,9 @@ class CoreClient:
         self._failure: str | None = None
         self._open = contextlib.ExitStack()
         self._ranks = self._open.enter_context(contextlib.closing(RankWatch(())))
-        listener, address = listen()
-        self._open.enter_context(listener)
+        listener = self._open.enter_context(Listener("core"))
         self._end_seconds = end_seconds
-        start = Start(args, address, builder, step_timeout_seconds)
+        start = Start(args, listener.path, builder, step_timeout_seconds)
         self._process = _spawn(launch(num_ranks, num_threads, os.environ), start)
         try:
             self._link = self._open.enter_context(contextlib.closing(self._accept(listener)))

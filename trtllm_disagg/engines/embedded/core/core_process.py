@@ -33,9 +33,8 @@ from trtllm_disagg.engines.embedded.ipc.messages import (
     Start,
     StepReport,
 )
-from trtllm_disagg.engines.embedded.ipc.socket_files import connect
-from trtllm_disagg.engines.embedded.ipc.sockets import Link
-from trtllm_disagg.engines.embedded.tensor_parallel.launch import IN_JOB, own_rank
+from trtllm_disagg.engines.embedded.ipc.sockets import Link, connect
+from trtllm_disagg.engines.embedded.tensor_parallel.launch import IN_JOB, exit_with_parent, own_rank
 from trtllm_disagg.errors import DisaggError
 from trtllm_disagg.processes.reports import reporter_of
 
@@ -118,6 +117,11 @@ class CoreProcess:
         self._link.flush(_FLUSH_SECONDS)
         os._exit(1)
 
+    def kill_others(self) -> None:
+        for pid in self.others:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
     def serve(self, core: Any, step_timeout_seconds: float | None) -> None:
         """Run the core until Shutdown. Sleeps while the core has no work."""
         if step_timeout_seconds is None:
@@ -138,10 +142,7 @@ class CoreProcess:
             timeout = 0.0 if core.has_work else core.seconds_to_deadline()
             if not memory_is_returned:
                 timeout = _IDLE_SECONDS if timeout is None else min(timeout, _IDLE_SECONDS)
-            ready_fds = self._wait(timeout)
-            if not ready_fds and core.has_work and (rest := core.rest()):
-                ready_fds = self._wait(rest)
-            commands = self._take(ready_fds)
+            commands = self._take(self._wait(timeout))
             is_idle = not (commands or core.has_work)
             if is_idle and not memory_is_returned:
                 _return_free_memory()
@@ -194,21 +195,6 @@ def _apply(commands: list[Command], core: Any) -> bool:
     return True
 
 
-def _exit_with_parent(process: CoreProcess) -> None:
-    """End this process when the worker has ended for any reason."""
-
-    def watch() -> None:
-        # Not sys.stdin: its lock would block the interpreter's shutdown.
-        while os.read(0, 4096):
-            pass
-        for pid in process.others:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        os._exit(0)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
-
-
 def main() -> int:
     # Files that an engine makes, such as UCX's shared memory, are readable by its user only.
     os.umask(0o077)
@@ -222,7 +208,7 @@ def main() -> int:
     start = msgspec.json.decode(_read_line(), type=Start)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s", stream=sys.stderr)
     process = CoreProcess(start)
-    _exit_with_parent(process)
+    exit_with_parent(process.kill_others)
     try:
         core = _build(start, process)
     except Exception as error:

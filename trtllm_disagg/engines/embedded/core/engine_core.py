@@ -25,17 +25,16 @@ from trtllm_disagg.engines.embedded.ipc.messages import (
     AddRequest,
     LogprobEntry,
     Ready,
-    SamplingSpec,
     StepReport,
     TokenOutput,
 )
-from trtllm_disagg.engines.embedded.kv_cache.block_manager import BlockManager, KvEventLog
+from trtllm_disagg.engines.embedded.kv_cache.block_manager import BlockManager
 from trtllm_disagg.engines.embedded.model.rows import Sampled
 from trtllm_disagg.engines.embedded.scheduler.capacity import require_room
 from trtllm_disagg.engines.embedded.scheduler.scheduler import Row, Scheduler
 from trtllm_disagg.engines.embedded.scheduler.sequence import Clock, Sequence, Status, Verdict, judge
 from trtllm_disagg.engines.embedded.scheduler.statistics import IterationStats
-from trtllm_disagg.errors import DisaggError, EngineError, InvalidRequestError, KvTransferError
+from trtllm_disagg.errors import DisaggError, EngineError, KvTransferError
 
 if TYPE_CHECKING:
     from trtllm_disagg.engines.embedded.model.guided_decoding import Guides
@@ -46,7 +45,8 @@ def of_sequence(sequence: Sequence, verdict: Verdict) -> TokenOutput:
     """The sequence's tokens that were not sent yet, and their verdict."""
     num_unsent, logprobs = sequence.num_unsent, sequence.unsent_logprobs
     sequence.num_unsent, sequence.unsent_logprobs = 0, []
-    end = len(sequence.tokens)
+    end, timer = len(sequence.tokens), sequence.timer
+    is_over = verdict.finish_reason is not None
     return TokenOutput(
         sequence.request_id,
         sequence.index,
@@ -58,7 +58,7 @@ def of_sequence(sequence: Sequence, verdict: Verdict) -> TokenOutput:
         finish_reason=verdict.finish_reason,
         stop_reason=verdict.stop_reason,
         cached_tokens=sequence.num_cached,
-        measured=None if verdict.finish_reason is None else sequence.measured,
+        measured=timer.snapshot(sequence.admission) if is_over and timer is not None else None,
     )
 
 
@@ -79,11 +79,11 @@ class EngineCore:
 
     ready: Ready
     blocks: BlockManager
-    events: KvEventLog
     scheduler: Scheduler
     connector: KvConnector
     model: StepModel
-    guides: Guides | NoGuides
+    #: None without guided_decoding_backend: then no request brings a grammar.
+    guides: Guides | None
     stats: IterationStats
     #: Bytes of KV in one block.
     block_bytes: int
@@ -107,7 +107,7 @@ class EngineCore:
             ]
             for sequence in sequences:
                 require_room(sequence, self.blocks)
-                sequence.guide = self.guides.start(request.sampling)
+                sequence.guide = self.guides.start(request.sampling) if self.guides is not None else None
         except Exception as raised:
             if handle is not None:
                 self.connector.decline(handle)
@@ -148,21 +148,20 @@ class EngineCore:
             self._apply(event)
         if self._has_shrunk:
             self._fail_sequences_that_no_longer_fit()
-        return self._run_step(started)
-
-    def rest(self) -> float:
-        """Seconds for which the process may wait for a command although there is work. 0 unless the model only imitates
-        the time of its steps.
-        """
-        return 0.0
+        for sequence in self.scheduler.admit():
+            self.connector.start(sequence)
+        rows = self.scheduler.schedule()
+        if rows:
+            self._run(rows)
+        handoffs = self.connector.num_leases, self.connector.oldest_lease
+        seconds = self.clock() - started
+        stats = self.stats.of_step(rows, self.scheduler, self.blocks, handoffs, seconds)
+        outputs, self._outbox = self._outbox, []
+        return StepReport(outputs, self.num_active, self.blocks.events.take(), stats)
 
     def seconds_to_deadline(self) -> float | None:
         """Seconds until the next lease or wait expires; None when there is none."""
         return self.connector.seconds_to_deadline()
-
-    def check(self) -> None:
-        """Raise EngineError when KV block accounting is inconsistent."""
-        self.blocks.check()
 
     def close(self) -> None:
         self.model.close()
@@ -170,29 +169,6 @@ class EngineCore:
         self.close_last()
 
     # -- internals
-
-    def _run_step(self, started: float) -> StepReport:
-        for sequence in self.scheduler.admit():
-            self.connector.start(sequence)
-        rows = self.scheduler.schedule()
-        if rows:
-            self._run(rows)
-        stats = self.stats.of_step(
-            rows,
-            self.scheduler,
-            self.blocks,
-            self._handoffs,
-            self.clock() - started,
-        )
-        return StepReport(self._take_outputs(), self.num_active, self.events.take(), stats)
-
-    def _take_outputs(self) -> list[TokenOutput]:
-        outputs, self._outbox = self._outbox, []
-        return outputs
-
-    @property
-    def _handoffs(self) -> tuple[int, float | None]:
-        return self.connector.num_leases, self.connector.oldest_lease
 
     def _apply(self, event: KvEvent) -> None:
         match event:
@@ -239,7 +215,8 @@ class EngineCore:
 
     def _run(self, rows: list[Row]) -> None:
         for row in rows:
-            row.sequence.timer.scheduled()
+            if row.sequence.timer is not None:
+                row.sequence.timer.scheduled()
         yielding = [row.sequence for row in rows if row.num_logits]
         try:
             sampled = self.model.run(rows)
@@ -263,7 +240,8 @@ class EngineCore:
     def _accept(self, sequence: Sequence, token: int, logprobs: LogprobEntry | None) -> None:
         """Append one token, send it unless it is held back, and finish the sequence if the token ends it."""
         sequence.tokens.append(token)
-        sequence.timer.has_token()
+        if sequence.timer is not None:
+            sequence.timer.has_token()
         verdict = judge(sequence)
         if sequence.guide is not None and verdict.finish_reason is None:
             try:
@@ -347,11 +325,3 @@ def _refusal(raised: Exception) -> DisaggError:
     # A bug, or no memory: this request fails, the engine continues.
     log.error("a request could not be added", exc_info=raised)
     return EngineError(f"the request could not be added: {raised}")
-
-
-class NoGuides:
-    """Used when guided_decoding_backend is not set."""
-
-    def start(self, sampling: SamplingSpec) -> None:
-        if sampling.grammar is not None:
-            raise InvalidRequestError("guided decoding needs guided_decoding_backend, which is not set")

@@ -16,21 +16,16 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from trtllm_disagg.engines.embedded.core.build import warm_up
-from trtllm_disagg.engines.embedded.cpu_kernels.cpu import CpuFeatures, this_cpu
-from trtllm_disagg.engines.embedded.kv_cache.pool import KvPool
-from trtllm_disagg.engines.embedded.model.forward import ModelRunner, choose_forward
-from trtllm_disagg.engines.embedded.model.model_loader import load_model
-from trtllm_disagg.engines.embedded.params.checkpoint import expected_weights
-from trtllm_disagg.engines.embedded.params.llm_args import EmbeddedConfig
-from trtllm_disagg.engines.embedded.params.model_config import read_config
-from trtllm_disagg.engines.embedded.params.model_shape import read_shape
+from trtllm_disagg.engines.embedded.core.build import build_core
+from trtllm_disagg.engines.embedded.cpu_kernels.cpu import this_cpu
+from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs
+from trtllm_disagg.engines.embedded.params.model_config import expected_weights, read_config
 from trtllm_disagg.processes.exits import ending_as_on_ctrl_c
 from trtllm_disagg.processes.steadily import steadily
 
 DTYPES = ("float32", "bfloat16")
 
-_WIDTH, _BLOCKS, _TOKENS_PER_BLOCK = 64, 4, 32
+_WIDTH, _POSITIONS = 64, 128
 _CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -41,7 +36,7 @@ _CONFIG = {
     "num_attention_heads": 1,
     "num_key_value_heads": 1,
     "head_dim": _WIDTH,
-    "max_position_embeddings": _BLOCKS * _TOKENS_PER_BLOCK,
+    "max_position_embeddings": _POSITIONS,
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
     "hidden_act": "silu",
@@ -51,22 +46,18 @@ _CONFIG = {
 }
 
 
-def precompile(dtype: str, cpu: CpuFeatures) -> None:
+def precompile(dtype: str) -> None:
     """All that an engine for models of this dtype needs; done at once when it is there already."""
     # With a second thread, what the threads beside the first one run is compiled too.
     torch.set_num_threads(2)
     with ending_as_on_ctrl_c(), tempfile.TemporaryDirectory(prefix="trtllm-disagg-") as name:
-        directory = Path(name)
-        _write_model(directory, dtype)
-        shape = read_shape(directory, dtype)
-        plan = choose_forward(directory, EmbeddedConfig(), shape, torch.device("cpu"), cpu)
-        pool = KvPool(torch.zeros(_BLOCKS, 1, 2, _TOKENS_PER_BLOCK, 1, _WIDTH, dtype=shape.torch_dtype))
-        forward = plan.make_forward(
-            load_model(directory, shape, plan.kind), pool, shape.config.max_position_embeddings
-        )
-        runner = ModelRunner(forward, pool, plan.ops)
-        warm_up(runner, directory, _BLOCKS, _TOKENS_PER_BLOCK)
-        runner.close()
+        _write_model(Path(name), dtype)
+        arguments = {
+            "model": name,
+            "kv_cache_config": {"max_tokens": _POSITIONS},
+            "embedded": {"device": "cpu"},
+        }
+        build_core(LlmArgs.model_validate(arguments), wake=lambda: None).close()
 
 
 def _write_model(directory: Path, dtype: str) -> None:
@@ -82,7 +73,7 @@ def main(dtypes: Seq[str]) -> int:
     if not this_cpu().compiles:
         return 0
     if len(dtypes) == 1:
-        precompile(dtypes[0], this_cpu())
+        precompile(dtypes[0])
         return 0
     command = (sys.executable, "-P", "-m", "trtllm_disagg.engines.embedded.core.precompile")
     with steadily("compiling kernels (once)"):

@@ -73,15 +73,12 @@ class CompileLocks:
     def is_taken(self, file: Path) -> bool:
         """By another process, which compiles what `file` is for."""
         try:
-            fd = os.open(_lock_of(file), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError:
-            return False
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with _lock_of(file).open("a") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
-        finally:
-            os.close(fd)
+        except OSError:  # there is no such place
+            pass
         return False
 
     def compiles(self) -> None:
@@ -109,10 +106,6 @@ class KernelCache(NullCache):  # type: ignore[misc]
         self._folder = folder
         self._locks = locks
         self._codec = _Codec()
-
-    @property
-    def cache_path(self) -> str:
-        return str(self._folder)
 
     def is_kept(self, sig: Any, target_context: Any) -> bool:
         return self._file(sig, target_context.codegen()).exists()
@@ -251,14 +244,6 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
         with global_compiler_lock, self.locks.released_after():
             return super().compile(sig)
 
-    def compile_unless_taken(self, *arguments: Any) -> bool:
-        sig = tuple(self.typeof_pyval(argument) for argument in arguments)
-        if self.folder is not None and not self._cache.is_kept(sig, self.targetctx):
-            if self._cache.is_taken(sig, self.targetctx):
-                return False
-            self.compile(sig)
-        return True
-
 
 def compiled(*, inner: bool = False, **options: Any) -> Callable[[_Function], _Function]:
     """Decorator. Compiled at the first call with new types, which takes seconds once on a machine. An `inner` function
@@ -281,8 +266,12 @@ def compile_unless_taken(kernel: Any, *arguments: Any) -> bool:
     """Compile a kernel for arguments of these types before it is called, unless it is kept already. False: another
     process is at it. This one can compile other kernels meanwhile, and waits only when it calls this one.
     """
-    is_compiled: bool = kernel.compile_unless_taken(*arguments)
-    return is_compiled
+    sig = tuple(kernel.typeof_pyval(argument) for argument in arguments)
+    if kernel.folder is not None and not kernel._cache.is_kept(sig, kernel.targetctx):
+        if kernel._cache.is_taken(sig, kernel.targetctx):
+            return False
+        kernel.compile(sig)
+    return True
 
 
 @contextmanager

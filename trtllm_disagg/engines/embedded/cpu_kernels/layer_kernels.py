@@ -148,33 +148,6 @@ def weighted_sum(x: Any, places: Any, weights: Any, out: Any) -> None:
 
 
 @compiled(inner=True)
-def rotate_and_store(
-    qkv: Any,
-    positions: Any,
-    places: Any,
-    cos: Any,
-    sin: Any,
-    q_norm: Any,
-    k_norm: Any,
-    eps: Any,
-    pool: Any,
-    key_row: Any,
-    value_row: Any,
-    q: Any,
-) -> None:
-    """Split qkv (rows, (Hq + 2 H) * D); normalise (when q_norm is not empty) and rotate q and k; k and v go into
-    pool (rows of the pool, H, D), so far behind places[r], and q into q (rows, Hq, D). cos and sin are
-    (positions, D / 2), float32.
-    """
-    buffer = np.empty(q.shape[2], np.float32)
-    for r in range(qkv.shape[0]):
-        c, s, place = cos[positions[r]], sin[positions[r]], places[r]
-        key, value = pool[place + key_row], pool[place + value_row]
-        for kv in range(pool.shape[1]):
-            rotate_group(qkv[r], kv, c, s, q_norm, k_norm, eps, key, value, q[r], buffer)
-
-
-@compiled(inner=True)
 def rotate_group(
     qkv: Any,
     kv: Any,
@@ -263,9 +236,17 @@ def rotate_and_store_part(
     value_row: Any,
     q: Any,
 ) -> None:
+    """Split qkv (rows, (Hq + 2 H) * D); normalise (when q_norm is not empty) and rotate q and k; k and v go into
+    pool (rows of the pool, H, D), so far behind places[r], and q into q (rows, Hq, D). cos and sin are
+    (positions, D / 2), float32.
+    """
+    buffer = np.empty(q.shape[2], np.float32)
     first, last = _rows_of(part, q.shape[0])
-    x, at, to, query = qkv[first:last], positions[first:last], places[first:last], q[first:last]
-    rotate_and_store(x, at, to, cos, sin, q_norm, k_norm, eps, pool, key_row, value_row, query)
+    for r in range(first, last):
+        c, s, place = cos[positions[r]], sin[positions[r]], places[r]
+        key, value = pool[place + key_row], pool[place + value_row]
+        for kv in range(pool.shape[1]):
+            rotate_group(qkv[r], kv, c, s, q_norm, k_norm, eps, key, value, q[r], buffer)
 
 
 rms_norm_in_parts, add_rms_norm_in_parts, silu_mul_in_parts, rotate_and_store_in_parts = (

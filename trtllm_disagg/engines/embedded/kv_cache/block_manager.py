@@ -54,10 +54,11 @@ class PartialIndex:
         siblings = self._below.get(parent)
         if siblings is None:
             return None
-        at = bisect.bisect_left(siblings, (tuple(tokens), -1))
+        wanted = tuple(tokens)
+        at = bisect.bisect_left(siblings, (wanted, -1))
         best = Found(-1, 0)
         for content, block in siblings[max(0, at - 1) : at + 1]:
-            shared = _shared(content, tokens)
+            shared = _shared(content, wanted)
             if shared > best.num_tokens:
                 best = Found(block, shared)
         return best if best.num_tokens else None
@@ -70,12 +71,10 @@ class PartialIndex:
         return set(self._place_of) == blocks
 
 
-def _shared(a: Seq[int], b: Seq[int]) -> int:
+def _shared(a: Tokens, b: Tokens) -> int:
     """Length of the common prefix, in tokens."""
-    for count, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return count
-    return min(len(a), len(b))
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((count for count, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 ROOT = b""
@@ -95,7 +94,7 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.tokens_per_block = tokens_per_block
         self._enable_reuse = enable_reuse
-        self._events = events
+        self.events = events
         # popitem() takes from the end: low ids first.
         self.free_blocks: dict[int, None] = dict.fromkeys(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -107,7 +106,7 @@ class BlockManager:
         #: Blocks of admitted prompts that were known, and that were not; counted by who admits them.
         self.reused_blocks = self.missed_blocks = 0
         self.allocated_blocks = 0
-        events.created(num_blocks)
+        self.events.created(num_blocks)
 
     @property
     def num_available(self) -> int:
@@ -192,14 +191,14 @@ class BlockManager:
         for i in range(first, full):
             key, block = keys[i], blocks[i]
             if key in self._block_of:
-                self._events.stored(parent, new, cache_salt)
+                self.events.stored(parent, new, cache_salt)
                 parent, new = key, []
             else:
                 content = tokens[i * size : (i + 1) * size]
                 self._block_of[key], self.key_of[block] = block, key
                 self._partial.add((keys[i - 1] if i else ROOT) or salt, content, block)
                 new.append((key, content))
-        self._events.stored(parent, new, cache_salt)
+        self.events.stored(parent, new, cache_salt)
 
     # -- allocation
 
@@ -253,12 +252,9 @@ class BlockManager:
         key = self.key_of.pop(block)
         del self._block_of[key]
         self._partial.remove(block)
-        self._events.removed(key)
+        self.events.removed(key)
 
     # -- invariants
-
-    def known_keys(self) -> set[bytes]:
-        return set(self._block_of)
 
     def check(self) -> None:
         """Raise EngineError unless every block is in exactly one state and the prefix index fits."""

@@ -93,48 +93,26 @@ class SwapSpace:
 
 
 class PartialReuse:
-    """Reuse of a block of which only the first tokens are wanted (kv_cache_config.enable_partial_reuse): none here."""
+    """Reuse of a block of which only the first tokens are wanted (kv_cache_config.enable_partial_reuse)."""
 
-    def __init__(self, blocks: BlockManager) -> None:
+    def __init__(self, config: KvCacheConfig, blocks: BlockManager, memory: KvMemory) -> None:
+        self._is_on = config.enable_block_reuse and config.enable_partial_reuse
+        self._copies = config.copy_on_partial_reuse
         self._blocks = blocks
+        self._memory = memory
 
     def allocate(self, count: int, parent: bytes, tokens: Seq[int], salt: bytes) -> tuple[list[int], int]:
         """`count` blocks, and for how many of `tokens`, which come after the block of key `parent`, the first of
         them holds the KV already.
         """
-        return self._blocks.allocate(count), 0
-
-
-class CopyFound(PartialReuse):
-    """The block stays as it is, and stays known; its start is copied."""
-
-    def __init__(self, blocks: BlockManager, memory: KvMemory) -> None:
-        super().__init__(blocks)
-        self._memory = memory
-
-    def allocate(self, count: int, parent: bytes, tokens: Seq[int], salt: bytes) -> tuple[list[int], int]:
-        found = self._blocks.match_start(parent, tokens, salt)
-        if found is None:
+        found = self._blocks.match_start(parent, tokens, salt) if self._is_on else None
+        if found is None or not (self._copies or self._blocks.is_spare(found.block)):
             return self._blocks.allocate(count), 0
+        if not self._copies:  # a block that no other sequence needs is written on from there
+            self._blocks.take_over(found.block)
+            return [found.block, *self._blocks.allocate(count - 1)], found.num_tokens
         # It was useful just now, so it is evicted last; and even then its content is still there.
         self._blocks.touch(found.block)
         fresh = self._blocks.allocate(count)
         self._memory.apply(CopyStart(found.block, fresh[0], found.num_tokens))
         return fresh, found.num_tokens
-
-
-class TakeOver(PartialReuse):
-    """No copy (copy_on_partial_reuse: false): a block that no other sequence needs is written on from there."""
-
-    def allocate(self, count: int, parent: bytes, tokens: Seq[int], salt: bytes) -> tuple[list[int], int]:
-        found = self._blocks.match_start(parent, tokens, salt)
-        if found is None or not self._blocks.is_spare(found.block):
-            return self._blocks.allocate(count), 0
-        self._blocks.take_over(found.block)
-        return [found.block, *self._blocks.allocate(count - 1)], found.num_tokens
-
-
-def create_partial_reuse(config: KvCacheConfig, blocks: BlockManager, memory: KvMemory) -> PartialReuse:
-    if not (config.enable_block_reuse and config.enable_partial_reuse):
-        return PartialReuse(blocks)
-    return CopyFound(blocks, memory) if config.copy_on_partial_reuse else TakeOver(blocks)

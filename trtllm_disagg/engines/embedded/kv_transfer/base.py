@@ -92,7 +92,7 @@ class PeerMetadata(msgspec.Struct, frozen=True):
     transport: str
     layout: KvLayout
     num_blocks: Annotated[int, msgspec.Meta(ge=1, le=MAX_POOL_BLOCKS)]
-    #: The transport's own format; for an engine of several ranks see tensor_parallel/shards.py.
+    #: The transport's own format; for an engine of several ranks see tensor_parallel/transfers.py.
     address: bytes
 
 

@@ -5,46 +5,164 @@ Begin, read, finish: `Begin` refuses a read that would come too late, and extend
 answered HELD when the blocks were untouched meanwhile, so that the bytes read are exactly the leased prompt's KV. After
 any other answer the receiver discards them. A forged, stale or foreign handle reads nothing, and can never put another
 prompt's KV into an answer.
+
+That is CONTEXT_FIRST, under prefill's lease. GENERATION_FIRST: decode allocates its blocks and offers them; prefill
+writes into them and sends a notice. All messages come from the network, so decoding validates and bounds them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from enum import Enum
+from typing import Annotated, Any
 
 import msgspec
 
-from trtllm_disagg.engines.embedded.ipc import socket_files
-from trtllm_disagg.engines.embedded.ipc.framing import (
+from trtllm_disagg.engines.embedded.ipc import sockets
+from trtllm_disagg.engines.embedded.ipc.sockets import (
     AT_ONCE,
+    Listener,
     UnreadableError,
     framed,
     receive_frame,
     receive_whole_frame,
 )
-from trtllm_disagg.engines.embedded.ipc.socket_files import Listener
 from trtllm_disagg.engines.embedded.kv_transfer.base import PeerMetadata
-from trtllm_disagg.engines.embedded.kv_transfer.messages import (
-    Begin,
-    Finish,
-    GetMetadata,
-    Release,
-    Reply,
-    Request,
-)
 from trtllm_disagg.engines.embedded.kv_transfer.transports import NOT_BETWEEN_HOSTS
 from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.processes.machine import require_same_user
 from trtllm_disagg.processes.reports import RateLimitedLog
-from trtllm_disagg.wire.kv_handle import UNREADABLE, KvHandle, socket_path
+from trtllm_disagg.types import BlockId, Number63, TokenId
+from trtllm_disagg.wire.kv_handle import MAX_BLOCKS, UNREADABLE, Digest, KvHandle, socket_path
 
 log = logging.getLogger(__name__)
+
+#: An offer is void after at most this time.
+MAX_OFFER_SECONDS = 3600.0
+#: (token id, logprob, rank), the chosen token first.
+_Logprobs = Annotated[list[tuple[int, float, int]], msgspec.Meta(max_length=1 << 16)]
+
+
+class Reply(bytes, Enum):
+    """The one-word answers; only GetMetadata and Watch are answered with data."""
+
+    OK = b"ok"
+    #: The lease, or the offer, still holds.
+    HELD = b"held"
+    GONE = b"gone"
+    #: The lease has expired, or was given back.
+    LATE = b"late"
+    #: The engine has no handler for this message.
+    BAD = b"bad"
+    UNFIT = b"unfit"
+    WITHDRAWN = b"withdrawn"
+    #: Of an offer: one with this disagg_request_id is there. Of a notice or a failure: decode has accepted it.
+    TAKEN = b"taken"
+    FULL = b"full"
+    #: Prefill has abandoned the request.
+    ABANDONED = b"left"
+    STOPPED = b"stopped"
+    BUSY = b"busy"
+
+
+class GetMetadata(msgspec.Struct, tag="card"):
+    """Decode or prefill asks for the other engine's PeerMetadata."""
+
+
+class Begin(msgspec.Struct, tag="begin"):
+    """Decode to prefill: I am about to read. Answered HELD when I may; LATE when the lease has expired; else GONE."""
+
+    lease: bytes
+    digest: bytes
+
+
+class Finish(msgspec.Struct, tag="finish"):
+    """Decode to prefill: I have read. Answered like Begin; the blocks are prefill's again."""
+
+    lease: bytes
+    digest: bytes
+
+
+class Release(msgspec.Struct, tag="release"):
+    """Decode to prefill: I shall not read."""
+
+    lease: bytes
+
+
+class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="offer"):
+    """Decode to prefill: write the prompt's KV into these blocks of mine. Only ids; the rest is in my metadata."""
+
+    #: `disagg_request_id`, the same in both requests.
+    request: Number63
+    #: A secret: only an engine that has received the offer can answer for it.
+    ticket: Digest
+    #: Decode's control channel.
+    endpoint: Annotated[str, msgspec.Meta(max_length=256)]
+    layout: Digest
+    prompt: Digest
+    #: The prompt's blocks, in order. The first `num_known` hold their KV already.
+    blocks: Annotated[list[BlockId], msgspec.Meta(min_length=1, max_length=MAX_BLOCKS)]
+    num_known: Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCKS)]
+    #: How long decode waits for the notice, and prefill for the request.
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_OFFER_SECONDS)]
+
+
+class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
+    """Decode to prefill: I have given up. Answered STOPPED once nothing can be written any more, and BUSY before."""
+
+    request: Number63
+    ticket: Digest
+
+
+class Watch(msgspec.Struct, frozen=True, tag="watch"):
+    """Decode to prefill: do you still work on these? Answered with the tickets that prefill does not work on."""
+
+    tickets: Annotated[list[Digest], msgspec.Meta(max_length=1 << 14)]
+
+
+class Notice(msgspec.Struct, frozen=True, tag="notice"):
+    """Prefill to decode: all KV is in your blocks, and this is the first token."""
+
+    ticket: Digest
+    token: TokenId
+    logprobs: _Logprobs | None
+    #: The seed that the token was drawn with; the rest of the answer goes on with it.
+    seed: Number63
+    #: Prompt tokens that prefill did not have to compute.
+    cached_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
+    bytes_moved: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Failure(msgspec.Struct, frozen=True, tag="failure"):
+    """Prefill to decode: there will be no notice."""
+
+    ticket: Digest
+    reason: Annotated[str, msgspec.Meta(max_length=4096)]
+    #: Nothing can be written into the blocks any more.
+    stopped: bool
+
+
+class StillOffered(msgspec.Struct, frozen=True, tag="still-offered"):
+    """Prefill to decode: were your known blocks, which I have read, unchanged until now? Answered HELD or GONE."""
+
+    ticket: Digest
+
+
+FromDecode = Offer | Withdraw | Watch
+FromPrefill = Notice | Failure | StillOffered
+Request = GetMetadata | Begin | Finish | Release | FromDecode | FromPrefill
+
+
+def new_ticket() -> bytes:
+    return secrets.token_bytes(16)
+
 
 MAX_MESSAGE_BYTES = 1 << 20
 #: A peer needs one.
@@ -249,15 +367,15 @@ def _is_hung_up(connection: socket.socket) -> bool:
 def _connect(endpoint: str, timeout: float) -> socket.socket:
     """The endpoint may be forged: only a socket that an engine of this user has made is connected to."""
     path = socket_path(endpoint)
-    if path is None or not socket_files.is_socket_file(path):
+    if path is None or not sockets.is_socket_file(path):
         raise KvTransferError(
-            f"the peer's control channel {endpoint} is not in {socket_files.directory()} ({socket_files.VARIABLE}), "
+            f"the peer's control channel {endpoint} is not in {sockets.directory()} ({sockets.VARIABLE}), "
             f"which workers share that exchange KV; {NOT_BETWEEN_HOSTS}"
         )
     try:
-        return socket_files.connect(path, timeout)
+        return sockets.connect(path, timeout)
     except (ConnectionRefusedError, FileNotFoundError) as error:
         # A file that was deleted by hand does not show that its engine writes no more.
-        if isinstance(error, FileNotFoundError) and not socket_files.has_ended(path):
+        if isinstance(error, FileNotFoundError) and not sockets.has_ended(path):
             raise
         raise PeerGoneError(f"the peer's control channel {endpoint}: {error}") from error

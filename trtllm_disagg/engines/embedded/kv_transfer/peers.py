@@ -25,8 +25,12 @@ from trtllm_disagg.engines.embedded.kv_transfer.base import (
     PeerMetadata,
     ReadTimeoutError,
 )
-from trtllm_disagg.engines.embedded.kv_transfer.control import ControlClient, PeerGoneError
-from trtllm_disagg.engines.embedded.kv_transfer.messages import FromDecode, FromPrefill
+from trtllm_disagg.engines.embedded.kv_transfer.control import (
+    ControlClient,
+    FromDecode,
+    FromPrefill,
+    PeerGoneError,
+)
 from trtllm_disagg.errors import DisaggError, HandoffRefusedError, KvTransferError
 
 log = logging.getLogger(__name__)

@@ -21,8 +21,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout, KvTimeouts, KvTransport, PeerMetadata
-from trtllm_disagg.engines.embedded.kv_transfer.control import ControlServer, MessageHandlers
-from trtllm_disagg.engines.embedded.kv_transfer.messages import Begin, Finish, Release, Reply
+from trtllm_disagg.engines.embedded.kv_transfer.control import (
+    Begin,
+    ControlServer,
+    Finish,
+    MessageHandlers,
+    Release,
+    Reply,
+)
 from trtllm_disagg.engines.embedded.kv_transfer.peers import SUCCESS, Outcome, Peers, ProgressThread, take_all
 from trtllm_disagg.errors import HandoffRefusedError, KvTransferError
 from trtllm_disagg.wire.kv_handle import VERSION, KvHandle

@@ -56,8 +56,6 @@ class SharedMemoryTransport:
         self._memory: mmap.mmap | None = None
         self._blocks = np.empty((0, 0), np.uint8)
         self._peers: dict[str, _Mapping] = {}
-        #: Those that this engine writes to as well.
-        self._writable: dict[str, _Mapping] = {}
         # Each peer has a thread, and each of them changes these.
         self._lock = threading.Lock()
 
@@ -84,20 +82,20 @@ class SharedMemoryTransport:
     def read(
         self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
     ) -> int:
-        source = self._mapping(peer, self._peers, os.O_RDONLY).blocks
+        source = self._mapping(peer).blocks
         return _copy(source, remote_blocks, self._blocks, local_blocks)
 
     def write(
         self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
     ) -> int:
-        target = self._mapping(peer, self._writable, os.O_RDWR).blocks
+        target = self._mapping(peer).blocks
         return _copy(self._blocks, local_blocks, target, remote_blocks)
 
     @contextlib.contextmanager
     def fetched(
         self, peer: PeerMetadata, blocks: np.ndarray, block_bytes: int, timeout: float
     ) -> Iterator[np.ndarray]:
-        theirs = self._mapping(peer, self._peers, os.O_RDONLY).blocks
+        theirs = self._mapping(peer).blocks
         if theirs.shape[1] != block_bytes:
             raise KvTransferError(
                 f"blocks of {peer.sender} have {theirs.shape[1]} bytes; {block_bytes} expected"
@@ -105,55 +103,50 @@ class SharedMemoryTransport:
         yield theirs[blocks]
 
     def forget(self, peer: PeerMetadata) -> None:
-        for mappings in (self._peers, self._writable):
-            with self._lock:
-                mapping = mappings.pop(peer.sender, None)
-            if mapping is not None:
-                mapping.close()
+        with self._lock:
+            mapping = self._peers.pop(peer.sender, None)
+        if mapping is not None:
+            mapping.close()
 
     def progress(self) -> None:
         """Nothing to do: readers map the memory themselves."""
 
     def close(self) -> None:
-        for mappings in (self._peers, self._writable):
-            for mapping in mappings.values():
-                mapping.close()
-            mappings.clear()
+        for mapping in self._peers.values():
+            mapping.close()
+        self._peers.clear()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
-    def _mapping(self, peer: PeerMetadata, mappings: dict[str, _Mapping], access: int) -> _Mapping:
-        """The peer's pool, mapped once for each kind of access. A dead peer's memory lives on here, so its process
-        is asked for first.
-        """
+    def _mapping(self, peer: PeerMetadata) -> _Mapping:
+        """The peer's pool, mapped once. A dead peer's memory lives on here, so its process is asked for first."""
         address = decoded_address(peer, _Address)
         require_running(peer, address.process)
-        mapping = mappings.get(peer.sender)
+        mapping = self._peers.get(peer.sender)
         if mapping is None:
-            self._unmap_the_dead(mappings)
+            self._unmap_the_dead()
             try:
-                mapping = self._map(peer, address, access)
+                mapping = self._map(peer, address)
             except (OSError, ValueError, OverflowError) as error:
                 raise KvTransferError(f"cannot map the KV pool of {peer.sender}: {error}") from error
             with self._lock:
-                mappings[peer.sender] = mapping
+                self._peers[peer.sender] = mapping
         return mapping
 
-    def _unmap_the_dead(self, mappings: dict[str, _Mapping]) -> None:
+    def _unmap_the_dead(self) -> None:
         """A restarted worker comes under another name; the memory of the old one would stay with us."""
         with self._lock:
-            dead = [name for name, each in mappings.items() if not each.address.process.is_running]
-            unmapped = [mappings.pop(name) for name in dead]
+            dead = [name for name, each in self._peers.items() if not each.address.process.is_running]
+            unmapped = [self._peers.pop(name) for name in dead]
         for mapping in unmapped:
             mapping.close()
 
-    def _map(self, peer: PeerMetadata, address: _Address, access: int) -> _Mapping:
-        fd = os.open(f"/proc/{address.process.pid}/fd/{address.fd}", access | os.O_CLOEXEC)
-        writes = mmap.PROT_WRITE if access == os.O_RDWR else 0
+    def _map(self, peer: PeerMetadata, address: _Address) -> _Mapping:
+        fd = os.open(f"/proc/{address.process.pid}/fd/{address.fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
             # Not MAP_POPULATE: the engine would stop until all of the peer's pool is mapped, 0.2 s per GiB.
-            memory = mmap.mmap(fd, address.nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | writes)
+            memory = mmap.mmap(fd, address.nbytes, flags=mmap.MAP_SHARED)
         finally:
             os.close(fd)
         return _Mapping(address, memory, np.frombuffer(memory, np.uint8).reshape(peer.num_blocks, -1))

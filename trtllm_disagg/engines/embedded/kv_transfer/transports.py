@@ -1,7 +1,4 @@
-"""The list of transports, which of them `cache_transceiver_config.backend` means, and what NIXL needs of this machine.
-
-A transport can be configured once it has an entry in `_SPECS`.
-"""
+"""The transports, which of them `cache_transceiver_config.backend` means, and what NIXL needs of this machine."""
 
 from __future__ import annotations
 
@@ -11,16 +8,15 @@ import logging
 import os
 import subprocess
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from trtllm_disagg.engines.embedded.ipc.dev_shm import DIRECTORY, UCX_FREE, free_bytes, how_to_get, in_mib
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes.interpreter import python
 
 if TYPE_CHECKING:
     from trtllm_disagg.engines.embedded.kv_transfer.base import StagingTransport
+from pathlib import Path
 
 log = logging.getLogger(__name__)
 
@@ -28,9 +24,7 @@ _KEY = "cache_transceiver_config.backend"
 NOT_BETWEEN_HOSTS = "between hosts TensorRT-LLM moves KV; the embedded engine does within one host"
 
 
-@dataclass(frozen=True, slots=True)
-class TransportSpec:
-    name: str
+class TransportSpec(NamedTuple):
     #: `module:class`, imported when the transport is chosen.
     path: str
     #: TensorRT-LLM has a backend of this name, too.
@@ -39,19 +33,12 @@ class TransportSpec:
     devices: tuple[str, ...] = ("cpu",)
 
 
-_SPECS = (
-    TransportSpec(
-        "NIXL",
-        "trtllm_disagg.engines.embedded.kv_transfer.nixl:NixlTransport",
-        is_tensorrt_llms=True,
-        devices=("cpu", "cuda"),
-    ),
-    TransportSpec(
-        "SHARED_MEMORY",
-        "trtllm_disagg.engines.embedded.kv_transfer.shared_memory:SharedMemoryTransport",
-    ),
-)
-TRANSPORTS = {spec.name: spec for spec in _SPECS}
+_PACKAGE = "trtllm_disagg.engines.embedded.kv_transfer"
+#: By name; one that is here can be configured.
+TRANSPORTS = {
+    "NIXL": TransportSpec(f"{_PACKAGE}.nixl:NixlTransport", is_tensorrt_llms=True, devices=("cpu", "cuda")),
+    "SHARED_MEMORY": TransportSpec(f"{_PACKAGE}.shared_memory:SharedMemoryTransport"),
+}
 
 
 def backends() -> tuple[str, ...]:
@@ -94,6 +81,34 @@ def _create(name: str) -> StagingTransport:
     return cast("StagingTransport", getattr(import_module(module), attribute)())
 
 
+DIRECTORY = Path("/dev/shm")
+_MIB = 1 << 20
+#: With less than 16 MiB free, UCX starts without its shared memory and reaches no peer (with exactly 16 MiB it
+#: crashes). Measured with nixl-cu12 1.5.1.
+UCX_FREE = 17 * _MIB
+
+
+def lack_of_room(needed: int, library: str) -> str:
+    """What /dev/shm has of the free bytes that a library needs there, and how to get more; empty when it has them.
+
+    Containers have 64 MiB of it by default. A process that exhausts it dies of a signal or fails at the first request,
+    without naming the cause.
+    """
+    try:
+        state = os.statvfs(DIRECTORY)
+        free = state.f_bavail * state.f_frsize
+    except OSError:  # it is not there
+        free = 0
+    if free >= needed:
+        return ""
+    size = max(256, 2 * -(-needed // _MIB))
+    return (
+        f"{DIRECTORY} has {free / _MIB:.0f} MiB free of the {needed / _MIB:.0f} MiB that {library} needs: remove what "
+        f"is left there, or start the container with --shm-size={size}m, or: "
+        f"sudo mount -o remount,size={size}m {DIRECTORY}"
+    )
+
+
 # What NIXL needs: room in /dev/shm, and to read other processes' memory (CMA).
 
 
@@ -102,7 +117,6 @@ _CMA_NEEDED = (
     "kernel.yama.ptrace_scope=0, or run containers with --cap-add SYS_PTRACE and one pid namespace; or set "
     "SHARED_MEMORY"
 )
-_ROOM_NEEDED = f"more room ({{}}): {how_to_get(UCX_FREE)}; or set SHARED_MEMORY"
 _NIXL_REMEDY = ": pip install nixl-cu13==1.5.1; or set SHARED_MEMORY"
 _TIMEOUT_SECONDS = 20.0
 _MARK = b"trtllm-disagg\0"
@@ -125,9 +139,8 @@ print(os.strerror(ctypes.get_errno()) if count != size else "" if buffer.raw == 
 
 def _why_not_nixl(needs_cma: bool) -> str:
     """What NIXL needs and does not have here; empty when it would work."""
-    if (free := free_bytes()) < UCX_FREE:
-        free_now = f"{DIRECTORY} has {in_mib(free)} free of the {in_mib(UCX_FREE)} that UCX asks for"
-        return _ROOM_NEEDED.format(free_now)
+    if lack := lack_of_room(UCX_FREE, "UCX"):
+        return f"more room, as {lack}; or set SHARED_MEMORY"
     if needs_cma and (reason := why_no_cma()):
         return _CMA_NEEDED.format(reason)
     return ""

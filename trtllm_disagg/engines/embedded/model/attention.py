@@ -3,7 +3,7 @@
 A step packs all rows into one (1, tokens) batch. `StepLayout` says which tokens belong to which row and where its
 KV lives; it is built once a step and travels through the model's forward as the plain keyword `paged`.
 
-Compiled kernels compute it where there are some (paged_rows.py), else torch. Bitwise reproducibility with torch:
+Compiled kernels compute it where there are some (compiled_ops.py), else torch. Bitwise reproducibility with torch:
 prefill queries are cut into tiles aligned to the ABSOLUTE position, each attending to the keys up to the tile's end,
 whether its prompt gets that far or not. So a token's attention is the same sum in the same order however its prompt was
 chunked, batched or found in the prefix cache, and however long it is.
@@ -25,7 +25,7 @@ from trtllm_disagg.engines.embedded.kv_cache.pool import KvPool
 from trtllm_disagg.engines.embedded.model.rows import TILE, ForwardRow
 
 if TYPE_CHECKING:
-    from trtllm_disagg.engines.embedded.model.paged_rows import DecodeRows, PrefillRows
+    from trtllm_disagg.engines.embedded.model.compiled_ops import DecodeRows, PrefillRows
 
 
 NAME = "trtllm_disagg_paged"

@@ -1,9 +1,10 @@
 """Runs the rows of a step through the model: one fused forward for decode rows and prefill chunks alike. In which
-dtype, by which products and kernels is decided once, before the model is loaded (`choose_forward`).
+dtype, by which products and kernels is decided once, before the model is loaded (`choose_forward`, `load_model`).
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -17,9 +18,9 @@ from torch import nn
 
 from trtllm_disagg.engines.embedded.cpu_kernels.cpu import SETTING, CpuFeatures
 from trtllm_disagg.engines.embedded.kv_cache.pool import KvPool
+from trtllm_disagg.engines.embedded.model import attention
 from trtllm_disagg.engines.embedded.model.attention import StepLayout
 from trtllm_disagg.engines.embedded.model.layer_ops import LayerOps, replace_activations
-from trtllm_disagg.engines.embedded.model.model_loader import ForwardKind
 from trtllm_disagg.engines.embedded.model.pack import (
     Pack,
     TiledLinear,
@@ -27,11 +28,16 @@ from trtllm_disagg.engines.embedded.model.pack import (
     pack_experts,
     pack_linears,
 )
-from trtllm_disagg.engines.embedded.model.plain_model import PlainLayer, PlainModel, supports, take_apart
+from trtllm_disagg.engines.embedded.model.plain_model import (
+    PlainLayer,
+    PlainModel,
+    read_plain,
+    supports,
+    take_apart,
+)
 from trtllm_disagg.engines.embedded.model.rows import ForwardRow
-from trtllm_disagg.engines.embedded.params.checkpoint import count_weights
 from trtllm_disagg.engines.embedded.params.llm_args import EmbeddedConfig, LlmArgs
-from trtllm_disagg.engines.embedded.params.model_config import ModelConfig
+from trtllm_disagg.engines.embedded.params.model_config import ModelConfig, count_weights, require_all, shown
 from trtllm_disagg.engines.embedded.params.model_shape import ModelShape, available_bytes
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes.reports import Reporter
@@ -39,12 +45,13 @@ from trtllm_disagg.processes.reports import Reporter
 #: Largest share of the available memory for float32 copies of bfloat16 weights.
 _MOST_OF_MEMORY = 0.8
 _KEY = "embedded.weights"
+#: The plain forward, or transformers' modules.
+ForwardKind = Literal["plain", "modules"]
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardPlan:
     config: ModelConfig
-    #: The plain forward, or transformers' modules.
     kind: ForwardKind
     #: dtype of all numbers between the weights, the KV pool and the logits.
     dtype: torch.dtype
@@ -161,10 +168,6 @@ class ModelRunner:
         self.pool = pool
         self._ops = ops
 
-    @property
-    def tokens_per_block(self) -> int:
-        return self.pool.tokens_per_block
-
     @torch.inference_mode()
     def run(self, rows: Seq[ForwardRow]) -> torch.Tensor:
         """Logits (all `num_logits`, vocabulary), in the order of `rows`."""
@@ -255,3 +258,48 @@ class PlainForward:
         ops.add_rms_norm(residual, layer.output(attended), layer.post_norm, eps, hidden)
         activated = ops.silu_mul(layer.gate_up(hidden))
         ops.add_rms_norm(residual, layer.down(activated), next_norm, eps, hidden)
+
+
+def load_model(directory: Path, shape: ModelShape, kind: ForwardKind) -> Any:
+    """A tree of modules: transformers' model, or for `plain` its weights alone. Raises ConfigError for a broken
+    checkpoint.
+    """
+    try:
+        if kind == "plain" and (plain := read_plain(directory, shape.config, shape.torch_dtype)):
+            return plain
+        return _load_with_transformers(directory, shape)
+    except ConfigError:
+        raise
+    except Exception as error:  # a wrong setting may surface as any kind
+        raise ConfigError(f"model: cannot load {directory}: {type(error).__name__}: {error}") from error
+
+
+def _load_with_transformers(directory: Path, shape: ModelShape) -> Any:
+    """transformers' model, in eval mode and with our attention."""
+    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    # What it finds goes into one error of ours.
+    transformers_logging.set_verbosity_error()
+    AttentionInterface.register(attention.NAME, attention.paged_attention)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, report = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=shape.torch_dtype,
+            attn_implementation="eager",
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    # transformers goes on with random ones, or without.
+    if wrong := sorted(name for name, *_ in report["mismatched_keys"]):
+        raise ConfigError(f"model: {directory}: {shown(wrong)} has another shape than config.json asks for")
+    require_all(directory, sorted(report["missing_keys"]), report["unexpected_keys"], shape.config)
+    # A name without a mask function: transformers then builds no mask at all, which is what we want.
+    model.config._attn_implementation = attention.NAME
+    # What training left in config.json: a router that is packed (pack.py) has no logits to give.
+    model.config.output_router_logits = False
+    model.config.return_dict = True
+    return model.eval().requires_grad_(False)

@@ -23,8 +23,7 @@ from trtllm_disagg.engines.embedded.model.rows import ForwardRow
 from trtllm_disagg.processes.reports import Reporter
 
 if TYPE_CHECKING:
-    from trtllm_disagg.engines.embedded.model.compiled_ops import FusedDecode
-    from trtllm_disagg.engines.embedded.model.paged_rows import DecodeRows, PrefillRows
+    from trtllm_disagg.engines.embedded.model.compiled_ops import DecodeRows, FusedDecode, PrefillRows
     from trtllm_disagg.engines.embedded.model.plain_model import PlainLayer, PlainModel
 
 

@@ -16,8 +16,13 @@ import torch
 from torch import nn
 
 from trtllm_disagg.engines.embedded.cpu_kernels.cpu import may_use_tiles, this_cpu
-from trtllm_disagg.engines.embedded.cpu_kernels.gemm_amx import TILE_INPUTS, TILE_PANEL, as_block
-from trtllm_disagg.engines.embedded.cpu_kernels.gemm_small_m import PANEL, multiply_by_all
+from trtllm_disagg.engines.embedded.cpu_kernels.gemm_small_m import (
+    PANEL,
+    TILE_INPUTS,
+    TILE_PANEL,
+    as_block,
+    multiply_by_all,
+)
 from trtllm_disagg.engines.embedded.cpu_kernels.layer_kernels import as_array
 from trtllm_disagg.engines.embedded.cpu_kernels.parallel import num_threads
 
@@ -43,7 +48,7 @@ class Panels:
 
     address: int
     num_panels: int
-    #: How many inputs are summed before the sum is added to the total; or `gemm_amx.as_block`.
+    #: How many inputs are summed before the sum is added to the total; or `gemm_small_m.as_block`.
     block: int
 
     def product(self, x: torch.Tensor) -> torch.Tensor:

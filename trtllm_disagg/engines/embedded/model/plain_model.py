@@ -19,14 +19,14 @@ from torch import nn
 
 from trtllm_disagg.engines.embedded.model.attention import LayerAttention
 from trtllm_disagg.engines.embedded.model.pack import Pack, linear_over, packed
-from trtllm_disagg.engines.embedded.params.checkpoint import (
+from trtllm_disagg.engines.embedded.params.model_config import (
     EMBEDDING,
     HEAD,
+    ModelConfig,
     Shape,
     expected_weights,
     weight_places,
 )
-from trtllm_disagg.engines.embedded.params.model_config import ModelConfig
 from trtllm_disagg.processes.reports import LOADING, Reporter
 
 _NO_NORM = np.empty(0, np.float32)

@@ -9,17 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trtllm_disagg.engines.embedded.params.checkpoint import (
-    check_tokenizer,
-    check_weight_files,
-    read_json,
-)
 from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.engines.embedded.params.model_config import (
     ModelConfig,
     check_config,
-    end_ids,
+    check_tokenizer,
+    check_weight_files,
     read_config,
+    read_json,
     read_plain_config,
 )
 from trtllm_disagg.errors import ConfigError
@@ -126,12 +123,19 @@ def require_memory(args: LlmArgs, shape: ModelShape, free: int) -> None:
 
 
 def _end_ids(directory: Path, config: dict[str, Any]) -> list[int]:
-    """End-of-sequence ids: generation_config.json's when it has some, else config.json's."""
+    """End-of-sequence ids: generation_config.json's when it has some, else config.json's. Raises ConfigError for others
+    than ids.
+    """
     generation = directory / "generation_config.json"
     found = read_json(generation).get("eos_token_id") if generation.exists() else None
-    if found is not None:
-        return end_ids(generation, found, config["vocab_size"])
-    return end_ids(directory / _CONFIG, config.get("eos_token_id"), config["vocab_size"])
+    file = generation
+    if found is None:
+        file, found = directory / _CONFIG, config.get("eos_token_id")
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(type(each) is int and 0 <= each < config["vocab_size"] for each in ids):
+        allowed = f"a token id below vocab_size {config['vocab_size']}, or several"
+        raise ConfigError.bad_value(f"{file} eos_token_id", found, allowed)
+    return list(ids)
 
 
 def _dtype(config: dict[str, Any], wanted: str) -> str:

@@ -23,61 +23,43 @@ _BY_AGE = attrgetter("admission_number")
 
 
 class Capacity:
-    """GUARANTEED_NO_EVICT: the blocks of the longest possible answer at once, so a sequence that has started is never
-    paused.
+    """By the policy that the arguments of LLM(...) name.
+
+    GUARANTEED_NO_EVICT: the blocks of the longest possible answer at once, so a sequence that has started is never
+    paused. STATIC_BATCH: the same, and as many as fit start together; the next ones start when all of these are done.
+    MAX_UTILIZATION: blocks for what is known now, and one more whenever it is needed; when there is none, the last one
+    admitted is paused.
     """
 
-    #: A sequence that runs has all the blocks that it can need.
-    reserves_all = True
+    def __init__(self, args: LlmArgs, blocks: BlockManager) -> None:
+        policy = args.scheduler_config.capacity_scheduler_policy
+        self._is_static = policy is CapacitySchedulerPolicy.STATIC_BATCH
+        self._pauses = policy is CapacitySchedulerPolicy.MAX_UTILIZATION
+        self._blocks = blocks
+        #: A paused sequence goes on when at least so many blocks are left then.
+        self._spare_to_resume = int(blocks.num_blocks * (1 - args.kv_cache_config.max_util_for_resume))
 
     def admits(self, num_active: int) -> bool:
         """Whether a sequence may start while so many are active."""
-        return True
+        return not (self._is_static and num_active)
 
     def tokens_to_start(self, sequence: Sequence) -> int:
         """It starts when it has blocks for so many tokens."""
-        return sequence.max_kv_tokens
+        return len(sequence.tokens) if self._pauses else sequence.max_kv_tokens
 
     def headroom(self, sequence: Sequence, running: Seq[Sequence]) -> int:
-        """Blocks that its start must leave to the others."""
-        return 0
-
-    def grow(self, running: Seq[Sequence], pause: Callable[[Sequence], None]) -> None:
-        """Afterwards every sequence that decodes in this step has a block for it, or is paused. `pause` frees blocks
-        and takes the sequence out of `running`.
-        """
-
-
-class StaticBatch(Capacity):
-    """As many as fit start together; the next ones start when all of these are done."""
-
-    def admits(self, num_active: int) -> bool:
-        return not num_active
-
-
-class MaxUtilization(Capacity):
-    """Blocks for what is known now, and one more whenever it is needed; when there is none, the last one admitted
-    is paused.
-    """
-
-    reserves_all = False
-
-    def __init__(self, blocks: BlockManager, max_util_for_resume: float) -> None:
-        """A paused sequence goes on when at most this fraction of the blocks is used then."""
-        self._blocks = blocks
-        self._spare_to_resume = int(blocks.num_blocks * (1 - max_util_for_resume))
-
-    def tokens_to_start(self, sequence: Sequence) -> int:
-        return len(sequence.tokens)
-
-    def headroom(self, sequence: Sequence, running: Seq[Sequence]) -> int:
-        """The blocks that the next step takes: else a sequence would be paused again at once."""
-        if not running:
+        """Blocks that its start must leave to the others: those of the next step, else it would be paused at once."""
+        if not self._pauses or not running:
             return 0
         spare = self._spare_to_resume if sequence.status is Status.PAUSED else 0
         return max(spare, sum(map(self._lacks_block, running)))
 
     def grow(self, running: Seq[Sequence], pause: Callable[[Sequence], None]) -> None:
+        """Afterwards every sequence that decodes in this step has a block for it, or is paused. `pause` frees blocks
+        and takes the sequence out of `running`.
+        """
+        if not self._pauses:
+            return
         for sequence in sorted(filter(self._lacks_block, running), key=_BY_AGE):
             while sequence.status is Status.RUNNING and not self._blocks.can_allocate(1):
                 pause(max((s for s in running if not s.is_pinned), key=_BY_AGE))
@@ -86,16 +68,6 @@ class MaxUtilization(Capacity):
 
     def _lacks_block(self, sequence: Sequence) -> bool:
         return sequence.num_computed >= len(sequence.blocks) * self._blocks.tokens_per_block
-
-
-def create_capacity(args: LlmArgs, blocks: BlockManager) -> Capacity:
-    match args.scheduler_config.capacity_scheduler_policy:
-        case CapacitySchedulerPolicy.GUARANTEED_NO_EVICT:
-            return Capacity()
-        case CapacitySchedulerPolicy.STATIC_BATCH:
-            return StaticBatch()
-        case CapacitySchedulerPolicy.MAX_UTILIZATION:
-            return MaxUtilization(blocks, args.kv_cache_config.max_util_for_resume)
 
 
 def require_room(sequence: Sequence, blocks: BlockManager) -> None:

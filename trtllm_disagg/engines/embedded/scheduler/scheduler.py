@@ -16,10 +16,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from trtllm_disagg.engines.embedded.kv_cache.block_manager import BlockManager, KvEventLog
-from trtllm_disagg.engines.embedded.kv_cache.memory import KvMemory, SwapSpace, create_partial_reuse
+from trtllm_disagg.engines.embedded.kv_cache.memory import KvMemory, PartialReuse, SwapSpace
 from trtllm_disagg.engines.embedded.model.rows import ForwardRow
 from trtllm_disagg.engines.embedded.params.llm_args import ContextChunkingPolicy, KvCacheConfig, LlmArgs
-from trtllm_disagg.engines.embedded.scheduler.capacity import Capacity, Plan, Reservations, create_capacity
+from trtllm_disagg.engines.embedded.scheduler.capacity import Capacity, Plan, Reservations
 from trtllm_disagg.engines.embedded.scheduler.sequence import Sequence, Status
 from trtllm_disagg.errors import ConfigError
 
@@ -30,130 +30,75 @@ _DEFAULT_SWAP = 1 / 4
 
 
 class Chunking:
-    """Each prompt gets its share of the remaining budget, up to the first prompt that gets nothing."""
+    """The prompts' shares of a step, by the policy that the arguments of LLM(...) name. Each prompt gets its own from
+    what the earlier ones have left, up to the first prompt that gets nothing.
+
+    FIRST_COME_FIRST_SERVED: all that it can use. FORCE_CHUNK: one unit, even where more would fit: the shortest steps,
+    so the steadiest decoding. EQUAL_PROGRESS: a unit for each prompt in turn, until the budget is used: short prompts
+    are not stuck behind long ones. Without enable_chunked_prefill none of them applies, as in TensorRT-LLM: a prompt
+    runs in one step, or waits for an emptier one.
+    """
+
+    def __init__(self, args: LlmArgs, alignment: int) -> None:
+        self._unit = alignment
+        policy = args.scheduler_config.context_chunking_policy if args.enable_chunked_prefill else None
+        self._takes_turns = policy is ContextChunkingPolicy.EQUAL_PROGRESS
+        self._takes_units = self._takes_turns or policy is ContextChunkingPolicy.FORCE_CHUNK
+        #: Only a prompt with KV from another engine can be longer than any step. If that KV is lost to preemption, the
+        #: prompt is computed here after all, and then in pieces.
+        self._longest_whole = 0 if args.enable_chunked_prefill else args.max_num_tokens
 
     def share(self, prompts: Seq[Sequence], budget: int) -> list[int]:
         """Tokens of this step for each of `prompts`, in order; together at most `budget`."""
         shares = [0] * len(prompts)
         for i, sequence in enumerate(prompts):
-            shares[i] = self.cut(sequence, budget)
+            shares[i] = self._first_share(sequence, budget)
             if not shares[i]:
                 break
             budget -= shares[i]
+        if self._takes_turns:
+            self._take_turns(prompts, shares, budget)
+        self._bound_logits(prompts, shares)
         return shares
 
-    def cut(self, sequence: Sequence, budget: int) -> int:
-        """Tokens of this prompt for this step, at most `budget`."""
-        raise NotImplementedError
+    def _first_share(self, sequence: Sequence, budget: int) -> int:
+        if self._takes_units:
+            tokens = self._next_unit(sequence, 0)
+            return tokens if tokens <= budget else 0
+        must_wait = budget < sequence.num_prompt - sequence.num_computed <= self._longest_whole
+        return 0 if must_wait else self._piece(sequence, budget)
 
-
-class FirstComeFirstServed(Chunking):
-    """The first prompt takes all that it can use, then the next one."""
-
-    def __init__(self, alignment: int) -> None:
-        self._alignment = alignment
-
-    def cut(self, sequence: Sequence, budget: int) -> int:
-        left = _left(sequence)
-        return left if left <= budget else _aligned(sequence, budget, self._alignment)
-
-
-class WholePrompts(FirstComeFirstServed):
-    """No chunks: a prompt runs in one step, or waits for an emptier one.
-
-    Only a prompt with KV from another engine can be longer than any step. If that KV is lost to preemption,
-    the prompt is computed here after all, and then in pieces.
-    """
-
-    def __init__(self, max_num_tokens: int, alignment: int) -> None:
-        super().__init__(alignment)
-        self._max_num_tokens = max_num_tokens
-
-    def cut(self, sequence: Sequence, budget: int) -> int:
-        must_wait = budget < _left(sequence) <= self._max_num_tokens
-        return 0 if must_wait else super().cut(sequence, budget)
-
-
-class ForceChunk(Chunking):
-    """One unit for each prompt, even where more would fit: the shortest steps, so the steadiest decoding."""
-
-    def __init__(self, unit: int) -> None:
-        self._unit = unit
-
-    def cut(self, sequence: Sequence, budget: int) -> int:
-        tokens = _unit(sequence, 0, self._unit)
-        return tokens if tokens <= budget else 0
-
-
-class EqualProgress(ForceChunk):
-    """One unit for each prompt in turn, until the budget is used: short prompts are not stuck behind long ones."""
-
-    def share(self, prompts: Seq[Sequence], budget: int) -> list[int]:
-        shares = super().share(prompts, budget)
-        budget -= sum(shares)
+    def _take_turns(self, prompts: Seq[Sequence], shares: list[int], budget: int) -> None:
         growing = [i for i, share in enumerate(shares) if share]
         while growing:
             still = []
             for i in growing:
-                tokens = _unit(prompts[i], shares[i], self._unit)
+                tokens = self._next_unit(prompts[i], shares[i])
                 if 0 < tokens <= budget:
                     shares[i] += tokens
                     budget -= tokens
                     still.append(i)
             growing = still
-        return shares
 
-
-class BoundedLogits(Chunking):
-    """Another policy's chunks, cut where a request asks for logprobs of its prompt: the logits of a token are as many
-    numbers as there are tokens in the vocabulary, so those of a whole step may not fit into the memory.
-    """
-
-    def __init__(self, chunking: Chunking, alignment: int) -> None:
-        self._chunking = chunking
-        self._pieces = FirstComeFirstServed(alignment)
-        self._most = _MOST_TILES_OF_LOGITS * alignment
-
-    def share(self, prompts: Seq[Sequence], budget: int) -> list[int]:
-        shares, left = self._chunking.share(prompts, budget), self._most
+    def _bound_logits(self, prompts: Seq[Sequence], shares: list[int]) -> None:
+        """Cut where a request asks for logprobs of its prompt: the logits of a token are as many numbers as there are
+        tokens in the vocabulary, so those of a whole step may not fit into the memory.
+        """
+        left = _MOST_TILES_OF_LOGITS * self._unit
         for i, sequence in enumerate(prompts):
             if sequence.num_scored < sequence.num_prompt:
-                shares[i] = self._pieces.cut(sequence, min(shares[i], left))
+                shares[i] = self._piece(sequence, min(shares[i], left))
                 left -= shares[i]
-        return shares
 
+    def _piece(self, sequence: Sequence, most: int) -> int:
+        """What is left of the prompt; if that is above `most`, fewer, so that the chunk ends on a multiple."""
+        left, end = sequence.num_prompt - sequence.num_computed, sequence.num_computed + most
+        return left if left <= most else max(0, most - end % self._unit)
 
-def create_chunking(args: LlmArgs, alignment: int) -> Chunking:
-    return BoundedLogits(_chunking_of(args, alignment), alignment)
-
-
-def _chunking_of(args: LlmArgs, alignment: int) -> Chunking:
-    """Without enable_chunked_prefill no policy applies, as in TensorRT-LLM."""
-    if not args.enable_chunked_prefill:
-        return WholePrompts(args.max_num_tokens, alignment)
-    match args.scheduler_config.context_chunking_policy:
-        case ContextChunkingPolicy.EQUAL_PROGRESS:
-            return EqualProgress(alignment)
-        case ContextChunkingPolicy.FORCE_CHUNK:
-            return ForceChunk(alignment)
-        case _:
-            return FirstComeFirstServed(alignment)
-
-
-def _left(sequence: Sequence) -> int:
-    return sequence.num_prompt - sequence.num_computed
-
-
-def _aligned(sequence: Sequence, tokens: int, alignment: int) -> int:
-    """At most `tokens`, and fewer so that the chunk ends on a multiple."""
-    end = sequence.num_computed + tokens
-    return max(0, end - end % alignment - sequence.num_computed)
-
-
-def _unit(sequence: Sequence, taken: int, unit: int) -> int:
-    """The number of tokens from `taken` on to the next multiple of `unit`, or to the prompt's end."""
-    start = sequence.num_computed + taken
-    return min(sequence.num_prompt, start - start % unit + unit) - start
+    def _next_unit(self, sequence: Sequence, taken: int) -> int:
+        """The number of tokens from `taken` on to the next multiple of the unit, or to the prompt's end."""
+        start = sequence.num_computed + taken
+        return min(sequence.num_prompt, start - start % self._unit + self._unit) - start
 
 
 class Row(ForwardRow):
@@ -204,23 +149,21 @@ class Counts:
 
 
 class Scheduler:
-    def __init__(
-        self,
-        reservations: Reservations,
-        capacity: Capacity,
-        chunking: Chunking,
-        *,
-        max_batch_size: int,
-        max_num_tokens: int,
-        by_priority: bool = False,
-    ) -> None:
-        self.reservations = reservations
-        self._capacity = capacity
-        self._chunking = chunking
+    def __init__(self, args: LlmArgs, blocks: BlockManager, memory: KvMemory, alignment: int) -> None:
+        """`alignment`: where a prefill chunk may end, in tokens from the prompt's start. Raises ConfigError when a step
+        is shorter than that.
+        """
+        if args.max_num_tokens < alignment:
+            raise ConfigError.bad_value("max_num_tokens", args.max_num_tokens, f"at least {alignment}")
+        swap = SwapSpace(memory, _swap_blocks(args, blocks), blocks.tokens_per_block)
+        partial = PartialReuse(args.kv_cache_config, blocks, memory)
+        self.reservations = Reservations(blocks, partial, swap)
+        self._capacity = Capacity(args, blocks)
+        self._chunking = Chunking(args, alignment)
         # Every decode row takes a token of the budget, in every step.
-        self._max_active = min(max_batch_size, max_num_tokens)
-        self._max_num_tokens = max_num_tokens
-        self._by_priority = by_priority
+        self._max_active = min(args.max_batch_size, args.max_num_tokens)
+        self._max_num_tokens = args.max_num_tokens
+        self._by_priority = args.scheduler_config.waiting_queue_policy == "priority"
         self.counts = Counts()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -234,17 +177,6 @@ class Scheduler:
         return bool(self.running) or (self._admits() and self._plan_next() is not None)
 
     @property
-    def num_silent_steps(self) -> int:
-        """How many of the next steps run the running sequences only, and send no token to a client."""
-        if any(s.in_prefill for s in self.running) or (self._admits() and self._plan_next() is not None):
-            return 0
-        return min((s.num_silent for s in self.running), default=0)
-
-    @property
-    def reserves_all(self) -> bool:
-        return self._capacity.reserves_all
-
-    @property
     def num_active(self) -> int:
         """Admitted and unfinished sequences, paused ones included."""
         return self._num_in_batch + len(self.paused)
@@ -254,7 +186,7 @@ class Scheduler:
         return len(self.running) + len(self.receiving)
 
     def add(self, sequence: Sequence) -> None:
-        """First come, first served; with `by_priority` only among equal priorities."""
+        """First come, first served; with waiting_queue_policy `priority` only among equals."""
         place = len(self.waiting)
         while self._by_priority and place and self.waiting[place - 1].priority < sequence.priority:
             place -= 1
@@ -341,30 +273,11 @@ class Scheduler:
         bisect.insort(self.paused, sequence, key=lambda s: s.admission_number)
 
 
-def create_blocks(config: KvCacheConfig, num_blocks: int, events: KvEventLog) -> BlockManager:
+def create_blocks(config: KvCacheConfig, num_blocks: int, longest: int) -> BlockManager:
+    """`longest`: tokens of the longest sequence, for the events."""
+    events = KvEventLog(config.event_buffer_max_size, longest)
     return BlockManager(
         num_blocks, config.tokens_per_block, enable_reuse=config.enable_block_reuse, events=events
-    )
-
-
-def create_scheduler(args: LlmArgs, blocks: BlockManager, memory: KvMemory, alignment: int) -> Scheduler:
-    """Make the scheduler with the policies that the arguments of LLM(...) name.
-
-    `alignment`: where a prefill chunk may end, in tokens from the prompt's start. Raises ConfigError when a step
-    is shorter than that.
-    """
-    if args.max_num_tokens < alignment:
-        raise ConfigError.bad_value("max_num_tokens", args.max_num_tokens, f"at least {alignment}")
-    size = blocks.tokens_per_block
-    swap = SwapSpace(memory, _swap_blocks(args, blocks), size)
-    partial = create_partial_reuse(args.kv_cache_config, blocks, memory)
-    return Scheduler(
-        Reservations(blocks, partial, swap),
-        create_capacity(args, blocks),
-        create_chunking(args, alignment),
-        max_batch_size=args.max_batch_size,
-        max_num_tokens=args.max_num_tokens,
-        by_priority=args.scheduler_config.waiting_queue_policy == "priority",
     )
 
 

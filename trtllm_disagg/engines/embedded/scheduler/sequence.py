@@ -31,27 +31,7 @@ if TYPE_CHECKING:
 Clock = Callable[[], float]
 
 
-class NullRequestTimer:
-    """Measures nothing; for requests without `return_perf_metrics`."""
-
-    def scheduled(self) -> None:
-        """The choice is part of the step that begins."""
-
-    def has_token(self) -> None:
-        """The choice has one more token."""
-
-    def transfer_began(self) -> None:
-        """The transfer of the choice's KV has been requested."""
-
-    def transfer_ended(self, num_bytes: int) -> None:
-        """The choice's KV has arrived, in `num_bytes`."""
-
-    def snapshot(self, admission: Admission) -> Measured | None:
-        """The measurements so far."""
-        return None
-
-
-class RequestTimer(NullRequestTimer):
+class RequestTimer:
     """Measures the phases and the KV of one choice, for requests with `return_perf_metrics`."""
 
     def __init__(self, arrived: float, clock: Clock = time.monotonic) -> None:
@@ -60,31 +40,32 @@ class RequestTimer(NullRequestTimer):
         self._measured = Measured(arrived)
 
     def scheduled(self) -> None:
+        """The choice is part of the step that begins."""
         measured = self._measured
         measured.first_scheduled = measured.first_scheduled or self._clock()
         if not measured.first_token:
             measured.chunks.append(self._clock())
 
     def has_token(self) -> None:
+        """The choice has one more token."""
         measured = self._measured
         measured.last_token = self._clock()
         measured.first_token = measured.first_token or measured.last_token
 
     def transfer_began(self) -> None:
+        """The transfer of the choice's KV has been requested."""
         self._measured.transfer_start = self._clock()
 
     def transfer_ended(self, num_bytes: int) -> None:
-        # The choice has waited until now; its first token may precede its first step.
+        """The choice's KV has arrived. It has waited until now; its first token may precede its first step."""
         measured = self._measured
         measured.transfer_end = measured.first_scheduled = self._clock()
         measured.transfer_bytes = num_bytes
 
-    def snapshot(self, admission: Admission) -> Measured | None:
+    def snapshot(self, admission: Admission) -> Measured:
+        """The measurements so far."""
         self._measured.admission = admission
         return self._measured
-
-
-NO_TIMER = NullRequestTimer()
 
 
 #: Seeds for requests without one. The system's generator would cost a system call for each.
@@ -117,7 +98,8 @@ class Sequence:
     rendezvous: Rendezvous | None = None
     #: Restricts the next token to those that the grammar allows.
     guide: Guide | None = None
-    timer: NullRequestTimer = NO_TIMER
+    #: None: the request is not measured.
+    timer: RequestTimer | None = None
     admission: Admission = NOT_ADMITTED
     stream_interval: int = 1
     #: The number of last tokens that were not sent to the client yet, and their logprobs.
@@ -163,14 +145,9 @@ class Sequence:
             handoff=request.handoff,
             handle=handle,
             rendezvous=request.rendezvous,
-            timer=NO_TIMER if request.arrived is None else RequestTimer(request.arrived, clock),
+            timer=None if request.arrived is None else RequestTimer(request.arrived, clock),
             stream_interval=request.stream_interval,
         )
-
-    @property
-    def measured(self) -> Measured | None:
-        """The measurements so far; None for a request that is not measured."""
-        return self.timer.snapshot(self.admission)
 
     @property
     def salt(self) -> bytes:
@@ -185,14 +162,6 @@ class Sequence:
     def holds_back_tokens(self) -> bool:
         """True while the last tokens wait for more of them (`stream_interval`); the first one is sent at once."""
         return self.num_output > 1 and self.num_output % self.stream_interval != 0
-
-    @property
-    def num_silent(self) -> int:
-        """How many of its next tokens will be held back for later ones, and cannot end the answer."""
-        spec, count = self.sampling, self.num_output
-        if self.guide is not None or spec.end_ids or spec.stop_words or not count:
-            return 0
-        return min(self.stream_interval - count % self.stream_interval, spec.max_tokens - count) - 1
 
     @property
     def output(self) -> list[int]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from trtllm_disagg.engines.embedded.kv_cache.block_manager import BlockManager
 from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs
@@ -15,29 +14,6 @@ from trtllm_disagg.engines.embedded.scheduler.scheduler import Counts, Row, Sche
 
 _OF_KV = ("kvPulls", "kvBytesPulled", "kvBytesSaved", "kvPushes", "kvBytesPushed")
 _TOTALS = ("prefillTokens", "decodeTokens", *_OF_KV)
-_NOTHING_NEW = {"numNewActiveRequests": 0, "numCompletedRequests": 0}
-
-
-class Batch(NamedTuple):
-    """The rows of a step, counted: prefill chunks are context, the others generation."""
-
-    rows: Seq[Row]
-    num_context: int
-    num_context_tokens: int
-
-    @classmethod
-    def of(cls, rows: Seq[Row]) -> Batch:
-        context = [row.num_tokens for row in rows if row.in_prefill]
-        return cls(rows, len(context), sum(context))
-
-    @property
-    def num_generation(self) -> int:
-        return len(self.rows) - self.num_context
-
-    @property
-    def num_generated(self) -> int:
-        """A paused answer that is computed again has rows that give no token."""
-        return sum(row.samples and not row.in_prefill for row in self.rows)
 
 
 class IterationStats:
@@ -76,8 +52,12 @@ class IterationStats:
             return []
         self._held = held
         self._iteration += 1
-        batch = Batch.of(rows)
-        self._totals.update(prefillTokens=batch.num_context_tokens, decodeTokens=batch.num_generated)
+        # Prefill chunks are context, the others generation.
+        context = [row for row in rows if row.in_prefill]
+        generation = [row for row in rows if not row.in_prefill]
+        self._totals["prefillTokens"] += sum(row.num_tokens for row in context)
+        # A paused answer that is computed again has rows that give no token.
+        self._totals["decodeTokens"] += sum(row.samples for row in generation)
         counts, before = replace(scheduler.counts), self._counts
         self._counts = counts
         stats = {
@@ -92,32 +72,13 @@ class IterationStats:
             "maxBatchSizeStatic": self._max_batch_size,
             "maxNumTokensStatic": self._max_num_tokens,
             "kvCacheStats": _kv_cache(blocks),
-            "inflightBatchingStats": _batching(batch, scheduler),
+            "inflightBatchingStats": _batching(context, generation, scheduler),
             # Ours: finished prefills with KV that waits for a decode, and running totals.
             "numHandoffsHeld": handoffs[0],
             "oldestHandoffAt": handoffs[1],
             "totals": dict(self._totals),
         }
         return [stats]
-
-    def of_decode_steps(
-        self,
-        rows: Seq[Row],
-        scheduler: Scheduler,
-        blocks: BlockManager,
-        handoffs: tuple[int, float | None],
-        seconds: Seq[float],
-    ) -> list[dict[str, Any]]:
-        """One dict for each of several steps that ran only these rows, made after the last of them. `seconds` of each
-        step.
-        """
-        records = self.of_step(rows, scheduler, blocks, handoffs, seconds[0])
-        for first, each in itertools.product(records[:1], seconds[1:]):
-            self._iteration += 1
-            self._totals.update(decodeTokens=len(rows))
-            told = {"iter": self._iteration, "iterLatencyMS": each * 1000, "totals": dict(self._totals)}
-            records.append(first | _NOTHING_NEW | told)
-        return records
 
 
 def _kv_cache(blocks: BlockManager) -> dict[str, Any]:
@@ -135,19 +96,19 @@ def _kv_cache(blocks: BlockManager) -> dict[str, Any]:
     }
 
 
-def _batching(batch: Batch, scheduler: Scheduler) -> dict[str, Any]:
+def _batching(context: Seq[Row], generation: Seq[Row], scheduler: Scheduler) -> dict[str, Any]:
     queued_prompts = [s.num_prompt for s in scheduler.waiting if not s.is_generation_only]
     queued_handoffs = [s.num_prompt for s in scheduler.waiting if s.is_generation_only]
     return {
-        "numScheduledRequests": len(batch.rows),
-        "numContextRequests": batch.num_context,
-        "numGenRequests": batch.num_generation,
+        "numScheduledRequests": len(context) + len(generation),
+        "numContextRequests": len(context),
+        "numGenRequests": len(generation),
         "numPausedRequests": len(scheduler.paused),
-        "numCtxTokens": batch.num_context_tokens,
+        "numCtxTokens": sum(row.num_tokens for row in context),
         "microBatchId": 0,
         "avgNumDecodedTokensPerIter": 1.0,
-        "numCtxKvTokens": sum(row.sequence.num_computed for row in batch.rows if row.in_prefill),
-        "numGenKvTokens": sum(row.sequence.num_computed for row in batch.rows if not row.in_prefill),
+        "numCtxKvTokens": sum(row.sequence.num_computed for row in context),
+        "numGenKvTokens": sum(row.sequence.num_computed for row in generation),
         "numQueuedContextRequests": len(queued_prompts),
         "numQueuedCtxTokens": sum(queued_prompts),
         "numQueuedGenRequests": len(queued_handoffs),

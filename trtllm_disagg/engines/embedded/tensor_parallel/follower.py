@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import sys
-import threading
 from pathlib import Path
 
 import msgspec
@@ -14,11 +13,15 @@ import torch
 
 from trtllm_disagg.engines.embedded.cpu_kernels.cpu import this_cpu
 from trtllm_disagg.engines.embedded.kv_cache.memory import CopyStart, Drop, Restore, Save
-from trtllm_disagg.engines.embedded.kv_cache.pool import KvPool, LocalKvMemory
+from trtllm_disagg.engines.embedded.kv_cache.pool import (
+    KvPool,
+    PoolShape,
+    choose_device,
+    longest_sequence,
+    new_pool,
+)
 from trtllm_disagg.engines.embedded.kv_transfer.shared_memory import new_memory
-from trtllm_disagg.engines.embedded.model.forward import ModelRunner, choose_forward
-from trtllm_disagg.engines.embedded.model.model_loader import load_model
-from trtllm_disagg.engines.embedded.model.sizing import PoolShape, choose_device, longest_sequence, new_pool
+from trtllm_disagg.engines.embedded.model.forward import ModelRunner, choose_forward, load_model
 from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.engines.embedded.params.model_shape import read_shape
 from trtllm_disagg.engines.embedded.tensor_parallel.group import (
@@ -35,8 +38,8 @@ from trtllm_disagg.engines.embedded.tensor_parallel.group import (
     use_cpus,
     watch,
 )
-from trtllm_disagg.engines.embedded.tensor_parallel.launch import IN_JOB
-from trtllm_disagg.engines.embedded.tensor_parallel.sharding import shard_model
+from trtllm_disagg.engines.embedded.tensor_parallel.launch import IN_JOB, exit_with_parent
+from trtllm_disagg.engines.embedded.tensor_parallel.team import shard_model
 from trtllm_disagg.engines.embedded.tensor_parallel.transfers import TransferService, transport_of
 
 log = logging.getLogger(__name__)
@@ -51,7 +54,7 @@ def serve_as_follower() -> int:
     # Also out of an MPI call that will never return. Nothing here needs to be closed.
     watch(leader, _commands, lambda _last: os._exit(0))
     if IN_JOB in sys.argv:
-        threading.Thread(target=_exit_with_parent, name="parent-watch", daemon=True).start()
+        exit_with_parent()
     status = follow(group, leader)
     if status == 0 and IN_JOB in sys.argv:
         leave()
@@ -64,7 +67,7 @@ def follow(group: RankGroup, leader: OtherRank) -> int:
     try:
         build = leader.commands.receive(_commands)
         assert isinstance(build, Build)
-        shard = build_shard(build, group, transfers)
+        runner = build_runner(build, group, transfers)
     except EOFError:
         return 1
     except Exception as error:
@@ -83,18 +86,12 @@ def follow(group: RankGroup, leader: OtherRank) -> int:
         if isinstance(command, Stop):
             return 0
         try:
-            shard.execute(command)
+            _execute(runner, command)
         except Exception as error:
             log.exception("a step failed on rank %d", group.rank)
             leader.lifeline.send(Broken(type(error).__name__, str(error)))
             return 1
         transfers.executed()
-
-
-def _exit_with_parent() -> None:
-    while os.read(0, 4096):
-        pass
-    os._exit(0)
 
 
 def _wait_for_end(leader: OtherRank) -> None:
@@ -103,22 +100,16 @@ def _wait_for_end(leader: OtherRank) -> None:
         leader.commands.receive(_commands)
 
 
-class ShardOfEngine:
-    """Does what rank 0 does, in the same order."""
-
-    def __init__(self, runner: ModelRunner, memory: LocalKvMemory) -> None:
-        self._runner = runner
-        self._memory = memory
-
-    def execute(self, command: RankCommand) -> None:
-        match command:
-            case Step():
-                self._runner.run(command.rows)
-            case CopyStart() | Save() | Restore() | Drop():
-                self._memory.apply(command)
+def _execute(runner: ModelRunner, command: RankCommand) -> None:
+    """What rank 0 does, in the same order."""
+    match command:
+        case Step():
+            runner.run(command.rows)
+        case CopyStart() | Save() | Restore() | Drop():
+            runner.pool.apply(command)
 
 
-def build_shard(build: Build, group: RankGroup, transfers: TransferService) -> ShardOfEngine:
+def build_runner(build: Build, group: RankGroup, transfers: TransferService) -> ModelRunner:
     """This rank's part, built as the engine core builds its own. Raises ConfigError like it."""
     args = LlmArgs.model_validate(build.args)
     use_cpus(args, group.rank)
@@ -129,18 +120,17 @@ def build_shard(build: Build, group: RankGroup, transfers: TransferService) -> S
     shard_model(model, group)
     size = args.kv_cache_config.tokens_per_block
     wanted = new_pool(shape, build.num_blocks, size, device, group.size)
-    kv = _allocate(args, wanted, group, transfers)
-    pool = KvPool(kv)
+    pool = KvPool(_allocate(args, wanted, group, transfers))
     forward = plan.make_forward(model, pool, longest_sequence(args, shape, build.num_blocks))
-    return ShardOfEngine(ModelRunner(forward, pool, plan.ops), LocalKvMemory(kv))
+    return ModelRunner(forward, pool, plan.ops)
 
 
 def _allocate(args: LlmArgs, wanted: PoolShape, group: RankGroup, transfers: TransferService) -> torch.Tensor:
     """The pool, in memory that the transport can serve when there is one."""
     config = args.cache_transceiver_config
     if config is None or config.backend is None:
-        return new_memory(wanted.shape, wanted.dtype, wanted.device)
+        return new_memory(*wanted)
     transport = transport_of(config.backend, wanted.device)
-    pool = transport.allocate(wanted.shape, wanted.dtype, wanted.device)
+    pool = transport.allocate(*wanted)
     transfers.start(transport, pool, group.rank, group.size)
     return pool

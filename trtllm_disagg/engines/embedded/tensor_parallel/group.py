@@ -25,9 +25,8 @@ import msgspec
 import numpy as np
 import torch
 
-from trtllm_disagg.engines.embedded.ipc import socket_files, sockets
-from trtllm_disagg.engines.embedded.ipc.framing import framed, receive_exactly, receive_frame
-from trtllm_disagg.engines.embedded.ipc.sockets import listen
+from trtllm_disagg.engines.embedded.ipc import sockets
+from trtllm_disagg.engines.embedded.ipc.sockets import framed, receive_exactly, receive_frame
 from trtllm_disagg.engines.embedded.kv_cache.memory import KvCommand
 from trtllm_disagg.engines.embedded.kv_transfer.transports import ucx_environment
 from trtllm_disagg.engines.embedded.model.rows import ForwardRow
@@ -48,7 +47,7 @@ _MPI_TRANSPORTS = "self,sm"
 
 
 class Channel:
-    """Messages in order, each after its length. The sockets are this user's only (socket_files.py)."""
+    """Messages in order, each after its length. The sockets are this user's only (ipc/sockets.py)."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -88,7 +87,7 @@ def connect(address: str, rank: int) -> OtherRank:
     """Connect another rank to rank 0."""
     channels = []
     for kind in _KINDS:
-        connection = socket_files.connect(address)
+        connection = sockets.connect(address)
         connection.sendall(_HELLO.pack(rank, os.getpid(), kind))
         channels.append(Channel(connection))
     return OtherRank(0, 0, *channels)
@@ -173,7 +172,8 @@ class RankGroup:
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
         """(..., n) -> (..., size * n): every rank's columns, by rank, on every rank."""
         width = x.shape[-1]
-        every = self._gather(x.reshape(-1, width))
+        every = torch.empty((self.size, x.numel() // width, width), dtype=x.dtype)
+        self._communicator.Allgather(_bytes(x), _bytes(every))
         # Not -1: a step that samples nothing has no rows.
         return every.transpose(0, 1).reshape(*x.shape[:-1], self.size * width)
 
@@ -183,33 +183,23 @@ class RankGroup:
         if self.rank:
             self._communicator.Gatherv(_bytes(x), None, root=0)
             return x
+        from mpi4py import MPI
+
         ends = [(rank + 1) * count // self.size for rank in range(self.size)]
         widths = np.diff([0, *ends])
         assert width == widths[0]
         flat = torch.empty(rows * count, dtype=x.dtype)
         sizes = widths * rows * x.element_size()
         starts = np.cumsum(sizes) - sizes
-        self._communicator.Gatherv(_bytes(x), [_bytes(flat), sizes, starts, _byte_type()], root=0)
+        self._communicator.Gatherv(_bytes(x), [_bytes(flat), sizes, starts, MPI.BYTE], root=0)
         whole = torch.split(flat, [int(each) * rows for each in widths])
         parts = [part.view(rows, int(each)) for part, each in zip(whole, widths, strict=True)]
         return torch.cat(parts, dim=1).view(*x.shape[:-1], count)
-
-    def _gather(self, x: torch.Tensor) -> torch.Tensor:
-        """(...) -> (size, ...)"""
-        every = torch.empty((self.size, *x.shape), dtype=x.dtype)
-        self._communicator.Allgather(_bytes(x), _bytes(every))
-        return every
 
 
 def _bytes(tensor: torch.Tensor) -> np.ndarray:
     array: np.ndarray = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return array
-
-
-def _byte_type() -> Any:
-    from mpi4py import MPI
-
-    return MPI.BYTE
 
 
 def join_as_leader(size: int, on_lost: Callable[[str], None]) -> tuple[RankGroup, list[OtherRank]]:
@@ -219,10 +209,10 @@ def join_as_leader(size: int, on_lost: Callable[[str], None]) -> tuple[RankGroup
     """
     with _deadline(lambda: on_lost(f"the other ranks did not come up within {_JOIN_SECONDS:.0f} s")):
         group, communicator = _start_mpi()
-        listener, address = listen()
-        with listener:
+        with sockets.Listener("core") as listener:
+            address = np.frombuffer(listener.path.encode(), np.uint8)
             buffer = np.zeros(_ADDRESS_BYTES, np.uint8)
-            buffer[: len(address)] = np.frombuffer(address.encode(), np.uint8)
+            buffer[: len(address)] = address
             communicator.Bcast(buffer, root=0)
             if group.size != size:
                 raise ConfigError.bad_value(

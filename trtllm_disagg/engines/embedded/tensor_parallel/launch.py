@@ -13,22 +13,18 @@ import select
 import signal
 import subprocess
 import sysconfig
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
 from trtllm_disagg.engines.embedded.cpu_kernels.cpu import WAITING, environment_of, on_huge_pages
-from trtllm_disagg.engines.embedded.ipc.dev_shm import (
-    DIRECTORY,
-    MPICH_PER_RANK,
-    free_bytes,
-    how_to_get,
-    in_mib,
-)
-from trtllm_disagg.engines.embedded.params.checkpoint import read_json
+from trtllm_disagg.engines.embedded.kv_transfer.transports import lack_of_room
+from trtllm_disagg.engines.embedded.params.model_config import read_json
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes.interpreter import python
 
@@ -56,6 +52,8 @@ _MPIEXEC_OPTIONS = (
     *("-disable-auto-cleanup", "-launcher", "fork", "-rmk", "user"),
     *("-localhost", "127.0.0.1", "-iface", "lo"),
 )
+#: mpich maps 1034 KiB for each rank, and dies of SIGBUS if there is less.
+MPICH_PER_RANK = 1_100_000
 #: A process that was stopped for a shorter time does no harm.
 _PATIENCE_SECONDS = 5.0
 _LOOK_SECONDS = 1.0
@@ -98,8 +96,7 @@ class Launch:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(NamedTuple):
     """mpiexec or srun started us as one of several ranks."""
 
     rank: int
@@ -124,6 +121,19 @@ def own_rank() -> int:
     return int(os.environ.get("PMI_RANK", "0"))
 
 
+def exit_with_parent(before: Callable[[], None] = lambda: None) -> None:
+    """End this process, which `Launch` has started, when the worker has ended for any reason."""
+
+    def watch() -> None:
+        # Not sys.stdin: its lock would block the interpreter's shutdown.
+        while os.read(0, 4096):
+            pass
+        before()
+        os._exit(0)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
 def require_ranks(size: int, environment: Mapping[str, str]) -> Job | None:
     """The job to join; None when there is none. Raises ConfigError for one of another size, without MPI, or without
     room for its shared memory.
@@ -138,15 +148,9 @@ def require_ranks(size: int, environment: Mapping[str, str]) -> Job | None:
         )
     if size > 1 and (importlib.util.find_spec("mpi4py") is None or not _mpiexec().is_file()):
         raise ConfigError.bad_value(KEY, size, f"1 without {_EXTRA}")
-    if size > 1 and job is None:
-        _require_room(size * MPICH_PER_RANK, size)
+    if size > 1 and job is None and (lack := lack_of_room(size * MPICH_PER_RANK, "mpich")):
+        raise ConfigError.bad_value(KEY, size, f"1 while {lack}")
     return job
-
-
-def _require_room(needed: int, size: int) -> None:
-    if (free := free_bytes()) < needed:
-        found = f"{DIRECTORY} has {in_mib(free)} free of the {in_mib(needed)} that mpich needs"
-        raise ConfigError.bad_value(KEY, size, f"1 while {found}: {how_to_get(needed)}")
 
 
 def core_launch(size: int, num_threads: int, environment: Mapping[str, str]) -> Launch:
@@ -191,12 +195,6 @@ def serve_as_rank(size: int, num_threads: int, environment: Mapping[str, str]) -
     with core_launch(size, num_threads, environment).start() as process:
         process.wait()
     return True
-
-
-def serve_other_ranks(size: int, num_threads: int) -> None:
-    """Returns on the rank that requests come to; on every other one of a job, SystemExit when the job is done."""
-    if serve_as_rank(size, num_threads, os.environ):
-        raise SystemExit(0)
 
 
 def _mpiexec() -> Path:

@@ -55,7 +55,7 @@ def assert_grows_like_the_whole(tokenizer: Any, ids: list[int], steps: list[int]
     for step in steps:
         have = min(len(ids), have + step)
         assert text.update(ids[:have]) == tokenizer.decode(ids[:have], skip_special_tokens=skip), have
-    assert text.whole(ids) == tokenizer.decode(ids, skip_special_tokens=skip)
+    assert text.decode(ids) == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
 @settings(max_examples=80)
@@ -93,7 +93,7 @@ def test_pieces_with_a_space_in_front_grow_like_the_whole_text(skip: bool) -> No
             made, wanted = text.update(ids[:end]), whole(ids[:end])
             # A run of byte tokens that ends within a character is all broken, for this decoder.
             assert made == wanted or wanted.endswith("\ufffd")
-        assert text.whole(ids) == whole(ids)
+        assert text.decode(ids) == whole(ids)
 
 
 def test_a_list_that_was_cut_short_gives_the_text_of_what_is_left(tokenizer: Any) -> None:

@@ -20,16 +20,18 @@ from trtllm_disagg.engine.engines import resolve_engine
 from trtllm_disagg.engine.llm_api import load_api
 from trtllm_disagg.engines import embedded
 from trtllm_disagg.engines.embedded import mount
-from trtllm_disagg.engines.embedded.api.mounted_names import (
+from trtllm_disagg.engines.embedded.api.perf_metrics import MetricNames
+from trtllm_disagg.engines.embedded.api.request import PreprocessedInputs, prompt_of
+from trtllm_disagg.engines.embedded.mount import (
+    MOUNTED,
+    NOT_SERVED,
+    ROOT,
     MetricsCollector,
+    mount_as_tensorrt_llm,
     tokenizer_factory,
     update_llm_args_with_extra_options,
 )
-from trtllm_disagg.engines.embedded.api.perf_metrics import MetricNames
-from trtllm_disagg.engines.embedded.api.request import PreprocessedInputs, prompt_of
-from trtllm_disagg.engines.embedded.mount import MOUNTED, NOT_SERVED, ROOT, mount_as_tensorrt_llm
-from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs
-from trtllm_disagg.engines.embedded.params.supported_args import refuse_unsupported
+from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs, refuse_unsupported
 from trtllm_disagg.errors import ConfigError
 
 #: What upstream imports in a `try`, or for images and video only.

@@ -10,7 +10,7 @@ from tests.conftest import Checkpoints
 from tests.support.cores import Core
 from tests.support.meeting import Duo, wait_until
 from tests.unit.engines.embedded.core.test_core_handoff import prompt
-from trtllm_disagg.engines.embedded.ipc.messages import Rendezvous, SamplingSpec
+from trtllm_disagg.engines.embedded.ipc.messages import SamplingSpec
 from trtllm_disagg.engines.embedded.kv_transfer.transports import TRANSPORTS
 
 BLOCK = 32
@@ -219,8 +219,3 @@ def test_the_same_id_twice_is_refused(duo: Duo) -> None:
     assert "in use" in str(duo.prefill.answers[second, 0].error)
     duo.prefill.engine.abort(first)
     duo.run()
-
-
-def test_rendezvous_on_an_engine_without_transceiver_backend_is_refused(agg: Core) -> None:
-    answer = agg.run(agg.add(prompt(9), 1, request_type="context_only", rendezvous=Rendezvous(1)))
-    assert "set cache_transceiver_config.backend" in str(answer.error)

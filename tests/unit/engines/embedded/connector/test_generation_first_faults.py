@@ -17,8 +17,7 @@ from tests.support.fake_transport import FakeTransport, TakesTooLong, WaitsFor
 from tests.support.meeting import Duo
 from tests.support.models import VOCAB
 from tests.unit.engines.embedded.core.test_core_handoff import prompt
-from trtllm_disagg.engines.embedded.kv_transfer.control import ControlClient
-from trtllm_disagg.engines.embedded.kv_transfer.messages import Notice
+from trtllm_disagg.engines.embedded.kv_transfer.control import ControlClient, Notice
 from trtllm_disagg.errors import KvTransferError
 
 BLOCK = 32
@@ -258,7 +257,7 @@ def test_prefix_read_of_an_aborted_decode_is_not_cached(make_duo: MakeDuo) -> No
     answer = duo.prefill.answers[met.prefill, 0]
     duo.run_until(lambda: answer.done)
     assert answer.category == "Unavailable"
-    assert duo.prefill.engine.blocks.known_keys() == set()
+    assert not duo.prefill.engine.blocks.key_of
     duo.decode.engine.abort(met.decode or 0)
     duo.run()
     duo.assert_idle()

@@ -18,7 +18,7 @@ STAYS = """
 import json, sys, threading
 import msgspec
 from trtllm_disagg.engines.embedded.ipc.sockets import Link
-from trtllm_disagg.engines.embedded.ipc.socket_files import connect
+from trtllm_disagg.engines.embedded.ipc.sockets import connect
 from trtllm_disagg.engines.embedded.ipc.messages import Command, Ready
 link = Link(connect(json.loads(sys.stdin.readline())["address"]), msgspec.msgpack.Decoder(Command))
 if sys.argv[1] == "ready":

@@ -19,7 +19,7 @@ from trtllm_disagg.engines.embedded.ipc.messages import (
     Start,
     StepReport,
 )
-from trtllm_disagg.engines.embedded.ipc.sockets import Link, accept, listen
+from trtllm_disagg.engines.embedded.ipc.sockets import Link, Listener, accept
 
 READY = Ready(
     num_blocks=1,
@@ -65,7 +65,7 @@ class IdleCore:
 
 def test_a_deadline_in_thirty_years_is_waited_for() -> None:
     core = IdleCore()
-    listener, address = listen()
+    address = (listener := Listener("core")).path
     with listener, ThreadPoolExecutor() as threads:
         process = CoreProcess(Start({}, address))
         link = Link(accept(listener), REPORTS)
@@ -78,7 +78,7 @@ def test_a_deadline_in_thirty_years_is_waited_for() -> None:
 
 
 def test_a_request_that_cannot_be_added_in_time_ends_the_process_by_name() -> None:
-    listener, address = listen()
+    address = (listener := Listener("core")).path
     with listener, subprocess.Popen([sys.executable, "-c", HANG, address]) as process:
         link = Link(accept(listener), REPORTS)
         assert link.receive(wait=True) == [READY]

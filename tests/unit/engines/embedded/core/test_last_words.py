@@ -7,7 +7,7 @@ import sys
 
 from trtllm_disagg.engines.embedded.core.core_client import REPORTS
 from trtllm_disagg.engines.embedded.ipc.messages import Failed
-from trtllm_disagg.engines.embedded.ipc.sockets import Link, accept, listen
+from trtllm_disagg.engines.embedded.ipc.sockets import Link, Listener, accept
 
 FAIL = """
 import sys
@@ -18,7 +18,7 @@ CoreProcess(Start({}, sys.argv[1])).fail("rank 1 died")
 
 
 def test_the_reason_arrives_although_it_was_not_accepted_at_first() -> None:
-    listener, address = listen()
+    address = (listener := Listener("core")).path
     with listener:
         ended = subprocess.run([sys.executable, "-c", FAIL, address], check=False, timeout=30)
         link = Link(accept(listener), REPORTS)

@@ -23,17 +23,15 @@ case "$*" in *bfloat16*) kill -9 $$ ;; esac
 #: Prints for how many types of arguments there is a kernel of the threads beside the first one.
 OF_OTHER_THREADS = """
 from trtllm_disagg.engines.embedded.core.precompile import precompile
-from trtllm_disagg.engines.embedded.cpu_kernels.cpu import this_cpu
 from trtllm_disagg.engines.embedded.cpu_kernels.decode_step import serve
-precompile("float32", this_cpu())
+precompile("float32")
 print(len(serve.signatures))
 """
 TERMINATED = """
 import signal
 from trtllm_disagg.engines.embedded.core import precompile
-from trtllm_disagg.engines.embedded.cpu_kernels.cpu import this_cpu
-precompile.warm_up = lambda *_: signal.raise_signal(signal.SIGTERM)
-precompile.precompile("float32", this_cpu())
+precompile.build_core = lambda *_, **__: signal.raise_signal(signal.SIGTERM)
+precompile.precompile("float32")
 """
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from trtllm_disagg.engines.embedded.cpu_kernels.cpu import may_use_tiles
-from trtllm_disagg.engines.embedded.cpu_kernels.gemm_amx import multiply_tiles
+from trtllm_disagg.engines.embedded.cpu_kernels.gemm_small_m import multiply_tiles
 
 pytestmark = pytest.mark.skipif(not may_use_tiles(), reason="this CPU has no AMX, or the kernel allows none")
 

@@ -165,14 +165,6 @@ def test_a_grammar_is_compiled_once(core: Core) -> None:
     assert guides.compiled(sampling.grammar) is compiled
 
 
-def test_without_a_backend_the_core_refuses(checkpoints: Checkpoints) -> None:
-    core = Core(checkpoints())
-    answer = run(core, regex("a"))
-    assert (answer.category, answer.tokens) == ("InvalidRequest", [])
-    assert "guided_decoding_backend" in (answer.error or "")
-    core.close()
-
-
 def test_a_model_without_an_end_cannot_be_guided(checkpoints: Checkpoints) -> None:
     tokenizer = read_guide_tokenizer(checkpoints())
     with pytest.raises(ConfigError, match=r"guided_decoding_backend: .* end token"):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from trtllm_disagg.engines.embedded.ipc.framing import (
+from trtllm_disagg.engines.embedded.ipc.sockets import (
     UnreadableError,
     framed,
     receive_exactly,
@@ -39,8 +39,8 @@ def test_a_frame_is_continued_wherever_its_first_part_ends(ends: Ends, cut: int)
     ours, theirs = ends
     frame = framed(b"hello")
     theirs.sendall(frame[cut:] + framed(b"next"))
-    assert receive_frame(ours, seconds=5.0, begun=frame[:cut]) == b"hello"
-    assert receive_frame(ours, seconds=5.0) == b"next"
+    assert receive_frame(ours, deadline=time.monotonic() + 5.0, begun=frame[:cut]) == b"hello"
+    assert receive_frame(ours, deadline=time.monotonic() + 5.0) == b"next"
 
 
 @pytest.mark.parametrize("payload", [b"", b"x", bytes(range(256)) * 1000])

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from trtllm_disagg.engines.embedded.ipc.socket_files import VARIABLE, Listener, connect, directory
-from trtllm_disagg.engines.embedded.ipc.sockets import accept, listen
+from trtllm_disagg.engines.embedded.ipc.sockets import VARIABLE, Listener, accept, connect, directory
 from trtllm_disagg.errors import ConfigError
 
 #: As another user: connects, and says what it hears.
@@ -31,7 +30,7 @@ print(intruder.recv(1))
 #: Listens, says so, and waits to be killed.
 LISTENS = """
 import sys
-from trtllm_disagg.engines.embedded.ipc.socket_files import Listener
+from trtllm_disagg.engines.embedded.ipc.sockets import Listener
 with Listener("kv") as listener:
     print(listener.path, flush=True)
     sys.stdin.read()
@@ -60,7 +59,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def test_local_socket_transfers_bytes_and_its_file_goes_with_it(where: Path) -> None:
-    listener, address = listen()
+    address = (listener := Listener("core")).path
     with listener, connect(address) as here, accept(listener) as there:
         here.sendall(b"x")
         assert there.recv(1) == b"x"
@@ -138,7 +137,7 @@ def test_directory_that_no_socket_can_be_in_is_refused(path: str, monkeypatch: p
 
 
 def test_an_address_without_a_listener_is_refused() -> None:
-    listener, address = listen()
+    address = (listener := Listener("core")).path
     listener.close()
     with pytest.raises(FileNotFoundError):
         connect(address)
@@ -156,7 +155,7 @@ def fill(stack: ExitStack, address: str) -> None:
 
 
 def test_a_connection_waits_for_room_in_a_full_backlog() -> None:
-    listener, address = listen()
+    address = (listener := Listener("core")).path
     with ExitStack() as stack:
         stack.enter_context(listener)
         fill(stack, address)
@@ -171,7 +170,7 @@ def test_a_connection_waits_for_room_in_a_full_backlog() -> None:
 
 def test_a_signal_while_a_connection_waits_is_no_answer() -> None:
     """Python would take the interrupted call for a connection to a process of another user."""
-    listener, address = listen()
+    address = (listener := Listener("core")).path
     before = signal.signal(signal.SIGALRM, lambda number, frame: None)
     try:
         with ExitStack() as stack:
@@ -186,7 +185,7 @@ def test_a_signal_while_a_connection_waits_is_no_answer() -> None:
 
 
 def test_accept_keeps_the_listener_s_time_limit() -> None:
-    listener, _ = listen()
+    listener = Listener("core")
     with listener:
         listener.settimeout(0.01)
         with pytest.raises(TimeoutError):
@@ -196,7 +195,7 @@ def test_accept_keeps_the_listener_s_time_limit() -> None:
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_connection_of_another_user_is_closed_and_the_next_one_accepted(where: Path) -> None:
     """Even where the directory is open."""
-    listener, address = listen()
+    address = (listener := Listener("core")).path
     for each, mode in ((where.parent, 0o711), (where, 0o711), (address, 0o777)):
         os.chmod(each, mode)
     with listener, ThreadPoolExecutor(1) as pool:

@@ -110,7 +110,7 @@ class Simulation:
         assert self.blocks.num_used == len(used) + self.quarantined
         assert self.blocks.num_quarantined == self.quarantined
         self.replay.apply(self.log.take())
-        assert self.replay.known == {event_hash(key) for key in self.blocks.known_keys()}
+        assert self.replay.known == {event_hash(key) for key in self.blocks.key_of.values()}
 
 
 step = st.tuples(
@@ -199,7 +199,7 @@ def test_evicted_parent_content_is_committed_again_from_the_own_block() -> None:
 def test_without_block_reuse_no_block_is_cached() -> None:
     blocks = manager(reuse=False)
     blocks.release(store(blocks, [1, 2, 3, 4]))
-    assert blocks.known_keys() == set()
+    assert not blocks.key_of
     assert blocks.match(blocks.prompt_keys([1, 2, 3, 4], b"")) == []
 
 

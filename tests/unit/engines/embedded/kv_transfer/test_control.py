@@ -15,17 +15,17 @@ import pytest
 
 from tests.support.meeting import wait_until
 from tests.support.strangers import as_stranger, require
-from trtllm_disagg.engines.embedded.ipc import socket_files
-from trtllm_disagg.engines.embedded.ipc.socket_files import VARIABLE, Listener, connect
+from trtllm_disagg.engines.embedded.ipc import sockets
+from trtllm_disagg.engines.embedded.ipc.sockets import VARIABLE, Listener, connect
 from trtllm_disagg.engines.embedded.kv_transfer import control
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout, PeerMetadata
 from trtllm_disagg.engines.embedded.kv_transfer.control import (
     MAX_MESSAGE_BYTES,
     ControlClient,
     ControlServer,
+    Finish,
     PeerGoneError,
 )
-from trtllm_disagg.engines.embedded.kv_transfer.messages import Finish
 from trtllm_disagg.engines.embedded.kv_transfer.pull import LeaseTable
 from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.processes.machine import birth
@@ -337,9 +337,9 @@ def test_forged_endpoint_is_not_connected_to(
     def refuse(path: str, timeout: float) -> None:
         raise AssertionError(f"connected to {path}")
 
-    monkeypatch.setattr(socket_files, "connect", refuse)
+    monkeypatch.setattr(sockets, "connect", refuse)
     with pytest.raises(KvTransferError, match=r"is not in /.*between hosts TensorRT-LLM"):
-        client.metadata(endpoint.format(socket_files.directory()), SECONDS)
+        client.metadata(endpoint.format(sockets.directory()), SECONDS)
 
 
 def test_peer_with_a_deleted_socket_file_is_gone_only_when_its_process_has_ended(
@@ -348,7 +348,7 @@ def test_peer_with_a_deleted_socket_file_is_gone_only_when_its_process_has_ended
     """It may still write into our blocks."""
     parent = os.getppid()
     for started, error in ((birth(parent), KvTransferError), (birth(parent) + 1, PeerGoneError)):
-        endpoint = f"unix://{socket_files.directory()}/kv-{parent}-{started}-00000000"
+        endpoint = f"unix://{sockets.directory()}/kv-{parent}-{started}-00000000"
         with pytest.raises(KvTransferError) as refused:
             client.metadata(endpoint, SECONDS)
         assert type(refused.value) is error

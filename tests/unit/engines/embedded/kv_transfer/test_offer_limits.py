@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tests.support.clock import Clock
-from trtllm_disagg.engines.embedded.kv_transfer.messages import MAX_OFFER_SECONDS, Offer, Withdraw, new_ticket
+from trtllm_disagg.engines.embedded.kv_transfer.control import MAX_OFFER_SECONDS, Offer, Withdraw, new_ticket
 from trtllm_disagg.engines.embedded.kv_transfer.push import OfferBook
 
 LAYOUT = b"y" * 16

@@ -18,7 +18,7 @@ from tests.support.clock import Clock
 from tests.support.fake_transport import FakeTransport
 from tests.support.meeting import wait_until
 from tests.support.pools import DIM, HEADS, LAYERS, LAYOUT, SLOTS
-from trtllm_disagg.engines.embedded.ipc.socket_files import Listener, directory
+from trtllm_disagg.engines.embedded.ipc.sockets import Listener, directory
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvTimeouts
 from trtllm_disagg.engines.embedded.kv_transfer.peers import (
     LateTransfer,

@@ -9,10 +9,11 @@ import msgspec
 import pytest
 
 from tests.support.fake_transport import FakeTransport
-from trtllm_disagg.engines.embedded.ipc.socket_files import directory
+from trtllm_disagg.engines.embedded.ipc.sockets import directory
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout, KvTimeouts, PeerMetadata
-from trtllm_disagg.engines.embedded.kv_transfer.control import ControlClient, ControlServer
-from trtllm_disagg.engines.embedded.kv_transfer.messages import (
+from trtllm_disagg.engines.embedded.kv_transfer.control import (
+    ControlClient,
+    ControlServer,
     FromDecode,
     FromPrefill,
     Notice,
@@ -26,7 +27,7 @@ from trtllm_disagg.engines.embedded.kv_transfer.peers import (
     PeerMetadataCache,
     Peers,
 )
-from trtllm_disagg.engines.embedded.kv_transfer.push_receiver import Expected, PushReceiver
+from trtllm_disagg.engines.embedded.kv_transfer.push import Expected, PushReceiver
 
 ENDPOINT = "prefill"
 #: Of a process that has ended.

@@ -27,13 +27,12 @@ from trtllm_disagg.engines.embedded.kv_transfer.transports import (
     ucx_settings,
     why_no_cma,
 )
-from trtllm_disagg.engines.embedded.params.llm_args import CacheTransceiverConfig, LlmArgs
-from trtllm_disagg.engines.embedded.params.supported_args import refuse_unsupported
+from trtllm_disagg.engines.embedded.params.llm_args import CacheTransceiverConfig, LlmArgs, refuse_unsupported
 from trtllm_disagg.errors import ConfigError
 
 # -- the table
 
-TOY = TransportSpec("TOY", "tests.support.fake_transport:FakeTransport")
+TOY = TransportSpec("tests.support.fake_transport:FakeTransport")
 
 
 @pytest.fixture
@@ -72,7 +71,7 @@ def test_a_name_that_is_not_in_the_table_is_refused(checkpoints: Checkpoints, ba
 def test_a_transport_with_a_library_that_is_not_here_is_refused_without_advice_for_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    absent = TransportSpec("ABSENT", "no_such_library.transport:Transport")
+    absent = TransportSpec("no_such_library.transport:Transport")
     monkeypatch.setitem(TRANSPORTS, "ABSENT", absent)
     with pytest.raises(ConfigError, match="a machine on which ABSENT is installed") as refused:
         create_transport("ABSENT")

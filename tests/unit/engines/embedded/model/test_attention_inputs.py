@@ -64,7 +64,7 @@ def test_what_the_pool_has_behind_a_sequence_does_not_count(context: int, size: 
 @pytest.mark.skipif(not this_cpu().compiles, reason="no kernels are compiled at this CPU level")
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
 def test_a_key_that_is_no_finite_number_shows_in_the_answer_of_a_decode_row(number: float) -> None:
-    from trtllm_disagg.engines.embedded.model.paged_rows import DecodeRows
+    from trtllm_disagg.engines.embedded.model.compiled_ops import DecodeRows
 
     generator = torch.Generator().manual_seed(1)
     kv = torch.randn((3, 1, 2, SIZE, KV_HEADS, DIM), generator=generator)

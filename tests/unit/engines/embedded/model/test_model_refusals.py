@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import Checkpoints
-from trtllm_disagg.engines.embedded.model.model_loader import ForwardKind, load_model
+from trtllm_disagg.engines.embedded.model.forward import ForwardKind, load_model
 from trtllm_disagg.engines.embedded.params.model_config import FAMILIES
 from trtllm_disagg.engines.embedded.params.model_shape import read_shape
 from trtllm_disagg.errors import ConfigError

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.conftest import Checkpoints
-from trtllm_disagg.engines.embedded.model.sizing import num_kv_blocks
+from trtllm_disagg.engines.embedded.kv_cache.pool import num_kv_blocks
 from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.engines.embedded.params.model_shape import ModelShape, read_shape
 from trtllm_disagg.errors import ConfigError

@@ -113,7 +113,7 @@ class Run:
     def check(self) -> None:
         self.engine.blocks.check()
         self.replay.apply(self.engine.events.take())
-        assert self.replay.known == {event_hash(key) for key in self.engine.blocks.known_keys()}
+        assert self.replay.known == {event_hash(key) for key in self.engine.blocks.key_of.values()}
 
 
 @settings(max_examples=100)

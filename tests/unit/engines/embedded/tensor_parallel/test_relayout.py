@@ -22,7 +22,7 @@ from trtllm_disagg.engines.embedded.kv_transfer.base import (
 )
 from trtllm_disagg.engines.embedded.kv_transfer.nixl import NixlTransport
 from trtllm_disagg.engines.embedded.kv_transfer.transports import TRANSPORTS, create_transport
-from trtllm_disagg.engines.embedded.tensor_parallel.shards import (
+from trtllm_disagg.engines.embedded.tensor_parallel.transfers import (
     Shard,
     ShardReader,
     join_addresses,

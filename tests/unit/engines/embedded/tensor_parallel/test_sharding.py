@@ -16,7 +16,7 @@ from torch import nn
 from trtllm_disagg.engines.embedded.model.layer_ops import LayerOps
 from trtllm_disagg.engines.embedded.model.pack import TiledLinear, pack_experts
 from trtllm_disagg.engines.embedded.tensor_parallel.group import RankGroup
-from trtllm_disagg.engines.embedded.tensor_parallel.sharding import shard_model
+from trtllm_disagg.engines.embedded.tensor_parallel.team import shard_model
 from trtllm_disagg.errors import ConfigError
 
 

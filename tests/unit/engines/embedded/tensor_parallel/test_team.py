@@ -21,9 +21,9 @@ from tests.support.fake_transport import Fails, FakeTransport, TakesTooLong
 from tests.support.meeting import wait_until
 from tests.unit.engines.embedded.tensor_parallel.test_sharding import ThreadCommunicator
 from trtllm_disagg.engines.embedded.ipc.messages import AddRequest, SamplingSpec
-from trtllm_disagg.engines.embedded.ipc.sockets import listen
+from trtllm_disagg.engines.embedded.ipc.sockets import Listener
 from trtllm_disagg.engines.embedded.kv_cache.memory import CopyStart
-from trtllm_disagg.engines.embedded.kv_cache.pool import LocalKvMemory
+from trtllm_disagg.engines.embedded.kv_cache.pool import KvPool
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout, PeerMetadata, ReadTimeoutError
 from trtllm_disagg.engines.embedded.model.forward import ModelRunner
 from trtllm_disagg.engines.embedded.model.rows import ForwardRow
@@ -42,14 +42,15 @@ from trtllm_disagg.engines.embedded.tensor_parallel.group import (
     accept,
     connect,
 )
-from trtllm_disagg.engines.embedded.tensor_parallel.shards import Shard, join_addresses
 from trtllm_disagg.engines.embedded.tensor_parallel.team import Team
 from trtllm_disagg.engines.embedded.tensor_parallel.transfers import (
     Done,
     Read,
     Serve,
+    Shard,
     TeamTransport,
     TransferService,
+    join_addresses,
 )
 from trtllm_disagg.errors import ConfigError, EngineError
 
@@ -71,7 +72,7 @@ class Pair:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[Pair]:
-    listener, address = listen()
+    address = (listener := Listener("core")).path
     with listener:
         leader = connect(address, 1)
         peers = accept(listener, 2)
@@ -91,10 +92,9 @@ def close(peer: OtherRank) -> None:
 
 
 class Runner(ModelRunner):
-    tokens_per_block = 16
-
     def __init__(self, run: Callable[[], torch.Tensor]) -> None:
         self._run = run
+        self.pool = KvPool(torch.zeros(1, 1, 2, 16, 1, 2))
 
     def run(self, rows: Any) -> torch.Tensor:
         return self._run()
@@ -176,7 +176,7 @@ def test_a_lost_rank_is_an_engine_error() -> None:
 
 
 def test_ranks_that_find_two_transports_do_not_start() -> None:
-    listener, address = listen()
+    address = (listener := Listener("core")).path
     with listener:
         other = connect(address, 1)
         peers = accept(listener, 2)
@@ -196,7 +196,7 @@ def test_ranks_that_find_two_transports_do_not_start() -> None:
 
 def test_a_read_that_fails_on_rank_0_ends_when_the_other_rank_has_ended() -> None:
     """Until then its blocks may be written, whatever kind of error rank 0 has met."""
-    listener, address = listen()
+    address = (listener := Listener("core")).path
     with listener:
         other = connect(address, 1)
         peers = accept(listener, 2)
@@ -221,7 +221,7 @@ def test_a_read_that_fails_on_rank_0_ends_when_the_other_rank_has_ended() -> Non
 
 
 def test_a_late_read_of_another_rank_has_ended_when_its_transport_says_so() -> None:
-    listener, address = listen()
+    address = (listener := Listener("core")).path
     with listener:
         other = connect(address, 1)
         peers = accept(listener, 2)
@@ -262,7 +262,7 @@ def test_a_read_of_another_rank_begins_when_that_rank_has_done_what_it_was_told_
 
     pair.leader.commands.send(Built())
     pair.team.broadcasting(Runner(read_in_a_step)).run([row()])
-    pair.team.memory(LocalKvMemory(kv)).apply(CopyStart(1, 2, 4))
+    pair.team.memory(KvPool(kv)).apply(CopyStart(1, 2, 4))
     with ThreadPoolExecutor(1) as thread:
         reading = thread.submit(read)
         for _ in ("step", "copy"):

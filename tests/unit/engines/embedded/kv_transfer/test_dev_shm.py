@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from trtllm_disagg.engines.embedded.ipc.dev_shm import MIB, MPICH_PER_RANK, UCX_FREE, free_bytes
-from trtllm_disagg.engines.embedded.kv_transfer.transports import create_transport
-from trtllm_disagg.engines.embedded.tensor_parallel.launch import core_launch
+from trtllm_disagg.engines.embedded.kv_transfer import transports
+from trtllm_disagg.engines.embedded.kv_transfer.transports import UCX_FREE, create_transport, lack_of_room
+from trtllm_disagg.engines.embedded.tensor_parallel.launch import MPICH_PER_RANK, core_launch
 from trtllm_disagg.errors import ConfigError
 
 Leave = Callable[[int], None]
@@ -27,17 +27,18 @@ def leave(monkeypatch: pytest.MonkeyPatch) -> Leave:
     return leave
 
 
-def test_a_directory_that_is_missing_has_no_room(tmp_path: Path) -> None:
-    assert free_bytes(tmp_path / "missing") == 0
-    state = os.statvfs(tmp_path)
-    assert abs(free_bytes(tmp_path) - state.f_bavail * state.f_frsize) < 1024 * MIB
+def test_a_directory_that_is_missing_has_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transports, "DIRECTORY", tmp_path / "missing")
+    assert lack_of_room(1, "UCX").startswith(f"{tmp_path}/missing has 0 MiB free")
+    monkeypatch.setattr(transports, "DIRECTORY", tmp_path)
+    assert lack_of_room(1, "UCX") == ""
 
 
 def test_nixl_by_name_is_refused_where_ucx_has_no_room(leave: Leave) -> None:
-    leave(16 * MIB)
+    leave(16 << 20)
     with pytest.raises(ConfigError) as refused:
         create_transport("NIXL")
-    assert "/dev/shm has 16 MiB free of the 17 MiB that UCX asks for" in str(refused.value)
+    assert "/dev/shm has 16 MiB free of the 17 MiB that UCX needs" in str(refused.value)
     assert ADVICE in str(refused.value)
 
 
