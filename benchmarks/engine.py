@@ -314,9 +314,10 @@ class Case:
 
     def start_of(self, name: str) -> Any:
         """The process of a contestant. Raises ConfigError with what is to be installed."""
+        from child_process import ChildProcess
+
         from trtllm_disagg.engines.embedded.cpu_kernels.cpu import WAITING, on_huge_pages
         from trtllm_disagg.errors import ConfigError
-        from trtllm_disagg.tools.bench.child_process import ChildProcess
         from trtllm_disagg.tools.bench.models import random_checkpoint
 
         cache: Path = self.args.cache_dir
@@ -342,10 +343,36 @@ class Case:
         return ChildProcess(f"{Path(__file__).absolute()}:{kind}", start, variables, interpreter=interpreter)
 
 
+class CoreWaits:
+    """Measures, from its creation on, how long threads of the processes `pids` wait for busy cores."""
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._pids = pids
+        self._before = self._now()
+
+    def share(self) -> float:
+        """Waiting time / (running time + waiting time) of the threads that still live: 0 on a calm machine."""
+        ran = waited = 0
+        for thread, (ran_now, waited_now) in self._now().items():
+            ran_before, waited_before = self._before.get(thread, (0, 0))
+            ran += ran_now - ran_before
+            waited += waited_now - waited_before
+        return waited / (ran + waited) if ran + waited else 0.0
+
+    def _now(self) -> dict[Path, tuple[int, int]]:
+        """By thread, nanoseconds run and waited so far, as the kernel's scheduler counts them."""
+        times: dict[Path, tuple[int, int]] = {}
+        for pid in self._pids:
+            for thread in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+                with contextlib.suppress(OSError):
+                    ran, waited, *_ = thread.read_text().split()
+                    times[thread] = (int(ran), int(waited))
+        return times
+
+
 def measure(case: Case, say: Callable[[str], None]) -> None:
     """Raises EngineError when the embedded engine fails; a peer that fails is absent."""
     from trtllm_disagg.errors import DisaggError
-    from trtllm_disagg.tools.bench.machine import CoreWaits
 
     remotes: dict[str, Any] = {}
 

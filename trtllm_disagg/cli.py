@@ -88,7 +88,7 @@ COMMANDS = {
     "bench": Command(
         "measure on this machine, beside baselines",
         "trtllm_disagg.tools.bench",
-        "trtllm-disagg bench transfer --transport NIXL",
+        "trtllm-disagg bench overhead --quick",
     ),
     "top": Command(
         "show a running deployment: its workers, their load, and what happens",

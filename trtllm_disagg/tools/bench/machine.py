@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -39,36 +36,3 @@ def cpu_seconds(pid: int) -> float:
     """User and system time of a process and all its threads."""
     times = psutil.Process(pid).cpu_times()
     return float(times.user + times.system)
-
-
-def seconds_of(call: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
-
-
-class CoreWaits:
-    """Measures, from its creation on, how long threads of the processes `pids` wait for busy cores."""
-
-    def __init__(self, pids: Sequence[int]) -> None:
-        self._pids = pids
-        self._before = self._now()
-
-    def share(self) -> float:
-        """Waiting time / (running time + waiting time) of the threads that still live: 0 on a calm machine."""
-        ran = waited = 0
-        for thread, (ran_now, waited_now) in self._now().items():
-            ran_before, waited_before = self._before.get(thread, (0, 0))
-            ran += ran_now - ran_before
-            waited += waited_now - waited_before
-        return waited / (ran + waited) if ran + waited else 0.0
-
-    def _now(self) -> dict[Path, tuple[int, int]]:
-        """By thread, nanoseconds run and waited so far, as the kernel's scheduler counts them."""
-        times: dict[Path, tuple[int, int]] = {}
-        for pid in self._pids:
-            for thread in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-                with contextlib.suppress(OSError):
-                    ran, waited, *_ = thread.read_text().split()
-                    times[thread] = (int(ran), int(waited))
-        return times

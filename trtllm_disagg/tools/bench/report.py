@@ -63,14 +63,6 @@ class Bound:
 
 
 TARGETS = (
-    # bench transfer, percent. On some CPUs the system call that NIXL is built on is far from memcpy.
-    *(
-        Bound(f"* {transport} {pattern} share of memcpy", ">=", limit)
-        for transport in ("NIXL", "SHARED_MEMORY")
-        for pattern, limit in (("contiguous", 85.0), ("scattered", 65.0))
-    ),
-    Bound("* NIXL contiguous share of process_vm_readv", ">=", 95.0),
-    Bound("* NIXL scattered share of process_vm_readv", ">=", 95.0),
     # bench scenarios: the post's own ratios, beside its own baseline, at any size.
     *(
         Bound(f"* {scenario} {column} best disaggregated/mono-post", comparison, ratios[column])

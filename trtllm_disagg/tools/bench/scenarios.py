@@ -20,7 +20,6 @@ from trtllm_disagg.config.settings import positive_up_to
 from trtllm_disagg.model_directory import model_directory
 from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.tools.bench.figures import Column, Figure, Grid, Rounds, Section, in_turn
-from trtllm_disagg.tools.bench.kv_shapes import TRANSPORTS
 from trtllm_disagg.tools.bench.machine import two_cores
 from trtllm_disagg.tools.bench.models import NANOGPT_DIRECTORY, random_checkpoint, vocab_size
 from trtllm_disagg.tools.bench.report import Say, add_choice, add_number, add_output_arguments, run_benchmark
@@ -140,7 +139,7 @@ def add_arguments(parser: Parser) -> None:
     add_number(parser, "--repetitions", 5, help, type=positive_up_to(10_000))
     parser.add_argument(
         "--transport",
-        choices=TRANSPORTS,
+        choices=("NIXL", "SHARED_MEMORY"),
         default="NIXL",
         help="of KV between the two engines (default: %(default)s)",
     )

@@ -75,8 +75,12 @@ def test_progress_goes_to_stderr_a_line_each_without_a_terminal(capsys: pytest.C
     assert [line.partition("] ")[2] for line in captured.err.splitlines()] == ["starting", "measuring"]
 
 
-def test_benchmark_and_flag_that_are_gone_are_refused_with_what_to_use() -> None:
-    with pytest.raises(ConfigError, match=r"bench engine is gone since 0\.2: .*benchmarks/engine\.py"):
-        cli.run(["bench", "engine", "--quick"])
+@pytest.mark.parametrize("name", ["engine", "transfer"])
+def test_benchmark_that_is_gone_is_refused_with_what_to_use(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"bench {name} is gone since 0\.2: .*benchmarks/{name}\.py"):
+        cli.run(["bench", name, "--quick"])
+
+
+def test_flag_that_is_gone_is_refused_with_what_to_use() -> None:
     with pytest.raises(ConfigError, match=r"--plot is gone since 0\.2: .*--json"):
-        cli.run(["bench", "transfer", "--plot", "x.png"])
+        cli.run(["bench", "overhead", "--plot", "x.png"])
