@@ -23,13 +23,7 @@ from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.processes.interpreter import python
 from trtllm_disagg.strategies import STRATEGIES, orders, spec_of
 from trtllm_disagg.tools.bench.figures import Column, Figure, Grid, Rounds, Sample, Section, in_turn
-from trtllm_disagg.tools.bench.http_client import (
-    BadAnswerError,
-    Connection,
-    StreamedAnswer,
-    ask_all,
-    completion_request,
-)
+from trtllm_disagg.tools.bench.http_client import BadAnswerError, Client, StreamedAnswer, completion_request
 from trtllm_disagg.tools.bench.machine import cpu_seconds
 from trtllm_disagg.tools.bench.models import weightless_model
 from trtllm_disagg.tools.bench.report import (
@@ -156,7 +150,7 @@ async def _measure(args: argparse.Namespace, say: Say) -> Rounds:
         for shortage in check_deployment_limits(list(configs.values())):
             say(f"warning: {shortage}")
         say(f"starting {', '.join(configs)}")
-        starting = (_subject(name, config, args) for name, config in configs.items())
+        starting = (_subject(name, config) for name, config in configs.items())
         async with _side_by_side(starting) as subjects:
             for subject in subjects:
                 say(f"{subject.name}: warming up")
@@ -233,36 +227,30 @@ def _config(name: str, strategy: str, scratch: Path, args: argparse.Namespace) -
 
 
 @asynccontextmanager
-async def _subject(name: str, config: DeploymentConfig, args: argparse.Namespace) -> AsyncIterator[Subject]:
+async def _subject(name: str, config: DeploymentConfig) -> AsyncIterator[Subject]:
     from trtllm_disagg.tools.up.lifecycle import running_deployment
 
-    async with running_deployment(config) as deployment:
-        address = config.client_host, deployment.config.http_port
-        connections = [await Connection.open(*address) for _ in range(args.concurrency)]
-        try:
-            yield Subject(name, deployment, connections)
-        finally:
-            for connection in connections:
-                connection.close()
+    async with running_deployment(config) as deployment, Client.to(deployment.base_url) as client:
+        yield Subject(name, deployment, client)
 
 
 class Subject:
     """One deployment, and the connections to it."""
 
-    def __init__(self, name: str, deployment: Deployment, connections: list[Connection]) -> None:
+    def __init__(self, name: str, deployment: Deployment, client: Client) -> None:
         self.name = name
         self._workers = {p.role: p.pid for p in deployment.processes if p.role != "frontend"}
         (self._frontend,) = (p.pid for p in deployment.processes if p.role == "frontend")
-        self._connections = connections
+        self._client = client
 
     async def measure(self, asked: Load) -> tuple[str, dict[str, float]]:
         """Measures one round. Returns the text of its long answers and the quantities of _COLUMNS and _CPU."""
         prompt = [16 + place % 64 for place in range(_PROMPT_TOKENS)]
         short = completion_request(_MODEL, prompt, asked.alone_tokens)
-        alone = await ask_all(self._connections[:1], [short] * asked.alone)
+        alone = await self._client.ask_all([short] * asked.alone)
         long = completion_request(_MODEL, prompt, asked.together_tokens)
         before, of_frontend = self._cpu(), cpu_seconds(self._frontend)
-        together = await ask_all(self._connections[: asked.concurrency], [long] * asked.together)
+        together = await self._client.ask_all([long] * asked.together, asked.concurrency)
         after, of_frontend = self._cpu(), cpu_seconds(self._frontend) - of_frontend
         texts = {answer.text() for answer in together}
         num_tokens = asked.together * asked.together_tokens
