@@ -82,7 +82,7 @@ COMMANDS = {
     ),
     "trace": Command(
         "show where the time of a request went",
-        "trtllm_disagg.tools.trace.trace_command",
+        "trtllm_disagg.tools.trace",
         "trtllm-disagg trace --run-dir DIR --slowest 3",
     ),
     "bench": Command(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,20 @@ class Problem(NamedTuple):
     severity: Severity
     #: What to write instead, or to check.
     instead: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one rule says of a pair, or of a deployment."""
+
+    rule: str
+    #: ok, note, error or not known.
+    verdict: str
+    #: For the table, by column.
+    values: Mapping[str, Any]
+    why: str
+    #: What to do; empty when it is ok.
+    instead: str = ""
 
 
 Check = Callable[[Pair], Problem | None]

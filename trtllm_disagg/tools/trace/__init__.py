@@ -1,1 +1,135 @@
-"""`trtllm-disagg trace`: where the time of a request went."""
+"""`trtllm-disagg trace`: where the time of a request went, from a run directory or a file of OTLP/JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.processes.exits import ExitCode
+from trtllm_disagg.tools.trace.reading import Trace, find_trace, read_traces
+
+if TYPE_CHECKING:
+    from trtllm_disagg.cli import Parser
+
+
+def add_arguments(parser: Parser) -> None:
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--run-dir", type=Path, metavar="DIR", help="of `trtllm-disagg up`, running or not")
+    where.add_argument(
+        "--otlp-file", type=Path, metavar="FILE", help="lines of OTLP/JSON, as a collector writes them"
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "request_id", nargs="?", metavar="REQUEST_ID", help="as the answer or a log has it; a trace id"
+    )
+    what.add_argument("--last", type=_count, metavar="N", help="the last N requests (default: the last one)")
+    what.add_argument("--slowest", type=_count, metavar="N", help="the N that took longest")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="a page instead; one picture if it ends in .svg"
+    )
+    parser.add_argument("--perfetto", type=Path, metavar="FILE", help="a file for ui.perfetto.dev")
+    parser.add_argument("--json", action="store_true", help="for scripts")
+    parser.replaced = {
+        "--compare": "give --slowest 2 or --perfetto FILE, which has both requests on one clock"
+    }
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected a number from 1")
+    return int(text)
+
+
+def run(args: argparse.Namespace) -> ExitCode:
+    """Raises ConfigError when no such request was traced there."""
+    # Imported here because `--help` does not need them.
+    from trtllm_disagg.tools.trace.perfetto import chrome_trace
+    from trtllm_disagg.tools.trace.waterfall import page, picture
+
+    source = args.run_dir or args.otlp_file
+    if args.otlp_file is not None and not source.is_file():
+        raise ConfigError.bad_value("--otlp-file", str(source), "a file of OTLP/JSON")
+    if sum((args.html is not None, args.perfetto is not None, args.json)) > 1:
+        raise ConfigError("--html, --perfetto and --json: give one of them")
+    chosen = _chosen(read_traces(source), args, source)
+    if args.html is not None:
+        is_picture = args.html.suffix == ".svg"
+        if is_picture and len(chosen) > 1:
+            raise ConfigError.bad_value("--html", str(args.html), "a name in .html for more than one request")
+        _write("--html", args.html, picture(chosen[0]) if is_picture else page(chosen))
+    elif args.perfetto is not None:
+        _write("--perfetto", args.perfetto, chrome_trace(chosen))
+    elif args.json:
+        print(json.dumps([as_json(trace) for trace in chosen], indent=1))
+    else:
+        _print(chosen)
+    return ExitCode.DONE
+
+
+def _write(flag: str, file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError.bad_value(
+            flag, str(file), f"a file that can be written ({error.strerror})"
+        ) from None
+
+
+def _chosen(traces: list[Trace], args: argparse.Namespace, source: Path) -> list[Trace]:
+    if args.request_id is not None:
+        return [find_trace(traces, args.request_id)]
+    if not traces:
+        raise ConfigError(f"{source}: no request was traced there yet")
+    # The spans of a prefill are written before the request ends, and would look like a whole request.
+    traces = [trace for trace in traces if trace.has_ended] or traces
+    if args.slowest is not None:
+        return sorted(traces, key=lambda trace: -trace.milliseconds)[: args.slowest]
+    return traces[-(args.last or 1) :]
+
+
+def _print(traces: Sequence[Trace]) -> None:
+    from trtllm_disagg.console import Console
+    from trtllm_disagg.tools.trace.waterfall import waterfall
+
+    console = Console(soft_wrap=True)
+    columns = shutil.get_terminal_size().columns
+    for number, trace in enumerate(traces):
+        if number:
+            console.print()
+        for line in waterfall(trace, columns):
+            console.print(line)
+
+
+def as_json(trace: Trace) -> dict[str, Any]:
+    """Times are in milliseconds; `longest` is `reading.Trace.blame`, the spans by the time that belongs to each."""
+    return {
+        "trace_id": trace.trace_id,
+        "request_ids": trace.request_ids,
+        "order": trace.order,
+        "start": trace.start / 1e9,
+        "ms": trace.milliseconds,
+        "first_token_ms": trace.first_token_ms,
+        "longest_gap": trace.longest_gap and trace.longest_gap._asdict(),
+        "longest": [{"worker": node.worker, "span": node.span.name, "ms": ms} for node, ms in trace.blame],
+        "spans": [
+            {
+                "worker": node.worker,
+                "span": node.span.name,
+                "depth": node.depth,
+                "start_ms": (node.span.start - trace.start) / 1e6,
+                "ms": node.milliseconds,
+                "error": node.span.error,
+                "attributes": node.span.attributes,
+                "events": [
+                    {"name": each.name, "at_ms": (each.at - trace.start) / 1e6, "attributes": each.attributes}
+                    for each in node.span.events
+                ],
+            }
+            for node in trace.nodes
+        ],
+    }
