@@ -277,6 +277,45 @@ def interleaved(weight: Any, heads: int) -> Any:
 # -- the measurement
 
 
+@dataclass(frozen=True)
+class Size:
+    """A Llama with random weights; every size has grouped heads of 64."""
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocab_size: int
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The content of its config.json."""
+        from trtllm_disagg.tools.bench.models import NANOGPT
+
+        return NANOGPT | {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "max_position_embeddings": 4096,
+            "tie_word_embeddings": False,
+        }
+
+
+SIZES = {
+    size.name: size
+    for size in (
+        Size("1M", hidden=128, layers=4, heads=2, kv_heads=1, intermediate=384, vocab_size=512),
+        Size("30M", hidden=512, layers=8, heads=8, kv_heads=4, intermediate=1536, vocab_size=4096),
+        Size("450M", hidden=1024, layers=24, heads=16, kv_heads=8, intermediate=4096, vocab_size=32000),
+    )
+}
+
+
 @dataclass
 class Case:
     """One model, dtype and number of threads. Values at the same index are of the same round."""
@@ -490,8 +529,7 @@ def install_vllm(cache: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    from trtllm_disagg.tools.bench.machine import describe_machine
-    from trtllm_disagg.tools.bench.models import SIZES
+    from trtllm_disagg.tools.bench.report import describe_machine
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -39,8 +40,7 @@ from trtllm_disagg.engines.embedded.kv_transfer.peers import Peers
 from trtllm_disagg.engines.embedded.kv_transfer.pull import KvReceiver, KvSender, Pull
 from trtllm_disagg.engines.embedded.kv_transfer.shared_memory import huge_page_tensor
 from trtllm_disagg.errors import ConfigError, KvTransferError
-from trtllm_disagg.tools.bench.figures import Sample, paired_ratio
-from trtllm_disagg.tools.bench.machine import describe_machine
+from trtllm_disagg.tools.bench.report import describe_machine, paired_ratios, spread
 from trtllm_disagg.wire.kv_handle import decode_handle
 
 CONTIGUOUS, SCATTERED = "contiguous", "scattered"
@@ -300,21 +300,20 @@ class PullTimes:
     seconds: dict[str, list[float]]
     device: str = "cpu"
 
-    def rate(self, name: str) -> Sample:
+    def rate(self, name: str) -> float:
         """GiB/s of the whole prompt's KV."""
-        gib = self.shape.prompt_bytes / (1 << 30)
-        return Sample(tuple(gib / s for s in self.seconds[name]))
+        return self.shape.prompt_bytes / (1 << 30) / median(self.seconds[name])
 
-    def share(self, name: str, yardstick: str = MEMCPY) -> Sample:
+    def share(self, name: str, yardstick: str = MEMCPY) -> float:
         """Percent of the yardstick's rate."""
-        return paired_ratio(self.seconds[yardstick], self.seconds[name], 100.0)
+        return 100 * median(paired_ratios(self.seconds[yardstick], self.seconds[name]))
 
     def verdicts(self) -> Iterator[tuple[str, float, float]]:
         """(what, percent, target) for each target."""
         for pattern in PATTERNS:
-            yield f"{pattern} share of memcpy", self.share(pattern).median, OF_MEMCPY[pattern]
+            yield f"{pattern} share of memcpy", self.share(pattern), OF_MEMCPY[pattern]
             if self.backend == "NIXL" and readv_of(pattern) in self.seconds:
-                of_readv = self.share(pattern, readv_of(pattern)).median
+                of_readv = self.share(pattern, readv_of(pattern))
                 yield f"{pattern} share of process_vm_readv", of_readv, OF_READV[pattern]
 
 
@@ -364,13 +363,18 @@ def show(times: PullTimes) -> None:
     title = f"{shape.name} over {times.backend}, {times.device}: {size}"
     table = Table("", "GiB/s", "% of memcpy", "% of readv", "spread", "descriptors", title=title, box=None)
     for name in (name for name in times.seconds if name not in (ONE_BLOCK, NO_BLOCK)):
-        share, pattern = times.share(name), name.rpartition(" ")[2]
+        pattern = name.rpartition(" ")[2]
         readv = readv_of(pattern) if name in PATTERNS else ""
-        of_readv = f"{times.share(name, readv).median:.0f}" if readv in times.seconds else ""
-        row = (f"{times.rate(name).median:.2f}", f"{share.median:.0f}", of_readv, f"{share.spread / 2:.0%}")
+        of_readv = f"{times.share(name, readv):.0f}" if readv in times.seconds else ""
+        row = (
+            f"{times.rate(name):.2f}",
+            f"{times.share(name):.0f}",
+            of_readv,
+            f"{spread(times.seconds[name]) / 2:.0%}",
+        )
         table.add_row(f"pull {name}" if name in PATTERNS else name, *row, str(times.ranges.get(pattern, 1)))
     console.print(table)
-    one, none = (1000 * Sample.of(times.seconds[name]).median for name in (ONE_BLOCK, NO_BLOCK))
+    one, none = (1000 * median(times.seconds[name]) for name in (ONE_BLOCK, NO_BLOCK))
     console.print(
         f"A request is {shape.prompt_blocks} blocks of {shape.block_bytes >> 10} KiB. One block takes"
     )

@@ -14,11 +14,9 @@ import pytest
 
 from trtllm_disagg import cli
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.tools.bench.figures import Rounds
 from trtllm_disagg.tools.bench.http_client import BadAnswerError, Client, StreamedAnswer, completion_request
-from trtllm_disagg.tools.bench.machine import cpu_seconds
-from trtllm_disagg.tools.bench.overhead import BASELINE, Load, cpu_quantities, section_of
-from trtllm_disagg.tools.bench.report import TOO_SHORT, figures_of, print_report, wide_console
+from trtllm_disagg.tools.bench.overhead import BASELINE, Load, cpu_quantities, cpu_seconds, section_of
+from trtllm_disagg.tools.bench.report import TOO_SHORT, Rounds, figures_of, print_report, wide_console
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 

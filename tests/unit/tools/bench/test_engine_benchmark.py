@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from tests.support.benchmark_scripts import FOLDER, script
-from trtllm_disagg.tools.bench.models import SIZES
 
 FILE = FOLDER / "engine.py"
 
@@ -24,7 +23,7 @@ def engine() -> Any:
 
 
 def case(engine: Any, rates: dict[str, list[float]], dtype: str = "float32") -> Any:
-    return engine.Case(SIZES["30M"], dtype, 1, argparse.Namespace(), {"b8": rates, "prefill": rates})
+    return engine.Case(engine.SIZES["30M"], dtype, 1, argparse.Namespace(), {"b8": rates, "prefill": rates})
 
 
 def test_tokens_that_arrive_together_are_steps_of_equal_length(
