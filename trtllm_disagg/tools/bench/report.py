@@ -231,41 +231,32 @@ def figures_of(sections: Iterable[Section]) -> list[Figure]:
 
 
 def print_report(console: Console, sections: Sequence[Section]) -> None:
-    """Prints all tables, then the figures with a target and how many are met."""
-    print_tables(console, sections)
+    """Prints all tables, then how many targets are met."""
+    for section in sections:
+        for shown in (*map(_grid, section.grids), *section.remarks):
+            console.print(shown)
+        if section.figures:
+            console.print(_figures(section.title, section.figures))
     with_target = [figure for figure in figures_of(sections) if figure.target]
     if not with_target:
         reasons = dict.fromkeys(filter(None, (section.not_judged_because for section in sections)))
         console.print(f"No target is judged: {'; '.join(reasons) or NOTHING_TO_JUDGE}.")
         return
-    console.print(_figures("Targets", with_target))
     met = sum(bool(figure.ok) for figure in with_target)
     console.print(f"{met} of {len(with_target)} targets are met.")
 
 
-def print_tables(console: Console, sections: Sequence[Section]) -> None:
-    for section in sections:
-        for grid in section.grids:
-            console.print(_grid(grid))
-        for remark in section.remarks:
-            console.print(remark)
-        if section.figures:
-            console.print(_figures(section.title, section.figures))
-
-
 def _grid(grid: Grid) -> Table:
-    headers = (*grid.labels, *(f">{column.header or column.name}" for column in grid.columns))
-    rows = [
-        [*row[: len(grid.labels)], *(_shown(cells.get(column.name, ""), column) for column in grid.columns)]
-        for row, cells in grid.rows.items()
-    ]
-    shown, group = _table(grid.title, headers, rows), ""
-    several = len(grid.labels) > 1
-    for first, *others in rows:
-        if several and group not in ("", first):
+    """Neighbours with the same first name are a group, if a row has several names."""
+    shown = _table(grid.title, *grid.labels, *(f">{column.header or column.name}" for column in grid.columns))
+    above = ""
+    for (name, *others), cells in grid.rows.items():
+        numbers = (_shown(cells.get(column.name, ""), column) for column in grid.columns)
+        labels = others[: len(grid.labels) - 1]
+        if labels and above not in ("", name):
             shown.add_section()
-        shown.add_row("" if several and group == first else first, *others)
-        group = first
+        shown.add_row("" if labels and above == name else name, *labels, *numbers)
+        above = name
     return shown
 
 
@@ -276,29 +267,22 @@ def _shown(number: float | str, column: Column) -> str:
 
 
 def _figures(title: str, figures: Iterable[Figure]) -> Table:
-    rows = [
-        (each.figure, f"{rounded(each.value, 4):g}", each.unit, each.target, _VERDICTS[each.ok])
-        for each in figures
-    ]
-    shown = _table(title, ("figure", ">value", "unit", "target", ""), rows)
-    for row in rows:
-        shown.add_row(*row)
+    shown = _table(title, "figure", ">value", "unit", "target", "")
+    for each in figures:
+        shown.add_row(each.figure, f"{rounded(each.value, 4):g}", each.unit, each.target, _VERDICTS[each.ok])
     return shown
 
 
-def _table(title: str, headers: Iterable[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A header that begins with > is that of a column of numbers, aligned to the right. On a narrow terminal names are
-    wrapped; a number stays whole.
-    """
+def _table(title: str, *headers: str) -> Table:
+    """A header that begins with > is that of a column of numbers: aligned to the right, and never wrapped."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     shown = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    for at, header in enumerate(headers):
-        name = header.removeprefix(">")
-        words = [word for text in (name, *(row[at] for row in rows)) for word in text.split()]
+    for header in headers:
+        is_number = header.startswith(">")
         shown.add_column(
-            name, justify="right" if name != header else "left", min_width=max(map(len, words), default=0)
+            header.removeprefix(">"), justify="right" if is_number else "left", no_wrap=is_number
         )
     return shown
 
