@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -112,7 +111,7 @@ def show_both_orders(args: argparse.Namespace) -> ExitCode:
     model = servable_model(args.model)
     with scratch_directory("trtllm-disagg-demo-") as scratch:
         answers = [
-            _one_order(number, order, scratch.path / order.name, model, args)
+            _ask(number, order, scratch.path / order.name, model, args)
             for number, order in enumerate(orders(), 2)
         ]
         same = len({answer.text for answer in answers}) == 1
@@ -124,23 +123,20 @@ def show_both_orders(args: argparse.Namespace) -> ExitCode:
     return ExitCode.FAILED
 
 
-def _one_order(
+def _ask(
     number: int, order: StrategySpec, run_dir: Path, model: Path, args: argparse.Namespace
 ) -> ChatAnswer:
     _say(f"{number}. {order.name}: the frontend sends the request to the {order.entry_role} worker first")
-    return _ask(run_dir, order.name, model, args)
-
-
-def _ask(run_dir: Path, order: str, model: Path, args: argparse.Namespace) -> ChatAnswer:
-    columns = shutil.get_terminal_size().columns
     config = DeploymentConfig(
-        strategy=order,
+        strategy=order.name,
         model=str(model),
         served_model_name=default_name(args.model),
         run_dir=run_dir,
         http_port=0,
         engine="embedded",
-        engine_configs=engine_configs_in(args.engine_configs, order) if args.engine_configs.is_dir() else {},
+        engine_configs=engine_configs_in(args.engine_configs, order.name)
+        if args.engine_configs.is_dir()
+        else {},
     )
     with deployment_in_background(config, status_for(sys.stderr)) as deployment:
         # Not shown, because the first request also connects the two engines.
@@ -154,7 +150,10 @@ def _ask(run_dir: Path, order: str, model: Path, args: argparse.Namespace) -> Ch
             on_text=_show,
         )
         print("\n")
-        _draw(trace_of(deployment, answer), columns)
+        if (trace := trace_of(deployment, answer)) is not None:
+            console = Console(soft_wrap=True)
+            for line in waterfall(trace, console.width - len(_INDENT)):
+                console.print(_INDENT, line, sep="")
         first = duration((answer.first_text - answer.sent) * 1000)
         print(f"{_INDENT}first token at the client after {first}\n", flush=True)
     return answer
@@ -172,12 +171,6 @@ def trace_of(deployment: Deployment, answer: ChatAnswer) -> Trace | None:
                 return trace
         time.sleep(0.02)
     return None
-
-
-def _draw(trace: Trace | None, columns: int) -> None:
-    console = Console(soft_wrap=True)
-    for line in () if trace is None else waterfall(trace, columns - len(_INDENT)):
-        console.print(_INDENT, line, sep="")
 
 
 def _show(text: str) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import random
 import re
-import socket
 import string
 from collections.abc import Mapping
 from contextlib import suppress
@@ -20,7 +19,7 @@ import psutil
 
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.handlers.trace import ENGINE_DATA
-from trtllm_disagg.tools.up.http import ask
+from trtllm_disagg.tools.up.http import address_here, ask
 
 #: Tokens of an answer: one of prefill and some of decode.
 _NUM_TOKENS = 4
@@ -252,7 +251,7 @@ def _message(body: bytes) -> str:
 
 def environ_of_listener(host: str, port: int) -> Mapping[str, str]:
     """The environment of this user's process that listens at the port; empty for another user's or machine's."""
-    addresses = {_address_here(host), "0.0.0.0", "::"} - {None}
+    addresses = {address_here(host), "0.0.0.0", "::"} - {None}
     if len(addresses) == 2:
         return {}
     with suppress(psutil.Error, OSError):
@@ -262,14 +261,3 @@ def environ_of_listener(host: str, port: int) -> Mapping[str, str]:
             if each.laddr.port == port and each.laddr.ip in addresses:
                 return dict(psutil.Process(each.pid).environ())
     return {}
-
-
-def _address_here(host: str) -> str | None:
-    """The address of `host`; None for another machine's, on which no socket can be bound here."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as trial:
-            trial.bind(address)
-    except OSError:
-        return None
-    return str(address[0])

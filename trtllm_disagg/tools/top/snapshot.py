@@ -1,5 +1,5 @@
-"""Snapshots of a deployment, and what changes between them: rates, latencies of the last seconds, and events. Numbers are
-None where they could not be read.
+"""Snapshots of a deployment, and what changes between them: rates, latencies of the last seconds, and events.
+Numbers are None where they could not be read.
 """
 
 from __future__ import annotations

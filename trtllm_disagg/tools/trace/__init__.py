@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,8 +46,9 @@ def _count(text: str) -> int:
 def run(args: argparse.Namespace) -> ExitCode:
     """Raises ConfigError when no such request was traced there."""
     # Imported here because `--help` does not need them.
+    from trtllm_disagg.console import Console
     from trtllm_disagg.tools.trace.perfetto import chrome_trace
-    from trtllm_disagg.tools.trace.waterfall import page, picture
+    from trtllm_disagg.tools.trace.waterfall import draw, page, picture
 
     source = args.run_dir or args.otlp_file
     if args.otlp_file is not None and not source.is_file():
@@ -67,7 +66,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     elif args.json:
         print(json.dumps([as_json(trace) for trace in chosen], indent=1))
     else:
-        _print(chosen)
+        draw(chosen, Console(soft_wrap=True))
     return ExitCode.DONE
 
 
@@ -90,19 +89,6 @@ def _chosen(traces: list[Trace], args: argparse.Namespace, source: Path) -> list
     if args.slowest is not None:
         return sorted(traces, key=lambda trace: -trace.milliseconds)[: args.slowest]
     return traces[-(args.last or 1) :]
-
-
-def _print(traces: Sequence[Trace]) -> None:
-    from trtllm_disagg.console import Console
-    from trtllm_disagg.tools.trace.waterfall import waterfall
-
-    console = Console(soft_wrap=True)
-    columns = shutil.get_terminal_size().columns
-    for number, trace in enumerate(traces):
-        if number:
-            console.print()
-        for line in waterfall(trace, columns):
-            console.print(line)
 
 
 def as_json(trace: Trace) -> dict[str, Any]:

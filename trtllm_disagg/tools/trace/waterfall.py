@@ -6,7 +6,6 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from io import StringIO
-from typing import Literal, NamedTuple
 
 from rich.console import Console
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME
@@ -19,34 +18,8 @@ _LEAST_BAR, _MOST_BAR = 10, 80
 _MOST_BLAMED = 3
 #: A gap between tokens is shown when it is at least this long, and at least this share of the request.
 _LEAST_GAP_MS, _LEAST_GAP_SHARE = 50.0, 0.05
-#: The span with the most time of its own, this package's spans, and the others.
-Kind = Literal["longest", "ours", "others"]
-_STYLES: dict[Kind, str] = {"longest": "bold yellow", "ours": "cyan", "others": "dim"}
-
 #: Of a page or picture.
 _COLUMNS = 140
-
-
-class Row(NamedTuple):
-    """One span of the drawing."""
-
-    #: Empty where the row above has the same one.
-    worker: str
-    node: Node
-    #: Milliseconds after the start of the trace.
-    begin: float
-    kind: Kind
-    is_failed: bool
-
-
-def rows(trace: Trace) -> Iterator[Row]:
-    longest = trace.blame[0][0] if trace.blame else None
-    above = ""
-    for node in trace.nodes:
-        kind: Kind = "longest" if node is longest else "ours" if node.is_ours else "others"
-        worker = "" if node.worker == above else node.worker
-        yield Row(worker, node, (node.span.start - trace.start) / 1e6, kind, node.span.error is not None)
-        above = node.worker
 
 
 def page(traces: Sequence[Trace]) -> str:
@@ -62,9 +35,14 @@ def picture(trace: Trace) -> str:
 
 def _recorded(traces: Sequence[Trace], scale_ms: float) -> Console:
     console = Console(record=True, width=_COLUMNS, file=StringIO())
-    for number, trace in enumerate(traces):
-        console.print(*[""] * bool(number), *waterfall(trace, _COLUMNS, scale_ms), sep="\n")
+    draw(traces, console, scale_ms)
     return console
+
+
+def draw(traces: Sequence[Trace], console: Console, scale_ms: float | None = None) -> None:
+    """Prints the traces with an empty line between two."""
+    for number, trace in enumerate(traces):
+        console.print(*[""] * bool(number), *waterfall(trace, console.width, scale_ms), sep="\n")
 
 
 def waterfall(trace: Trace, columns: int, scale_ms: float | None = None) -> Iterator[Text]:
@@ -75,12 +53,16 @@ def waterfall(trace: Trace, columns: int, scale_ms: float | None = None) -> Iter
     workers = max(len(node.worker) for node in trace.nodes)
     labels = max(len(_label(node)) for node in trace.nodes)
     width = min(max(columns - workers - labels - 14, _LEAST_BAR), _MOST_BAR)
-    for worker, node, begin, kind, is_failed in rows(trace):
-        line = Text(f"{worker:{workers}} ", "dim")
-        line.append(f"{_label(node):{labels}} ", "red" if is_failed else "")
-        line.append(_bar(begin, node.milliseconds, scale_ms or trace.milliseconds, width), _STYLES[kind])
+    longest, above = trace.blame[0][0] if trace.blame else None, ""
+    for node in trace.nodes:
+        line = Text(f"{'' if node.worker == above else node.worker:{workers}} ", "dim")
+        line.append(f"{_label(node):{labels}} ", "red" if node.span.error is not None else "")
+        begin = (node.span.start - trace.start) / 1e6
+        bar = _bar(begin, node.milliseconds, scale_ms or trace.milliseconds, width)
+        line.append(bar, "bold yellow" if node is longest else "cyan" if node.is_ours else "dim")
         line.append(f" {duration(node.milliseconds):>10}")
         yield line
+        above = node.worker
     for conclusion in conclusions(trace):
         yield from map(Text, _wrapped(conclusion, columns))
     for remark in remarks(trace):

@@ -68,14 +68,20 @@ def session(url: str, **options: Any) -> ClientSession:
 
 
 def _is_here(host: str) -> bool:
-    """Whether it is an address of this machine: those are the ones to which a socket can be bound."""
+    """Whether it is an address of this machine. Of names only localhost is: to ask for others may take seconds."""
     try:
-        family = socket.AF_INET if ip_address(host).version == 4 else socket.AF_INET6
+        ip_address(host)
     except ValueError:
         return host == "localhost"
+    return address_here(host) is not None
+
+
+def address_here(host: str) -> str | None:
+    """The address of `host`; None for another machine's, on which no socket can be bound here."""
     try:
-        with socket.socket(family) as probe:
-            probe.bind((host, 0))
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family) as trial:
+            trial.bind(address)
     except OSError:
-        return False
-    return True
+        return None
+    return str(address[0])
