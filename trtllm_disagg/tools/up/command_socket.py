@@ -15,7 +15,6 @@ import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -24,7 +23,7 @@ import msgspec
 from trtllm_disagg import __version__
 from trtllm_disagg.admin.commands import Describe, Scale, Set, Switch, UpCommand, decode_up_command
 from trtllm_disagg.config.thresholds import check_thresholds
-from trtllm_disagg.errors import ConfigError, DisaggError
+from trtllm_disagg.errors import ConfigError, DisaggError, StageTimeoutError
 from trtllm_disagg.processes.machine import peer_process
 from trtllm_disagg.strategies import spec_of, switchable
 from trtllm_disagg.tools.up.plan import DISCOVERY_DIR
@@ -177,8 +176,8 @@ def send_to_up(
     run_dir: Path, command: UpCommand, say: Say = lambda text: None, *, seconds: float | None = None
 ) -> Any:
     """Send a command to the `up` of `run_dir`, wait until it is done, and return its answer. Raises ConfigError when it
-    is refused, NoUpError without an `up`, DisaggError when it fails or answers what no `up` of this version does,
-    TimeoutError when `up` sends nothing for `seconds`.
+    is refused, NoUpError without an `up`, DisaggError when it fails or answers what no `up` of this version does, and
+    StageTimeoutError when `up` sends nothing for `seconds`.
     """
     try:
         connection = connect_to(run_dir / COMMAND_SOCKET, seconds)
@@ -190,8 +189,7 @@ def send_to_up(
     with connection, connection.makefile("rwb") as stream:
         stream.write(msgspec.json.encode(command) + b"\n")
         stream.flush()
-        # A line without its end is the last one of an `up` that has ended.
-        for line in takewhile(lambda line: line.endswith(b"\n"), stream):
+        while line := _line_of(stream, run_dir, seconds):
             try:
                 kind, what = _part_of(line, _ANSWERS[type(command)])
             except UNREADABLE as error:
@@ -206,6 +204,16 @@ def send_to_up(
                 raise DisaggError(what)
             say(what)
     raise DisaggError(f"`up` in {run_dir} ended before it had done this")
+
+
+def _line_of(stream: Iterator[bytes], run_dir: Path, seconds: float | None) -> bytes:
+    """Empty at the end. A line without its end is the last one of an `up` that has ended."""
+    try:
+        line = next(stream, b"")
+    except TimeoutError:
+        why = f"the `up` of {run_dir} has not answered for {seconds:g} s; it may be stopped (Ctrl-Z)"
+        raise StageTimeoutError(why) from None
+    return line if line.endswith(b"\n") else b""
 
 
 def _part_of(line: bytes, answer: Any) -> tuple[str, Any]:

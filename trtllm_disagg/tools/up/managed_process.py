@@ -15,6 +15,7 @@ from typing import Literal
 
 from trtllm_disagg.processes.machine import birth
 from trtllm_disagg.processes.reports import ACTIVITY_VARIABLE, DRAINING, Activity, read_activity
+from trtllm_disagg.tools.up.orphan_reaper import kill_marked
 from trtllm_disagg.tools.up.plan import Backoff, ProcessRole, ProcessSpec
 from trtllm_disagg.tools.up.run_dir import ProcessRecord
 from trtllm_disagg.tools.up.short_log import MOST_BYTES, forget_predecessor, move_to_predecessor
@@ -24,6 +25,7 @@ State = Literal["planned", "starting", "ready", "stopping", "exited", "restartin
 TAIL_BYTES = 64 * 1024
 #: Between two checks of the log's size.
 LOOK_SECONDS = 5.0
+_SWEEP_SECONDS = 0.1
 ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
@@ -224,6 +226,17 @@ class ManagedProcess:
             state=self.state,
             born=self._born,
         )
+
+
+async def kill_all_marked(variable: str, mark: str, seconds: float) -> list[int]:
+    """Kill all processes with `mark`, and those that they start meanwhile. Returns the pids that SIGKILL has not ended
+    in `seconds`.
+    """
+    deadline = time.monotonic() + seconds
+    # The end of another process's child is no event.
+    while (left := await asyncio.to_thread(kill_marked, mark, variable)) and time.monotonic() < deadline:  # noqa: ASYNC110
+        await asyncio.sleep(_SWEEP_SECONDS)
+    return left
 
 
 class Deaths:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +27,8 @@ PROCESSES_FILE = "processes.json"
 #: Locked by a command that changes the deployment. The directory itself is locked by its `up`: systemd-tmpfiles removes
 #: what is old from /tmp, but nothing of a directory with a lock (tmpfiles.d(5)).
 CHANGE_LOCK = "change.lock"
+#: Between two looks at the discovery store.
+_LOOK_SECONDS = 1.0
 
 
 class ProcessRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -133,21 +136,21 @@ class RunDir:
     def discovery(self) -> Path:
         return self.path / DISCOVERY_DIR
 
-    def discovery_in_sight(self) -> Callable[[], bool]:
-        """A function that tells, until `release`, whether the discovery store is still the one of now: False when it
-        was removed or moved, also with another one in its place. Raises FileNotFoundError.
+    def discovery_in_sight(self) -> Callable[[], Coroutine[None, None, None]]:
+        """A function that waits, until `release`, for the discovery store of now to be removed or moved, also with
+        another one in its place. Raises FileNotFoundError.
         """
         # While it is open no other directory can get its inode number.
         descriptor = os.open(self.discovery, os.O_PATH | os.O_DIRECTORY)
         self._held.callback(os.close, descriptor)
 
-        def is_in_place() -> bool:
-            try:
-                return os.path.samestat(os.stat(self.discovery), os.fstat(descriptor))
-            except (FileNotFoundError, NotADirectoryError):
-                return False
+        async def until_lost() -> None:
+            with suppress(FileNotFoundError, NotADirectoryError):
+                # Also where inotify has no instance left.
+                while os.path.samestat(os.stat(self.discovery), os.fstat(descriptor)):  # noqa: ASYNC110
+                    await asyncio.sleep(_LOOK_SECONDS)
 
-        return is_in_place
+        return until_lost
 
     @property
     def processes_file(self) -> Path:
