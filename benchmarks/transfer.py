@@ -14,32 +14,29 @@ import argparse
 import ctypes
 import itertools
 import json
+import multiprocessing
 import os
 import queue
 import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
-from child_process import ChildProcess
 
 from trtllm_disagg.engines.embedded.kv_transfer import transports
-from trtllm_disagg.engines.embedded.kv_transfer.base import (
-    KvLayout,
-    KvTimeouts,
-    common_runs,
-)
+from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout, KvTimeouts, common_runs
 from trtllm_disagg.engines.embedded.kv_transfer.peers import Peers
 from trtllm_disagg.engines.embedded.kv_transfer.pull import KvReceiver, KvSender, Pull
 from trtllm_disagg.engines.embedded.kv_transfer.shared_memory import huge_page_tensor
-from trtllm_disagg.errors import ConfigError, KvTransferError
+from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.tools.bench.report import describe_machine, paired_ratios, spread
 from trtllm_disagg.wire.kv_handle import decode_handle
 
@@ -48,11 +45,13 @@ PATTERNS = (CONTIGUOUS, SCATTERED)
 MEMCPY, ONE_BLOCK, NO_BLOCK = "memcpy", "pull of 1 block", "pull of 0 blocks"
 #: The least percent of memcpy, and of process_vm_readv; the second one only for NIXL, which is built on that call.
 OF_MEMCPY, OF_READV = {CONTIGUOUS: 85.0, SCATTERED: 65.0}, {CONTIGUOUS: 95.0, SCATTERED: 95.0}
+MEMCPY_OF = {pattern: f"memcpy of the blocks {pattern}" for pattern in PATTERNS}
+READV_OF = {pattern: f"process_vm_readv {pattern}" for pattern in PATTERNS}
 #: IOV_MAX: the most ranges of one call.
 _MAX_RANGES = 1024
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.process_vm_readv.restype = ctypes.c_ssize_t
-_LEASE_SECONDS, _PULL_SECONDS = 600.0, 120.0
+_LEASE_SECONDS, _PULL_SECONDS, _END_SECONDS = 600.0, 120.0, 10.0
 #: Knuth's multiplicative hash: neighbouring words of the fill differ in every byte.
 _FILL_FACTOR = np.uint32(2654435761)
 
@@ -109,25 +108,14 @@ SHAPES = {
 
 def fill(pool: torch.Tensor) -> None:
     """Fills a pool with words that encode their own position."""
-    flat, step = pool.view(torch.uint8).view(-1), 4 << 20
-    for start in range(0, len(flat), step):
-        part = flat[start : start + step]
-        part.copy_(torch.from_numpy(filled_bytes(start, len(part))))
+    flat = pool.view(torch.uint8).view(-1)
+    flat.copy_(torch.from_numpy(filled_bytes(0, len(flat))))
 
 
 def filled_bytes(offset: int, count: int) -> np.ndarray:
     """The bytes that `fill` writes at `offset`. Both arguments are multiples of four."""
     words = np.arange(offset // 4, (offset + count) // 4, dtype=np.uint32) * _FILL_FACTOR
     return words.view(np.uint8)
-
-
-@dataclass(frozen=True)
-class Start:
-    """What both ends are started with; the sender's process gets the shape as a dict."""
-
-    backend: str
-    shape: KvShape
-    device: str
 
 
 class End:
@@ -142,41 +130,31 @@ class End:
         self.layout = KvLayout("bench", shape.layers, shape.tokens_per_block, *token, shape.dtype)
 
 
-class Sender(End):
-    """The object that the sender process serves."""
-
-    def __init__(self, start: Any) -> None:
-        super().__init__(start.backend, KvShape(**start.shape), start.device)
-        fill(self.pool)
-        blocks, timeouts = self.shape.pool_blocks, KvTimeouts(transfer=_LEASE_SECONDS)
-        self._sender = KvSender(
-            self.transport, self.layout, blocks, timeouts=timeouts, on_lease_ended=lambda: None
-        )
-        self._sender.start()
-        self._ids = itertools.count(1)
-
-    def address(self) -> tuple[int, int]:
-        """(pid, address of the pool in that process)."""
-        return os.getpid(), self.pool.data_ptr()
-
-    def lease(self, blocks: list[int]) -> str:
-        """Leases `blocks` and returns the handle in hex."""
-        self._sender.leases.take_ended()
-        tokens = self.shape.prompt_blocks * self.shape.tokens_per_block
-        prompt = {"num_tokens": tokens, "seed": 0, "cached_tokens": 0}
-        return self._sender.lease(next(self._ids), blocks, prompt_digest=bytes(16), **prompt).hex()
-
-    def close(self) -> None:
-        self._sender.close()
-        self.transport.close()
+def serve_sender(calls: Connection, backend: str, shape: KvShape, device: str) -> None:
+    """In a process of its own: sends the address of its filled pool, then a handle for each list of blocks."""
+    torch.set_num_threads(1)
+    end = End(backend, shape, device)
+    fill(end.pool)
+    blocks, timeouts = shape.pool_blocks, KvTimeouts(transfer=_LEASE_SECONDS)
+    sender = KvSender(end.transport, end.layout, blocks, timeouts=timeouts, on_lease_ended=lambda: None)
+    sender.start()
+    calls.send(end.pool.data_ptr())
+    tokens = {"num_tokens": shape.prompt_blocks * shape.tokens_per_block, "seed": 0, "cached_tokens": 0}
+    with suppress(EOFError):  # the benchmark has ended
+        for number in itertools.count(1):
+            wanted = calls.recv()
+            sender.leases.take_ended()
+            calls.send(sender.lease(number, wanted, prompt_digest=bytes(16), **tokens))
+    sender.close()
+    end.transport.close()
 
 
 class Receiver(End):
     """The receiving pool in this process and its KvReceiver."""
 
-    def __init__(self, start: Start, sender: ChildProcess) -> None:
-        super().__init__(start.backend, start.shape, start.device)
-        self._call = sender.call
+    def __init__(self, calls: Connection, backend: str, shape: KvShape, device: str) -> None:
+        super().__init__(backend, shape, device)
+        self._calls = calls
         self.transport.serve("bench-receiver")
         self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
         timeouts = KvTimeouts(transfer=_PULL_SECONDS)
@@ -185,7 +163,8 @@ class Receiver(End):
 
     def pull(self, remote: Sequence[int], local: Sequence[int]) -> float:
         """Seconds from the engine's request for the blocks to its wake-up; the lease itself is not part of it."""
-        handle = decode_handle(bytes.fromhex(self._call("lease", list(remote))))
+        self._calls.send(list(remote))
+        handle = decode_handle(self._calls.recv())
         started = time.perf_counter()
         self._receiver.start(Pull(handle=handle, remote=list(remote), local=list(local)))
         # The pull ends by itself after its timeout, with the reason.
@@ -210,16 +189,23 @@ class Receiver(End):
 
 
 @contextmanager
-def connected(backend: str, shape: KvShape, device: str = "cpu") -> Iterator[tuple[ChildProcess, Receiver]]:
-    """A sender process and a receiver. Raises EngineError if the sender cannot start."""
-    start = Start(backend, shape, device)
-    with ChildProcess(f"{os.path.abspath(__file__)}:Sender", start, {"OMP_NUM_THREADS": "1"}) as sender:
-        sender.await_ready()
-        receiver = Receiver(start, sender)
-        try:
-            yield sender, receiver
-        finally:
-            receiver.close()
+def connected(backend: str, shape: KvShape, device: str = "cpu") -> Iterator[tuple[int, int, Receiver]]:
+    """The sender's pid, the address of its pool, and a receiver. Raises KvTransferError if the sender cannot start."""
+    spawn = multiprocessing.get_context("spawn")
+    calls, theirs = spawn.Pipe()
+    sender = spawn.Process(target=serve_sender, args=(theirs, backend, shape, device), daemon=True)
+    sender.start()
+    theirs.close()
+    try:
+        address = calls.recv()
+        with closing(Receiver(calls, backend, shape, device)) as receiver:
+            yield sender.pid or 0, address, receiver
+    except EOFError:
+        raise KvTransferError("the sender has ended; what it wrote to stderr says why") from None
+    finally:
+        calls.close()
+        sender.join(_END_SECONDS)
+        sender.kill()
 
 
 # -- yardsticks
@@ -271,120 +257,71 @@ def reading(pid: int, remote_base: int, local_base: int, ranges: np.ndarray) -> 
     return read
 
 
-def seconds_of(call: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
-
-
 # -- the measurement
 
 
-def memcpy_of(pattern: str) -> str:
-    return f"memcpy of the blocks {pattern}"
+#: By what was timed, seconds; values at the same index are of the same round.
+Times = dict[str, list[float]]
 
 
-def readv_of(pattern: str) -> str:
-    return f"process_vm_readv {pattern}"
+def percent(times: Times, name: str, yardstick: str = MEMCPY) -> float:
+    """Of the yardstick's rate."""
+    return 100 * median(paired_ratios(times[yardstick], times[name]))
 
 
-@dataclass(frozen=True)
-class PullTimes:
-    """Seconds by what was timed; values at the same index are of the same round."""
-
-    shape: KvShape
-    backend: str
-    first: float
-    #: By pattern, the number of ranges of a prompt's blocks after neighbours are merged.
-    ranges: dict[str, int]
-    seconds: dict[str, list[float]]
-    device: str = "cpu"
-
-    def rate(self, name: str) -> float:
-        """GiB/s of the whole prompt's KV."""
-        return self.shape.prompt_bytes / (1 << 30) / median(self.seconds[name])
-
-    def share(self, name: str, yardstick: str = MEMCPY) -> float:
-        """Percent of the yardstick's rate."""
-        return 100 * median(paired_ratios(self.seconds[yardstick], self.seconds[name]))
-
-    def verdicts(self) -> Iterator[tuple[str, float, float]]:
-        """(what, percent, target) for each target."""
-        for pattern in PATTERNS:
-            yield f"{pattern} share of memcpy", self.share(pattern), OF_MEMCPY[pattern]
-            if self.backend == "NIXL" and readv_of(pattern) in self.seconds:
-                of_readv = self.share(pattern, readv_of(pattern))
-                yield f"{pattern} share of process_vm_readv", of_readv, OF_READV[pattern]
+def verdicts(times: Times, backend: str) -> Iterator[tuple[str, float, float]]:
+    """(what, percent, target) for each target."""
+    for pattern in PATTERNS:
+        yield f"{pattern} share of memcpy", percent(times, pattern), OF_MEMCPY[pattern]
+        if backend == "NIXL" and READV_OF[pattern] in times:
+            of_readv = percent(times, pattern, READV_OF[pattern])
+            yield f"{pattern} share of process_vm_readv", of_readv, OF_READV[pattern]
 
 
-def time_pulls(
-    backend: str, shape: KvShape, rounds: int, say: Callable[[str], None], device: str
-) -> PullTimes:
+def time_pulls(backend: str, shape: KvShape, device: str, rounds: int) -> Times:
     """Times everything once in each round, in random order, and checks the bytes at the end."""
     order = random.Random(0)
-    with connected(backend, shape, device) as (sender, receiver):
-        pid, pool_address = sender.call("address")
+    with connected(backend, shape, device) as (pid, pool_address, receiver):
         remote = {pattern: shape.blocks(pattern, seed=1) for pattern in PATTERNS}
         local = {pattern: shape.blocks(pattern, seed=2) for pattern in PATTERNS}
-        ranges = {pattern: shape.ranges(remote[pattern], local[pattern]) for pattern in PATTERNS}
-        first = receiver.pull(remote[CONTIGUOUS], local[CONTIGUOUS])
         pools, here = copy_pools(shape, device), receiver.pool.data_ptr()
-        whole = np.array([[0, 0, shape.prompt_bytes]])
-        timed: dict[str, Callable[[], float]] = {MEMCPY: partial(seconds_of, copying(pools, whole))}
+        timed: dict[str, Callable[[], object]] = {
+            MEMCPY: copying(pools, np.array([[0, 0, shape.prompt_bytes]]))
+        }
         for pattern in PATTERNS:
-            timed[memcpy_of(pattern)] = partial(seconds_of, copying(pools, ranges[pattern]))
+            ranges = shape.ranges(remote[pattern], local[pattern])
+            timed[MEMCPY_OF[pattern]] = copying(pools, ranges)
             if device == "cpu":
-                bare = reading(pid, pool_address, here, ranges[pattern])
-                timed[readv_of(pattern)] = partial(seconds_of, bare)
+                timed[READV_OF[pattern]] = reading(pid, pool_address, here, ranges)
             timed[pattern] = partial(receiver.pull, remote[pattern], local[pattern])
         timed |= {ONE_BLOCK: partial(receiver.pull, [3], [5]), NO_BLOCK: partial(receiver.pull, [], [])}
-        seconds: dict[str, list[float]] = {name: [] for name in timed}
+        times: Times = {name: [] for name in timed}
         for number in range(-1, rounds):  # the first round warms up
-            say(f"{shape.name}, {backend}: round {number + 1} of {rounds}")
+            print(f"{shape.name}, {backend}: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
             for name in order.sample(sorted(timed), len(timed)):
-                taken = timed[name]()
+                started = time.perf_counter()
+                of_pull = timed[name]()
+                taken = of_pull if isinstance(of_pull, float) else time.perf_counter() - started
                 if number >= 0:
-                    seconds[name].append(taken)
+                    times[name].append(taken)
         for pattern in PATTERNS:
             receiver.pool.zero_()
             receiver.pull(remote[pattern], local[pattern])
             receiver.require_arrived(remote[pattern], local[pattern])
-    return PullTimes(shape, backend, first, {p: len(r) for p, r in ranges.items()}, seconds, device)
+    return times
 
 
-def show(times: PullTimes) -> None:
-    from rich.table import Table
-
-    from trtllm_disagg.console import Console
-
-    shape, console = times.shape, Console(paper=110)
-    tokens = shape.prompt_blocks * shape.tokens_per_block
-    size = f"{tokens} tokens, {shape.prompt_bytes / 2**20:.0f} MiB"
-    title = f"{shape.name} over {times.backend}, {times.device}: {size}"
-    table = Table("", "GiB/s", "% of memcpy", "% of readv", "spread", "descriptors", title=title, box=None)
-    for name in (name for name in times.seconds if name not in (ONE_BLOCK, NO_BLOCK)):
-        pattern = name.rpartition(" ")[2]
-        readv = readv_of(pattern) if name in PATTERNS else ""
-        of_readv = f"{times.share(name, readv):.0f}" if readv in times.seconds else ""
-        row = (
-            f"{times.rate(name):.2f}",
-            f"{times.share(name):.0f}",
-            of_readv,
-            f"{spread(times.seconds[name]) / 2:.0%}",
-        )
-        table.add_row(f"pull {name}" if name in PATTERNS else name, *row, str(times.ranges.get(pattern, 1)))
-    console.print(table)
-    one, none = (1000 * median(times.seconds[name]) for name in (ONE_BLOCK, NO_BLOCK))
-    console.print(
-        f"A request is {shape.prompt_blocks} blocks of {shape.block_bytes >> 10} KiB. One block takes"
-    )
-    console.print(
-        f"{one:.2f} ms, control messages alone {none:.2f} ms, the first pull {1000 * times.first:.0f} ms."
-    )
-    for what, percent, target in times.verdicts():
-        console.print(
-            f"{what}: {percent:.0f} %, target {target:g} %: {'met' if percent >= target else 'MISSED'}"
-        )
+def show(times: Times, backend: str, shape: KvShape, device: str) -> None:
+    size = f"{shape.prompt_bytes / 2**20:.0f} MiB in blocks of {shape.block_bytes >> 10} KiB"
+    print(f"{shape.name} over {backend}, {device}: {size}")
+    for name, seconds in times.items():
+        told = f"{1000 * median(seconds):.2f} ms"
+        if name not in (ONE_BLOCK, NO_BLOCK):
+            rate = shape.prompt_bytes / (1 << 30) / median(seconds)
+            told = f"{rate:6.2f} GiB/s, {percent(times, name):3.0f} % of memcpy"
+        print(f"  {name:32}{told}, spread {spread(seconds) / 2:.0%}")
+    for what, share, target in verdicts(times, backend):
+        print(f"  {what}: {share:.0f} %, target {target:g} %: {'met' if share >= target else 'MISSED'}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -398,21 +335,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     backends = [name for name in args.transport if args.device in transports.TRANSPORTS[name].devices]
     if not backends:
-        allowed = f"with --device {args.device}: {', '.join(transports.on_gpus())}"
-        raise SystemExit(str(ConfigError.bad_value("--transport", " ".join(args.transport), allowed)))
+        parser.error(f"--transport: expected with --device {args.device}: {', '.join(transports.on_gpus())}")
     if args.device == "cuda" and not torch.cuda.is_available():
-        why = "cpu; torch sees no CUDA device here"
-        raise SystemExit(str(ConfigError.bad_value("--device", args.device, why)))
+        parser.error("--device: expected cpu; torch sees no CUDA device here")
     print(describe_machine(), torch.cuda.get_device_name() if args.device == "cuda" else "")
     results = []
-    for shape in (SHAPES[name] for name in args.shape):
-        for backend in backends:
-            say = partial(print, file=sys.stderr, flush=True)
-            results.append(time_pulls(backend, shape, args.rounds, say, args.device))
-            show(results[-1])
+    for name, backend in itertools.product(args.shape, backends):
+        times = time_pulls(backend, SHAPES[name], args.device, args.rounds)
+        show(times, backend, SHAPES[name], args.device)
+        results.append({"shape": name, "transport": backend, "device": args.device, "seconds": times})
     if args.json is not None:
         with open(args.json, "w") as file:
-            json.dump([asdict(times) for times in results], file, indent=1)
+            json.dump(results, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ SHAPE = transfer.KvShape("two-layers", layers=2, kv_heads=2, head_dim=64, dtype=
 
 
 def test_pulls_put_every_byte_in_its_place_on_the_gpu() -> None:
-    with transfer.connected("NIXL", SHAPE, "cuda") as (_, receiver):
+    with transfer.connected("NIXL", SHAPE, "cuda") as (_, _, receiver):
         assert receiver.pool.is_cuda
         for seed in range(3):
             remote, local = SHAPE.blocks("scattered", seed=seed), SHAPE.blocks("scattered", seed=seed + 7)

@@ -17,8 +17,12 @@ from trtllm_disagg.processes.machine import birth
 from trtllm_disagg.processes.reports import ACTIVITY_VARIABLE, DRAINING, Activity, read_activity
 from trtllm_disagg.tools.up.orphan_reaper import kill_marked
 from trtllm_disagg.tools.up.plan import Backoff, ProcessRole, ProcessSpec
-from trtllm_disagg.tools.up.run_dir import ProcessRecord
-from trtllm_disagg.tools.up.short_log import MOST_BYTES, forget_predecessor, move_to_predecessor
+from trtllm_disagg.tools.up.run_dir import (
+    MOST_LOG_BYTES,
+    ProcessRecord,
+    forget_predecessor,
+    move_to_predecessor,
+)
 
 State = Literal["planned", "starting", "ready", "stopping", "exited", "restarting"]
 
@@ -36,7 +40,7 @@ class ManagedProcess:
         self,
         spec: ProcessSpec,
         log: Path,
-        most_log_bytes: int = MOST_BYTES,
+        most_log_bytes: int = MOST_LOG_BYTES,
         look_seconds: float = LOOK_SECONDS,
     ) -> None:
         self.spec = spec

@@ -27,6 +27,8 @@ PROCESSES_FILE = "processes.json"
 #: Locked by a command that changes the deployment. The directory itself is locked by its `up`: systemd-tmpfiles removes
 #: what is old from /tmp, but nothing of a directory with a lock (tmpfiles.d(5)).
 CHANGE_LOCK = "change.lock"
+#: The size of a full log. Frontend and workers write one or two kilobytes for each request.
+MOST_LOG_BYTES = 64 << 20
 #: Between two looks at the discovery store.
 _LOOK_SECONDS = 1.0
 
@@ -213,6 +215,32 @@ def one_change_at_a_time(run_dir: Path, waits: Callable[[], None]) -> Iterator[N
         yield
     finally:
         os.close(lock)
+
+
+def move_to_predecessor(log: Path, most_bytes: int = MOST_LOG_BYTES) -> bool:
+    """Copies a full log to its predecessor `NAME.1` and empties it, so it stays short; returns whether it was full. The
+    writing process keeps the file open, so the file itself stays; it must have been opened for appending. A line that
+    is written between copying and emptying is lost. Raises OSError if the copy fails; `log` stays as it is then.
+    """
+    if log.stat().st_size < most_bytes:
+        return False
+    with log.open("r+b") as full, _predecessor(log).open("wb") as old:
+        shutil.copyfileobj(full, old, 1 << 20)
+        full.truncate(0)
+    return True
+
+
+def forget_predecessor(log: Path) -> None:
+    _predecessor(log).unlink(missing_ok=True)
+
+
+def halves(log: Path) -> list[Path]:
+    """The existing ones of predecessor and log, the older one first."""
+    return [half for half in (_predecessor(log), log) if half.is_file()]
+
+
+def _predecessor(log: Path) -> Path:
+    return log.with_name(f"{log.name}.1")
 
 
 @dataclass(slots=True)
