@@ -25,7 +25,9 @@ class OwnPorts:
 
     def __init__(self, among: Sequence[int] = SYSTEM_PORTS) -> None:
         self._among = among
-        self._left = random.sample(among, len(among))
+        # From a random one on: others begin elsewhere, and most of these are neighbours.
+        first = random.randrange(len(among))
+        self._left = [*among[first:], *among[:first]][::-1]
         self._held: list[socket.socket] = []
         self._one_at_a_time = threading.Lock()
 
