@@ -28,7 +28,8 @@ class OwnPorts:
         # From a random one on: others begin elsewhere, and most of these are neighbours.
         first = random.randrange(len(among))
         self._left = [*among[first:], *among[:first]][::-1]
-        self._held: list[socket.socket] = []
+        #: Descriptors of sockets.
+        self._held: list[int] = []
         self._one_at_a_time = threading.Lock()
 
     def take(self, count: int, host: str) -> list[int]:
@@ -46,7 +47,7 @@ class OwnPorts:
 
     def close(self) -> None:
         for held in self._held:
-            held.close()
+            os.close(held)
 
     def _hold(self, host: str, port: int) -> bool:
         """Whether this object holds the port now, and nothing else does or listens there."""
@@ -57,7 +58,7 @@ class OwnPorts:
             held.close()
             return False
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._held.append(held)
+        self._held.append(held.detach())
         return True
 
 
