@@ -277,6 +277,45 @@ def interleaved(weight: Any, heads: int) -> Any:
 # -- the measurement
 
 
+@dataclass(frozen=True)
+class Size:
+    """A Llama with random weights; every size has grouped heads of 64."""
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocab_size: int
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The content of its config.json."""
+        from trtllm_disagg.tools.bench.models import NANOGPT
+
+        return NANOGPT | {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "max_position_embeddings": 4096,
+            "tie_word_embeddings": False,
+        }
+
+
+SIZES = {
+    size.name: size
+    for size in (
+        Size("1M", hidden=128, layers=4, heads=2, kv_heads=1, intermediate=384, vocab_size=512),
+        Size("30M", hidden=512, layers=8, heads=8, kv_heads=4, intermediate=1536, vocab_size=4096),
+        Size("450M", hidden=1024, layers=24, heads=16, kv_heads=8, intermediate=4096, vocab_size=32000),
+    )
+}
+
+
 @dataclass
 class Case:
     """One model, dtype and number of threads. Values at the same index are of the same round."""
@@ -314,9 +353,10 @@ class Case:
 
     def start_of(self, name: str) -> Any:
         """The process of a contestant. Raises ConfigError with what is to be installed."""
+        from child_process import ChildProcess
+
         from trtllm_disagg.engines.embedded.cpu_kernels.cpu import WAITING, on_huge_pages
         from trtllm_disagg.errors import ConfigError
-        from trtllm_disagg.tools.bench.child_process import ChildProcess
         from trtllm_disagg.tools.bench.models import random_checkpoint
 
         cache: Path = self.args.cache_dir
@@ -342,10 +382,36 @@ class Case:
         return ChildProcess(f"{Path(__file__).absolute()}:{kind}", start, variables, interpreter=interpreter)
 
 
+class CoreWaits:
+    """Measures, from its creation on, how long threads of the processes `pids` wait for busy cores."""
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._pids = pids
+        self._before = self._now()
+
+    def share(self) -> float:
+        """Waiting time / (running time + waiting time) of the threads that still live: 0 on a calm machine."""
+        ran = waited = 0
+        for thread, (ran_now, waited_now) in self._now().items():
+            ran_before, waited_before = self._before.get(thread, (0, 0))
+            ran += ran_now - ran_before
+            waited += waited_now - waited_before
+        return waited / (ran + waited) if ran + waited else 0.0
+
+    def _now(self) -> dict[Path, tuple[int, int]]:
+        """By thread, nanoseconds run and waited so far, as the kernel's scheduler counts them."""
+        times: dict[Path, tuple[int, int]] = {}
+        for pid in self._pids:
+            for thread in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+                with contextlib.suppress(OSError):
+                    ran, waited, *_ = thread.read_text().split()
+                    times[thread] = (int(ran), int(waited))
+        return times
+
+
 def measure(case: Case, say: Callable[[str], None]) -> None:
     """Raises EngineError when the embedded engine fails; a peer that fails is absent."""
     from trtllm_disagg.errors import DisaggError
-    from trtllm_disagg.tools.bench.machine import CoreWaits
 
     remotes: dict[str, Any] = {}
 
@@ -463,8 +529,7 @@ def install_vllm(cache: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    from trtllm_disagg.tools.bench.machine import describe_machine
-    from trtllm_disagg.tools.bench.models import SIZES
+    from trtllm_disagg.tools.bench.report import describe_machine
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument

@@ -63,6 +63,7 @@ become_worker() {
 
 # read_ranks ROLE [ARG...]: sets script, ranks (by the engine config), and what starts them: launcher, and mpi of srun.
 read_ranks() {
+    [[ -z ${STOP_TIMEOUT:-} ]] || fail "STOP_TIMEOUT is for agg.sh and disagg.sh; here the argument --drain-seconds says how long a worker waits"
     local devices="${1^^}_CUDA_VISIBLE_DEVICES"
     script=$launch/${1/agg/agg_worker}.sh launcher=() mpi=pmi2
     [[ $1 =~ ^(agg|prefill|decode)$ ]] || fail "ROLE: '$1' is not allowed; expected agg, prefill or decode"

@@ -82,13 +82,13 @@ COMMANDS = {
     ),
     "trace": Command(
         "show where the time of a request went",
-        "trtllm_disagg.tools.trace.trace_command",
+        "trtllm_disagg.tools.trace",
         "trtllm-disagg trace --run-dir DIR --slowest 3",
     ),
     "bench": Command(
         "measure on this machine, beside baselines",
         "trtllm_disagg.tools.bench",
-        "trtllm-disagg bench transfer --transport NIXL",
+        "trtllm-disagg bench overhead --quick",
     ),
     "top": Command(
         "show a running deployment: its workers, their load, and what happens",

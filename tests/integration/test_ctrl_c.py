@@ -79,7 +79,6 @@ def has_begun(command: psutil.Process, directory: Path) -> bool:
 
 ON_ITS_OWN: dict[str, IsAtWork] = {
     "demo-model {directory}/model": has_begun,
-    "bench transfer --transport SHARED_MEMORY": has_children,
     "bench overhead --quick --strategy agg": has_children,
 }
 CLIENTS = ("doctor --url {url}", "top --once --url {url}", "switch --run-dir {run_dir} --to prefill_first")

@@ -39,6 +39,7 @@ _FOREIGN_FLAGS = {
     *("--build-arg", "--hostname", "--network"),  # docker
     *("--mpi", "--signal", "--batch"),  # srun and scancel
     "--migration-limit",  # Dynamo's frontend
+    "--device",  # benchmarks/transfer.py
     "--no-deps",  # pip
     "--record-durations",  # pytest, by tests/support/durations.py
     *("--dry-run", "--only", "--source"),  # tools/

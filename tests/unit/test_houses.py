@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trtllm_disagg"
 
 #: Lines.
-HOUSES = {"plugin": 18_000, "engines": 19_000, "tools": 12_220}
+HOUSES = {"plugin": 18_000, "engines": 19_000, "tools": 10_830}
 ROOMS = {
     "(top)": 1_460,
     "admin": 310,
@@ -41,19 +41,19 @@ ROOMS = {
     "prefill_queue": 1_430,
     "processes": 610,
     "tools": 60,
-    "tools/admin": 820,
-    "tools/bench": 3_390,
-    "tools/demo": 280,
-    "tools/doctor": 1_470,
+    "tools/admin": 790,
+    "tools/bench": 2_390,
+    "tools/demo": 230,
+    "tools/doctor": 1_400,
     "tools/plan": 1_190,
-    "tools/top": 1_060,
-    "tools/trace": 770,
-    "tools/up": 3_220,
+    "tools/top": 1_030,
+    "tools/trace": 650,
+    "tools/up": 3_130,
     "tracing": 720,
     "wire": 830,
     "worker": 1_430,
 }
-MOST_FILES = 259
+MOST_FILES = 255
 MOST_WRAPPERS = 24
 
 

@@ -132,6 +132,7 @@ REFUSED = {
     ),
     "files": ({"DYN_DISCOVERY_BACKEND": "file"}, (), "DYN_DISCOVERY_BACKEND=file are for one node"),
     "embedded": ({"ENGINE": "embedded"}, (), "ENGINE=embedded and"),
+    "a limit of up": ({"STOP_TIMEOUT": "60"}, (), "STOP_TIMEOUT is for agg.sh and disagg.sh"),
     "a space": ({}, ("auto", "--override-engine-args", '{"a": 1}'), "splits its arguments again"),
     "an empty one": ({}, ("auto", "--served-model-name", ""), "splits its arguments again"),
     "a strategy": ({}, ("sideways",), "STRATEGY: 'sideways' is not allowed"),

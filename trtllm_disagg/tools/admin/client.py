@@ -10,8 +10,8 @@ import argparse
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, redirect_stderr
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,13 +31,13 @@ from trtllm_disagg.admin.commands import (
 from trtllm_disagg.admin.keys import KEY_FILE, AdminKey
 from trtllm_disagg.config.args import argument_parser_of, whereabouts_of
 from trtllm_disagg.config.worker_config import FLAGS, Role, flag_of
-from trtllm_disagg.errors import ConfigError, DisaggError, StageTimeoutError
+from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.processes.steadily import without_silence
 from trtllm_disagg.tools.admin.user_key import user_key
 
 if TYPE_CHECKING:
-    from trtllm_disagg.dynamo_runtime.controller import Controller
+    pass
 
 
 KEY_FLAG = "--key-file"
@@ -143,8 +143,10 @@ class UpOfRunDir(Up):
         return str(self.described["url"])
 
     def change_new_workers(self, command: UpCommand) -> None:
+        from trtllm_disagg.tools.up.command_socket import send_to_up
+
         try:
-            ask_up(self.run_dir, command)
+            send_to_up(self.run_dir, command, seconds=_ANSWER_SECONDS)
         except ConfigError as error:  # no wrong setting: this `up` answered before
             raise DisaggError(f"workers were changed, but `up` knows nothing of it: {error}") from None
 
@@ -158,18 +160,6 @@ class UpOfRunDir(Up):
         }
 
 
-def ask_up(run_dir: Path, command: UpCommand, seconds: float = _ANSWER_SECONDS) -> Any:
-    """The answer of the `up` of `run_dir`. Raises a DisaggError, also when it sends nothing for `seconds`."""
-    from trtllm_disagg.tools.up.command_socket import send_to_up
-
-    try:
-        return send_to_up(run_dir, command, seconds=seconds)
-    except TimeoutError:
-        raise StageTimeoutError(
-            f"the `up` of {run_dir} has not answered for {seconds:g} s; it may be stopped (Ctrl-Z)"
-        ) from None
-
-
 #: The work of a command on the workers and their `up`.
 Change = Callable[[Workers, Up], Awaitable[ExitCode]]
 
@@ -180,29 +170,40 @@ def change_deployment(args: argparse.Namespace, change: Change) -> ExitCode:
     Returns the exit code of `change`, or 1 when it failed midway. Raises ConfigError for a wrong setting.
     """
     if args.run_dir is None:
-        return _change(args, change)
+        # A whole name: no suffix is added.
+        given = {"namespace": argument_parser_of("namespace")(args.namespace)} if args.namespace else {}
+        return _change(args, Up(), whereabouts_of(os.environ) | given, change)
+    from trtllm_disagg.tools.up.command_socket import send_to_up
+    from trtllm_disagg.tools.up.plan import PLANES
     from trtllm_disagg.tools.up.run_dir import one_change_at_a_time
 
     waits = partial(say, "waiting for another command that changes this deployment")
     with one_change_at_a_time(args.run_dir, waits):
-        return _change(args, change)
-
-
-def _change(args: argparse.Namespace, change: Change) -> ExitCode:
-    if args.run_dir is None:
-        up, where = Up(), _whereabouts(args.namespace, os.environ)
-    else:
-        from trtllm_disagg.tools.up.plan import PLANES
-
-        described = ask_up(args.run_dir, Describe())
-        up, where = UpOfRunDir(args.run_dir, described), PLANES | {"namespace": described["namespace"]}
+        described = send_to_up(args.run_dir, Describe(), seconds=_ANSWER_SECONDS)
         os.environ["DYN_FILE_KV"] = described["discovery"]
+        where = PLANES | {"namespace": described["namespace"]}
+        return _change(args, UpOfRunDir(args.run_dir, described), where, change)
+
+
+def _change(args: argparse.Namespace, up: Up, where: Mapping[str, str], change: Change) -> ExitCode:
+    """`where`: the values of WHEREABOUTS."""
     with_key = signer(args.run_dir, args.key_file, os.environ)
 
     async def run() -> ExitCode:
-        async with _connected(where, with_key) as workers:
-            with without_silence(say, "waiting for the workers"):
-                return await change(workers, up)
+        with quiet_runtime(os.environ):
+            from trtllm_disagg.dynamo_runtime.controller import controller
+
+            connecting = controller(
+                backend=where["discovery_backend"],
+                request_plane=where["request_plane"],
+                event_plane=where["event_plane"],
+                namespace=where["namespace"],
+                signer=with_key,
+                timeout=_ANSWER_SECONDS,
+            )
+            async with connecting as workers:
+                with without_silence(say, "waiting for the workers"):
+                    return await change(workers, up)
 
     try:
         return asyncio.run(run())
@@ -211,29 +212,6 @@ def _change(args: argparse.Namespace, change: Change) -> ExitCode:
     except DisaggError as error:
         print(f"error: {error}", file=sys.stderr)
         return ExitCode.FAILED
-
-
-def _whereabouts(namespace: str | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """`namespace`: the value of the flag, which is a whole name: no suffix is added."""
-    given = {"namespace": argument_parser_of("namespace")(namespace)} if namespace else {}
-    return whereabouts_of(environ) | given
-
-
-@asynccontextmanager
-async def _connected(where: Mapping[str, str], signer: Signer) -> AsyncIterator[Controller]:
-    """`where`: the values of WHEREABOUTS."""
-    with quiet_runtime(os.environ):
-        from trtllm_disagg.dynamo_runtime.controller import controller
-
-        async with controller(
-            backend=where["discovery_backend"],
-            request_plane=where["request_plane"],
-            event_plane=where["event_plane"],
-            namespace=where["namespace"],
-            signer=signer,
-            timeout=_ANSWER_SECONDS,
-        ) as workers:
-            yield workers
 
 
 _STDERR = 2

@@ -14,9 +14,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from http.client import HTTPException
 from typing import Any
-from urllib.request import Request
 
 from trtllm_disagg.admin.commands import Switch
 from trtllm_disagg.config.settings import not_negative
@@ -26,7 +24,7 @@ from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.strategies import require_switchable, spec_of, switchable
 from trtllm_disagg.tools.admin import client
 from trtllm_disagg.tools.admin.client import Up, Worker, Workers, all_workers
-from trtllm_disagg.tools.up.http import open_url
+from trtllm_disagg.tools.up.http import ask
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,29 +86,7 @@ POLL_SECONDS = 0.05
 _TIMEOUT_SECONDS = 5.0
 
 
-def _knows(url: str, model: str, instance_id: int) -> bool:
-    """Whether the frontend at `url` knows a worker. The query pins the worker and generates no token: the frontend
-    answers only where it would send the request, and refuses a pin to a worker that it does not know.
-    """
-    # A model may be served at one of the two paths only.
-    return any(
-        _would_send(f"{url}/v1/{path}", {"model": model, "max_tokens": 1, **asked}, instance_id)
-        for path, asked in _ASKED.items()
-    )
-
-
-def _would_send(url: str, body: dict[str, Any], instance_id: int) -> bool:
-    body |= {"nvext": {"annotations": ["query_instance_id:"], "extra_fields": ["worker_id"]}}
-    headers = {"content-type": "application/json", "x-dynamo-worker-instance-id": str(instance_id)}
-    request = Request(url, json.dumps(body).encode(), headers)
-    try:
-        with open_url(request, _TIMEOUT_SECONDS) as response:
-            answer = json.load(response)
-            return bool(answer["nvext"]["worker_id"]["decode_worker_id"] == instance_id)
-    except (OSError, HTTPException, ValueError, KeyError, TypeError):
-        return False
-
-
+#: A model may be served at one of the two paths only.
 _ASKED: dict[str, dict[str, Any]] = {
     "completions": {"prompt": "?"},
     "chat/completions": {"messages": [{"role": "user", "content": "?"}]},
@@ -122,8 +98,22 @@ Knows = Callable[[str, int], Awaitable[bool]]
 
 
 def as_frontend_says(url: str) -> Knows:
+    """The query pins the worker and generates no token: the frontend answers only where it would send the request, and
+    refuses a pin to a worker that it does not know.
+    """
+
     async def knows(model: str, instance_id: int) -> bool:
-        return await asyncio.to_thread(_knows, url, model, instance_id)
+        nvext = {"annotations": ["query_instance_id:"], "extra_fields": ["worker_id"]}
+        pinned = {"x-dynamo-worker-instance-id": str(instance_id)}
+        for path, prompt in _ASKED.items():
+            body = {"model": model, "max_tokens": 1, "nvext": nvext, **prompt}
+            try:
+                _, answer = await ask(f"{url}/v1/{path}", _TIMEOUT_SECONDS, body, pinned)
+                if json.loads(answer)["nvext"]["worker_id"]["decode_worker_id"] == instance_id:
+                    return True
+            except (OSError, ValueError, KeyError, TypeError):
+                pass  # not served there, or not by this worker
+        return False
 
     return knows
 

@@ -31,11 +31,6 @@ BENCHMARKS = {
         "trtllm_disagg.tools.bench.strategies",
         "trtllm-disagg bench strategies --quick --model .cache/demo-model --out strategies",
     ),
-    "transfer": Command(
-        "KV pulls between two processes beside memcpy",
-        "trtllm_disagg.tools.bench.transfer",
-        "trtllm-disagg bench transfer --transport NIXL --shape 8b-bf16",
-    ),
 }
 
 
@@ -72,8 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def prepare(arguments: list[str]) -> list[str]:
     """Raises ConfigError for a benchmark of earlier versions."""
-    if arguments[:1] == ["engine"]:
-        raise ConfigError("bench engine is gone since 0.2: use `python benchmarks/engine.py` in a checkout")
+    if arguments[:1] in (["engine"], ["transfer"]):
+        (name,) = arguments[:1]
+        raise ConfigError(f"bench {name} is gone since 0.2: use `python benchmarks/{name}.py` in a checkout")
     return arguments
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trtllm_disagg.errors import ConfigError
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 #: nanoGPT's "baby GPT" (6 layers, 6 heads, 384 wide: 11M parameters) as a Llama, with room for 4k prompts.
 NANOGPT: dict[str, Any] = {
     "vocab_size": 4096,
@@ -28,62 +26,6 @@ NANOGPT: dict[str, Any] = {
     "eos_token_id": 1,
 }
 NANOGPT_DIRECTORY = Path(".cache/bench-model")
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """A Llama with random weights; every size has grouped heads of 64."""
-
-    name: str
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    intermediate: int
-    vocab_size: int
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The content of its config.json."""
-        return NANOGPT | {
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden,
-            "intermediate_size": self.intermediate,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "max_position_embeddings": 4096,
-            "tie_word_embeddings": False,
-        }
-
-    @property
-    def layer_parameters(self) -> int:
-        """The parameters of all matrices in the layers, with which each prompt token is multiplied."""
-        kv = self.hidden * self.kv_heads // self.heads
-        return self.layers * self.hidden * (2 * self.hidden + 2 * kv + 3 * self.intermediate)
-
-    @property
-    def streamed_parameters(self) -> int:
-        """The parameters read in every step: all but the embedding table, of which a step reads one row a token."""
-        return self.layer_parameters + self.vocab_size * self.hidden
-
-    @property
-    def parameters(self) -> int:
-        return self.streamed_parameters + self.vocab_size * self.hidden
-
-    def kv_bytes_per_token(self, dtype: str) -> int:
-        head_dim = self.hidden // self.heads
-        return 2 * self.layers * self.kv_heads * head_dim * ITEM_BYTES[dtype]
-
-
-SIZES = {
-    size.name: size
-    for size in (
-        Size("1M", hidden=128, layers=4, heads=2, kv_heads=1, intermediate=384, vocab_size=512),
-        Size("30M", hidden=512, layers=8, heads=8, kv_heads=4, intermediate=1536, vocab_size=4096),
-        Size("450M", hidden=1024, layers=24, heads=16, kv_heads=8, intermediate=4096, vocab_size=32000),
-    )
-}
 
 
 def random_checkpoint(directory: Path, settings: Mapping[str, Any] = NANOGPT) -> Path:
@@ -140,13 +82,17 @@ def weightless_model(directory: Path) -> Path:
         "chat_template": "{% for message in messages %}{{ message['content'] }}{% endfor %}",
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
-    size = Size(
-        "weightless", hidden=8, layers=1, heads=1, kv_heads=1, intermediate=8, vocab_size=len(vocabulary)
-    )
-    config = {
-        **size.settings,
+    config = NANOGPT | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
+        "vocab_size": len(vocabulary),
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
         "bos_token_id": 256,
         "eos_token_id": 257,
     }

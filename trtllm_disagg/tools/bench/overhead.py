@@ -11,33 +11,34 @@ import argparse
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, TypeVar
+
+import psutil
 
 from trtllm_disagg.config.settings import not_negative, positive_up_to
 from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.processes.interpreter import python
 from trtllm_disagg.strategies import STRATEGIES, orders, spec_of
-from trtllm_disagg.tools.bench.figures import Column, Figure, Grid, Rounds, Sample, Section, in_turn
-from trtllm_disagg.tools.bench.http_client import (
-    BadAnswerError,
-    Connection,
-    StreamedAnswer,
-    ask_all,
-    completion_request,
-)
-from trtllm_disagg.tools.bench.machine import cpu_seconds
+from trtllm_disagg.tools.bench.http_client import BadAnswerError, Client, completion_request
 from trtllm_disagg.tools.bench.models import weightless_model
 from trtllm_disagg.tools.bench.report import (
     TOO_SHORT,
+    Column,
+    Figure,
+    Grid,
+    Rounds,
     Say,
+    Section,
     add_choice,
     add_number,
     add_output_arguments,
+    in_turn,
     run_benchmark,
 )
 from trtllm_disagg.tools.bench.upstream_worker import require_upstream
@@ -156,7 +157,7 @@ async def _measure(args: argparse.Namespace, say: Say) -> Rounds:
         for shortage in check_deployment_limits(list(configs.values())):
             say(f"warning: {shortage}")
         say(f"starting {', '.join(configs)}")
-        starting = (_subject(name, config, args) for name, config in configs.items())
+        starting = (_subject(name, config) for name, config in configs.items())
         async with _side_by_side(starting) as subjects:
             for subject in subjects:
                 say(f"{subject.name}: warming up")
@@ -233,36 +234,30 @@ def _config(name: str, strategy: str, scratch: Path, args: argparse.Namespace) -
 
 
 @asynccontextmanager
-async def _subject(name: str, config: DeploymentConfig, args: argparse.Namespace) -> AsyncIterator[Subject]:
+async def _subject(name: str, config: DeploymentConfig) -> AsyncIterator[Subject]:
     from trtllm_disagg.tools.up.lifecycle import running_deployment
 
-    async with running_deployment(config) as deployment:
-        address = config.client_host, deployment.config.http_port
-        connections = [await Connection.open(*address) for _ in range(args.concurrency)]
-        try:
-            yield Subject(name, deployment, connections)
-        finally:
-            for connection in connections:
-                connection.close()
+    async with running_deployment(config) as deployment, Client.to(deployment.base_url) as client:
+        yield Subject(name, deployment, client)
 
 
 class Subject:
     """One deployment, and the connections to it."""
 
-    def __init__(self, name: str, deployment: Deployment, connections: list[Connection]) -> None:
+    def __init__(self, name: str, deployment: Deployment, client: Client) -> None:
         self.name = name
         self._workers = {p.role: p.pid for p in deployment.processes if p.role != "frontend"}
         (self._frontend,) = (p.pid for p in deployment.processes if p.role == "frontend")
-        self._connections = connections
+        self._client = client
 
     async def measure(self, asked: Load) -> tuple[str, dict[str, float]]:
         """Measures one round. Returns the text of its long answers and the quantities of _COLUMNS and _CPU."""
         prompt = [16 + place % 64 for place in range(_PROMPT_TOKENS)]
         short = completion_request(_MODEL, prompt, asked.alone_tokens)
-        alone = await ask_all(self._connections[:1], [short] * asked.alone)
+        alone = await self._client.ask_all([short] * asked.alone)
         long = completion_request(_MODEL, prompt, asked.together_tokens)
         before, of_frontend = self._cpu(), cpu_seconds(self._frontend)
-        together = await ask_all(self._connections[: asked.concurrency], [long] * asked.together)
+        together = await self._client.ask_all([long] * asked.together, asked.concurrency)
         after, of_frontend = self._cpu(), cpu_seconds(self._frontend) - of_frontend
         texts = {answer.text() for answer in together}
         num_tokens = asked.together * asked.together_tokens
@@ -271,16 +266,22 @@ class Subject:
         (text,) = texts
         wall = max(a.ended for a in together) - min(a.asked for a in together)
         return text, {
-            "ttft": _median(alone, lambda a: 1000 * (a.first - a.asked)),
-            "itl": _median(alone, lambda a: 1000 * (a.ended - a.first) / (asked.alone_tokens - 1)),
+            "ttft": median(1000 * (a.first - a.asked) for a in alone),
+            "itl": median(1000 * (a.ended - a.first) / (asked.alone_tokens - 1) for a in alone),
             "throughput": num_tokens / wall,
-            "ttft_together": _median(together, lambda a: 1000 * (a.first - a.asked)),
-            "chunks": _median(together, lambda a: len(a.events())) / asked.together_tokens,
+            "ttft_together": median(1000 * (a.first - a.asked) for a in together),
+            "chunks": median(len(a.events()) for a in together) / asked.together_tokens,
             **cpu_quantities({role: after[role] - before[role] for role in before}, of_frontend, num_tokens),
         }
 
     def _cpu(self) -> dict[str, float]:
         return {role: cpu_seconds(pid) for role, pid in self._workers.items()}
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process and all its threads."""
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
 
 
 def cpu_quantities(of_workers: Mapping[str, float], of_frontend: float, num_tokens: int) -> dict[str, float]:
@@ -291,10 +292,6 @@ def cpu_quantities(of_workers: Mapping[str, float], of_frontend: float, num_toke
         _ALL_CPU: 1e6 * sum(roles.values()) / num_tokens,
         **{role + _CPU: 1e6 * seconds / num_tokens for role, seconds in roles.items()},
     }
-
-
-def _median(answers: list[StreamedAnswer], quantity: Callable[[StreamedAnswer], float]) -> float:
-    return Sample.of(quantity(answer) for answer in answers).median
 
 
 def _not_judged_because(args: argparse.Namespace) -> str:
@@ -313,10 +310,10 @@ def section_of(measured: Rounds, not_judged_because: str = "") -> Section:
         "{0} {column}",
     )
     cpu = [
-        Figure(f"{strategy} {quantity}", median, "us")
+        Figure(name, median, "us", "<= 30" if name == f"prefill_first prefill{_CPU}" else "")
         for strategy in measured.subjects
         for quantity, median in measured.medians(strategy).items()
-        if quantity.endswith(_CPU)
+        if (name := f"{strategy} {quantity}").endswith(_CPU)
     ]
     beside = [
         figure
@@ -338,9 +335,9 @@ def _against_baseline(measured: Rounds, subject: str) -> Iterator[Figure]:
     if subject not in _WORKER_SIDE or BASELINE not in measured.subjects:
         return
     pairs = zip(measured.values[subject]["ttft"], measured.values[BASELINE]["ttft"], strict=True)
-    added = Sample.of(own - other for own, other in pairs)
-    yield Figure(f"{subject} TTFT - {BASELINE}", added.median, "ms")
-    yield _ratio(f"{subject} tok/s / {BASELINE}", measured, "throughput", subject, BASELINE)
+    added = median(own - other for own, other in pairs)
+    yield Figure(f"{subject} TTFT - {BASELINE}", added, "ms", "<= 1")
+    yield _ratio(f"{subject} tok/s / {BASELINE}", measured, "throughput", subject, BASELINE, ">= 0.9")
 
 
 def _against_untraced(measured: Rounds, subject: str) -> Iterator[Figure]:
@@ -348,7 +345,8 @@ def _against_untraced(measured: Rounds, subject: str) -> Iterator[Figure]:
     untraced = f"{_strategy_of(subject)}, {_NONE} traced"
     if untraced == subject or untraced not in measured.subjects:
         return
-    yield _ratio(f"{subject}: tok/s / {_NONE}", measured, "throughput", subject, untraced)
+    target = ">= 0.98" if subject.endswith(", 1% traced") else ""
+    yield _ratio(f"{subject}: tok/s / {_NONE}", measured, "throughput", subject, untraced, target)
     for quantity in measured.values[subject]:
         if quantity.endswith((_CPU, _BESIDE_FRONTEND)):
             yield _ratio(f"{subject}: {quantity} / {_NONE}", measured, quantity, subject, untraced)
@@ -366,5 +364,5 @@ def _against_upstream(measured: Rounds, subject: str) -> Iterator[Figure]:
         yield _ratio(f"{subject}: {said} / {other}", measured, quantity, subject, other)
 
 
-def _ratio(name: str, measured: Rounds, quantity: str, subject: str, other: str) -> Figure:
-    return Figure(name, measured.ratio(quantity, subject, other).median, "x")
+def _ratio(name: str, measured: Rounds, quantity: str, subject: str, other: str, target: str = "") -> Figure:
+    return Figure(name, measured.ratio(quantity, subject, other), "x", target)

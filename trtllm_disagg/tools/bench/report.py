@@ -1,32 +1,24 @@
-"""What all benchmark commands share: progress on stderr, tables or JSON on stdout, and targets (`TARGETS`).
-
-A figure is judged by the first row with a pattern that matches its name. Without such a row it has no target.
+"""What all benchmarks share: samples of measurements, figures with targets, progress on stderr, and tables or JSON on
+stdout.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import operator
+import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median, quantiles
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trtllm_disagg.config.settings import positive
 from trtllm_disagg.processes.steadily import without_silence
-from trtllm_disagg.tools.bench.figures import (
-    Column,
-    Figure,
-    Grid,
-    Section,
-    rounded,
-    to_json,
-)
-from trtllm_disagg.tools.bench.machine import describe_machine, load
-from trtllm_disagg.tools.bench.seed_scenarios import SEED_RATIOS
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -50,46 +42,137 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
-    """A target for figures with a name that matches `pattern`."""
+class Figure:
+    """One reported number, and its target, as ">= 0.9"; empty without one."""
 
-    pattern: str
-    comparison: str
-    limit: float
+    figure: str
+    value: float
+    unit: str
+    target: str = ""
 
-    def judge(self, figure: Figure) -> Figure:
-        ok = bool(_COMPARISONS[self.comparison](figure.value, self.limit))
-        return replace(figure, target=f"{self.comparison} {self.limit:g}", ok=ok)
+    @property
+    def ok(self) -> bool | None:
+        """Whether it meets its target; None without one."""
+        comparison, _, limit = self.target.partition(" ")
+        return _COMPARISONS[comparison](self.value, float(limit)) if self.target else None
 
-
-TARGETS = (
-    # bench transfer, percent. On some CPUs the system call that NIXL is built on is far from memcpy.
-    *(
-        Bound(f"* {transport} {pattern} share of memcpy", ">=", limit)
-        for transport in ("NIXL", "SHARED_MEMORY")
-        for pattern, limit in (("contiguous", 85.0), ("scattered", 65.0))
-    ),
-    Bound("* NIXL contiguous share of process_vm_readv", ">=", 95.0),
-    Bound("* NIXL scattered share of process_vm_readv", ">=", 95.0),
-    # bench scenarios: the post's own ratios, beside its own baseline, at any size.
-    *(
-        Bound(f"* {scenario} {column} best disaggregated/mono-post", comparison, ratios[column])
-        for scenario, ratios in SEED_RATIOS.items()
-        for column, comparison in (("throughput", ">="), ("ttft", "<="))
-    ),
-    Bound("token mismatches", "==", 0),
-    # bench overhead: the worker-side orders beside the chain of the frontend, and a token that a worker relays.
-    Bound("*_first TTFT - router", "<=", 1.0),
-    Bound("*_first tok/s / router", ">=", 0.9),
-    Bound("*, 1% traced: tok/s / none", ">=", 0.98),
-    Bound("prefill_first prefill worker CPU per token", "<=", 30.0),
-)
+    @property
+    def as_json(self) -> dict[str, Any]:
+        """With four significant digits: more would be noise."""
+        number = {"figure": self.figure, "value": rounded(self.value, 4), "unit": self.unit}
+        return number | {"target": self.target or None, "ok": self.ok}
 
 
-def judged(figure: Figure) -> Figure:
-    """The figure with its target, if there is one."""
-    bound = next((bound for bound in TARGETS if fnmatchcase(figure.figure, bound.pattern)), None)
-    return bound.judge(figure) if bound else figure
+def rounded(number: float, digits: int) -> float:
+    """`number` with so many significant digits."""
+    return float(f"{number:.{digits}g}")
+
+
+def spread(values: Sequence[float]) -> float:
+    """Distance between the quartiles as a share of the median; 0 for a single value."""
+    middle = median(values)
+    if len(values) < 2 or not middle:
+        return 0.0
+    low, _, high = quantiles(values, n=4, method="inclusive")
+    return (high - low) / middle
+
+
+def paired_ratios(numerators: Iterable[float], denominators: Iterable[float]) -> list[float]:
+    """Ratios of measurements that are neighbours in time, so that a slow minute affects both."""
+    return [a / b for a, b in zip(numerators, denominators, strict=True)]
+
+
+def in_turn(subjects: Sequence[T], number: int) -> list[T]:
+    """The subjects in the order of round `number`: each round begins with another one."""
+    first = number % len(subjects)
+    return [*subjects[first:], *subjects[:first]]
+
+
+@dataclass(slots=True)
+class Rounds:
+    """Quantities of several subjects, measured in turns. Values at the same index are of the same round."""
+
+    #: By subject and quantity.
+    values: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+
+    @property
+    def subjects(self) -> list[str]:
+        return list(self.values)
+
+    def note(self, subject: str, measured: Mapping[str, float]) -> None:
+        """Adds one round of `subject`: a value for each quantity."""
+        for quantity, value in measured.items():
+            self.values.setdefault(subject, {}).setdefault(quantity, []).append(value)
+
+    def ratio(self, quantity: str, subject: str, baseline: str) -> float:
+        """The median of the ratios subject / baseline, round by round."""
+        return median(paired_ratios(self.values[subject][quantity], self.values[baseline][quantity]))
+
+    def medians(self, subject: str) -> dict[str, float]:
+        return {quantity: median(values) for quantity, values in self.values[subject].items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a grid. Without a `unit` its values are shown but are no figures."""
+
+    name: str
+    unit: str = ""
+    form: str = ".2f"
+    header: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A table of which every number is a figure."""
+
+    title: str
+    #: Headers for the names of a row; further names are not shown.
+    labels: tuple[str, ...]
+    columns: Sequence[Column]
+    #: Numbers or texts, by the names of a row and the name of a column.
+    rows: Mapping[Any, Mapping[str, Any]]
+    #: The format of a figure's name: {0}, {1}, ... for a row's names, and {column}.
+    naming: str
+
+    @property
+    def figures(self) -> list[Figure]:
+        return [
+            Figure(self.naming.format(*row, column=column.name), float(cells[column.name]), column.unit)
+            for row, cells in self.rows.items()
+            for column in self.columns
+            if column.unit and column.name in cells
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of a report: tables, remarks, and the figures that are in no table."""
+
+    title: str = ""
+    grids: Sequence[Grid] = ()
+    remarks: Sequence[str] = ()
+    figures: Sequence[Figure] = ()
+    #: Why a target would mean nothing, as a clause; empty where it means something.
+    not_judged_because: str = ""
+
+    @property
+    def every_figure(self) -> list[Figure]:
+        return [*(figure for grid in self.grids for figure in grid.figures), *self.figures]
+
+
+def describe_machine() -> str:
+    """`2 cores (AMD EPYC), 23 GiB`; no name of a host, a user or a path."""
+    gib = int(Path("/proc/meminfo").read_text().split()[1]) / (1 << 20)
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    cpu = models[0] if models else "unknown CPU"
+    return f"{len(os.sched_getaffinity(0))} cores ({cpu}), {gib:.0f} GiB"
+
+
+def load() -> float:
+    """Runnable processes, averaged over the last minute by the kernel; this benchmark's own are among them."""
+    return os.getloadavg()[0]
 
 
 def add_output_arguments(parser: Parser) -> None:
@@ -126,7 +209,7 @@ def run_benchmark(
         measured = measure(say)
     sections = report(measured)
     if args.json:
-        print(to_json(figures_of(sections)))
+        print(json.dumps([figure.as_json for figure in figures_of(sections)], indent=1))
     else:
         # Imported here because `--help` needs no engine.
         from trtllm_disagg.engines.embedded.cpu_kernels.cpu import this_cpu
@@ -141,48 +224,39 @@ def run_benchmark(
 
 def figures_of(sections: Iterable[Section]) -> list[Figure]:
     return [
-        figure if section.not_judged_because else judged(figure)
+        replace(figure, target="") if section.not_judged_because else figure
         for section in sections
         for figure in section.every_figure
     ]
 
 
 def print_report(console: Console, sections: Sequence[Section]) -> None:
-    """Prints all tables, then the figures with a target and how many are met."""
-    print_tables(console, sections)
+    """Prints all tables, then how many targets are met."""
+    for section in sections:
+        for shown in (*map(_grid, section.grids), *section.remarks):
+            console.print(shown)
+        if section.figures:
+            console.print(_figures(section.title, section.figures))
     with_target = [figure for figure in figures_of(sections) if figure.target]
     if not with_target:
         reasons = dict.fromkeys(filter(None, (section.not_judged_because for section in sections)))
         console.print(f"No target is judged: {'; '.join(reasons) or NOTHING_TO_JUDGE}.")
         return
-    console.print(_figures("Targets", with_target))
     met = sum(bool(figure.ok) for figure in with_target)
     console.print(f"{met} of {len(with_target)} targets are met.")
 
 
-def print_tables(console: Console, sections: Sequence[Section]) -> None:
-    for section in sections:
-        for grid in section.grids:
-            console.print(_grid(grid))
-        for remark in section.remarks:
-            console.print(remark)
-        if section.figures:
-            console.print(_figures(section.title, section.figures))
-
-
 def _grid(grid: Grid) -> Table:
-    headers = (*grid.labels, *(f">{column.header or column.name}" for column in grid.columns))
-    rows = [
-        [*row[: len(grid.labels)], *(_shown(cells.get(column.name, ""), column) for column in grid.columns)]
-        for row, cells in grid.rows.items()
-    ]
-    shown, group = _table(grid.title, headers, rows), ""
-    several = len(grid.labels) > 1
-    for first, *others in rows:
-        if several and group not in ("", first):
+    """Neighbours with the same first name are a group, if a row has several names."""
+    shown = _table(grid.title, *grid.labels, *(f">{column.header or column.name}" for column in grid.columns))
+    above = ""
+    for (name, *others), cells in grid.rows.items():
+        numbers = (_shown(cells.get(column.name, ""), column) for column in grid.columns)
+        labels = others[: len(grid.labels) - 1]
+        if labels and above not in ("", name):
             shown.add_section()
-        shown.add_row("" if several and group == first else first, *others)
-        group = first
+        shown.add_row("" if labels and above == name else name, *labels, *numbers)
+        above = name
     return shown
 
 
@@ -193,29 +267,22 @@ def _shown(number: float | str, column: Column) -> str:
 
 
 def _figures(title: str, figures: Iterable[Figure]) -> Table:
-    rows = [
-        (each.figure, f"{rounded(each.value, 4):g}", each.unit, each.target or "", _VERDICTS[each.ok])
-        for each in figures
-    ]
-    shown = _table(title, ("figure", ">value", "unit", "target", ""), rows)
-    for row in rows:
-        shown.add_row(*row)
+    shown = _table(title, "figure", ">value", "unit", "target", "")
+    for each in figures:
+        shown.add_row(each.figure, f"{rounded(each.value, 4):g}", each.unit, each.target, _VERDICTS[each.ok])
     return shown
 
 
-def _table(title: str, headers: Iterable[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A header that begins with > is that of a column of numbers, aligned to the right. On a narrow terminal names are
-    wrapped; a number stays whole.
-    """
+def _table(title: str, *headers: str) -> Table:
+    """A header that begins with > is that of a column of numbers: aligned to the right, and never wrapped."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     shown = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    for at, header in enumerate(headers):
-        name = header.removeprefix(">")
-        words = [word for text in (name, *(row[at] for row in rows)) for word in text.split()]
+    for header in headers:
+        is_number = header.startswith(">")
         shown.add_column(
-            name, justify="right" if name != header else "left", min_width=max(map(len, words), default=0)
+            header.removeprefix(">"), justify="right" if is_number else "left", no_wrap=is_number
         )
     return shown
 

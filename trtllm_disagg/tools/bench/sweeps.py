@@ -31,6 +31,7 @@ from trtllm_disagg.tools.plan.layouts import (
     worker_counts,
 )
 from trtllm_disagg.tools.plan.modelled_gpus import LONGEST, Engines
+from trtllm_disagg.tools.plan.simulation import ModelledWorker
 from trtllm_disagg.tools.plan.slo import Slo, slo_of
 from trtllm_disagg.tools.plan.workloads import Traffic, chosen_workloads
 from trtllm_disagg.tools.up.lifecycle import running_deployment
@@ -85,9 +86,11 @@ def plan_of(args: argparse.Namespace) -> RunPlan:
     names = args.workloads or ("rag" if args.quick and not args.trace else None)
     workloads = chosen_workloads(names, args.trace, engines.longest if engines else LONGEST).values()
     rates = rates_of(args.rates) if args.rates else ()
+    # With --rates too: a worker would miss a table only after everything before it was measured.
+    workers = engines.workers() if engines and is_modelled else {}
     return RunPlan(
         subject=engines.subject() if engines else default_name(str(args.model)),
-        sweeps=tuple(_sweeps(rates, layouts, workloads, slo, engines)),
+        sweeps=tuple(_sweeps(rates, layouts, workloads, slo, workers)),
         slo=slo,
         requests=20 if args.quick else args.requests,
         model=args.model,
@@ -120,15 +123,15 @@ def _sweeps(
     layouts: tuple[Layout, ...],
     workloads: Iterable[Traffic],
     slo: Slo,
-    engines: Engines | None,
+    workers: Mapping[str, ModelledWorker],
 ) -> Iterator[_Sweep]:
     """`given`: the rates; without any those around the simulated knee of the best layout of as many GPUs."""
     for gpus in sorted({layout.gpus for layout in layouts}):
         same = [layout for layout in layouts if layout.gpus == gpus]
         for traffic in workloads:
             rates = given
-            if engines and not given:
-                best = LayoutSimulation(same, traffic, engines.workers()).best_knee(slo)
+            if not given:
+                best = LayoutSimulation(same, traffic, workers).best_knee(slo)
                 rates = tuple(float(f"{share * best:.2g}") for share in _SHARES)
             shown = ", ".join(f"{rate:g}" for rate in rates)
             say(f"{traffic.name} on {gpus} GPUs: {len(same)} layouts at {shown} requests/s")

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
-import re
-import shutil
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
-from typing import Any, TextIO
-from urllib.error import HTTPError
+from typing import Any
+
+from aiohttp import ClientError, ClientTimeout
 
 from trtllm_disagg.console import Console
 from trtllm_disagg.engines.demo_model.building import build_demo_model
@@ -23,7 +23,7 @@ from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.strategies import StrategySpec, orders
 from trtllm_disagg.tools.trace.reading import Trace, read_traces
 from trtllm_disagg.tools.trace.waterfall import duration, waterfall
-from trtllm_disagg.tools.up.http import open_url
+from trtllm_disagg.tools.up.http import session
 from trtllm_disagg.tools.up.lifecycle import Deployment, deployment_in_background
 from trtllm_disagg.tools.up.plan import DeploymentConfig
 from trtllm_disagg.tools.up.run_dir import scratch_directory
@@ -31,7 +31,6 @@ from trtllm_disagg.tools.up.status import status_for
 from trtllm_disagg.tools.up.up_command import default_name, engine_configs_in
 
 _TIMEOUT_SECONDS = 60.0
-_PIECES = re.compile(r"\n| +|[^ \n]+")
 _TRACE_SECONDS = 5.0
 #: Tolerance between two readings of the wall clock.
 _CLOCK_NS = 1_000_000
@@ -66,32 +65,31 @@ def stream_chat(
         "temperature": 0,
         "stream": True,
     }
-    request = urllib.request.Request(
-        f"{base_url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-    )
+    try:
+        return asyncio.run(_streamed(f"{base_url}/v1/chat/completions", body, on_text))
+    except ClientError as error:
+        raise ConnectionError(f"the answer has failed: {error}") from None
+
+
+async def _streamed(url: str, body: dict[str, Any], on_text: Callable[[str], None]) -> ChatAnswer:
     parts: list[str] = []
     sent = time.time()
     first_text = 0.0
-    try:
-        with open_url(request, _TIMEOUT_SECONDS) as response:
-            for event in _events(response):
-                for text in _texts(event):
+    async with (
+        session(url, timeout=ClientTimeout(sock_read=_TIMEOUT_SECONDS)) as client,
+        client.post(url, json=body) as response,
+    ):
+        if response.status != HTTPStatus.OK:
+            raise ConnectionError(f"the answer has failed: {response.status}: {await response.text()}")
+        async for line in response.content:
+            data = line.decode().removeprefix("data: ").strip()
+            if line.startswith(b"data: ") and data != "[DONE]":
+                for text in _texts(json.loads(data)):
                     first_text = first_text or time.time()
                     parts.append(text)
                     on_text(text)
-    except HTTPError as error:
-        raise ConnectionError(
-            f"the answer has failed: {error}: {error.read().decode(errors='replace')}"
-        ) from None
     done = time.time()
     return ChatAnswer("".join(parts), sent, first_text or done, done)
-
-
-def _events(lines: Iterator[bytes]) -> Iterator[dict[str, Any]]:
-    for line in lines:
-        data = line.decode().removeprefix("data: ").strip()
-        if line.startswith(b"data: ") and data != "[DONE]":
-            yield json.loads(data)
 
 
 def _texts(event: dict[str, Any]) -> Iterator[str]:
@@ -100,51 +98,6 @@ def _texts(event: dict[str, Any]) -> Iterator[str]:
     for choice in event["choices"]:
         if text := choice["delta"].get("content"):
             yield text
-
-
-class WrappedText:
-    """Writes text that comes in pieces, and breaks lines between words.
-
-    A word is written when the next piece shows that it is complete.
-    """
-
-    def __init__(self, stream: TextIO, columns: int, indent: str) -> None:
-        self._stream = stream
-        self._room = columns - len(indent)
-        self._indent = indent
-        self._used = 0
-        self._gap, self._word = "", ""
-        stream.write(indent)
-
-    def write(self, text: str) -> None:
-        for piece in _PIECES.findall(text):
-            if piece == "\n":
-                self._flush()
-                self._break()
-            elif piece.startswith(" "):
-                self._flush()
-                self._gap += piece
-            else:
-                self._word += piece
-        self._stream.flush()
-
-    def end(self) -> None:
-        self._flush()
-        self._stream.write("\n")
-        self._stream.flush()
-
-    def _flush(self) -> None:
-        if not self._word:
-            return
-        if self._used and self._used + len(self._gap) + len(self._word) > self._room:
-            self._break()
-        self._stream.write(self._gap + self._word)
-        self._used += len(self._gap) + len(self._word)
-        self._gap, self._word = "", ""
-
-    def _break(self) -> None:
-        self._stream.write(f"\n{self._indent}")
-        self._used, self._gap = 0, ""
 
 
 def show_both_orders(args: argparse.Namespace) -> ExitCode:
@@ -158,7 +111,7 @@ def show_both_orders(args: argparse.Namespace) -> ExitCode:
     model = servable_model(args.model)
     with scratch_directory("trtllm-disagg-demo-") as scratch:
         answers = [
-            _one_order(number, order, scratch.path / order.name, model, args)
+            _ask(number, order, scratch.path / order.name, model, args)
             for number, order in enumerate(orders(), 2)
         ]
         same = len({answer.text for answer in answers}) == 1
@@ -170,39 +123,37 @@ def show_both_orders(args: argparse.Namespace) -> ExitCode:
     return ExitCode.FAILED
 
 
-def _one_order(
+def _ask(
     number: int, order: StrategySpec, run_dir: Path, model: Path, args: argparse.Namespace
 ) -> ChatAnswer:
     _say(f"{number}. {order.name}: the frontend sends the request to the {order.entry_role} worker first")
-    return _ask(run_dir, order.name, model, args)
-
-
-def _ask(run_dir: Path, order: str, model: Path, args: argparse.Namespace) -> ChatAnswer:
-    columns = shutil.get_terminal_size().columns
     config = DeploymentConfig(
-        strategy=order,
+        strategy=order.name,
         model=str(model),
         served_model_name=default_name(args.model),
         run_dir=run_dir,
         http_port=0,
         engine="embedded",
-        engine_configs=engine_configs_in(args.engine_configs, order) if args.engine_configs.is_dir() else {},
+        engine_configs=engine_configs_in(args.engine_configs, order.name)
+        if args.engine_configs.is_dir()
+        else {},
     )
     with deployment_in_background(config, status_for(sys.stderr)) as deployment:
         # Not shown, because the first request also connects the two engines.
         stream_chat(deployment.base_url, config.served_model_name, "Hello", max_tokens=2)
-        print(f"\n   > {args.question}")
-        text = WrappedText(sys.stdout, columns, _INDENT)
+        print(f"\n{_INDENT}> {args.question}\n{_INDENT}", end="")
         answer = stream_chat(
             deployment.base_url,
             config.served_model_name,
             args.question,
             max_tokens=args.max_tokens,
-            on_text=text.write,
+            on_text=_show,
         )
-        text.end()
-        print()
-        _draw(trace_of(deployment, answer), columns)
+        print("\n")
+        if (trace := trace_of(deployment, answer)) is not None:
+            console = Console(soft_wrap=True)
+            for line in waterfall(trace, console.width - len(_INDENT)):
+                console.print(_INDENT, line, sep="")
         first = duration((answer.first_text - answer.sent) * 1000)
         print(f"{_INDENT}first token at the client after {first}\n", flush=True)
     return answer
@@ -222,10 +173,8 @@ def trace_of(deployment: Deployment, answer: ChatAnswer) -> Trace | None:
     return None
 
 
-def _draw(trace: Trace | None, columns: int) -> None:
-    console = Console(soft_wrap=True)
-    for line in () if trace is None else waterfall(trace, columns - len(_INDENT)):
-        console.print(_INDENT, line, sep="")
+def _show(text: str) -> None:
+    print(text.replace("\n", f"\n{_INDENT}"), end="", flush=True)
 
 
 def _say(text: str) -> None:

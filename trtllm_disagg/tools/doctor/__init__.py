@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from trtllm_disagg.tools.doctor.pair import PlannedDeployment, Side
 
 _ROLES = (Role.PREFILL, Role.DECODE)
+#: Names in JSON for the numbers of these verdicts.
+_COUNTED = {"errors": "error", "notes": "note"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,7 +104,8 @@ def _of_deployment(args: argparse.Namespace) -> ExitCode:
     from trtllm_disagg.processes.steadily import without_silence
     from trtllm_disagg.tools.admin import client
     from trtllm_disagg.tools.doctor.deployment import findings, look
-    from trtllm_disagg.tools.doctor.diagnosis import has_errors, live_to_json, show_live
+    from trtllm_disagg.tools.doctor.diagnosis import has_errors, show, to_json
+    from trtllm_disagg.tools.doctor.rules import UNKNOWN
     from trtllm_disagg.tools.top.frontend import FrontendClient
     from trtllm_disagg.tools.top.observers import observer_of
 
@@ -111,9 +114,9 @@ def _of_deployment(args: argparse.Namespace) -> ExitCode:
         seen = look(frontend, observer_of(None, args.url), args.model, say)
     found = findings(seen)
     if args.json:
-        print(live_to_json(seen, found))
+        print(to_json({"url": seen.url, "model": seen.model}, found, _COUNTED | {"not_known": UNKNOWN}))
     else:
-        show_live(seen, found)
+        show(found, (seen.url,), f"{seen.model} at {seen.url}")
     return ExitCode.FAILED if has_errors(found) else ExitCode.DONE
 
 
@@ -136,9 +139,12 @@ def _of_files(args: argparse.Namespace) -> ExitCode:
     pair = Pair(prefill, decode, deployment)
     rows = diagnose(pair)
     if args.json:
-        print(to_json(pair, rows))
+        about = {side.role.value: side.source for side in pair.sides}
+        about |= {"trtllm_version": str(deployment.trtllm_version), "strategy": deployment.strategy}
+        print(to_json(about, rows, _COUNTED))
     else:
-        show(pair, rows)
+        columns = [f"{side.role} {side.source}" for side in pair.sides]
+        show(rows, columns, f"TensorRT-LLM {deployment.trtllm_version}, {deployment.strategy}")
     return ExitCode.FAILED if has_errors(rows) else ExitCode.DONE
 
 

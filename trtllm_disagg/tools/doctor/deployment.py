@@ -14,7 +14,7 @@ from typing import NamedTuple
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.strategies import STRATEGIES, orders
-from trtllm_disagg.tools.doctor.rules import FINE, UNKNOWN, Severity
+from trtllm_disagg.tools.doctor.rules import FINE, UNKNOWN, Finding, Severity
 from trtllm_disagg.tools.top.frontend import Answer, FrontendClient, ProbeFailedError, fresh_prompt
 from trtllm_disagg.tools.top.observers import Observer
 from trtllm_disagg.tools.top.snapshot import DEAD, SILENT, Snapshot
@@ -102,32 +102,21 @@ def _repeat(frontend: FrontendClient, model: str, prompt: str, seconds: float) -
         time.sleep(_POLL_SECONDS)
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    rule: str
-    #: ok, note, error or not known.
-    verdict: str
-    value: str
-    why: str
-    #: What to do; empty when it is ok.
-    instead: str = ""
-
-
 class _Rule(NamedTuple):
     name: str
     why: str
 
     def fine(self, value: str) -> Finding:
-        return Finding(self.name, FINE, value, self.why)
+        return Finding(self.name, FINE, {"value": value}, self.why)
 
     def note(self, value: str, instead: str) -> Finding:
-        return Finding(self.name, Severity.NOTE.value, value, self.why, instead)
+        return Finding(self.name, Severity.NOTE.value, {"value": value}, self.why, instead)
 
     def error(self, value: str, instead: str) -> Finding:
-        return Finding(self.name, Severity.ERROR.value, value, self.why, instead)
+        return Finding(self.name, Severity.ERROR.value, {"value": value}, self.why, instead)
 
     def unknown(self, instead: str) -> Finding:
-        return Finding(self.name, UNKNOWN, "", self.why, instead)
+        return Finding(self.name, UNKNOWN, {"value": ""}, self.why, instead)
 
 
 def findings(seen: Observed) -> list[Finding]:

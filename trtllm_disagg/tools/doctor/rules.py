@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,20 @@ class Problem(NamedTuple):
     severity: Severity
     #: What to write instead, or to check.
     instead: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one rule says of a pair, or of a deployment."""
+
+    rule: str
+    #: ok, note, error or not known.
+    verdict: str
+    #: For the table, by column.
+    values: Mapping[str, Any]
+    why: str
+    #: What to do; empty when it is ok.
+    instead: str = ""
 
 
 Check = Callable[[Pair], Problem | None]
@@ -97,14 +112,10 @@ def _version(pair: Pair) -> Problem | None:
 
 
 def _transceiver(pair: Pair) -> Problem | None:
-    without = [side.role.value for side in pair.sides if side.fingerprint.transceiver is None]
-    if without:
-        return _error(f"{' and '.join(without)}: cache_transceiver_config: {{backend: NIXL}}")
-    silent = [side.role.value for side in pair.sides if not side.gave("cache_transceiver_config", "backend")]
-    if silent:
-        return _note(
-            f"{' and '.join(silent)}: this worker sets backend DEFAULT; dynamo.trtllm would have no transceiver"
-        )
+    if without := _roles(pair, lambda side: side.fingerprint.transceiver is None):
+        return _error(f"{without}: cache_transceiver_config: {{backend: NIXL}}")
+    if silent := _roles(pair, lambda side: not side.gave("cache_transceiver_config", "backend")):
+        return _note(f"{silent}: this worker sets backend DEFAULT; dynamo.trtllm would have no transceiver")
     return None
 
 
@@ -114,6 +125,17 @@ def _equal(key: str, instead: str) -> Check:
         return None if fits else _error(instead)
 
     return check
+
+
+def _same(value: Callable[[Side], Any], what: str) -> Check:
+    return lambda pair: (
+        None if value(pair.prefill) == value(pair.decode) else _error(f"the same {what} on both sides")
+    )
+
+
+def _roles(pair: Pair, are: Callable[[Side], bool]) -> str:
+    """The roles of the sides that `are`: "prefill and decode", or one of them, or empty."""
+    return " and ".join(side.role.value for side in pair.sides if are(side))
 
 
 def _of_transceivers(check: Check) -> Check:
@@ -185,35 +207,32 @@ def _is_too_small(side: Side, longest: int | None) -> bool:
 
 
 def _buffer(pair: Pair) -> Problem | None:
-    longest = pair.longest_prompt
-    if broken := [
-        s for s in pair.sides if _is_cpp(s, pair) and (_buffer_of(s) or 0) % s.fingerprint.block_size
-    ]:
-        return _error(f"{_roles(broken)}: {_BUFFER_KEY}: a multiple of tokens_per_block, or no engine starts")
-    small = [side for side in pair.sides if _is_too_small(side, longest)]
-    failing = [side for side in small if side.fingerprint.transceiver not in _TAKES_ANY_MEMORY]
-    enough = f"{_BUFFER_KEY}: {longest or 'at least the longest prompt'}"
-    if losing := [side for side in failing if _is_cpp(side, pair)]:
-        return _error(f"{_roles(losing)}: {enough}")
-    if unsure := [side for side in failing if _is_auto(side)]:
+    def fails(side: Side) -> bool:
+        return is_small(side) and side.fingerprint.transceiver not in _TAKES_ANY_MEMORY
+
+    def is_small(side: Side) -> bool:
+        return _is_too_small(side, pair.longest_prompt)
+
+    def is_broken(side: Side) -> bool:
+        return _is_cpp(side, pair) and bool((_buffer_of(side) or 0) % side.fingerprint.block_size)
+
+    if broken := _roles(pair, is_broken):
+        return _error(f"{broken}: {_BUFFER_KEY}: a multiple of tokens_per_block, or no engine starts")
+    enough = f"{_BUFFER_KEY}: {pair.longest_prompt or 'at least the longest prompt'}"
+    if losing := _roles(pair, lambda side: fails(side) and _is_cpp(side, pair)):
+        return _error(f"{losing}: {enough}")
+    if unsure := _roles(pair, lambda side: fails(side) and _is_auto(side)):
         return _note(
-            f"{_roles(unsure)}: {enough}, or transceiver_runtime: PYTHON: where auto takes the C++ one, longer "
-            "prompts fail"
+            f"{unsure}: {enough}, or transceiver_runtime: PYTHON: where auto takes the C++ one, longer prompts fail"
         )
-    if small:
-        return _note(
-            f"{_roles(small)}: {enough}: longer prompts come through, with less beside them or slower"
-        )
+    if small := _roles(pair, is_small):
+        return _note(f"{small}: {enough}: longer prompts come through, with less beside them or slower")
     if any(_buffer_of(side) is None for side in pair.sides):
         return _note(
             "give both sides max_tokens_in_buffer of at least the longest prompt, as TensorRT-LLM's guide says; the "
             "C++ transceiver has room for 512 MB otherwise (TRTLLM_KVCACHE_TRANSFER_BUFFER_SIZE)"
         )
     return None
-
-
-def _roles(sides: list[Side]) -> str:
-    return " and ".join(side.role.value for side in sides)
 
 
 def _timeout_of(side: Side) -> str:
@@ -224,16 +243,10 @@ def _timeout_of(side: Side) -> str:
 
 
 def _timeout(pair: Pair) -> Problem | None:
-    has_default = pair.deployment.trtllm_version >= TRANSFERS_END_BY_DEFAULT
-    values = [_timeout_of(side) for side in pair.sides]
-    endless = [
-        side.role.value
-        for side, value in zip(pair.sides, values, strict=True)
-        if value == "None" or (value == "unset" and not has_default)
-    ]
-    if endless:
-        return _error(f"{' and '.join(endless)}: cache_transceiver_config.kv_transfer_timeout_ms: 60000")
-    if values[0] != values[1]:
+    is_endless = {"None"} if pair.deployment.trtllm_version >= TRANSFERS_END_BY_DEFAULT else {"None", "unset"}
+    if endless := _roles(pair, lambda side: _timeout_of(side) in is_endless):
+        return _error(f"{endless}: cache_transceiver_config.kv_transfer_timeout_ms: 60000")
+    if _timeout_of(pair.prefill) != _timeout_of(pair.decode):
         return _note(
             "the same kv_transfer_timeout_ms on both sides, or one of them gives up while the other waits"
         )
@@ -253,12 +266,6 @@ def _window_of(side: Side) -> str:
     return "model's" if window is None else str(window)
 
 
-def _window(pair: Pair) -> Problem | None:
-    if _window_of(pair.prefill) == _window_of(pair.decode):
-        return None
-    return _error("the same kv_cache_config.max_attention_window on both sides")
-
-
 def _block_size(pair: Pair) -> Problem | None:
     prefill, decode = (side.fingerprint.block_size for side in pair.sides)
     if prefill != decode:
@@ -274,26 +281,23 @@ def _block_size(pair: Pair) -> Problem | None:
 
 
 def _reuse(pair: Pair) -> Problem | None:
-    roles = STRATEGIES[pair.deployment.strategy].kv_routed_roles
-    routed = [side for side in pair.sides if side.role.value in roles]
-    streaming = [
-        side.role.value
-        for side in pair.sides
-        if (events := side.args.kv_cache_config.kv_events_config) and events.enable_kv_cache_events
-    ]
-    if streaming:
-        return _error(
-            f"{' and '.join(streaming)}: no kv_events_config: this worker polls its events (--publish-kv-events)"
-        )
-    blind = [side.role.value for side in routed if not side.args.kv_cache_config.enable_block_reuse]
-    if blind:
-        return _note(f"{' and '.join(blind)}: enable_block_reuse: true, or KV routing has nothing to find")
+    def streams(side: Side) -> bool:
+        events = side.args.kv_cache_config.kv_events_config
+        return events is not None and bool(events.enable_kv_cache_events)
+
+    routed = STRATEGIES[pair.deployment.strategy].kv_routed_roles
+    if streaming := _roles(pair, streams):
+        return _error(f"{streaming}: no kv_events_config: this worker polls its events (--publish-kv-events)")
+    if blind := _roles(
+        pair, lambda side: side.role.value in routed and not side.args.kv_cache_config.enable_block_reuse
+    ):
+        return _note(f"{blind}: enable_block_reuse: true, or KV routing has nothing to find")
     return None
 
 
 def _beams(pair: Pair) -> Problem | None:
-    wide = [side.role.value for side in pair.sides if side.args.max_beam_width != 1]
-    return _error(f"{' and '.join(wide)}: max_beam_width: 1") if wide else None
+    wide = _roles(pair, lambda side: side.args.max_beam_width != 1)
+    return _error(f"{wide}: max_beam_width: 1") if wide else None
 
 
 def _steps(pair: Pair) -> Problem | None:
@@ -311,10 +315,9 @@ def _lengths(pair: Pair) -> Problem | None:
     prefill, decode = (side.longest for side in pair.sides)
     if prefill is not None and decode is not None and prefill > decode:
         return _error(f"decode: max_seq_len: {prefill}")
-    beyond = [side for side in pair.sides if side.max_seq_len != side.longest]
-    if beyond:
-        longest = f"max_seq_len: {beyond[0].longest}"
-        return _note(f"{_roles(beyond)}: {longest}, the model's own, which TensorRT-LLM takes instead")
+    if beyond := _roles(pair, lambda side: side.max_seq_len != side.longest):
+        longest = next(side.longest for side in pair.sides if side.max_seq_len != side.longest)
+        return _note(f"{beyond}: max_seq_len: {longest}, the model's own, which TensorRT-LLM takes instead")
     if prefill is None or decode is None or prefill == decode:
         return None
     return _note(
@@ -333,11 +336,6 @@ def _model(pair: Pair) -> Problem | None:
             "two names: only one model in two precisions makes a pair; give directories to compare them"
         )
     return _error("one model on both sides, or two precisions of it with one tokenizer")
-
-
-def _tokenizer(pair: Pair) -> Problem | None:
-    one, other = (side.given.get("tokenizer") for side in pair.sides)
-    return None if one == other else _error("the same tokenizer on both sides")
 
 
 def _ranks_of(side: Side) -> str:
@@ -387,29 +385,26 @@ def _gpus(pair: Pair) -> Problem | None:
     )
 
 
-def _graphs_of(side: Side) -> str:
+def _largest_graph(side: Side) -> int | None:
+    """Its number of requests; None for the default, 0 without graphs."""
     graphs = side.args.cuda_graph_config
-    if graphs is None:
-        return "off"
-    sizes = graphs.batch_sizes or ([graphs.max_batch_size] if graphs.max_batch_size else [])
-    return f"up to {max(sizes)}" if sizes else "default"
+    return 0 if graphs is None else max(graphs.batch_sizes or [graphs.max_batch_size or 0]) or None
+
+
+def _graphs_of(side: Side) -> str:
+    most = _largest_graph(side)
+    return "default" if most is None else f"up to {most}" if most else "off"
 
 
 def _graphs(pair: Pair) -> Problem | None:
-    graphs, batch = pair.decode.args.cuda_graph_config, pair.decode.args.max_batch_size
-    if graphs is None:
+    most, batch = _largest_graph(pair.decode), pair.decode.args.max_batch_size
+    if most == 0:
         return _note("decode: without CUDA graphs every step pays for its launches")
-    sizes = graphs.batch_sizes or ([graphs.max_batch_size] if graphs.max_batch_size else [])
-    if sizes and pair.decode.gave("max_batch_size") and max(sizes) < batch:
+    if most is not None and pair.decode.gave("max_batch_size") and most < batch:
         return _note(
-            f"decode: steps of more than {max(sizes)} requests run without a graph; max_batch_size is {batch}"
+            f"decode: steps of more than {most} requests run without a graph; max_batch_size is {batch}"
         )
     return None
-
-
-def _guides(pair: Pair) -> Problem | None:
-    one, other = (side.args.guided_decoding_backend for side in pair.sides)
-    return None if one == other else _error("the same guided_decoding_backend on both sides")
 
 
 def _plugins(pair: Pair) -> Problem | None:
@@ -496,7 +491,12 @@ RULES = (
         lambda side: side.fingerprint.dtype,
         _equal("dtype", "the same dtype on both sides"),
     ),
-    Rule("attention window", "KV pools are laid out by it, layer by layer", _window_of, _window),
+    Rule(
+        "attention window",
+        "KV pools are laid out by it, layer by layer",
+        _window_of,
+        _same(_window_of, "kv_cache_config.max_attention_window"),
+    ),
     Rule(
         "tokens_per_block",
         "blocks are what moves, what is reused and what the router counts in",
@@ -541,7 +541,7 @@ RULES = (
         "tokenizer",
         "both count the same tokens",
         lambda side: side.given.get("tokenizer") or "model's",
-        _tokenizer,
+        _same(lambda side: side.given.get("tokenizer"), "tokenizer"),
     ),
     Rule("parallelism", "it may differ; KV is cut anew on the way", _ranks_of, _ranks),
     Rule(
@@ -555,7 +555,7 @@ RULES = (
         "guided decoding",
         "prefill samples the first token of a guided answer",
         lambda side: side.args.guided_decoding_backend or "off",
-        _guides,
+        _same(lambda side: side.args.guided_decoding_backend, "guided_decoding_backend"),
     ),
     Rule(
         "NIXL plugins",

@@ -68,7 +68,7 @@ async def _live(observer: Observer, interval: float) -> None:
 
     from trtllm_disagg.console import Console
     from trtllm_disagg.tools.top.frame import live_frame
-    from trtllm_disagg.tools.top.history import History
+    from trtllm_disagg.tools.top.snapshot import History
 
     history, console = History(), Console()
     with Live("looking ...", console=console, screen=True, auto_refresh=False) as live:

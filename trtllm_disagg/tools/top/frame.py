@@ -12,8 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trtllm_disagg.console import Console
-from trtllm_disagg.tools.top.history import Event, History
-from trtllm_disagg.tools.top.snapshot import DEAD, SILENT, Latency, Process, Snapshot
+from trtllm_disagg.tools.top.snapshot import DEAD, SILENT, Event, History, Latency, Process, Snapshot
 from trtllm_disagg.tools.up.status import COLOURS
 
 _STYLES = {**COLOURS, DEAD: "bold red", SILENT: "bold red", "listed": "green"}

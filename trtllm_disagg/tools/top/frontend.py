@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import http.client
+import asyncio
 import json
 import random
 import re
-import socket
 import string
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
-from urllib.error import HTTPError
 from urllib.parse import urlsplit
-from urllib.request import Request
 
 import msgspec
 import psutil
 
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.handlers.trace import ENGINE_DATA
-from trtllm_disagg.tools.up.http import read_url, whole_body
+from trtllm_disagg.tools.up.http import address_here, ask
 
 #: Tokens of an answer: one of prefill and some of decode.
 _NUM_TOKENS = 4
@@ -115,11 +113,9 @@ class FrontendClient:
         """Raises ConfigError when there is no frontend."""
         try:
             return _names(json.loads(self._page("/v1/models")))
-        except (OSError, http.client.HTTPException) as error:
-            why = getattr(error, "reason", None) or error
-            raise ConfigError.bad_value(
-                "--url", self.url, f"the URL of a frontend that answers ({why})"
-            ) from error
+        except OSError as error:
+            allowed = f"the URL of a frontend that answers ({error})"
+            raise ConfigError.bad_value("--url", self.url, allowed) from error
         except _UNREADABLE as error:
             raise ConfigError.bad_value(
                 "--url", self.url, "the URL of a frontend; what is there has no list of models"
@@ -129,13 +125,13 @@ class FrontendClient:
         """The instances; None where the frontend does not list them."""
         try:
             return msgspec.json.decode(self._page("/health"), type=_Health).instances
-        except (OSError, http.client.HTTPException, *_UNREADABLE):
+        except (OSError, *_UNREADABLE):
             return None
 
     def sizes(self, model: str) -> Sizes:
         try:
             page = self._page("/metrics").decode(errors="replace")
-        except (OSError, http.client.HTTPException):
+        except OSError:
             return Sizes()
         return Sizes(
             _number(page, "dynamo_frontend_model_kv_cache_block_size", model),
@@ -162,17 +158,21 @@ class FrontendClient:
             )
 
     def _asked(self, path: str, body: dict[str, Any]) -> Answer:
-        request = Request(self.url + path, json.dumps(body).encode(), {"content-type": "application/json"})
         try:
-            return answer_of(read_url(request, self._seconds))
-        except HTTPError as error:
-            refused = _NotServedError if error.code == 404 else ProbeFailedError
-            raise refused(f"{error.code}: {_message(error)}") from error
-        except (OSError, http.client.HTTPException, *_UNREADABLE) as error:
-            raise ProbeFailedError(str(getattr(error, "reason", None) or error)) from error
+            status, answer = asyncio.run(ask(self.url + path, self._seconds, body))
+            if status == HTTPStatus.OK:
+                return answer_of(answer)
+        except (OSError, *_UNREADABLE) as error:
+            raise ProbeFailedError(str(error)) from error
+        refused = _NotServedError if status == HTTPStatus.NOT_FOUND else ProbeFailedError
+        raise refused(f"{status}: {_message(answer)}")
 
     def _page(self, path: str) -> bytes:
-        return read_url(Request(self.url + path), _PAGE_SECONDS)
+        """Raises OSError."""
+        status, page = asyncio.run(ask(self.url + path, _PAGE_SECONDS))
+        if status != HTTPStatus.OK:
+            raise OSError(f"HTTP {status}")
+        return page
 
 
 class _NotServedError(ProbeFailedError):
@@ -241,12 +241,8 @@ def _number(page: str, metric: str, model: str) -> int | None:
     return int(found[1]) or None if found else None
 
 
-def _message(answer: HTTPError) -> str:
+def _message(body: bytes) -> str:
     """As Dynamo's frontend writes it, or the beginning of what another server writes."""
-    try:
-        body = whole_body(answer)
-    except (OSError, http.client.HTTPException) as error:
-        return str(error)
     try:
         return str(json.loads(body)["message"])
     except _UNREADABLE:
@@ -255,7 +251,7 @@ def _message(answer: HTTPError) -> str:
 
 def environ_of_listener(host: str, port: int) -> Mapping[str, str]:
     """The environment of this user's process that listens at the port; empty for another user's or machine's."""
-    addresses = {_address_here(host), "0.0.0.0", "::"} - {None}
+    addresses = {address_here(host), "0.0.0.0", "::"} - {None}
     if len(addresses) == 2:
         return {}
     with suppress(psutil.Error, OSError):
@@ -265,14 +261,3 @@ def environ_of_listener(host: str, port: int) -> Mapping[str, str]:
             if each.laddr.port == port and each.laddr.ip in addresses:
                 return dict(psutil.Process(each.pid).environ())
     return {}
-
-
-def _address_here(host: str) -> str | None:
-    """The address of `host`; None for another machine's, on which no socket can be bound here."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as trial:
-            trial.bind(address)
-    except OSError:
-        return None
-    return str(address[0])

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.tools.up.short_log import halves
+from trtllm_disagg.tools.up.run_dir import halves
 from trtllm_disagg.tracing.spans import SpanData, Value
 from trtllm_disagg.tracing.trace_file import (
     LONGEST_GAP,

@@ -14,8 +14,7 @@ import os
 import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, replace
-from itertools import takewhile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -24,7 +23,7 @@ import msgspec
 from trtllm_disagg import __version__
 from trtllm_disagg.admin.commands import Describe, Scale, Set, Switch, UpCommand, decode_up_command
 from trtllm_disagg.config.thresholds import check_thresholds
-from trtllm_disagg.errors import ConfigError, DisaggError
+from trtllm_disagg.errors import ConfigError, DisaggError, StageTimeoutError
 from trtllm_disagg.processes.machine import peer_process
 from trtllm_disagg.strategies import spec_of, switchable
 from trtllm_disagg.tools.up.plan import DISCOVERY_DIR
@@ -36,8 +35,8 @@ log = logging.getLogger(__name__)
 
 COMMAND_SOCKET = "commands.sock"
 _MAX_LINE = 64 * 1024
-#: Bytes after a command that is too long, which are read so that its client can read the answer.
-_MAX_REST = 1024 * 1024
+#: How long a client may take to send its command, and to read the answer.
+IDLE_SECONDS = 10.0
 
 
 class DeploymentDescription(TypedDict):
@@ -57,24 +56,11 @@ class NoUpError(ConfigError):
     """No `up` serves that run directory."""
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """Limits of the socket's connections. A connection stays open while its command is executed."""
-
-    connections: int = 32
-    #: How long a client may take to send its command, and to read the answer.
-    idle_seconds: float = 10.0
-
-
-LIMITS = ConnectionLimits()
-
-
 class CommandServer:
     """Executes commands of this user's processes (and root's); scales one at a time."""
 
-    def __init__(self, supervisor: Supervisor, limits: ConnectionLimits) -> None:
+    def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
-        self._limits = limits
         self._one_at_a_time = asyncio.Lock()
         self._running: set[asyncio.Task[None]] = set()
 
@@ -99,8 +85,9 @@ class CommandServer:
         try:
             with suppress(OSError):
                 try:
+                    line = await self._line(reader)
                     self._require_admitted(writer)
-                    command = decode_up_command(await self._line(reader))
+                    command = decode_up_command(line)
                     tell("done", await self._execute(command, lambda text: tell("said", text)))
                 except ConfigError as error:
                     tell("refused", str(error))
@@ -109,10 +96,8 @@ class CommandServer:
                 except Exception as error:
                     log.exception("a command failed unexpectedly")
                     tell("failed", f"{type(error).__name__}: {error}")
-                async with asyncio.timeout(self._limits.idle_seconds):
+                async with asyncio.timeout(IDLE_SECONDS):
                     await writer.drain()
-                    writer.write_eof()
-                    await _read_rest(reader)
         finally:
             writer.close()
 
@@ -122,15 +107,13 @@ class CommandServer:
             raise ConfigError(
                 f"command: from uid {uid}; expected uid {os.geteuid()}, which started this `up`"
             )
-        if len(self._running) > self._limits.connections:
-            raise ConfigError(f"command: more than {self._limits.connections} connections at once; try again")
 
     async def _line(self, reader: asyncio.StreamReader) -> bytes:
         try:
-            async with asyncio.timeout(self._limits.idle_seconds):
+            async with asyncio.timeout(IDLE_SECONDS):
                 return await reader.readline()
         except TimeoutError:
-            raise ConfigError(f"command: none came within {self._limits.idle_seconds:g} s") from None
+            raise ConfigError(f"command: none came within {IDLE_SECONDS:g} s") from None
         except ValueError:
             raise ConfigError(f"command: expected one line of at most {_MAX_LINE} bytes") from None
 
@@ -176,10 +159,10 @@ class CommandServer:
 
 
 @asynccontextmanager
-async def serving_commands(supervisor: Supervisor, limits: ConnectionLimits = LIMITS) -> AsyncIterator[None]:
+async def serving_commands(supervisor: Supervisor) -> AsyncIterator[None]:
     """Inside the block `send_to_up` reaches the deployment."""
     path = supervisor.config.run_dir / COMMAND_SOCKET
-    commands = CommandServer(supervisor, limits)
+    commands = CommandServer(supervisor)
     server = await asyncio.start_unix_server(commands.serve, sock=listen_at(path), limit=_MAX_LINE)
     try:
         yield
@@ -193,8 +176,8 @@ def send_to_up(
     run_dir: Path, command: UpCommand, say: Say = lambda text: None, *, seconds: float | None = None
 ) -> Any:
     """Send a command to the `up` of `run_dir`, wait until it is done, and return its answer. Raises ConfigError when it
-    is refused, NoUpError without an `up`, DisaggError when it fails or answers what no `up` of this version does,
-    TimeoutError when `up` sends nothing for `seconds`.
+    is refused, NoUpError without an `up`, DisaggError when it fails or answers what no `up` of this version does, and
+    StageTimeoutError when `up` sends nothing for `seconds`.
     """
     try:
         connection = connect_to(run_dir / COMMAND_SOCKET, seconds)
@@ -206,8 +189,7 @@ def send_to_up(
     with connection, connection.makefile("rwb") as stream:
         stream.write(msgspec.json.encode(command) + b"\n")
         stream.flush()
-        # A line without its end is the last one of an `up` that has ended.
-        for line in takewhile(lambda line: line.endswith(b"\n"), stream):
+        while line := _line_of(stream, run_dir, seconds):
             try:
                 kind, what = _part_of(line, _ANSWERS[type(command)])
             except UNREADABLE as error:
@@ -224,16 +206,20 @@ def send_to_up(
     raise DisaggError(f"`up` in {run_dir} ended before it had done this")
 
 
+def _line_of(stream: Iterator[bytes], run_dir: Path, seconds: float | None) -> bytes:
+    """Empty at the end. A line without its end is the last one of an `up` that has ended."""
+    try:
+        line = next(stream, b"")
+    except TimeoutError:
+        why = f"the `up` of {run_dir} has not answered for {seconds:g} s; it may be stopped (Ctrl-Z)"
+        raise StageTimeoutError(why) from None
+    return line if line.endswith(b"\n") else b""
+
+
 def _part_of(line: bytes, answer: Any) -> tuple[str, Any]:
     """(kind, content) of a line of an answer, of which the last line has an `answer`. Raises UNREADABLE."""
     ((kind, what),) = msgspec.json.decode(line, type=dict[str, Any]).items()
     return kind, msgspec.convert(what, answer if kind == "done" else str)
-
-
-async def _read_rest(reader: asyncio.StreamReader) -> None:
-    remaining = _MAX_REST
-    while remaining > 0 and (part := await reader.read(_MAX_LINE)):
-        remaining -= len(part)
 
 
 @contextmanager

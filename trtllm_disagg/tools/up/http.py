@@ -5,127 +5,83 @@ listens on this machine's loopback address, and perhaps not one on another addre
 from __future__ import annotations
 
 import asyncio
-import io
 import socket
-import time
-from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, IncompleteRead
+from collections.abc import Mapping
 from ipaddress import ip_address
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
-from urllib.request import BaseHandler, HTTPHandler, HTTPSHandler, ProxyHandler, Request, build_opener
+
+if TYPE_CHECKING:
+    from aiohttp import ClientSession
 
 #: Of `get`.
 TIMEOUT_SECONDS = 2.0
 #: Of an answer that is read as a whole. The metrics of a large deployment are some megabytes.
 MOST_BYTES = 64 << 20
-#: Asyncio's own threads are as few as the machine's cores and four: frozen servers would make others wait for one.
-_THREADS = ThreadPoolExecutor(256, "http-get")
 
 
 async def get(host: str, port: int, path: str) -> tuple[int, bytes]:
-    """Status and body, never through a proxy; status 0 when there is no whole answer within TIMEOUT_SECONDS."""
-    return await asyncio.get_running_loop().run_in_executor(_THREADS, _get, host, port, path)
-
-
-def _get(host: str, port: int, path: str) -> tuple[int, bytes]:
-    connection = _Connection(host, port, timeout=TIMEOUT_SECONDS)
+    """Status and body of a server on this machine; status 0 when there is no whole answer within TIMEOUT_SECONDS."""
+    place = f"[{host}]" if ":" in host else host
     try:
-        connection.request("GET", path)
-        response = connection.getresponse()
-        return response.status, whole_body(response)
-    except (OSError, HTTPException):
+        return await ask(f"http://{place}:{port}{path}", TIMEOUT_SECONDS)
+    except OSError:
         return 0, b""
-    finally:
-        connection.close()
 
 
-def open_url(request: Request, timeout: float, *handlers: type[BaseHandler]) -> HTTPResponse:
-    """The open response, to be closed by the caller. `timeout` in seconds, for each read. Raises OSError, and HTTPError
-    for a status from 400 on.
+async def ask(
+    url: str, seconds: float, body: object = None, headers: Mapping[str, str] | None = None
+) -> tuple[int, bytes]:
+    """Status and body of the answer to a GET, or to a POST of `body` as JSON. Raises OSError without an answer that is
+    whole after `seconds`, and of at most MOST_BYTES.
     """
-    direct = (ProxyHandler({}),) if _is_here(urlsplit(request.full_url).hostname or "") else ()
-    response: HTTPResponse = build_opener(*direct, *handlers).open(request, timeout=timeout)
-    return response
+    # Imported here because `--help` does not need it.
+    from aiohttp import ClientConnectorError, ClientError
+
+    method = "GET" if body is None else "POST"
+    try:
+        async with (
+            asyncio.timeout(seconds),
+            session(url) as client,
+            client.request(method, url, json=body, headers=headers) as response,
+        ):
+            whole = bytearray()
+            async for part in response.content.iter_any():
+                whole += part
+                if len(whole) > MOST_BYTES:
+                    raise OSError(f"an answer of more than {MOST_BYTES >> 20} MiB")
+            return response.status, bytes(whole)
+    except TimeoutError:
+        raise TimeoutError(f"no whole answer within {seconds:g} s") from None
+    except ClientConnectorError as error:
+        raise error.os_error from None
+    except ClientError as error:
+        raise OSError(str(error)) from error
 
 
-def read_url(request: Request, timeout: float) -> bytes:
-    """The body of an answer that is there after `timeout` seconds. Raises what `open_url` and `whole_body` raise; the
-    body of an HTTPError comes by `whole_body` as well, in the same time.
-    """
-    with open_url(request, timeout, _Handler, _TlsHandler) as response:
-        return whole_body(response)
+def session(url: str, **options: Any) -> ClientSession:
+    """For requests to `url`, with aiohttp's `options`; without its timeouts."""
+    from aiohttp import ClientSession, ClientTimeout
 
-
-def whole_body(response: Any) -> bytes:
-    """Raises OSError for a body of more than MOST_BYTES, HTTPException for one that ends too early."""
-    body: bytes = response.read(MOST_BYTES + 1)
-    if len(body) > MOST_BYTES:
-        raise OSError(f"an answer of more than {MOST_BYTES >> 20} MiB")
-    if response.length:
-        raise IncompleteRead(body, response.length)
-    return body
-
-
-class _InTime(io.RawIOBase):
-    """Reads from a socket until its timeout is over. That of the socket itself is for each read: a server that sends a
-    byte now and then would keep its reader for ever.
-    """
-
-    def __init__(self, raw: io.RawIOBase, sock: socket.socket) -> None:
-        self._raw = raw
-        self._sock = sock
-        self._seconds = sock.gettimeout() or 0.0
-        self._end = time.monotonic() + self._seconds
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int | None:
-        left = self._end - time.monotonic()
-        if left <= 0:
-            raise TimeoutError(f"no whole answer within {self._seconds:g} s")
-        self._sock.settimeout(left)
-        return self._raw.readinto(buffer)
-
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
-
-
-class _Response(HTTPResponse):
-    def __init__(self, sock: socket.socket, *args: Any, **keywords: Any) -> None:
-        super().__init__(sock, *args, **keywords)
-        self.fp = io.BufferedReader(_InTime(self.fp.detach(), sock))
-
-
-class _Connection(HTTPConnection):
-    response_class = _Response
-
-
-class _TlsConnection(HTTPSConnection):
-    response_class = _Response
-
-
-class _Handler(HTTPHandler):
-    def http_open(self, request: Request) -> HTTPResponse:
-        return self.do_open(_Connection, request)
-
-
-class _TlsHandler(HTTPSHandler):
-    def https_open(self, request: Request) -> HTTPResponse:
-        return self.do_open(_TlsConnection, request)
+    is_elsewhere = not _is_here(urlsplit(url).hostname or "")
+    return ClientSession(**{"timeout": ClientTimeout(), "trust_env": is_elsewhere, **options})
 
 
 def _is_here(host: str) -> bool:
-    """Whether it is an address of this machine: those are the ones to which a socket can be bound."""
+    """Whether it is an address of this machine. Of names only localhost is: to ask for others may take seconds."""
     try:
-        family = socket.AF_INET if ip_address(host).version == 4 else socket.AF_INET6
+        ip_address(host)
     except ValueError:
         return host == "localhost"
+    return address_here(host) is not None
+
+
+def address_here(host: str) -> str | None:
+    """The address of `host`; None for another machine's, on which no socket can be bound here."""
     try:
-        with socket.socket(family) as probe:
-            probe.bind((host, 0))
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family) as trial:
+            trial.bind(address)
     except OSError:
-        return False
-    return True
+        return None
+    return str(address[0])

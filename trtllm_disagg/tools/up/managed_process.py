@@ -15,15 +15,21 @@ from typing import Literal
 
 from trtllm_disagg.processes.machine import birth
 from trtllm_disagg.processes.reports import ACTIVITY_VARIABLE, DRAINING, Activity, read_activity
+from trtllm_disagg.tools.up.orphan_reaper import kill_marked
 from trtllm_disagg.tools.up.plan import Backoff, ProcessRole, ProcessSpec
-from trtllm_disagg.tools.up.run_dir import ProcessRecord
-from trtllm_disagg.tools.up.short_log import MOST_BYTES, forget_predecessor, move_to_predecessor
+from trtllm_disagg.tools.up.run_dir import (
+    MOST_LOG_BYTES,
+    ProcessRecord,
+    forget_predecessor,
+    move_to_predecessor,
+)
 
 State = Literal["planned", "starting", "ready", "stopping", "exited", "restarting"]
 
 TAIL_BYTES = 64 * 1024
 #: Between two checks of the log's size.
 LOOK_SECONDS = 5.0
+_SWEEP_SECONDS = 0.1
 ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
@@ -34,7 +40,7 @@ class ManagedProcess:
         self,
         spec: ProcessSpec,
         log: Path,
-        most_log_bytes: int = MOST_BYTES,
+        most_log_bytes: int = MOST_LOG_BYTES,
         look_seconds: float = LOOK_SECONDS,
     ) -> None:
         self.spec = spec
@@ -224,6 +230,17 @@ class ManagedProcess:
             state=self.state,
             born=self._born,
         )
+
+
+async def kill_all_marked(variable: str, mark: str, seconds: float) -> list[int]:
+    """Kill all processes with `mark`, and those that they start meanwhile. Returns the pids that SIGKILL has not ended
+    in `seconds`.
+    """
+    deadline = time.monotonic() + seconds
+    # The end of another process's child is no event.
+    while (left := await asyncio.to_thread(kill_marked, mark, variable)) and time.monotonic() < deadline:  # noqa: ASYNC110
+        await asyncio.sleep(_SWEEP_SECONDS)
+    return left
 
 
 class Deaths:

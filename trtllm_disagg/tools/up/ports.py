@@ -1,28 +1,23 @@
 """Ports for the processes of a deployment. Two deployments on one machine never pick the same ports.
 
 A port that is free when it is picked may be in use before its process listens on it. So a process that picks ports
-reserves them by locks on files of a directory that no other user may enter. Locks end with the process.
+keeps a socket bound to each, without listening: as all servers set SO_REUSEADDR, the one that gets the port can listen
+on it, and nothing that picks ports as here can bind it.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import random
 import socket
-import stat
 import threading
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.tools.up.plan import LOOPBACK, PortInUseError
 
 # Dynamo reads DYN_SYSTEM_PORT as a signed 16 bit number. The kernel takes ephemeral ports from above these.
 SYSTEM_PORTS = range(20000, 32768)
-#: Number of ports that one lock, which is one open file, reserves.
-_BLOCK = 32
-_TEMPORARY = Path("/tmp")
 
 
 class OwnPorts:
@@ -30,8 +25,11 @@ class OwnPorts:
 
     def __init__(self, among: Sequence[int] = SYSTEM_PORTS) -> None:
         self._among = among
-        self._locks: list[int] = []
-        self._held = self._hold()
+        # From a random one on: others begin elsewhere, and most of these are neighbours.
+        first = random.randrange(len(among))
+        self._left = [*among[first:], *among[:first]][::-1]
+        #: Descriptors of sockets.
+        self._held: list[int] = []
         self._one_at_a_time = threading.Lock()
 
     def take(self, count: int, host: str) -> list[int]:
@@ -39,57 +37,36 @@ class OwnPorts:
         taken: list[int] = []
         with self._one_at_a_time:
             while len(taken) < count:
-                port = next(self._held, None)
-                if port is None:
+                if not self._left:
                     raise PortInUseError(
                         f"{count} free ports are needed in {self._among}, {len(taken)} were found"
                     )
-                if is_free(host, port):
+                if self._hold(host, port := self._left.pop()):
                     taken.append(port)
         return taken
 
     def close(self) -> None:
-        for lock in self._locks:
-            os.close(lock)
+        for held in self._held:
+            os.close(held)
 
-    def _hold(self) -> Iterator[int]:
-        directory = own_directory()
-        blocks = [self._among[start : start + _BLOCK] for start in range(0, len(self._among), _BLOCK)]
-        for block in random.sample(blocks, len(blocks)):
-            if directory is None or self._lock(directory / f"ports-{block[0]}"):
-                yield from block
-
-    def _lock(self, file: Path) -> bool:
-        """Whether this object has the lock now, and no other process or object."""
-        lock = os.open(file, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+    def _hold(self, host: str, port: int) -> bool:
+        """Whether this object holds the port now, and nothing else does or listens there."""
+        held = socket.socket(_family(host))
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held.bind((host, port))
         except OSError:
-            os.close(lock)
+            held.close()
             return False
-        self._locks.append(lock)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._held.append(held.detach())
         return True
-
-
-def own_directory() -> Path | None:
-    """A directory of this user only. None where another user has taken its name: then no port is reserved, and a worker
-    whose port is in use starts again on another one.
-    """
-    path = _TEMPORARY / f"trtllm-disagg-{os.geteuid()}"
-    try:
-        path.mkdir(mode=0o700, exist_ok=True)
-        state = path.lstat()
-    except OSError:
-        return None
-    is_own = stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid()
-    return path if is_own and not stat.S_IMODE(state.st_mode) & 0o077 else None
 
 
 _OWN_PORTS = OwnPorts()
 
 
 def free_system_ports(count: int, host: str = LOOPBACK) -> list[int]:
-    """Distinct ports, mainly for the workers' health and metrics, reserved until this process ends."""
+    """Distinct ports, mainly for the workers' health and metrics, held until this process ends."""
     return _OWN_PORTS.take(count, host)
 
 
@@ -121,5 +98,8 @@ def is_free(host: str, port: int) -> bool:
 
 def _listener(host: str, port: int) -> socket.socket:
     # create_server sets SO_REUSEADDR: connections of a previous run in TIME_WAIT do not count as use.
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family)
+    return socket.create_server((host, port), family=_family(host))
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

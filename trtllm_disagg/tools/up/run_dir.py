@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +27,10 @@ PROCESSES_FILE = "processes.json"
 #: Locked by a command that changes the deployment. The directory itself is locked by its `up`: systemd-tmpfiles removes
 #: what is old from /tmp, but nothing of a directory with a lock (tmpfiles.d(5)).
 CHANGE_LOCK = "change.lock"
+#: The size of a full log. Frontend and workers write one or two kilobytes for each request.
+MOST_LOG_BYTES = 64 << 20
+#: Between two looks at the discovery store.
+_LOOK_SECONDS = 1.0
 
 
 class ProcessRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -133,21 +138,21 @@ class RunDir:
     def discovery(self) -> Path:
         return self.path / DISCOVERY_DIR
 
-    def discovery_in_sight(self) -> Callable[[], bool]:
-        """A function that tells, until `release`, whether the discovery store is still the one of now: False when it
-        was removed or moved, also with another one in its place. Raises FileNotFoundError.
+    def discovery_in_sight(self) -> Callable[[], Coroutine[None, None, None]]:
+        """A function that waits, until `release`, for the discovery store of now to be removed or moved, also with
+        another one in its place. Raises FileNotFoundError.
         """
         # While it is open no other directory can get its inode number.
         descriptor = os.open(self.discovery, os.O_PATH | os.O_DIRECTORY)
         self._held.callback(os.close, descriptor)
 
-        def is_in_place() -> bool:
-            try:
-                return os.path.samestat(os.stat(self.discovery), os.fstat(descriptor))
-            except (FileNotFoundError, NotADirectoryError):
-                return False
+        async def until_lost() -> None:
+            with suppress(FileNotFoundError, NotADirectoryError):
+                # Also where inotify has no instance left.
+                while os.path.samestat(os.stat(self.discovery), os.fstat(descriptor)):  # noqa: ASYNC110
+                    await asyncio.sleep(_LOOK_SECONDS)
 
-        return is_in_place
+        return until_lost
 
     @property
     def processes_file(self) -> Path:
@@ -210,6 +215,32 @@ def one_change_at_a_time(run_dir: Path, waits: Callable[[], None]) -> Iterator[N
         yield
     finally:
         os.close(lock)
+
+
+def move_to_predecessor(log: Path, most_bytes: int = MOST_LOG_BYTES) -> bool:
+    """Copies a full log to its predecessor `NAME.1` and empties it, so it stays short; returns whether it was full. The
+    writing process keeps the file open, so the file itself stays; it must have been opened for appending. A line that
+    is written between copying and emptying is lost. Raises OSError if the copy fails; `log` stays as it is then.
+    """
+    if log.stat().st_size < most_bytes:
+        return False
+    with log.open("r+b") as full, _predecessor(log).open("wb") as old:
+        shutil.copyfileobj(full, old, 1 << 20)
+        full.truncate(0)
+    return True
+
+
+def forget_predecessor(log: Path) -> None:
+    _predecessor(log).unlink(missing_ok=True)
+
+
+def halves(log: Path) -> list[Path]:
+    """The existing ones of predecessor and log, the older one first."""
+    return [half for half in (_predecessor(log), log) if half.is_file()]
+
+
+def _predecessor(log: Path) -> Path:
+    return log.with_name(f"{log.name}.1")
 
 
 @dataclass(slots=True)

@@ -15,11 +15,10 @@ from dataclasses import replace
 from trtllm_disagg.errors import ERROR_PREFIX
 from trtllm_disagg.strategies import spec_of
 from trtllm_disagg.tools.up.brokers import EventBroker
-from trtllm_disagg.tools.up.managed_process import Deaths, ManagedProcess
+from trtllm_disagg.tools.up.managed_process import Deaths, ManagedProcess, kill_all_marked
 from trtllm_disagg.tools.up.orphan_reaper import (
     MARK_VARIABLE,
     PROCESS_VARIABLE,
-    kill_marked,
     start_reaper,
     stop_reaper,
 )
@@ -47,11 +46,7 @@ from trtllm_disagg.tools.up.status import (
     left_report,
 )
 
-PROBE_SECONDS = 0.1
-ABANDON_SECONDS = 5.0
-FAIR_SECONDS = 3.0
-#: Between two looks at the discovery store.
-LOOK_SECONDS = 1.0
+PROBE_SECONDS, ABANDON_SECONDS, FAIR_SECONDS = 0.1, 5.0, 3.0
 
 
 class Restarts:
@@ -147,7 +142,7 @@ class Supervisor:
         self._kill_seconds = kill_seconds
         self.processes = [ManagedProcess(spec, run_dir.log(spec.name)) for spec in specs]
         self._run_dir = run_dir
-        self._is_discovery_in_place = run_dir.discovery_in_sight()
+        self._until_discovery_is_lost = run_dir.discovery_in_sight()
         self._events = EventBroker(run_dir.path)
         self._status = status
         self._mark = uuid.uuid4().hex
@@ -179,8 +174,8 @@ class Supervisor:
     async def _load_wave(self, wave: Sequence[ManagedProcess], deadline: float) -> None:
         for process in wave:
             await self._start(process)
-        remaining = deadline - time.monotonic()
-        outcome = await first_completed(self._all_ready(wave), self._deaths.get(), timeout=remaining)
+        timeout = deadline - time.monotonic()
+        outcome = await first_completed(self._all_ready(wave), self._deaths.get(), timeout)
         if isinstance(outcome, ManagedProcess):
             raise DeploymentFailedError(death_report(outcome, "before the deployment was ready"))
         if outcome is None:
@@ -198,9 +193,7 @@ class Supervisor:
 
     async def _report_lost_discovery(self) -> None:
         """Each process watches the discovery store that was there when it started, and hears of no other one."""
-        # Also where inotify has no instance left.
-        while self._is_discovery_in_place():  # noqa: ASYNC110
-            await asyncio.sleep(LOOK_SECONDS)
+        await self._until_discovery_is_lost()
         self.report_error(
             f"{self._run_dir.discovery} was removed or moved: frontend and workers lose each other, and requests fail; "
             "stop this `up`, and start it again"
@@ -225,7 +218,7 @@ class Supervisor:
         try:
             await self._start(process)
             seconds = self.config.startup_seconds
-            await first_completed(self._becomes_ready(process), self._gone([process]), timeout=seconds)
+            await first_completed(self._becomes_ready(process), self._gone([process]), seconds)
             if process.is_running and process.state != "ready":
                 late = late_report([process], seconds)
                 await self._until_killed([process])
@@ -305,7 +298,9 @@ class Supervisor:
     async def _start(self, process: ManagedProcess) -> None:
         mark = uuid.uuid4().hex
         try:
-            await process.start(self._environment(process.spec) | {PROCESS_VARIABLE: mark})
+            inherited = {name: value for name, value in os.environ.items() if name not in PER_PROCESS_ENV}
+            marks = {MARK_VARIABLE: self._mark, PROCESS_VARIABLE: mark}
+            await process.start({**inherited, **process.spec.env, **marks})
         except OSError as error:
             raise DeploymentFailedError(f"{process.name} cannot be started: {error}") from error
         self._watchers[process] = asyncio.create_task(self._reap(process, mark))
@@ -316,10 +311,6 @@ class Supervisor:
 
     def report_error(self, report: str) -> None:
         self._status.note(f"\n{ERROR_PREFIX}{report}\n")
-
-    def _environment(self, spec: ProcessSpec) -> dict[str, str]:
-        inherited = {name: value for name, value in os.environ.items() if name not in PER_PROCESS_ENV}
-        return {**inherited, **spec.env, MARK_VARIABLE: self._mark}
 
     async def _reap(self, process: ManagedProcess, mark: str) -> None:
         await process.wait()
@@ -383,8 +374,8 @@ class Supervisor:
             self.changed(process)
         await first_completed(self._gone(wave), hurry.wait(), timeout=timeout)
         leftovers = [process for process in wave if process.is_running]
-        if leftovers:
-            names, waited = ", ".join(process.name for process in leftovers), time.monotonic() - began
+        if names := ", ".join(process.name for process in leftovers):
+            waited = time.monotonic() - began
             self.note(f"still running {waited:.1f} s after the order to stop, killed: {names}")
         for process in leftovers:
             process.kill()
@@ -399,21 +390,9 @@ class Supervisor:
     def _write(self) -> None:
         try:
             self._run_dir.write(known.record() for known in self.processes if known.pid)
+            self._is_outdated = False
         except OSError as error:
             # Other tools then read an old state, but a full disk is no reason to stop serving.
             if not self._is_outdated:
                 self._status.note(f"warning: {self._run_dir.processes_file} is out of date: {error}")
             self._is_outdated = True
-        else:
-            self._is_outdated = False
-
-
-async def kill_all_marked(variable: str, mark: str, seconds: float) -> list[int]:
-    """Kill all processes with `mark`, and those that they start meanwhile. Returns the pids that SIGKILL has not ended
-    in `seconds`.
-    """
-    deadline = time.monotonic() + seconds
-    # The end of another process's child is no event.
-    while (left := await asyncio.to_thread(kill_marked, mark, variable)) and time.monotonic() < deadline:  # noqa: ASYNC110
-        await asyncio.sleep(PROBE_SECONDS)
-    return left

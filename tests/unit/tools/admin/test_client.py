@@ -10,13 +10,13 @@ import pytest
 
 from trtllm_disagg.admin.commands import Describe, Switch
 from trtllm_disagg.errors import ConfigError, DisaggError, StageTimeoutError
-from trtllm_disagg.tools.admin.client import UpOfRunDir, ask_up, quiet_runtime
-from trtllm_disagg.tools.up.command_socket import COMMAND_SOCKET, listen_at
+from trtllm_disagg.tools.admin.client import UpOfRunDir, quiet_runtime
+from trtllm_disagg.tools.up.command_socket import COMMAND_SOCKET, listen_at, send_to_up
 
 
 def test_command_to_an_up_that_does_not_answer_ends_with_the_reason(tmp_path: Path) -> None:
     with listen_at(tmp_path / COMMAND_SOCKET), pytest.raises(StageTimeoutError, match="may be stopped"):
-        ask_up(tmp_path, Describe(), seconds=0.05)
+        send_to_up(tmp_path, Describe(), seconds=0.05)
 
 
 def test_an_up_that_ends_while_a_command_changes_its_workers_is_no_wrong_setting(tmp_path: Path) -> None:

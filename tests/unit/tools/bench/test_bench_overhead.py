@@ -5,26 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
 from trtllm_disagg import cli
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.tools.bench.figures import Rounds
-from trtllm_disagg.tools.bench.http_client import (
-    BadAnswerError,
-    Connection,
-    StreamedAnswer,
-    ask_all,
-    completion_request,
-)
-from trtllm_disagg.tools.bench.machine import cpu_seconds
-from trtllm_disagg.tools.bench.overhead import BASELINE, Load, cpu_quantities, section_of
-from trtllm_disagg.tools.bench.report import TOO_SHORT, figures_of, print_report, wide_console
+from trtllm_disagg.tools.bench.http_client import BadAnswerError, Client, StreamedAnswer, completion_request
+from trtllm_disagg.tools.bench.overhead import BASELINE, Load, cpu_quantities, cpu_seconds, section_of
+from trtllm_disagg.tools.bench.report import TOO_SHORT, Rounds, figures_of, print_report, wide_console
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
@@ -43,98 +35,65 @@ STREAM = HEAD + chunked(event("ab"), event("c")[:9], event("c")[9:], b"data: [DO
 # -- the client
 
 
-async def answer_in_pieces(pieces: Sequence[bytes], seconds: float = 10.0) -> StreamedAnswer:
-    """What the client makes of an answer that arrives in these pieces, each read by itself."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        connection = await Connection.open(*server.getsockname())
-        try:
-            asked = asyncio.create_task(connection.ask(completion_request("m", [1], 3), seconds))
-            await asyncio.sleep(0)
-            for piece in pieces:
-                connection.data_received(piece)
-                await asyncio.sleep(0)
-            return await asked
-        finally:
-            connection.close()
-            await asyncio.sleep(0)
+@asynccontextmanager
+async def serving(*answers: bytes, pause: float = 0.0) -> AsyncIterator[Client]:
+    """A client of a server with an answer for each request; it writes them in pieces, and then hangs up."""
 
-
-@pytest.mark.parametrize("step", [1, 7, len(STREAM) - 2, len(STREAM)])
-async def test_a_stream_is_read_and_has_an_end_however_it_is_cut(step: int) -> None:
-    answer = await answer_in_pieces([STREAM[at : at + step] for at in range(0, len(STREAM), step)])
-    assert answer.text() == "abc"
-    assert answer.asked < answer.first <= answer.ended
-
-
-async def test_a_header_that_ends_in_0_is_no_end_of_a_stream() -> None:
-    head = HEAD.removesuffix(b"\r\n") + b"x-queued: 0\r\n\r\n"
-    answer = await answer_in_pieces([head, STREAM.removeprefix(HEAD)])
-    assert answer.text() == "abc"
-
-
-@pytest.mark.parametrize("step", [3, 1000])
-async def test_a_refused_request_ends_with_its_reason_though_no_last_chunk_follows(step: int) -> None:
-    refused = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 9\r\n\r\nnot ready"
-    with pytest.raises(BadAnswerError, match=r"HTTP.*503.*not ready"):
-        await answer_in_pieces([refused[at : at + step] for at in range(0, len(refused), step)])
-
-
-async def test_an_answer_without_an_end_is_an_error_after_a_while() -> None:
-    with pytest.raises(BadAnswerError, match=r"no whole answer after 0\.01 s"):
-        await answer_in_pieces([STREAM[:-7]], seconds=0.01)
-
-
-async def test_a_request_on_a_connection_that_the_server_has_closed_is_an_error() -> None:
-    async def serve_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(STREAM)
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(asyncio.IncompleteReadError, asyncio.CancelledError):  # the client has gone
+            for answer in answers:
+                head = await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(int(head.lower().partition(b"content-length:")[2].split()[0]))
+                for at in range(0, len(answer), 7):
+                    writer.write(answer[at : at + 7])
+                    await writer.drain()
+                    await asyncio.sleep(0)
+            await asyncio.sleep(pause)
         writer.close()
-        await writer.wait_closed()
 
-    async with await asyncio.start_server(serve_once, "127.0.0.1", 0) as server:
-        connection = await Connection.open("127.0.0.1", server.sockets[0].getsockname()[1])
-        request = completion_request("m", [1], 3)
-        assert (await connection.ask(request)).text() == "abc"
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server, Client.to(url) as client:
+        yield client
+    await asyncio.sleep(0.01)  # `serve` notices that the client has gone
+
+
+REQUEST = completion_request("m", [1], 3)
+
+
+async def test_a_stream_in_pieces_is_read_and_its_connection_is_used_again() -> None:
+    async with serving(STREAM, STREAM) as client:
+        for answer in await client.ask_all([REQUEST] * 2):
+            assert answer.text() == "abc"
+            assert answer.asked < answer.first <= answer.ended
+
+
+async def test_a_refused_request_is_an_error_with_its_reason() -> None:
+    refused = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 9\r\n\r\nnot ready"
+    async with serving(refused) as client:
+        with pytest.raises(BadAnswerError, match=r"503 Service Unavailable.*not ready"):
+            await client.ask(REQUEST)
+
+
+async def test_an_answer_without_an_end_is_an_error_after_a_while_or_when_the_server_hangs_up() -> None:
+    async with serving(STREAM[:-7], pause=1) as client:
+        with pytest.raises(BadAnswerError, match=r"no whole answer after 0\.2 s"):
+            await client.ask(REQUEST, seconds=0.2)
+    async with serving(STREAM[:-7]) as client:
         with pytest.raises(BadAnswerError, match="hung up"):
-            await connection.ask(request)
-        with pytest.raises(BadAnswerError, match="hung up"):
-            await connection.ask(request)
+            await client.ask(REQUEST)
 
 
 def test_a_stream_without_its_last_event_is_an_error() -> None:
     with pytest.raises(BadAnswerError, match="no end"):
-        StreamedAnswer(0.0, raw=bytearray(HEAD + chunked(event("ab")))).text()
+        StreamedAnswer(0.0, body=bytearray(event("ab"))).text()
 
 
-async def test_connections_are_used_again_and_no_more_of_them_than_there_are() -> None:
-    asked: list[int] = []
-    running = most = 0
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal running, most
-        while head := await reader.readuntil(b"\r\n\r\n") if not reader.at_eof() else b"":
-            length = int(head.lower().partition(b"content-length:")[2].split()[0])
-            asked.append(json.loads(await reader.readexactly(length))["max_tokens"])
-            running += 1
-            most = max(most, running)
-            await asyncio.sleep(0)
-            running -= 1
-            writer.write(STREAM)
-            if len(asked) >= 6:
-                break
-        writer.close()
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
-        port = server.sockets[0].getsockname()[1]
-        connections = [await Connection.open("127.0.0.1", port) for _ in range(2)]
-        answers = await ask_all(connections, [completion_request("m", [1, 2], n) for n in range(1, 7)])
-        for connection in connections:
-            connection.close()
-    assert sorted(asked) == [1, 2, 3, 4, 5, 6]
-    assert most <= 2
-    assert [answer.text() for answer in answers] == ["abc"] * 6
-    assert all(answer.asked < answer.first <= answer.ended for answer in answers)
+async def test_no_more_requests_run_at_once_than_asked_for() -> None:
+    async with serving(*[STREAM] * 6) as client:
+        answers = await client.ask_all([REQUEST] * 6, concurrency=2)
+    others = [sum(a is not b and a.asked <= b.asked < a.ended for a in answers) for b in answers]
+    assert (len(answers), max(others)) == (6, 1)
 
 
 def test_cpu_time_is_the_process_own() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import subprocess
 import sys
@@ -13,23 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trtllm_disagg.tools.bench.models import SIZES
+from tests.support.benchmark_scripts import FOLDER, script
 
-FILE = Path(__file__).parents[4] / "benchmarks" / "engine.py"
+FILE = FOLDER / "engine.py"
 
 
 @pytest.fixture(scope="module")
 def engine() -> Any:
-    spec = importlib.util.spec_from_file_location("engine_benchmark", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("engine")
 
 
 def case(engine: Any, rates: dict[str, list[float]], dtype: str = "float32") -> Any:
-    return engine.Case(SIZES["30M"], dtype, 1, argparse.Namespace(), {"b8": rates, "prefill": rates})
+    return engine.Case(engine.SIZES["30M"], dtype, 1, argparse.Namespace(), {"b8": rates, "prefill": rates})
 
 
 def test_tokens_that_arrive_together_are_steps_of_equal_length(

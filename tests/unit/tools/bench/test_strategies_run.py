@@ -83,6 +83,21 @@ def test_wrong_setting_is_refused_by_its_flag(flags: list[str], more: list[str],
         planned([*flags, *more])
 
 
+@pytest.mark.parametrize("more", [[], ["--rates", "1"]])
+def test_missing_tables_are_named_before_a_worker_starts(
+    flags: list[str], more: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_own = [
+        "--override-engine-args",
+        '{"modelled": {"measured": null, "system": "l40s", "model": "deepseek-r1"}}',
+    ]
+    with pytest.raises(ConfigError, match="no table has deepseek-r1 on l40s"):
+        planned([*flags, *more, *no_own])
+    monkeypatch.setattr("trtllm_disagg.engines.modelled.build.PACKAGE", "not_installed")
+    with pytest.raises(ConfigError, match="the tables of GPUs' step times are not installed"):
+        planned([*flags, *more, *no_own])
+
+
 @pytest.mark.parametrize(
     "flag", ["--foresee", "--advise", "--arms=* agg", "--band=0", "--repetitions=2", "--json"]
 )
@@ -151,7 +166,8 @@ def test_results_are_on_the_modelled_clock_in_a_csv_a_json_and_a_page(tmp_path: 
     with (tmp_path / "results.csv").open() as file:
         assert [row["layout"] for row in csv.DictReader(file)] == ["2 agg", PAIR.name]
     assert len(json.loads((tmp_path / "results.json").read_text())) == 2
-    assert "<h2>chat on 2 GPUs</h2>" in page
-    assert "1P1D &lt;decode_first&gt;" in page
-    assert page.count("<svg") == 2
+    assert "chat on 2 GPUs" in page
+    # Both are Pareto points, as they are equal.
+    assert "1P1D &lt;decode_first&gt; *" in page
+    assert page.count("\N{FULL BLOCK}" * 24) == 2
     assert "http" not in page

@@ -79,7 +79,7 @@ def test_logs_of_both_orders_are_kept_and_named_only_when_their_answers_differ(
 @pytest.mark.parametrize(
     ("status", "body", "reason"),
     [
-        (503, '{"message": "no worker"}', 'HTTP Error 503: Service Unavailable: {"message": "no worker"}'),
+        (503, '{"message": "no worker"}', '503: {"message": "no worker"}'),
         (200, 'data: {"message": "the worker is gone"}\n\n', "the worker is gone"),
     ],
     ids=["refused", "midway"],

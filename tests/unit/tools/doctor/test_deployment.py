@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.tools.doctor.deployment import Finding, Observed, findings, look
-from trtllm_disagg.tools.doctor.diagnosis import show_live
+from trtllm_disagg.tools.doctor.deployment import Observed, findings, look
+from trtllm_disagg.tools.doctor.diagnosis import show
+from trtllm_disagg.tools.doctor.rules import Finding
 from trtllm_disagg.tools.top.frontend import Answer, AnswerTrace, FrontendClient, ProbeFailedError, Sizes
 from trtllm_disagg.tools.top.snapshot import DEAD, SILENT, FrontendLoad, Process, Snapshot, WorkerLoad
 
@@ -49,7 +50,7 @@ def with_processes(*processes: Process) -> Observed:
 
 def test_healthy_deployment_has_no_finding_but_facts() -> None:
     assert broken(FINE) == []
-    assert {finding.rule: finding.value for finding in findings(FINE)} == {
+    assert {finding.rule: finding.values["value"] for finding in findings(FINE)} == {
         "answers": "demo, a prompt of 165 tokens",
         "workers": "prefill-0, decode-0",
         "order": "decode_first (always)",
@@ -61,7 +62,7 @@ def test_healthy_deployment_has_no_finding_but_facts() -> None:
 
 def test_words_of_a_deployment_reach_no_terminal_as_commands(capsys: pytest.CaptureFixture[str]) -> None:
     seen = replace(traced(reason="\x1b[2J", fallbacks=["local: \x1b]0;x\x07"]), model="[/b]")
-    show_live(seen, findings(seen))
+    show(findings(seen), (seen.url,), f"{seen.model} at {seen.url}")
     shown = capsys.readouterr().out
     assert "\x1b" not in shown
     assert "[/b] at http" in shown
@@ -120,7 +121,7 @@ def test_request_in_another_order_than_the_deployments_is_a_note() -> None:
 def test_local_request_is_a_note_when_an_ordered_one_crosses_and_an_error_when_it_does_not() -> None:
     stayed = traced(strategy="local", reason="short", prefill_instance=None, kv_transfer_bytes=None)
     finding = the_one(replace(stayed, ordered=ANSWER))
-    assert (finding.rule, finding.verdict, finding.value) == ("order", "note", "local (short)")
+    assert (finding.rule, finding.verdict, finding.values["value"]) == ("order", "note", "local (short)")
     assert ("both stages", "error") in verdicts(replace(stayed, ordered=stayed.plain))
     assert ("both stages", "error") in verdicts(replace(stayed, ordered=ProbeFailedError("503")))
 
@@ -133,7 +134,9 @@ def test_workers_of_another_project_leave_order_and_stages_unknown() -> None:
 def test_two_workers_that_the_frontend_chained_are_both_stages() -> None:
     trace = AnswerTrace("router", "default", kv_transfer_bytes=1)
     seen = replace(FINE, plain=Answer(165, 0, 0.0, 0xF2, 0x42, trace))
-    assert [f.value for f in findings(seen) if f.rule == "both stages"] == ["yes, prefill f2 and decode 42"]
+    assert [f.values["value"] for f in findings(seen) if f.rule == "both stages"] == [
+        "yes, prefill f2 and decode 42"
+    ]
 
 
 def test_zero_kv_bytes_are_an_error_and_unmeasured_ones_not_known() -> None:

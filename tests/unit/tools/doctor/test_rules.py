@@ -10,9 +10,9 @@ import pytest
 
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.engine.trtllm_version import TrtllmVersion
-from trtllm_disagg.tools.doctor.diagnosis import Row, diagnose
+from trtllm_disagg.tools.doctor.diagnosis import diagnose
 from trtllm_disagg.tools.doctor.pair import Pair, PlannedDeployment, side_of
-from trtllm_disagg.tools.doctor.rules import RULES
+from trtllm_disagg.tools.doctor.rules import RULES, Finding
 
 PREFILL: dict[str, Any] = {
     "max_seq_len": 16384,
@@ -63,7 +63,7 @@ def diagnosed(
     gpus: tuple[str, str] = ("", ""),
     version: str = "1.3.0rc29",
     **deployment: Any,
-) -> list[Row]:
+) -> list[Finding]:
     asked = PlannedDeployment(TrtllmVersion.parse(version), **deployment)
     prefill_side, decode_side = (
         side_of(role, f"{role}.yaml", changed(base, changes or {}), None, asked, tuple(own.split()))
@@ -75,7 +75,7 @@ def diagnosed(
     return diagnose(Pair(prefill_side, decode_side, asked))
 
 
-def findings(rows: list[Row]) -> dict[str, str]:
+def findings(rows: list[Finding]) -> dict[str, str]:
     return {row.rule: row.verdict for row in rows if row.verdict != "ok"}
 
 
@@ -239,7 +239,7 @@ def test_empty_engine_files_give_notes_and_backend_nixl() -> None:
         "max_num_tokens": "note",
     }
     (row,) = (row for row in rows if row.rule == "transceiver")
-    assert row.prefill == "NIXL"
+    assert row.values["prefill"] == "NIXL"
 
 
 def test_setting_that_only_the_worker_refuses_is_the_row_worker(tmp_path: Path) -> None:

@@ -10,8 +10,16 @@ import pytest
 from trtllm_disagg import cli
 from trtllm_disagg.console import Console
 from trtllm_disagg.tools.top import frame
-from trtllm_disagg.tools.top.history import History, events_between
-from trtllm_disagg.tools.top.snapshot import SILENT, FrontendLoad, Histogram, Process, Snapshot, WorkerLoad
+from trtllm_disagg.tools.top.snapshot import (
+    SILENT,
+    FrontendLoad,
+    Histogram,
+    History,
+    Process,
+    Snapshot,
+    WorkerLoad,
+    events_between,
+)
 
 
 def worker(name: str, **load: int) -> Process:

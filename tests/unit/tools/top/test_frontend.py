@@ -118,10 +118,7 @@ def test_invalid_url_is_refused_by_name(url: str) -> None:
 
 def test_url_without_a_listener_exits_with_2_and_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of("--url", f"http://{LOOPBACK}:{free_http_port(LOOPBACK, 0)}") == 2
-    assert (
-        "expected the URL of a frontend that answers ([Errno 111] Connection refused)"
-        in capsys.readouterr().err
-    )
+    assert "expected the URL of a frontend that answers ([Errno 111] " in capsys.readouterr().err
 
 
 def test_server_that_is_no_frontend_exits_with_2_and_the_reason(
@@ -160,9 +157,9 @@ def test_answers_that_end_too_early_are_failures(pages: Pages) -> None:
     pages.num_missing = 1
     pages.pages |= {"/v1/models": (200, {"data": []}), "/v1/completions": (500, {"message": "out of memory"})}
     frontend = FrontendClient(pages.url, 5)
-    with pytest.raises(ConfigError, match="IncompleteRead"):
+    with pytest.raises(ConfigError, match="not completed"):
         frontend.models()
-    with pytest.raises(ProbeFailedError, match="500: IncompleteRead"):
+    with pytest.raises(ProbeFailedError, match="not completed"):
         frontend.ask("demo", "a")
 
 

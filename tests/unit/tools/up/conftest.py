@@ -8,23 +8,18 @@ from pathlib import Path
 import pytest
 
 from tests.support.commanded_up import worker_config
-from trtllm_disagg.tools.up.command_socket import LIMITS, ConnectionLimits, serving_commands
+from trtllm_disagg.tools.up.command_socket import serving_commands
 from trtllm_disagg.tools.up.run_dir import RunDir
 from trtllm_disagg.tools.up.status import Status
 from trtllm_disagg.tools.up.supervisor import Supervisor
 
 
 @pytest.fixture
-def limits() -> ConnectionLimits:
-    return LIMITS
-
-
-@pytest.fixture
-async def supervisor(tmp_path: Path, limits: ConnectionLimits) -> AsyncIterator[Supervisor]:
+async def supervisor(tmp_path: Path) -> AsyncIterator[Supervisor]:
     run_dir = RunDir.claim(tmp_path / ("a" * 120))
     supervisor = Supervisor(worker_config(run_dir.path), [], run_dir, Status())
     try:
-        async with serving_commands(supervisor, limits):
+        async with serving_commands(supervisor):
             yield supervisor
     finally:
         await supervisor.kill()

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,9 @@ from tests.support.commanded_up import tell, worker_config
 from tests.support.handling import until
 from trtllm_disagg.admin.commands import Describe, Scale, Switch
 from trtllm_disagg.errors import ConfigError, DisaggError
+from trtllm_disagg.tools.up import command_socket
 from trtllm_disagg.tools.up.command_socket import (
     COMMAND_SOCKET,
-    LIMITS,
-    ConnectionLimits,
     connect_to,
     listen_at,
     send_to_up,
@@ -148,7 +146,7 @@ async def test_on_a_full_disk_workers_come_are_started_again_and_leave(tmp_path:
 NONSENSE = [b"", b"[]", b"nonsense", b'{"command": "stop"}', b'{"command": "scale"}', b"\xff\xfe"]
 
 
-@pytest.mark.parametrize("line", [*NONSENSE, b'{"command":' * 5_000, b"{" * 70_000, b"{" * 700_000])
+@pytest.mark.parametrize("line", [*NONSENSE, b'{"command":' * 5_000, b"{" * 70_000])
 async def test_invalid_command_line_is_refused_and_up_continues(supervisor: Supervisor, line: bytes) -> None:
     answer = await asyncio.to_thread(say, supervisor, line + b"\n")
     assert "command" in answer["refused"]
@@ -163,25 +161,12 @@ def say(supervisor: Supervisor, text: bytes) -> dict[str, Any]:
         return answer
 
 
-@pytest.mark.parametrize("limits", [ConnectionLimits(idle_seconds=0.2)])
-async def test_silent_command_connection_is_refused_and_closed(supervisor: Supervisor) -> None:
+async def test_silent_command_connection_is_refused_and_closed(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command_socket, "IDLE_SECONDS", 0.2)
     for half in (b"", b'{"command":'):
         assert "none came within 0.2 s" in (await asyncio.to_thread(say, supervisor, half))["refused"]
-
-
-async def test_command_connections_beyond_the_limit_are_refused_until_others_close(
-    supervisor: Supervisor,
-) -> None:
-    with ExitStack() as open_ones:
-        silent = [
-            open_ones.enter_context(connect_to(supervisor.config.run_dir / COMMAND_SOCKET))
-            for _ in range(LIMITS.connections)
-        ]
-        last = await asyncio.to_thread(say, supervisor, b"")
-        assert f"more than {LIMITS.connections} connections" in last["refused"]
-        silent.pop().close()
-        while "refused" in await asyncio.to_thread(say, supervisor, b'{"command": "describe"}\n'):
-            pass  # the connection that was closed is still being noticed
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

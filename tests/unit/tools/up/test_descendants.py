@@ -105,7 +105,7 @@ class EndlessSweep:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_endless = False
         self.began = threading.Event()
-        monkeypatch.setattr(f"{SUPERVISOR}.kill_marked", self._kill_marked)
+        monkeypatch.setattr("trtllm_disagg.tools.up.managed_process.kill_marked", self._kill_marked)
 
     def _kill_marked(self, mark: str, variable: str) -> list[int]:
         survivor = [NO_PID] if self.is_endless and variable == PROCESS_VARIABLE else []
@@ -210,7 +210,7 @@ async def test_worker_that_sigkill_does_not_end_is_named_and_fails_the_stop(
     async with supervising(tmp_path, status, 0.1, stop_timeout=0.1) as supervisor:
         worker = await supervisor.add(ProcessSpec("decode-0", "decode", IDLE))
         # A process that hangs while it exits: it has no environment any more in which a mark could be.
-        monkeypatch.setattr(f"{SUPERVISOR}.kill_marked", lambda mark, variable: [])
+        monkeypatch.setattr("trtllm_disagg.tools.up.managed_process.kill_marked", lambda mark, variable: [])
         monkeypatch.setattr(worker, "terminate", lambda: None)
         kill = worker.kill
         monkeypatch.setattr(worker, "kill", lambda: None)

@@ -8,12 +8,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from urllib.request import Request
 
 import pytest
 
 from trtllm_disagg.tools.up import http
-from trtllm_disagg.tools.up.http import read_url
+from trtllm_disagg.tools.up.http import ask
 
 SECONDS = 30.0
 
@@ -57,25 +56,24 @@ def no_exceptions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
-def test_a_server_on_this_machine_is_asked_without_the_proxy(
+async def test_a_server_on_this_machine_is_asked_without_the_proxy(
     server: Server, host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    assert read_url(Request(server.url(host) + "/v1/models"), SECONDS) == b"ok"
+    assert await ask(server.url(host) + "/v1/models", SECONDS) == (200, b"ok")
     assert server.asked == ["/v1/models"]
 
 
 @pytest.mark.parametrize("host", ["frontend.invalid", "192.0.2.1", "[2001:db8::1]"])
-def test_another_machine_is_asked_through_the_proxy(
+async def test_another_machine_is_asked_through_the_proxy(
     server: Server, host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("http_proxy", server.url())
-    assert read_url(Request(f"http://{host}:8000/health"), SECONDS) == b"ok"
+    assert await ask(f"http://{host}:8000/health", SECONDS) == (200, b"ok")
     assert server.asked == [f"http://{host}:8000/health"]
 
 
 async def test_servers_that_do_not_answer_delay_no_other(server: Server) -> None:
-    """A thread of its own for each: asyncio has few, on few cores."""
     with ExitStack() as stack:
         silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(40)]
         waiting = [
@@ -113,17 +111,17 @@ async def test_an_answer_that_never_ends_is_none(endless: int, monkeypatch: pyte
     assert await http.get("127.0.0.1", endless, "/metrics") == (0, b"")
 
 
-def test_a_url_with_an_answer_that_never_ends_is_given_up_at_the_timeout(endless: int) -> None:
+async def test_a_url_with_an_answer_that_never_ends_is_given_up_at_the_timeout(endless: int) -> None:
     with pytest.raises(TimeoutError):
-        read_url(Request(f"http://127.0.0.1:{endless}/"), 0.2)
+        await ask(f"http://127.0.0.1:{endless}/", 0.2)
 
 
 async def test_an_answer_that_is_too_long_is_not_kept(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert await http.get("127.0.0.1", server.http.server_port, "/") == (200, b"ok")
-    assert read_url(Request(server.url()), SECONDS) == b"ok"
+    assert await ask(server.url(), SECONDS) == (200, b"ok")
     monkeypatch.setattr(http, "MOST_BYTES", 1)
     assert await http.get("127.0.0.1", server.http.server_port, "/") == (0, b"")
     with pytest.raises(OSError, match="an answer of more than"):
-        read_url(Request(server.url()), SECONDS)
+        await ask(server.url(), SECONDS)

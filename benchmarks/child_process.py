@@ -1,25 +1,24 @@
 """Runs one object in a child process, which waits for calls on its standard input and ends when that is closed.
 
-A call is a line of JSON with a method and its arguments, and so is its answer (`child_main.py` is the other end). The
-engines of `benchmarks/engine.py` and the sender of `bench transfer` run like this.
+A call is a line of JSON with a method and its arguments, and so is its answer. This file is also the child's script:
+an interpreter from Python 3.10 on without the package can run it, so its top imports nothing of the package.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import select
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
-
-from trtllm_disagg.errors import DisaggError, EngineError
-from trtllm_disagg.processes.machine import is_computing
-from trtllm_disagg.tools.bench import child_main
+from pathlib import Path
+from types import SimpleNamespace, TracebackType
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -31,23 +30,21 @@ _POLL_SECONDS = 0.005
 
 
 class ChildProcess:
-    """Raises `failure`, with the cause, if a call fails in the child or the child has ended."""
+    """Raises EngineError, with the cause, if a call fails in the child or the child has ended."""
 
     def __init__(
         self,
         factory: str,
         start: DataclassInstance,
         variables: dict[str, str],
-        *,
         interpreter: str = sys.executable,
-        failure: type[DisaggError] = EngineError,
     ) -> None:
-        """`factory` (see child_main.load) gets the fields of `start`; `await_ready` waits until it is built."""
+        """`factory` (see `load`) gets the fields of `start`; `await_ready` waits until it is built."""
         from trtllm_disagg.engines.embedded.cpu_kernels.cpu import environment_of
 
-        self._factory, self._failure = factory, failure
+        self._factory = factory
         self._process = subprocess.Popen(
-            (interpreter, "-P", child_main.__file__, factory),
+            (interpreter, __file__, factory),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | environment_of(os.environ) | variables,
@@ -69,6 +66,8 @@ class ChildProcess:
 
     def await_sleep(self) -> None:
         """Waits until the child's thread pools no longer spin, which they do for up to 0.2 s after their work."""
+        from trtllm_disagg.processes.machine import is_computing
+
         deadline = time.monotonic() + _SLEEP_SECONDS
         while is_computing(self.pid) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
@@ -102,14 +101,73 @@ class ChildProcess:
             self._process.stdin.flush()
 
     def _answer(self) -> Any:
+        from trtllm_disagg.errors import EngineError
+
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], _ANSWER_SECONDS)[0]:
-            raise self._failure(f"{self._factory}: no answer for {_ANSWER_SECONDS:.0f} s")
+            raise EngineError(f"{self._factory}: no answer for {_ANSWER_SECONDS:.0f} s")
         line = self._process.stdout.readline()
         if not line:
             code = self._process.wait()
-            raise self._failure(f"{self._factory}: the process ended with exit code {code}")
+            raise EngineError(f"{self._factory}: the process ended with exit code {code}")
         answer = json.loads(line)
         if answer["error"] is not None:
-            raise self._failure(f"{self._factory}: {answer['error']}")
+            raise EngineError(f"{self._factory}: {answer['error']}")
         return answer["value"]
+
+
+# -- in the child
+
+
+def load(factory: str) -> Any:
+    """`factory`: `path/to/file.py:name`."""
+    source, _, name = factory.rpartition(":")
+    spec = importlib.util.spec_from_file_location(Path(source).stem, source)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+def serve(factory: str, calls: Iterable[bytes], answers: BinaryIO) -> None:
+    """The first line has the fields of the factory's argument, every further line is [method, arguments].
+
+    An exception of a method is sent as its answer. Serving ends with `calls`.
+    """
+
+    def answer(value: Any = None, error: Exception | None = None) -> None:
+        failure = None if error is None else f"{type(error).__name__}: {error}"
+        answers.write(json.dumps({"value": value, "error": failure}).encode() + b"\n")
+        answers.flush()
+
+    lines = iter(calls)
+    try:
+        served = load(factory)(SimpleNamespace(**json.loads(next(lines))))
+    except Exception as error:
+        answer(error=error)
+        return
+    answer()
+    for line in lines:
+        method, arguments = json.loads(line)
+        try:
+            answer(getattr(served, method)(*arguments))
+        except Exception as error:
+            answer(error=error)
+    served.close()
+
+
+def main() -> None:
+    # Output that libraries print to stdout must not be taken for an answer.
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    # A benchmark that was killed reads no answers.
+    with contextlib.suppress(BrokenPipeError):
+        serve(sys.argv[1], sys.stdin.buffer, answers)
+    sys.stdout.flush()
+    # An orderly exit would wait seconds for thread pools and runtimes, or for ever.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
