@@ -10,20 +10,6 @@ import pytest
 
 from tests.conformance.api import MAX_BATCH_SIZE, MAX_SEQ_LEN, PROMPT, disaggregated, find, sampling
 
-PARAMETERS = {
-    "sampling_params": None,
-    "lora_request": None,
-    "prompt_adapter_request": None,
-    "streaming": False,
-    "kv_cache_retention_config": None,
-    "disaggregated_params": None,
-    "trace_headers": None,
-    "_postproc_params": None,
-    "scheduling_params": None,
-    "conversation_params": None,
-    "cache_salt": None,
-    "priority": 0.5,
-}
 RESULT = (
     "request_id",
     "prompt",
@@ -37,15 +23,6 @@ RESULT = (
     "metrics_dict",
     "disaggregated_params",
 )
-METHODS = {
-    "generate": (),
-    "get_stats": ("timeout",),
-    "get_stats_async": ("timeout",),
-    "get_kv_cache_events": ("timeout",),
-    "get_kv_cache_events_async": ("timeout",),
-    "get_kv_cache_capacity": (),
-    "shutdown": (),
-}
 
 
 async def tokens_of(result: Any) -> list[int]:
@@ -55,20 +32,8 @@ async def tokens_of(result: Any) -> list[int]:
 # -- shape
 
 
-def test_generate_async_has_the_parameters_and_defaults() -> None:
-    parameters = inspect.signature(find("LLM").generate_async).parameters
-    assert list(parameters)[:2] == ["self", "inputs"]
-    assert {name: parameters[name].default for name in PARAMETERS} == PARAMETERS
-
-
 def test_generate_async_is_no_coroutine_function() -> None:
     assert not inspect.iscoroutinefunction(find("LLM").generate_async)
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_a_method_of_the_llm_has_its_parameters_and_their_defaults(name: str) -> None:
-    parameters = inspect.signature(getattr(find("LLM"), name)).parameters
-    assert all(parameters[parameter].default == 2 for parameter in METHODS[name])
 
 
 def test_llm_has_args_tokenizer_id_and_health_check(llm: Any) -> None:

@@ -31,11 +31,6 @@ async def test_what_dynamo_sends_along_changes_no_answer(llm: Any, more: dict[st
     assert await tokens_of(llm.generate_async(PROMPT, sampling(), **more)) == alone
 
 
-async def test_invalid_inputs_type_error_has_tensorrt_llms_text(llm: Any) -> None:
-    with pytest.raises(TypeError, match="The inputs must be type str or list of int, but got"):
-        llm.generate_async(7, sampling())
-
-
 async def test_a_new_output_is_empty(llm: Any) -> None:
     result = llm.generate_async(PROMPT, sampling(max_tokens=2), streaming=True)
     output = result.outputs[0]
