@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.handling import PROMPT, request
 from tests.support.recording_pair import MAX_SEQ_LEN, recording_engine
+from trtllm_disagg.engine.capabilities import Capabilities
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.engines import resolve_engine
 from trtllm_disagg.engine.llm_api import load_api, translate
@@ -256,6 +257,9 @@ def test_max_seq_len_is_the_lesser_of_the_engines_and_its_argument_or_unknown(
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 640}))
     assert recording_engine(model=str(tmp_path), max_seq_len=None).max_seq_len is None
     assert recording_engine(model=str(tmp_path), max_seq_len=99).max_seq_len == 99
+    engine = recording_engine(max_seq_len=None)
+    engine.llm.args = engine.llm.args.model_copy(update={"max_seq_len": 4096})
+    assert Capabilities(engine.llm).max_seq_len == 4096
     monkeypatch.setattr(LLM, "max_seq_len", 64, raising=False)
     assert recording_engine(max_seq_len=99).max_seq_len == 64
     assert recording_engine(max_seq_len=50).max_seq_len == 50

@@ -33,7 +33,7 @@ from trtllm_disagg.dynamo_runtime.handler import SMALLEST_REQUEST, as_dynamo_han
 from trtllm_disagg.dynamo_runtime.kv_events import EventsOfRank, KvEventForwarder
 from trtllm_disagg.dynamo_runtime.polling import PollingPublisher
 from trtllm_disagg.dynamo_runtime.publishers import StatsForwarder
-from trtllm_disagg.engine.capabilities import CAPABILITIES, Capabilities
+from trtllm_disagg.engine.capabilities import CAPABILITIES
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.handoffs_held import HandoffsHeld
 from trtllm_disagg.engine.health import EngineHealth, HealthTimes, close
@@ -234,18 +234,6 @@ async def test_a_prefill_that_is_finished_when_its_client_leaves_is_fetched(tens
         await LocalPrefill(engine, drained.append)(request(), context)
     (with_kv,) = drained
     assert with_kv.prefill_result is not None
-
-
-async def test_an_engine_that_can_release_is_not_drained() -> None:
-    engine = Engine.open(
-        load_api("recording"),
-        {"model": "org/model", "cache_transceiver_config": {"backend": "NIXL"}},
-        machine_id=0,
-    )
-    drained: list[GenerateRequest] = []
-    handoff = await LocalPrefill(engine, drained.append)(request(), FakeContext())
-    handoff.release()
-    assert (drained, engine.llm.held_contexts) == ([], 0)
 
 
 # -- the caller's faults and KV transfers
@@ -696,19 +684,6 @@ async def test_a_probe_crosses_the_engine(
 
 
 # -- the model's length
-
-
-@pytest.mark.parametrize(
-    ("given", "told_by_args", "known"), [(99, None, 99), (None, 4096, 4096), (None, None, None)]
-)
-async def test_the_length_is_the_engines_or_unknown(
-    given: int | None, told_by_args: int | None, known: int | None, tensorrt_llm: ModuleType
-) -> None:
-    engine = opened(max_seq_len=given) if given else opened()
-    if told_by_args:
-        engine.llm.args = engine.llm.args.model_copy(update={"max_seq_len": told_by_args})
-        engine = Engine(engine.api, engine.llm, Capabilities(engine.llm).max_seq_len)
-    assert engine.max_seq_len == known
 
 
 async def test_a_guide_is_refused_where_the_engine_would_ignore_it(tensorrt_llm: ModuleType) -> None:
