@@ -13,9 +13,8 @@ import pytest
 from dynamo.llm import exceptions as dynamo_errors
 from dynamo.runtime import Context
 
-from tests.support.handling import collect, expected_tokens, raw_request, request, tokens_of, until
+from tests.support.handling import raw_request
 from tests.support.loop_lag import may_wait
-from tests.support.recording_pair import recording_engine
 from tests.support.stage_client import FakeContext
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime import discovery, handler
@@ -24,7 +23,6 @@ from trtllm_disagg.dynamo_runtime.error_mapping import from_dynamo
 from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler, refuse_control
 from trtllm_disagg.dynamo_runtime.pushed_answers import pushed
 from trtllm_disagg.dynamo_runtime.worker_endpoint import Runtime
-from trtllm_disagg.engines.recording.llm import LLM, Script
 from trtllm_disagg.errors import (
     ConfigError,
     DisaggError,
@@ -38,9 +36,6 @@ from trtllm_disagg.errors import (
     StageTimeoutError,
     WorkerLeavingError,
 )
-from trtllm_disagg.handlers.remote import NoStage
-from trtllm_disagg.handlers.select import InFlight, RoundRobin, SelectedStage
-from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.processes.reports import RateLimitedLog
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
@@ -263,10 +258,6 @@ async def test_every_error_crosses_the_request_plane_as_itself(chunks_before: in
         assert await client.instance(client.instance_ids()[0]).describe() == {"role": "decode"}
 
 
-def selected(directory: DynamoDirectory) -> SelectedStage:
-    return SelectedStage(directory, RoundRobin(), InFlight(), "decode")
-
-
 async def read(client: DynamoDirectory, into: list[Any]) -> None:
     instance = client.instance(client.instance_ids()[0])
     async for answer in instance.call(raw_request(), Context()):
@@ -289,44 +280,6 @@ async def test_a_prefill_workers_answers_are_pushed(role: Role, monkeypatch: pyt
         await read(client, got)
     assert got == [{"token_ids": [5]}] * 3
     assert num_pushed == (1 if role is Role.PREFILL else 0)
-
-
-async def test_both_stages_over_dynamo_give_the_whole_answer() -> None:
-    LLM.forget_instances()
-    engines = {role: recording_engine() for role in (Role.PREFILL, Role.DECODE)}
-
-    def handler(role: Role, client: Any) -> Generate:
-        config = WorkerConfig(model="m", role=role, strategy="prefill_first")
-        return build_generate(config, engines[role], client)
-
-    async with served(handler(Role.DECODE, NoStage())) as client:
-        generate = handler(Role.PREFILL, selected(client))
-        chunks = await collect(generate, request(), context=Context())
-    assert tokens_of(chunks) == expected_tokens(5)
-    assert len(LLM.kv_store) == 0
-
-
-async def test_a_client_that_leaves_stops_both_stages() -> None:
-    LLM.forget_instances()
-    prefill, decode = recording_engine(), recording_engine()
-    gate = asyncio.Semaphore(3)
-    decode.llm.scripts.append(Script(gate=gate))
-    second = WorkerConfig(model="m", role=Role.DECODE, strategy="prefill_first")
-    first = WorkerConfig(model="m", role=Role.PREFILL, strategy="prefill_first")
-    context = Context()
-    async with served(build_generate(second, decode, NoStage())) as client:
-        chunks = build_generate(first, prefill, selected(client))(request(max_tokens=50), context)
-        seen: list[TokenChunk] = []
-        while len(tokens_of(seen)) < 3:
-            seen.append(await anext(chunks))
-        context.stop_generating()
-        seen += [chunk async for chunk in chunks]
-        (result,) = decode.llm.results
-        await until(lambda: result.aborts)
-        gate.release()
-    assert tokens_of(seen)[:3] == expected_tokens(3)
-    assert result.aborts == [3]
-    assert len(LLM.kv_store) == 0
 
 
 async def test_kubernetes_outside_of_a_pod_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
