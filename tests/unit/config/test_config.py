@@ -1,16 +1,22 @@
-"""WorkerConfig: which stage a worker is, where it is reached, and what it refuses."""
+"""WorkerConfig: which stage a worker is, where it is reached, and what it refuses by name, however odd it is."""
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.worker_args import parse_worker_args
+from trtllm_disagg.config.engine_args import build_engine_args, dump_config, with_engine_args
 from trtllm_disagg.config.settings import endpoint_of, parse_endpoint_id
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.engines.embedded.params.llm_args import KvCacheConfig, LlmArgs
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.handlers.services import LiveState
+from trtllm_disagg.tools.up.ports import free_http_port
+from trtllm_disagg.tools.up.run_dir import RunDir
+from trtllm_disagg.tools.up.up_command import add_arguments, config_from
 
 
 def config(**values: Any) -> WorkerConfig:
@@ -124,23 +130,10 @@ def test_a_bad_value_names_the_flag_the_value_and_what_is_allowed(
     assert message in str(caught.value)
 
 
-def test_a_config_cannot_be_changed() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config().role = Role.DECODE  # type: ignore[misc]
-
-
 def test_setting_is_explicit_when_given_or_not_the_default() -> None:
     assert not config().is_explicit("max_batch_size")
     assert config(max_batch_size=8).is_explicit("max_batch_size")
     assert config(explicit=frozenset({"max_batch_size"})).is_explicit("max_batch_size")
-
-
-def test_size_defaults_are_those_of_llm_args() -> None:
-    worker, llm, kv = config(), LlmArgs(model="m"), KvCacheConfig()
-    for name in ("max_batch_size", "max_num_tokens", "max_seq_len", "max_beam_width", "tensor_parallel_size"):
-        assert getattr(worker, name) == getattr(llm, name)
-    assert worker.kv_block_size == kv.tokens_per_block
-    assert worker.free_gpu_memory_fraction == kv.free_gpu_memory_fraction
 
 
 def test_an_endpoint_splits_into_its_parts() -> None:
@@ -150,3 +143,136 @@ def test_an_endpoint_splits_into_its_parts() -> None:
     assert parts.url == "dyn://ns.comp.ep"
     with pytest.raises(ConfigError, match="DYN_ENDPOINT"):
         parse_endpoint_id("ns.comp", "DYN_ENDPOINT")
+
+
+# -- values that make no sense, however odd they are
+
+
+HUGE = "99999999999999999999999"
+LONG = "x" * 5000
+
+
+def built(*flags: str) -> WorkerConfig:
+    """As far as a worker gets before it loads anything."""
+    config = parse_worker_args(["--model", "org/model", "--engine", "embedded", *flags], {})
+    config = with_engine_args(config, build_engine_args(config))
+    LiveState.of(config, 16)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        *(
+            (flag, HUGE)
+            for flag in (
+                "--breaker-failures",
+                "--max-batch-size",
+                "--max-num-tokens",
+                "--max-seq-len",
+                "--tensor-parallel-size",
+            )
+        ),
+        # What has failed a request travels with it, and that list is bounded.
+        ("--max-tries", "65"),
+    ],
+)
+def test_number_above_the_flags_bound_is_refused(flag: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{flag}: {value} .* from 1 to"):
+        built("--disaggregation-mode", "decode", flag, value)
+    assert built("--disaggregation-mode", "decode", "--max-tries", "64").max_tries == 64
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "nats://127.0.0.1:99999",
+        "nats://127.0.0.1:port",
+        "nats://[::1:4222",
+        "nats://:4222",
+        "nats://",
+        "nats://one:4222,nats://two:x",
+        "http://127.0.0.1:4222",
+        "me:secret@h:1",
+        "nats://me:secret@h:x",
+        "nats://a:1,me:secret@h",
+        "nats://me:secret@,secret@:4222",
+    ],
+)
+def test_invalid_nats_address_is_refused_without_its_password(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"--nats-server: .* nats://host:port") as raised:
+        built("--disaggregation-mode", "decode", "--prefill-dispatch", "queue", "--nats-server", url)
+    assert "secret" not in str(raised.value)
+    assert ("***@" in str(raised.value)) is ("@" in url)
+
+
+@pytest.mark.parametrize("url", ["nats://h", "nats://[::1]:4222", "tls://u:p@h:1,nats://b"])
+def test_every_form_of_a_nats_address_is_taken(url: str) -> None:
+    assert built("--nats-server", url).nats_server == url
+
+
+@pytest.mark.parametrize(
+    "flag", ["--extra-engine-args", "--policy-file", "--custom-jinja-template", "--model"]
+)
+@pytest.mark.parametrize("path", [LONG, "/" + LONG, "nul\0"], ids=["long", "absolute", "nul"])
+def test_impossible_path_is_refused_in_a_short_message(flag: str, path: str) -> None:
+    if flag == "--model" and not path.startswith("/"):
+        pytest.skip("a name on the hub")
+    with pytest.raises(ConfigError, match=flag) as raised:
+        built("--disaggregation-mode", "decode", flag, path)
+    assert len(str(raised.value)) < 1000
+
+
+@pytest.mark.parametrize("flag", ["--extra-engine-args", "--custom-jinja-template", "--dump-config-to"])
+def test_home_of_an_unknown_user_is_refused_by_the_flags_name(flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"{flag}: '~no_such_user/file' is not allowed"):
+        dump_config(built(flag, "~no_such_user/file"), {})
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, '{"max_batch_size": ' + "9" * 5000 + "}", "[" * 100_000])
+def test_json_that_python_cannot_read_is_refused_in_a_short_message(text: str) -> None:
+    with pytest.raises(ConfigError, match="--override-engine-args is not JSON: ") as raised:
+        built("--override-engine-args", text)
+    assert len(str(raised.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "text", ['{"dtype": "auto", "dtype": "auto"}', '{"kv_cache_config": {"dtype": "auto", "dtype": "auto"}}']
+)
+def test_json_with_a_key_that_is_there_twice_is_refused_as_in_yaml(text: str) -> None:
+    with pytest.raises(ConfigError, match="dtype is there twice in"):
+        built("--override-engine-args", text)
+
+
+def up(*flags: str) -> Any:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return config_from(parser.parse_args(["--strategy", "agg", "--model", "m", *flags]), Path("run"))
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--engine-configs", LONG),
+        ("--startup-timeout", "nan"),
+        ("--stop-timeout", "nan"),
+        ("--http-host", ""),
+        ("--http-host", " "),
+    ],
+)
+def test_impossible_value_of_up_is_refused_by_its_flag(flag: str, value: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{flag}: "):
+        up(flag, value, "--run-dir", str(tmp_path))
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 100])
+def test_http_host_without_an_address_is_refused_by_its_flag(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"--http-host: .* is not allowed; expected an address or a name"):
+        free_http_port(host, 0)
+
+
+@pytest.mark.parametrize("path", ["file", "file/run", "/proc/run", LONG])
+def test_run_directory_that_cannot_be_created_is_refused(path: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--run-dir: .* a directory that"):
+        RunDir.claim(tmp_path / path)

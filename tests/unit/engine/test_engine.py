@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.deployments import ROOT
 from tests.support.handling import PROMPT, request
 from tests.support.recording_pair import MAX_SEQ_LEN, recording_engine
 from trtllm_disagg.engine.capabilities import Capabilities
@@ -290,3 +293,33 @@ def test_auto_engine_is_embedded_without_tensorrt_llm(monkeypatch: pytest.Monkey
 def test_engine_without_max_seq_len_gets_prompts_of_any_length() -> None:
     engine = Engine(load_api("recording"), llm=object(), max_seq_len=4096)
     assert engine.longest_prompt >= 1_000_000
+
+
+# -- a new engine is a module with the LLM API and one line in the table; nothing else has to know it
+
+
+TOY = """
+from trtllm_disagg.engine.engines import ENGINES, EngineSpec
+ENGINES["toy"] = EngineSpec("toy", "trtllm_disagg.engines.recording.llm", defaults={"max_batch_size": 3})
+
+from tests.support.worker_args import parse_worker_args
+from trtllm_disagg.config.engine_args import build_engine_args
+from trtllm_disagg.engine.llm_api import load_api, serve_as_rank
+from trtllm_disagg.engine.engines import resolve_engine
+from trtllm_disagg.engines.recording import llm as recording
+
+config = parse_worker_args(["--model", "org/model", "--engine", "toy"], {})
+assert resolve_engine(config.engine) == "toy"
+args = build_engine_args(config)
+assert args["max_batch_size"] == 3
+given = parse_worker_args(["--model", "org/model", "--engine", "toy", "--max-batch-size", "5"], {})
+assert build_engine_args(given)["max_batch_size"] == 5
+assert not serve_as_rank("toy", args)
+assert load_api("toy").llm is recording.LLM
+print("all know it")
+"""
+
+
+def test_a_toy_engine_needs_its_module_and_one_line() -> None:
+    done = subprocess.run([sys.executable, "-c", TOY], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr, done.returncode) == ("all know it\n", "", 0)

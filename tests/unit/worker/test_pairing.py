@@ -93,11 +93,6 @@ def test_fingerprint_of_null_settings_has_defaults() -> None:
     assert (fingerprint.dtype, fingerprint.kv_dtype, fingerprint.transceiver) == ("auto", "auto", None)
 
 
-def test_a_pair_that_fits_is_taken() -> None:
-    require_pair(described("decode"), described("prefill"))
-    require_pair(described("prefill"), described("decode"))
-
-
 def kv_cache(**settings: Any) -> dict[str, Any]:
     return {"args": {"kv_cache_config": settings}}
 
