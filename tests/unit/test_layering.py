@@ -80,10 +80,6 @@ NOT_FOR_EMBEDDED = (
     "engine.llm_api",
 )
 
-#: Known circles, each to be cut; no new one may appear.
-FILE_CIRCLES: list[list[str]] = []
-PACKAGE_CIRCLES: list[list[str]] = []
-
 #: Functions that import by a name in their first argument.
 IMPORTERS = ("import_module", "find_spec", "__import__")
 
@@ -163,10 +159,6 @@ MODULES = modules()
 NAMES = sorted(MODULES)
 
 
-def test_the_link_and_the_folder_are_one_package() -> None:
-    assert {"handlers.chain", "handlers.strategies.router", "engines.embedded.api.llm"} <= set(NAMES)
-
-
 def test_every_module_has_a_layer() -> None:
     unknown = [
         name for name in NAMES if name and not any(is_in(name, n) for names in LAYERS for n in names if n)
@@ -213,7 +205,7 @@ def runtime_imports() -> dict[str, set[str]]:
 
 
 def test_no_two_files_import_each_other() -> None:
-    assert circles(runtime_imports()) == FILE_CIRCLES
+    assert circles(runtime_imports()) == []
 
 
 def test_no_two_packages_import_each_other() -> None:
@@ -221,7 +213,7 @@ def test_no_two_packages_import_each_other() -> None:
     for name, targets in runtime_imports().items():
         package = package_of(name)
         graph.setdefault(package, set()).update(package_of(t) for t in targets if package_of(t) != package)
-    assert circles(graph) == PACKAGE_CIRCLES
+    assert circles(graph) == []
 
 
 def test_types_import_only_spans_and_errors_nothing() -> None:
@@ -235,12 +227,6 @@ def test_embedded_engine_imports_no_client(module: str) -> None:
     assert [name for name in known for other in NOT_FOR_EMBEDDED if is_in(name, other)] == []
 
 
-@pytest.mark.parametrize("module", [name for name in NAMES if is_in(name, "handlers")])
-def test_handlers_do_not_import_the_embedded_engine(module: str) -> None:
-    """Whichever module offers the LLM API, `engine` is the only one that they see."""
-    assert [name for name in own_imports(MODULES[module]) if is_in(name, "engines")] == []
-
-
 def test_only_the_runtime_and_the_publishers_import_dynamo() -> None:
     users = [name for name in NAMES for used in imports(MODULES[name]) if is_in(used, "dynamo")]
     assert [name for name in users if not any(is_in(name, allowed) for allowed in DYNAMO)] == []
@@ -249,11 +235,7 @@ def test_only_the_runtime_and_the_publishers_import_dynamo() -> None:
 
 def test_only_the_engine_asks_for_tensorrt_llm() -> None:
     users = {name for name in NAMES for used in imports(MODULES[name]) if used.startswith("tensorrt_llm")}
-    assert users - set(STAND_INS) == set(TENSORRT_LLM)
-
-
-def test_stand_in_modules_of_the_list_exist() -> None:
-    assert set(STAND_INS) <= set(NAMES)
+    assert users == {*TENSORRT_LLM, *STAND_INS}
 
 
 @pytest.mark.parametrize(
