@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.handling import until
-from trtllm_disagg.errors import DisaggError, EngineError, StageTimeoutError
-from trtllm_disagg.handlers.remote import QUEUE_ID
+from trtllm_disagg.errors import StageTimeoutError
 from trtllm_disagg.prefill_queue.broker import QueueLimits, preserve_cancellation
 from trtllm_disagg.prefill_queue.messages import Answer, Beat, Claim, Failed, FromPuller, Item
 from trtllm_disagg.prefill_queue.nats_queue import DepthWatch, Room
@@ -73,16 +72,6 @@ def test_pushed_item_takes_one_answer_and_replies_to_every_message(
     asyncio.run(what_happens(said, takes))
 
 
-async def test_answer_not_taken_before_close_is_refused() -> None:
-    replies: list[bool] = []
-    pushed = Pushed(item(), 60.0, lambda claim: None, LIMITS)
-    pushed.receive(claim(1), lambda yes: None)
-    pushed.receive(Answer(ID, 1, {}), replies.append)
-    assert replies == []
-    pushed.close()
-    assert replies == [False]
-
-
 async def test_silent_worker_times_out_and_beats_extend_the_timeout() -> None:
     pushed = Pushed(item(), 0.5, lambda claim: None, LIMITS)
     pushed.receive(claim(1), lambda yes: None)
@@ -104,27 +93,6 @@ async def test_a_prefill_that_runs_gets_the_time_of_some_beats_however_short_the
     pushed.receive(Answer(ID, 1, {"attempt": 1}), lambda yes: None)
     assert pushed.take() == {"attempt": 1}
     pushed.close()
-
-
-async def test_a_short_queue_timeout_ends_an_item_that_no_worker_claims() -> None:
-    pushed = Pushed(item(), 0.01, lambda claim: None, QueueLimits())
-    async with asyncio.timeout(30):
-        with pytest.raises(StageTimeoutError, match=r"has taken .* within 0\.01 s \(--queue-timeout\)"):
-            await pushed.outcome
-    pushed.close()
-
-
-async def test_error_of_a_pushed_item_has_its_peer() -> None:
-    waiting, failing = (Pushed(item(), 60.0, lambda claim: None, LIMITS) for _ in range(2))
-    waiting.fail(DisaggError("NATS is gone"))
-    failing.receive(claim(2), lambda yes: None)
-    failing.receive(Failed(ID, 2, "SomethingNew", "broken"), lambda yes: None)
-    for pushed, peer in ((waiting, QUEUE_ID), (failing, 102)):
-        error = pushed.outcome.exception()
-        assert isinstance(error, DisaggError)
-        assert error.peer == peer
-        pushed.close()
-    assert isinstance(failing.outcome.exception(), EngineError)
 
 
 async def test_room_is_counted_in_items_and_tokens_and_there_again_when_an_item_leaves() -> None:
