@@ -255,10 +255,6 @@ def test_a_guide_library_that_is_not_there_is_refused_by_name(make_llm: MakeLlm)
         make_llm(guided_decoding_backend="xgrammar")
 
 
-def test_request_errors_are_exceptions() -> None:
-    assert issubclass(find("RequestError"), Exception)
-
-
 # -- the times of a request
 
 

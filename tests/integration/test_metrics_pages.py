@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Iterator
 
 import pytest
-import yaml
 
-from tests.support.deployments import FIXED, MODEL_NAME, ROOT, Served
+from tests.support.deployments import FIXED, MODEL_NAME, Served
 from tests.support.dynamo_dashboards import OF_FRONTEND, OF_ROLE, OF_WORKERS
-from tests.support.promql import Series, asks_for, selected, selectors, series_of
+from tests.support.promql import Series, asks_for, expressions, selected, selectors, series_of
 
-OBSERVABILITY = ROOT / "deploy" / "observability"
 #: Shown where there is a prefill queue, or a modelled engine; their own tests look for them.
 ELSEWHERE = {
     "trtllm_disagg_prefill_queue_age_seconds",
@@ -63,22 +59,10 @@ def test_dynamos_dashboards_and_planner_find_what_they_ask_for(strategy: str, de
         assert unanswered(other, page) == other
 
 
-def expressions() -> Iterator[tuple[str, str]]:
-    """(name, PromQL) of our dashboard and alerts."""
-    dashboard = json.loads((OBSERVABILITY / "grafana-dashboard.json").read_text())
-    for panel in dashboard["panels"]:
-        for target in panel.get("targets", ()):
-            query = target["expr"].replace("$__rate_interval", "1m").replace("$namespace", ".*")
-            yield panel["title"], query
-    for group in yaml.safe_load((OBSERVABILITY / "alerts.yaml").read_text())["groups"]:
-        for rule in group["rules"]:
-            yield rule["alert"], rule["expr"]
-
-
 @every_order
 def test_our_dashboard_and_alerts_find_what_they_ask_for(strategy: str, deployed: Served) -> None:
     series = everything(pages_of(deployed))
-    asked = [(name, each) for name, query in expressions() for each in selectors(query)]
+    asked = [(name, each) for name, query in expressions().items() for each in selectors(query)]
     assert len(asked) > 30
     lacking = [
         f"{name}: {selector}"

@@ -14,7 +14,7 @@ from tests.support.deployments import ROOT
 from tests.support.worker_args import parse_worker_args
 from trtllm_disagg.config.deciders import BY_OCCUPANCY, DECIDERS
 from trtllm_disagg.config.engine_args import build_engine_args, dump_config, with_engine_args
-from trtllm_disagg.config.settings import endpoint_of, parse_endpoint_id
+from trtllm_disagg.config.settings import parse_endpoint_id
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.handlers.services import LiveState
@@ -65,25 +65,10 @@ def test_a_stage_follows_from_strategy_and_role(
         assert other.worker_endpoint_id == peer
 
 
-def test_endpoints_of_the_two_stages_match_in_both_orders() -> None:
-    for strategy in ("decode_first", "prefill_first"):
-        pair = [config(strategy=strategy, role=role, namespace="ns") for role in (Role.PREFILL, Role.DECODE)]
-        first, second = sorted(pair, key=lambda worker: not worker.is_first_stage)
-        assert first.next_endpoint_id == second.endpoint_id == endpoint_of("ns", second.role)
-        # Where they find each other does not depend on the order: a switch moves no worker.
-        assert second.peer_endpoint_id == first.worker_endpoint_id == endpoint_of("ns", first.role)
-        assert first.frontend_endpoint_id == second.frontend_endpoint_id == endpoint_of("ns", None)
-
-
 def test_given_endpoints_win_over_the_derived_ones() -> None:
     worker = config(role="decode", endpoint="dyn://dynamo.a.b", next_endpoint="dyn://other.c.d")
     assert worker.endpoint_id == "dyn://dynamo.a.b"
     assert worker.next_endpoint_id == "dyn://other.c.d"
-
-
-def test_served_model_name_defaults_to_the_model() -> None:
-    assert config().model_name == "m"
-    assert config(served_model_name="n").model_name == "n"
 
 
 @pytest.mark.parametrize(
@@ -132,12 +117,6 @@ def test_a_bad_value_names_the_flag_the_value_and_what_is_allowed(
     with pytest.raises(ConfigError) as caught:
         config(**values)
     assert message in str(caught.value)
-
-
-def test_setting_is_explicit_when_given_or_not_the_default() -> None:
-    assert not config().is_explicit("max_batch_size")
-    assert config(max_batch_size=8).is_explicit("max_batch_size")
-    assert config(explicit=frozenset({"max_batch_size"})).is_explicit("max_batch_size")
 
 
 def test_an_endpoint_splits_into_its_parts() -> None:

@@ -68,12 +68,6 @@ def test_a_setting_with_the_name_of_an_engine_argument_is_passed_to_the_engine()
     assert not_passed == {"revision", "reasoning_parser"}, "engine_args.ENGINE_KEYS passes a setting on"
 
 
-def test_what_is_built_is_what_the_engine_takes(tmp_path: Path) -> None:
-    args = LlmArgs(**build(tmp_path, {"kv_cache_config": {"max_tokens": 64}}, engine="embedded"))
-    assert args.kv_cache_config.max_tokens == 64
-    assert args.scheduler_config.dynamic_batch_config is not None
-
-
 def test_engine_file_wins_over_flags_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As Dynamo resolves the two."""
     content = {"max_batch_size": 7, "kv_cache_config": {"free_gpu_memory_fraction": 0.5}}
@@ -266,16 +260,6 @@ def test_dynamo_decides_backend_and_postprocessing(tmp_path: Path, caplog: pytes
     assert "num_postprocess_workers" in caplog.text
 
 
-def test_a_model_path_has_to_lead_to_a_model(tmp_path: Path) -> None:
-    for name in ("/no/such/model", "./model", "a/b/c"):
-        with pytest.raises(ConfigError, match="a directory that exists"):
-            build_engine_args(WorkerConfig(model=name))
-    with pytest.raises(ConfigError, match=r"config\.json"):
-        build_engine_args(WorkerConfig(model=str(tmp_path)))
-    (tmp_path / "config.json").touch()
-    assert build_engine_args(WorkerConfig(model=str(tmp_path)))["model"] == str(tmp_path)
-
-
 def test_the_model_card_gets_the_sizes_that_the_engine_gets(tmp_path: Path) -> None:
     args = build(tmp_path, {"max_seq_len": 99, "max_num_tokens": 5, "max_batch_size": 3})
     config = with_engine_args(WorkerConfig(model="m"), args)
@@ -323,9 +307,3 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     config = WorkerConfig(model="m", dump_config_to=str(tmp_path / "no" / "folder"))
     with pytest.raises(ConfigError, match=r"--dump-config-to: .*a file that can be written"):
         dump_config(config, {})
-
-
-def test_config_is_not_dumped_without_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    dump_config(WorkerConfig(model="m"), {})
-    assert list(tmp_path.iterdir()) == []

@@ -172,12 +172,6 @@ async def test_a_handler_that_is_cancelled_by_its_worker_hands_the_request_back(
         await answering
 
 
-async def test_a_question_for_the_description_reaches_no_engine() -> None:
-    handler = as_dynamo_handler(failing(EngineError("not asked")), lambda: {"role": "decode"})
-    question = {"trtllm_disagg.describe": True}
-    assert [answer async for answer in handler(question, context=FakeContext())] == [{"role": "decode"}]
-
-
 # -- from Dynamo: the texts that were measured
 
 

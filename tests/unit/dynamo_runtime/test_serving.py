@@ -156,32 +156,21 @@ async def test_a_later_endpoint_that_cannot_be_served_fails_its_entry_and_not_th
         assert runtime.listed_at() == ["dyn://dynamo.prefill.generate"]
 
 
-async def test_a_worker_that_leaves_while_it_is_entered_is_not_in_discovery(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("entry", "step"),
+    [
+        ("register", "register_endpoint_instance"),
+        ("list_again", "unregister_endpoint_instance"),
+        ("list_again", "register_endpoint_instance"),
+    ],
+)
+async def test_a_worker_that_leaves_while_it_enters_discovery_is_not_in_it(
+    entry: str, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with at_frontends(monkeypatch) as (runtime, front, _):
-        await runtime.unregister()
-        may_enter = asyncio.Event()
-
-        async def register() -> None:
-            await may_enter.wait()
-            front.calls.append("register")
-
-        monkeypatch.setattr(front, "register_endpoint_instance", register)
-        entering = asyncio.create_task(runtime.register(MODEL))
-        await asyncio.sleep(0)
-        await runtime.leave()
-        may_enter.set()
-        await entering
-        assert front.calls[-2:] == ["register", "unregister"]
-
-
-@pytest.mark.parametrize("step", ["unregister_endpoint_instance", "register_endpoint_instance"])
-async def test_a_worker_that_leaves_while_it_enters_discovery_again_is_not_in_it(
-    step: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with at_frontends(monkeypatch) as (runtime, front, _):
-        may_go_on, original = asyncio.Event(), getattr(front, step)
+        if entry == "register":
+            await runtime.unregister()
+        has_come, may_go_on, original = asyncio.Event(), asyncio.Event(), getattr(front, step)
 
         async def slow() -> None:
             setattr(front, step, original)  # the next call is a fast one
@@ -189,14 +178,14 @@ async def test_a_worker_that_leaves_while_it_enters_discovery_again_is_not_in_it
             await may_go_on.wait()
             await original()
 
-        has_come = asyncio.Event()
         monkeypatch.setattr(front, step, slow)
         before = len(front.calls)
-        renewing = asyncio.create_task(runtime.list_again())
+        enters = runtime.list_again() if entry == "list_again" else runtime.register(MODEL)
+        entering = asyncio.create_task(enters)
         await has_come.wait()
         await runtime.leave()
         may_go_on.set()
-        await renewing
+        await entering
         assert front.calls[-1] == "unregister"
         assert front.calls[before:].count("register") == (step == "register_endpoint_instance")
 
