@@ -13,7 +13,6 @@ from tests.gpu.conftest import MakeCore
 from tests.support.models import greedy_answer
 from trtllm_disagg.engines.embedded.ipc.messages import SamplingSpec
 from trtllm_disagg.engines.embedded.params.model_config import FAMILIES
-from trtllm_disagg.errors import ConfigError
 
 NEW_TOKENS = 12
 STEM = [2 + (i * 17 + i * i) % 250 for i in range(80)]
@@ -87,8 +86,3 @@ def test_an_unstated_pool_is_a_share_of_device_memory(make_core: MakeCore) -> No
     free, _ = torch.cuda.mem_get_info()
     model: Any = core.engine.model
     assert 0 < model.runner.pool.kv.nbytes < free * 1e-4
-
-
-def test_shared_memory_is_refused_by_name(make_core: MakeCore) -> None:
-    with pytest.raises(ConfigError, match=r"cache_transceiver_config\.backend: .*NIXL on a CUDA device"):
-        make_core(cache_transceiver_config={"backend": "SHARED_MEMORY"})

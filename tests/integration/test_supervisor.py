@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,7 +26,6 @@ from trtllm_disagg.tools.up.managed_process import ManagedProcess
 from trtllm_disagg.tools.up.plan import (
     LOOPBACK,
     DeploymentConfig,
-    DeploymentFailedError,
     PortInUseError,
     RunDirInUseError,
 )
@@ -308,14 +306,4 @@ async def test_a_deployment_is_gone_after_its_block_even_when_that_fails(config:
         await fail_inside()
 
     assert [process.returncode for process in seen] == [0, 0, 0]
-    assert nothing_runs(config.run_dir)
-
-
-async def test_a_deployment_that_does_not_come_up_raises_its_report(settings: dict[str, Any]) -> None:
-    config = DeploymentConfig(**settings, worker_args=("--crash-role", "prefill"))
-
-    with pytest.raises(DeploymentFailedError, match=r"(?s)prefill-0.*exit code 3.*no such weights"):
-        async with running_deployment(config):
-            pass
-
     assert nothing_runs(config.run_dir)

@@ -66,8 +66,6 @@ DYNAMO = (
 
 #: Import names of TensorRT-LLM. Whether it is installed is asked by the table of engines.
 TENSORRT_LLM = ("engine.llm_api",)
-#: These put something in its place, under its name, and import only that.
-STAND_INS = ("engines.embedded.mount", "engines.embedded.api.mounted_names", "engines.recording.mounted")
 
 #: The engine serves every client of the LLM API; it knows none of them.
 NOT_FOR_EMBEDDED = (
@@ -235,7 +233,7 @@ def test_only_the_runtime_and_the_publishers_import_dynamo() -> None:
 
 def test_only_the_engine_asks_for_tensorrt_llm() -> None:
     users = {name for name in NAMES for used in imports(MODULES[name]) if used.startswith("tensorrt_llm")}
-    assert users == {*TENSORRT_LLM, *STAND_INS}
+    assert users == set(TENSORRT_LLM)
 
 
 @pytest.mark.parametrize(
@@ -245,6 +243,9 @@ def test_only_the_engine_asks_for_tensorrt_llm() -> None:
         ("engines.modelled.build", "torch transformers dynamo"),
         ("engine.engine", "torch transformers dynamo tensorrt_llm"),
         ("handlers.services", "torch transformers dynamo tensorrt_llm"),
+        ("engines.demo_model", "torch transformers tokenizers"),
+        ("engines.demo_model.building", "torch transformers tokenizers"),
+        ("tools.demo.both_orders", "torch transformers tokenizers"),
         ("tools.bench.sweeps", "torch transformers"),
         ("strategies", "torch transformers dynamo tensorrt_llm msgspec pydantic yaml trtllm_disagg.handlers"),
         ("cli", "torch transformers dynamo pydantic msgspec yaml"),

@@ -5,9 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import random
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -18,7 +15,6 @@ import pytest
 
 from trtllm_disagg.engines import demo_model
 from trtllm_disagg.engines.demo_model import Recipe, building, corpus, tokenizer, training
-from trtllm_disagg.engines.demo_model import corpus as conversations
 from trtllm_disagg.engines.demo_model.building import build_demo_model
 from trtllm_disagg.errors import ConfigError
 
@@ -112,7 +108,7 @@ def test_the_tokenizer_gives_every_text_back(model_dir: Path) -> None:
     assert (loaded.bos_token, loaded.eos_token, len(loaded)) == ("<|bos|>", "<|eos|>", 320)
 
 
-def test_the_chat_template_writes_what_the_model_was_trained_on(model_dir: Path) -> None:
+def test_the_chat_template_writes_what_the_model_was_trained_on_and_takes_text_parts(model_dir: Path) -> None:
     from transformers import AutoTokenizer
 
     loaded = AutoTokenizer.from_pretrained(model_dir)
@@ -123,13 +119,7 @@ def test_the_chat_template_writes_what_the_model_was_trained_on(model_dir: Path)
     prompt = loaded.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert prompt == rendered + "<|assistant|>"
     assert rendered == "<|bos|><|system|>Be brief.<|user|>Hi<|assistant|>Hello!<|eos|><|user|>Bye"
-
-
-def test_the_chat_template_takes_a_list_of_text_parts(model_dir: Path) -> None:
-    from transformers import AutoTokenizer
-
     parts = [{"type": "text", "text": "He"}, {"type": "text", "text": "llo"}]
-    loaded = AutoTokenizer.from_pretrained(model_dir)
     rendered = loaded.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
     assert rendered == "<|bos|><|user|>Hello"
 
@@ -166,38 +156,6 @@ def test_training_learns() -> None:
     training.train(recipe, source, vocabulary, lambda step, steps, loss: losses.append(loss))
     assert len(losses) == recipe.steps
     assert sum(losses[-5:]) / 5 < losses[0] - 1
-
-
-def test_only_questions_and_system_prompts_are_not_learned() -> None:
-    bos, eos, user, assistant, system, text = range(6)
-    talk = [bos, system, text, user, text, text, assistant, text, eos, user, text, assistant, text, eos]
-    talk += [bos, text]
-    is_said = training.said(talk, [user, system], assistant)
-    assert [at for at, learned in enumerate(is_said) if learned] == [0, 7, 8, 12, 13, 14, 15]
-
-
-# The text.
-
-
-def test_corpus_has_prose_and_subjects_of_python_articles() -> None:
-    articles = {article.title: article for article in corpus.articles()}
-    assert not any("::=" in article.passage for article in articles.values())
-    assert articles["len"].answer("len()") == "About len(): Return the number of items in a container."
-    the_with = articles['The "with" statement']
-    assert the_with.subjects == ("the with statement", 'the "with" statement')
-    assert the_with.answer("it").startswith('About it: The "with" statement is used to wrap')
-    assert sum(article.asked for article in articles.values()) > 150
-
-
-def test_each_round_of_conversations_covers_all_articles_with_other_questions() -> None:
-    source = [article for article in corpus.articles() if article.asked]
-    order = random.Random(3)
-    rounds = [conversations.conversations(source, order) for _ in range(2)]
-    asked = [sorted(text for talk in talks for role, text in talk if role == "user") for talks in rounds]
-    expected = len(source) + 2 * len(conversations.FAMILIAR) + 2 * len(conversations.SMALL_TALK)
-    assert [len(questions) for questions in asked] == [expected] * 2
-    assert asked[0] != asked[1]
-    assert all(talk[-1][0] == "assistant" for talks in rounds for talk in talks)
 
 
 # The folder.
@@ -297,16 +255,6 @@ def test_a_folder_that_cannot_be_made_is_a_wrong_setting(tmp_path: Path, stand_i
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot make a model at"):
         demo_model.run(parse(str(tmp_path / "file" / "model")))
-
-
-@pytest.mark.parametrize(
-    "module", ["engines.demo_model", "engines.demo_model.building", "tools.demo.both_orders"]
-)
-def test_importing_demo_model_loads_no_torch(module: str) -> None:
-    heavy = {"torch", "transformers", "tokenizers"}
-    script = f"import sys, trtllm_disagg.{module}; print({heavy} & set(sys.modules))"
-    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert answer.stdout == "set()\n"
 
 
 def test_progress_is_a_line_every_few_seconds(capsys: pytest.CaptureFixture[str]) -> None:

@@ -121,23 +121,6 @@ def test_undelivered_tokens_are_computed_in_few_steps_of_the_process() -> None:
     assert len(driver.core.stats) == len(awake.core.stats)
 
 
-def test_a_request_that_comes_during_a_rest_waits_for_the_step_that_runs_then() -> None:
-    driver = Driver(rests=True)
-    core, clock = driver.core, driver.clock
-    core.add(prompt_of(64), 2 * INTERVAL, stream_interval=INTERVAL)
-    driver.step()
-    begun, seconds = clock.time, 2e-3 + 100e-6 + 64 / 1024 * 10e-6
-    assert core.engine.rest() > 0
-    clock.time = begun + 2.5 * seconds
-    core.add(prompt_of(64, salt=1), 1)
-    assert clock.time == pytest.approx(begun + 3 * seconds, rel=1e-3)
-    driver.step()
-    assert len(core.answers[1, 0].tokens) == 1, "no client hears of the three tokens yet"
-    driver.step()
-    assert core.answers[2, 0].done
-    driver.run_until(float("inf"))
-
-
 @pytest.mark.parametrize(
     "request_of",
     [
