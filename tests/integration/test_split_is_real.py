@@ -64,15 +64,24 @@ def assert_work(deployed: Served, before: Mapping[str, Work], expected: Mapping[
 
 
 @pytest.mark.parametrize("strategy", DISAGGREGATED)
-def test_each_phase_runs_on_its_workers_engine_only(strategy: str, deployed: Served) -> None:
+def test_each_phase_runs_on_its_workers_engine_and_cached_blocks_are_not_moved_again(
+    strategy: str, deployed: Served
+) -> None:
     deployed.wait_until_idle()
     before = {role: work_of(deployed, role) for role in ("prefill", "decode")}
+    prompt = fresh_prompt(300)
 
-    complete(deployed, fresh_prompt(300))
+    complete(deployed, prompt)
 
     # The first token is prefill's, and comes with the prompt's last.
     one_by_one = work(decode=TOKENS - 1, pulls=1, blocks=math.ceil(300 / BLOCK))
     assert_work(deployed, before, {"prefill": work(prefill=300), "decode": one_by_one})
+
+    complete(deployed, prompt)
+
+    once_and_the_end = work(decode=2 * (TOKENS - 1), pulls=2, blocks=math.ceil(300 / BLOCK) + 1)
+    prefilled = work(prefill=300 + 300 % BLOCK)
+    assert_work(deployed, before, {"prefill": prefilled, "decode": once_and_the_end})
 
 
 @pytest.mark.parametrize("strategy", DISAGGREGATED)
@@ -90,21 +99,6 @@ def test_only_the_worker_that_receives_kv_counts_transfer_times(strategy: str, d
     assert 0 < seconds < 10
     assert moved == math.ceil(300 / BLOCK) * bytes_per_block()
     assert told("prefill") == [0, 0, 0]
-
-
-@pytest.mark.parametrize("strategy", DISAGGREGATED)
-def test_cached_blocks_are_neither_computed_nor_moved_again(strategy: str, deployed: Served) -> None:
-    deployed.wait_until_idle()
-    before = {role: work_of(deployed, role) for role in ("prefill", "decode")}
-    prompt = fresh_prompt(300)
-
-    complete(deployed, prompt)
-    deployed.wait_until_idle()
-    complete(deployed, prompt)
-
-    once_and_the_end = work(decode=2 * (TOKENS - 1), pulls=2, blocks=math.ceil(300 / BLOCK) + 1)
-    prefilled = work(prefill=300 + 300 % BLOCK)
-    assert_work(deployed, before, {"prefill": prefilled, "decode": once_and_the_end})
 
 
 @pytest.mark.parametrize("strategy", DISAGGREGATED)
