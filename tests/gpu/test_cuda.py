@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from tests.gpu.conftest import MakeCore
 from tests.support.models import greedy_answer
 from trtllm_disagg.engines.embedded.ipc.messages import SamplingSpec
 from trtllm_disagg.engines.embedded.params.model_config import FAMILIES
+from trtllm_disagg.tools.bench.kv_ends import CopyPools, connected
+from trtllm_disagg.tools.bench.kv_shapes import KvShape
 
 NEW_TOKENS = 12
 STEM = [2 + (i * 17 + i * i) % 250 for i in range(80)]
@@ -86,3 +89,28 @@ def test_an_unstated_pool_is_a_share_of_device_memory(make_core: MakeCore) -> No
     free, _ = torch.cuda.mem_get_info()
     model: Any = core.engine.model
     assert 0 < model.runner.pool.kv.nbytes < free * 1e-4
+
+
+# -- workers are processes of their own: KV goes from one's device memory into the other's
+
+
+SHAPE = KvShape("two-layers", layers=2, kv_heads=2, head_dim=64, dtype="float32", prompt_tokens=2048)
+
+
+def test_pulls_put_every_byte_in_its_place_on_the_gpu() -> None:
+    with connected("NIXL", SHAPE, "cuda") as (_, receiver):
+        assert receiver.pool.is_cuda
+        for seed in range(3):
+            remote, local = SHAPE.blocks("scattered", seed=seed), SHAPE.blocks("scattered", seed=seed + 7)
+            receiver.pull(remote, local)
+            receiver.require_arrived(remote, local)
+
+
+def test_the_yardstick_copies_exactly_the_given_blocks() -> None:
+    pools = CopyPools(SHAPE, "cuda")
+    pools.source.random_()
+    remote, local = SHAPE.blocks("scattered", seed=1), SHAPE.blocks("scattered", seed=2)
+    pools.copying(SHAPE.ranges(remote, local))()
+    assert pools.target[local].equal(pools.source[remote])
+    untouched = random.Random(0).sample(sorted(set(range(SHAPE.pool_blocks)) - set(local)), 8)
+    assert not pools.target[untouched].any()
