@@ -247,12 +247,6 @@ def test_publishing_events_cannot_work_with_pushed_events_or_well_without_block_
     assert "kv_events_config.enable_kv_cache_events" in refusal(tmp_path, pushed, publish_kv_events=True)
 
 
-def test_publishing_metrics_turns_statistics_on(tmp_path: Path) -> None:
-    assert build(tmp_path, publish_metrics=True)["enable_iter_perf_stats"] is True
-    off = build(tmp_path, {"enable_iter_perf_stats": False}, publish_metrics=True)
-    assert off["enable_iter_perf_stats"] is False
-
-
 def test_dynamo_decides_backend_and_postprocessing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     args = build(tmp_path, {"backend": "pytorch", "num_postprocess_workers": 4})
     assert "backend" not in args
