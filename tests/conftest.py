@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,31 @@ from tests.support.deployments import Fleet, Served
 from tests.support.durations import DurationRecorder, mark_by_speed, recorded_durations
 from tests.support.groups import GroupScheduling, in_order, uses_fleet
 from tests.support.models import write_checkpoint
-from tests.support.signals import hear_signals, signals_as_before
 
 Checkpoints = Callable[..., Path]
 _FLEET = pytest.StashKey[Fleet]()
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def hear_signals() -> None:
+    """What tests start is told to stop by signals. `nohup` and a shell's `&` have a run ignore some, and all that it
+    starts with it.
+    """
+    for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, default)
 
 
 @pytest.fixture(autouse=True)
 def _signals() -> Iterator[None]:
-    with signals_as_before():
-        yield
+    """After a test signals are taken as before it. A command that was interrupted ignores them until its end, and in a
+    test this process goes on.
+    """
+    before = {number: signal.getsignal(number) for number in ENDING}
+    yield
+    for number, handler in before.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

@@ -1,127 +1,28 @@
-"""LLM(...) and its configuration classes: fields, defaults, and what is refused."""
+"""LLM(...) and its configuration classes: what is taken and refused.
+
+Fields and defaults: tests/unit/engines/recording/test_llm_api_pins.py.
+"""
 
 from __future__ import annotations
 
-import inspect
+from pathlib import Path
 from typing import Any
 
 import pydantic
 import pytest
 
 from tests.conformance.api import find
+from tests.conformance.conftest import MakeLlm
 
-KV_CACHE = {
-    "enable_block_reuse": True,
-    "max_tokens": None,
-    "max_attention_window": None,
-    "sink_token_length": None,
-    "free_gpu_memory_fraction": 0.9,
-    "host_cache_size": None,
-    "disk_cache_size": None,
-    "disk_cache_path": None,
-    "cross_kv_cache_fraction": None,
-    "secondary_offload_min_priority": None,
-    "event_buffer_max_size": 0,
-    "attention_dp_events_gather_period_ms": 5,
-    "kv_events_config": None,
-    "enable_partial_reuse": True,
-    "copy_on_partial_reuse": True,
-    "use_uvm": False,
-    "max_gpu_total_bytes": 0,
-    "iteration_stats_interval": 1,
-    "dtype": "auto",
-    "tokens_per_block": 32,
-    "use_kv_cache_manager_v2": "auto",
-    "kv_cache_event_hash_algo": "auto",
-    "max_util_for_resume": 0.95,
-}
-KV_EVENTS = {
-    "enable_kv_cache_events": False,
-    "publisher": None,
-    "endpoint": "tcp://*:5557",
-    "replay_endpoint": None,
-    "buffer_steps": 10_000,
-    "hwm": 100_000,
-    "max_queue_size": 100_000,
-    "topic": "",
-}
-CACHE_TRANSCEIVER = {
-    "backend": None,
-    "transceiver_runtime": "auto",
-    "max_tokens_in_buffer": None,
-    "kv_transfer_timeout_ms": 60_000,
-    "kv_transfer_sender_future_timeout_ms": 1000,
-    "kv_transfer_poll_interval_ms": 5000,
-    "kv_cache_bounce_size_mb": 0,
-    "enable_pipelined_transfer": False,
-}
-SCHEDULER = {
-    "capacity_scheduler_policy": "GUARANTEED_NO_EVICT",
-    "context_chunking_policy": None,
-    "dynamic_batch_config": None,
-    "waiting_queue_policy": "fcfs",
-    "use_python_scheduler": False,
-    "enable_prefix_aware_scheduling": True,
-}
-DYNAMIC_BATCH = {
-    "enable_batch_size_tuning": True,
-    "enable_max_num_tokens_tuning": False,
-    "dynamic_batch_moving_average_window": 128,
-}
-CUDA_GRAPH = {"max_batch_size": None, "batch_sizes": None, "enable_padding": False}
-LLM_ARGS = {
-    "tensor_parallel_size": 1,
-    "pipeline_parallel_size": 1,
-    "context_parallel_size": 1,
-    "enable_attention_dp": False,
-    "enable_lm_head_tp_in_adp": False,
-    "pp_partition": None,
-    "cp_config": None,
-    "enable_lora": False,
-    "lora_config": None,
-    "enable_chunked_prefill": False,
-    "guided_decoding_backend": None,
-    "batched_logits_processor": None,
-    "iter_stats_max_iterations": None,
-    "request_stats_max_iterations": None,
-    "cache_transceiver_config": None,
-    "speculative_config": None,
-    "sparse_attention_config": None,
-    "max_batch_size": 2048,
-    "max_input_len": 1024,
-    "max_seq_len": None,
-    "max_beam_width": 1,
-    "max_num_tokens": 8192,
-    "gather_generation_logits": False,
-    "num_postprocess_workers": 0,
-    "reasoning_parser": None,
-    "otlp_traces_endpoint": None,
-    "return_perf_metrics": False,
-    "perf_metrics_output_dir": None,
-    "perf_metrics_max_requests": 0,
-    "orchestrator_type": None,
-    "env_overrides": None,
-    "post_processor_hook": None,
-    "num_serve_frontends": 1,
-    "attention_dp_config": None,
-    "disable_overlap_scheduler": False,
-    "attn_backend": "TRTLLM",
-    "enable_iter_perf_stats": False,
-    "enable_iter_req_stats": False,
-    "print_iter_log": False,
-    "stream_interval": 1,
-    "kv_connector_config": None,
-}
-
-CLASSES: dict[str, dict[str, Any]] = {
-    "KvCacheConfig": KV_CACHE,
-    "KVEventsConfig": KV_EVENTS,
-    "CacheTransceiverConfig": CACHE_TRANSCEIVER,
-    "SchedulerConfig": SCHEDULER,
-    "DynamicBatchConfig": DYNAMIC_BATCH,
-    "CudaGraphConfig": CUDA_GRAPH,
-    "TorchLlmArgs": LLM_ARGS,
-}
+CLASSES = (
+    "KvCacheConfig",
+    "KVEventsConfig",
+    "CacheTransceiverConfig",
+    "SchedulerConfig",
+    "DynamicBatchConfig",
+    "CudaGraphConfig",
+    "TorchLlmArgs",
+)
 
 
 def args(**values: Any) -> Any:
@@ -129,18 +30,6 @@ def args(**values: Any) -> Any:
 
 
 # -- fields and defaults
-
-
-@pytest.mark.parametrize(
-    ("name", "field"), [(name, field) for name, fields in CLASSES.items() for field in fields]
-)
-def test_a_field_has_its_default(name: str, field: str) -> None:
-    fields = find(name).model_fields
-    assert field in fields
-    # DynamicBatchConfig's are set by Dynamo, which passes them all.
-    if not fields[field].is_required():
-        default = fields[field].get_default(call_default_factory=True)
-        assert getattr(default, "value", default) == CLASSES[name][field]
 
 
 @pytest.mark.parametrize(
@@ -161,28 +50,9 @@ def test_load_format_is_auto() -> None:
     assert {"AUTO", "DUMMY", "VISION_ONLY"} <= set(find("LoadFormat").__members__)
 
 
-def test_the_constructor_takes_these_by_position() -> None:
-    parameters = inspect.signature(find("LLM").__init__).parameters
-    expected = {
-        "model": inspect.Parameter.empty,
-        "tokenizer": None,
-        "tokenizer_mode": "auto",
-        "skip_tokenizer_init": False,
-        "trust_remote_code": False,
-        "tensor_parallel_size": 1,
-        "dtype": "auto",
-        "revision": None,
-        "tokenizer_revision": None,
-    }
-    assert list(parameters)[1 : len(expected) + 1] == list(expected)
-    assert {name: parameters[name].default for name in expected} == expected
-    assert parameters["kwargs"].kind is inspect.Parameter.VAR_KEYWORD
-
-
-def test_dynamo_reads_defaults_from_the_class() -> None:
-    fields = find("BaseLlmArgs").model_fields
-    names = ("max_batch_size", "max_num_tokens", "max_seq_len", "max_beam_width")
-    assert [fields[name].default for name in names] == [2048, 8192, None, 1]
+def test_the_settings_of_cuda_graphs_are_known() -> None:
+    known = {"max_batch_size", "batch_sizes", "enable_padding", "mode"}
+    assert set(find("CudaGraphConfig").model_fields) >= known
 
 
 # -- values
@@ -238,6 +108,14 @@ def test_an_unknown_field_is_refused(name: str) -> None:
         ("SchedulerConfig", {"context_chunking_policy": "NEVER"}),
         ("SchedulerConfig", {"waiting_queue_policy": "lifo"}),
         ("KVEventsConfig", {"publisher": "nats"}),
+        ("KvCacheConfig", {"free_gpu_memory_fraction": -0.1}),
+        ("KvCacheConfig", {"tokens_per_block": 0}),
+        ("KvCacheConfig", {"block_reuse_config": {"policy": "never"}}),
+        ("KvCacheConfig", {"kv_events_config": {"no_such_field": 1}}),
+        ("TorchLlmArgs", {"kv_cache_config": {"no_such_field": 1}}),
+        ("TorchLlmArgs", {"max_batch_size": "many"}),
+        ("TorchLlmArgs", {"load_format": "sideways"}),
+        ("TorchLlmArgs", {"generation_config": "mine"}),
     ],
 )
 def test_a_bad_value_is_refused(name: str, values: dict[str, Any]) -> None:
@@ -272,5 +150,57 @@ def test_each_enum_has_the_policies(name: str, members: set[str]) -> None:
     assert set(find(name).__members__) >= members
 
 
-def test_environment_overrides_are_text() -> None:
-    assert args(env_overrides={"A": "1"}).env_overrides == {"A": "1"}
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("orchestrator_type", (None, "rpc", "ray")),
+        ("guided_decoding_backend", (None, "xgrammar", "llguidance")),
+        ("generation_config", ("trtllm", "auto")),
+        ("backend", (None, "pytorch")),
+        ("env_overrides", (None, {}, {"A": "b"})),
+        ("speculative_config", (None,)),
+        ("cuda_graph_config", (None,)),
+    ],
+)
+def test_values_of_tensorrt_llm_are_taken_as_they_are(field: str, values: tuple[Any, ...]) -> None:
+    assert [getattr(args(**{field: value}), field) for value in values] == list(values)
+
+
+@pytest.mark.parametrize("policy", ["all_reusable", "per_request", "per_conversation"])
+def test_each_policy_of_block_reuse_is_taken(policy: str) -> None:
+    def chosen(**values: Any) -> str:
+        found = find("KvCacheConfig")(**values).block_reuse_config.policy
+        return str(getattr(found, "value", found))
+
+    assert chosen(block_reuse_config={"policy": policy}) == policy
+    assert chosen() == "all_reusable"
+
+
+def test_the_constructor_refuses_what_its_arguments_refuse(model: Path) -> None:
+    with pytest.raises(pydantic.ValidationError, match="no_such_field"):
+        find("LLM")(str(model), no_such_field=1)
+
+
+def test_the_python_transceiver_needs_an_end_to_its_waiting(make_llm: MakeLlm) -> None:
+    """The facts do not say whether the arguments or the engine complain."""
+    transceiver = {"backend": "NIXL", "transceiver_runtime": "PYTHON", "kv_transfer_timeout_ms": None}
+    with pytest.raises(Exception, match="finite kv_transfer_timeout_ms"):
+        make_llm(cache_transceiver_config=transceiver)
+
+
+def test_llm_args_are_available_with_defaults(llm: Any) -> None:
+    assert isinstance(llm.args, find("BaseLlmArgs"))
+    assert llm.args.attention_dp_config is None
+    assert llm.args.kv_cache_config.event_buffer_max_size == 4096
+
+
+# -- files of more arguments
+
+
+def test_a_file_of_arguments_wins_over_others_and_joins_their_parts(tmp_path: Path) -> None:
+    file = tmp_path / "more.yaml"
+    file.write_text("max_batch_size: 3\nkv_cache_config:\n  max_tokens: 640\n")
+    update = find("update_llm_args_with_extra_options")
+    given = {"model": "m", "max_batch_size": 5, "kv_cache_config": find("KvCacheConfig")(tokens_per_block=16)}
+    made = args(**{key: value for key, value in update(given, str(file)).items() if key != "model"})
+    assert (made.max_batch_size, made.kv_cache_config.max_tokens) == (3, 640)

@@ -1,29 +1,22 @@
-"""generate_async: its signature, what it takes, and what it refuses at once."""
+"""generate_async: its signature, what it takes and leaves alone, what it refuses at once, and what is asked twice."""
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import numpy
 import pytest
 
-from tests.conformance.api import MAX_BATCH_SIZE, MAX_SEQ_LEN, PROMPT, disaggregated, find, sampling
+from tests.conformance.api import (
+    IS_EMBEDDED,
+    MAX_BATCH_SIZE,
+    MAX_SEQ_LEN,
+    PROMPT,
+    disaggregated,
+    find,
+    sampling,
+)
 
-PARAMETERS = {
-    "sampling_params": None,
-    "lora_request": None,
-    "prompt_adapter_request": None,
-    "streaming": False,
-    "kv_cache_retention_config": None,
-    "disaggregated_params": None,
-    "trace_headers": None,
-    "_postproc_params": None,
-    "scheduling_params": None,
-    "conversation_params": None,
-    "cache_salt": None,
-    "priority": 0.5,
-}
 RESULT = (
     "request_id",
     "prompt",
@@ -37,15 +30,6 @@ RESULT = (
     "metrics_dict",
     "disaggregated_params",
 )
-METHODS = {
-    "generate": (),
-    "get_stats": ("timeout",),
-    "get_stats_async": ("timeout",),
-    "get_kv_cache_events": ("timeout",),
-    "get_kv_cache_events_async": ("timeout",),
-    "get_kv_cache_capacity": (),
-    "shutdown": (),
-}
 
 
 async def tokens_of(result: Any) -> list[int]:
@@ -53,22 +37,6 @@ async def tokens_of(result: Any) -> list[int]:
 
 
 # -- shape
-
-
-def test_generate_async_has_the_parameters_and_defaults() -> None:
-    parameters = inspect.signature(find("LLM").generate_async).parameters
-    assert list(parameters)[:2] == ["self", "inputs"]
-    assert {name: parameters[name].default for name in PARAMETERS} == PARAMETERS
-
-
-def test_generate_async_is_no_coroutine_function() -> None:
-    assert not inspect.iscoroutinefunction(find("LLM").generate_async)
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_a_method_of_the_llm_has_its_parameters_and_their_defaults(name: str) -> None:
-    parameters = inspect.signature(getattr(find("LLM"), name)).parameters
-    assert all(parameters[parameter].default == 2 for parameter in METHODS[name])
 
 
 def test_llm_has_args_tokenizer_id_and_health_check(llm: Any) -> None:
@@ -174,7 +142,118 @@ async def test_a_bad_guide_costs_its_own_request(llm: Any, guide: dict[str, Any]
     assert len(await tokens_of(llm.generate_async(PROMPT, sampling()))) == 8
 
 
-async def test_the_callers_parameters_stay_as_they_are(llm: Any) -> None:
+# -- requests
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"trace_headers": {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"}},
+        {"scheduling_params": ("attention_dp_rank", 0)},
+        {"priority": 0.0},
+        {"priority": 1.0},
+        {"kv_cache_retention_config": None, "conversation_params": None, "_postproc_params": None},
+    ],
+    ids=lambda more: "-".join(more),
+)
+async def test_what_dynamo_sends_along_changes_no_answer(llm: Any, more: dict[str, Any]) -> None:
+    if "scheduling_params" in more:
+        more = {"scheduling_params": find("SchedulingParams")(attention_dp_rank=0, attention_dp_relax=False)}
+    alone = await tokens_of(llm.generate_async(PROMPT, sampling()))
+    assert await tokens_of(llm.generate_async(PROMPT, sampling(), **more)) == alone
+
+
+async def test_a_new_output_is_empty(llm: Any) -> None:
+    result = llm.generate_async(PROMPT, sampling(max_tokens=2), streaming=True)
+    output = result.outputs[0]
+    assert not output.token_ids
+    assert not output.logprobs
+    assert not output.prompt_logprobs
+    assert (output.length, output.text, output.finish_reason) == (0, "", None)
+    await result
+
+
+async def test_iterating_a_finished_result_yields_nothing(llm: Any) -> None:
+    result = llm.generate_async(PROMPT, sampling(max_tokens=3), streaming=True)
+    first = [list(update.outputs[0].token_ids) async for update in result]
+    assert result.finished
+    assert [update async for update in result] == []
+    assert (await result.aresult()).outputs[0].token_ids == first[-1]
+
+
+async def test_an_abort_may_come_at_any_time_and_more_than_once(llm: Any) -> None:
+    early = llm.generate_async(PROMPT, sampling(max_tokens=300))
+    for _ in range(2):
+        early.abort()
+    await early.aresult()
+    assert early.outputs[0].finish_reason == "cancelled"
+    late = llm.generate_async(PROMPT, sampling(max_tokens=3))
+    tokens = await tokens_of(late)
+    late.abort()
+    assert (late.outputs[0].finish_reason, len(tokens)) == ("length", 3)
+    assert len(await tokens_of(llm.generate_async(PROMPT, sampling()))) == 8
+
+
+async def test_a_reader_that_left_blocks_no_other_request(llm: Any) -> None:
+    """Dynamo stops iterating when its client is gone."""
+    left = llm.generate_async(PROMPT, sampling(max_tokens=60), streaming=True)
+    await anext(left)
+    assert len(await tokens_of(llm.generate_async(PROMPT, sampling()))) == 8
+    left.abort()
+
+
+async def test_parameters_made_once_serve_many(llm: Any) -> None:
+    """Also a context_only request leaves what it was given as it is."""
     params = sampling(max_tokens=6)
-    await llm.generate_async(PROMPT, params)
+    first = await tokens_of(llm.generate_async(PROMPT, params))
+    kind = disaggregated(request_type="context_only")
+    prefilled = await llm.generate_async(PROMPT, params, disaggregated_params=kind).aresult()
+    assert prefilled.outputs[0].length == 1
+    prefilled.abort()
     assert params == sampling(max_tokens=6)
+    assert await tokens_of(llm.generate_async(PROMPT, params)) == first
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"temperature": 0.0, "top_p": 0.5}, {"top_k": 1, "temperature": 1.0}, {"top_p": None}],
+    ids=str,
+)
+async def test_greedy_spellings_give_the_same_tokens(llm: Any, values: dict[str, Any]) -> None:
+    greedy = await tokens_of(llm.generate_async(PROMPT, sampling()))
+    assert await tokens_of(llm.generate_async(PROMPT, sampling(**values))) == greedy
+
+
+async def test_first_of_several_stop_tokens_ends_the_answer(llm: Any) -> None:
+    """The one that comes first ends the answer, and is named."""
+    whole = await tokens_of(llm.generate_async(PROMPT, sampling(max_tokens=12)))
+    first = min((whole[4], whole[9]), key=whole.index)
+    params = sampling(max_tokens=12, stop_token_ids=[whole[4], whole[9]], ignore_eos=False, end_id=-1)
+    output = (await llm.generate_async(PROMPT, params).aresult()).outputs[0]
+    assert list(output.token_ids) == whole[: whole.index(first)]
+    assert (output.finish_reason, output.stop_reason) == ("stop", first)
+
+
+@pytest.mark.skipif(not IS_EMBEDDED, reason="TensorRT-LLM serves them")
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"use_beam_search": True},
+        {"best_of": 2},
+        {"embedding_bias": [0.0]},
+        {"logits_processor": object()},
+        {"apply_batched_logits_processor": True},
+        {"no_repeat_ngram_size": 2},
+        {"top_p_decay": 0.5},
+        {"top_p_min": 0.5},
+        {"top_p_reset_ids": 5},
+        {"return_context_logits": True},
+        {"return_generation_logits": True},
+        {"truncate_prompt_tokens": 5},
+        {"thinking_token_budget": 0},
+    ],
+    ids=" ".join,
+)
+async def test_unserved_sampling_option_is_refused_by_name(llm: Any, values: dict[str, Any]) -> None:
+    with pytest.raises(NotImplementedError, match=next(iter(values))):
+        llm.generate_async(PROMPT, sampling(**values))

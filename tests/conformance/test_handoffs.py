@@ -43,16 +43,10 @@ async def drain(llm: Any, result: Any, prompt: list[int] = PROMPT) -> None:
 # -- context_only
 
 
-async def test_prefill_gives_one_token_with_any_max_tokens(llm: Any, decode_llm: Any) -> None:
+async def test_prefill_with_any_max_tokens_gives_one_token_and_its_handoff(llm: Any, decode_llm: Any) -> None:
     result = await prefill(llm, max_tokens=40)
-    output = result.outputs[0]
-    assert output.length == 1
-    assert output.finish_reason in ("length", "not_finished")
-    await drain(decode_llm, result)
-
-
-async def test_a_handoff_of_prefill_has_token_id_and_sender(llm: Any, decode_llm: Any) -> None:
-    result = await prefill(llm)
+    assert result.outputs[0].length == 1
+    assert result.outputs[0].finish_reason in ("length", "not_finished")
     params = result.outputs[0].disaggregated_params
     assert isinstance(params, find("DisaggregatedParams"))
     assert params.request_type == "context_only"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,10 @@ import torch
 
 from tests.conftest import Checkpoints
 from tests.gpu.conftest import MakeCore
+from tests.support.benchmark_scripts import script
 from tests.support.models import greedy_answer
 from trtllm_disagg.engines.embedded.ipc.messages import SamplingSpec
 from trtllm_disagg.engines.embedded.params.model_config import FAMILIES
-from trtllm_disagg.errors import ConfigError
 
 NEW_TOKENS = 12
 STEM = [2 + (i * 17 + i * i) % 250 for i in range(80)]
@@ -89,6 +90,27 @@ def test_an_unstated_pool_is_a_share_of_device_memory(make_core: MakeCore) -> No
     assert 0 < model.runner.pool.kv.nbytes < free * 1e-4
 
 
-def test_shared_memory_is_refused_by_name(make_core: MakeCore) -> None:
-    with pytest.raises(ConfigError, match=r"cache_transceiver_config\.backend: .*NIXL on a CUDA device"):
-        make_core(cache_transceiver_config={"backend": "SHARED_MEMORY"})
+# -- workers are processes of their own: KV goes from one's device memory into the other's
+
+
+transfer = script("transfer")
+SHAPE = transfer.KvShape("two-layers", layers=2, kv_heads=2, head_dim=64, dtype="float32", prompt_blocks=64)
+
+
+def test_pulls_put_every_byte_in_its_place_on_the_gpu() -> None:
+    with transfer.connected("NIXL", SHAPE, "cuda") as (_, _, receiver):
+        assert receiver.pool.is_cuda
+        for seed in range(3):
+            remote, local = SHAPE.blocks("scattered", seed=seed), SHAPE.blocks("scattered", seed=seed + 7)
+            receiver.pull(remote, local)
+            receiver.require_arrived(remote, local)
+
+
+def test_the_yardstick_copies_exactly_the_given_blocks() -> None:
+    source, target = transfer.copy_pools(SHAPE, "cuda")
+    source.random_()
+    remote, local = SHAPE.blocks("scattered", seed=1), SHAPE.blocks("scattered", seed=2)
+    transfer.copying((source, target), SHAPE.ranges(remote, local))()
+    assert target[local].equal(source[remote])
+    untouched = random.Random(0).sample(sorted(set(range(SHAPE.pool_blocks)) - set(local)), 8)
+    assert not target[untouched].any()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,30 +17,10 @@ from tests.support.deployments import (
     Fleet,
     Served,
     demo_config,
-    demo_model,
     served,
 )
 from trtllm_disagg.tools.up.plan import DeploymentFailedError
 from trtllm_disagg.tools.up.run_dir import read_processes
-
-# -- the command line and the YAML file
-
-
-def run(*args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "trtllm_disagg", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-
-
-def test_up_prints_the_error_of_a_worker_that_dies_at_its_start(tmp_path: Path) -> None:
-    ended = run(
-        *("up", "--strategy", "agg", "--model", str(demo_model()), "--http-port", "0"),
-        *("--run-dir", str(tmp_path / "run"), "--worker-args=--trtllm.dtype=float33"),
-    )
-
-    assert (ended.returncode, ended.stdout) == (1, "")
-    assert "agg-0 died before the deployment was ready: dtype: 'float33' is not allowed" in ended.stderr
-    assert "(exit code 2)" in ended.stderr
-
 
 # -- two stages that do not fit together
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -109,17 +107,3 @@ async def test_killing_the_second_stage_costs_no_request(
         answers = await ask_all(client, deployment, 200)
         assert texts(answers) == undisturbed
         assert {told(answer)["fallbacks"][-1].partition(":")[0] for answer in answers} == {"local"}
-
-
-async def test_worker_with_a_dead_engine_ends_and_logs_the_reason(
-    checkpoints: Checkpoints, tmp_path: Path
-) -> None:
-    setting = config("decode_first", checkpoints("llama"), tmp_path / "run")
-    async with running_deployment(setting) as deployment:
-        (decode,) = deployment.of_role("decode")
-        worker = psutil.Process(decode.pid)
-        (engine,) = worker.children()
-        os.kill(engine.pid, signal.SIGKILL)
-        await asyncio.to_thread(psutil.wait_procs, [worker], timeout=60)
-        assert not worker.is_running()
-        assert "the engine process ended with exit code -9" in decode.log.read_text()

@@ -106,14 +106,6 @@ def pair(pair_of: Callable[[str], Pair]) -> Pair:
     return pair_of("decode_first")
 
 
-def test_a_request_crosses_both_stages_under_attention_dp(pair: Pair) -> None:
-    tokens, told = pair.ask()
-    assert len(tokens) == 6
-    assert told["strategy"] == "decode_first"
-    assert "fallbacks" not in told
-    pair.nothing_is_held()
-
-
 def test_a_transfer_that_breaks_leaves_the_answer_as_it_was(pair: Pair) -> None:
     undisturbed, _ = pair.ask()
     (pair.kv / KvFiles.BREAKS).touch()

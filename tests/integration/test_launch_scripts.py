@@ -157,14 +157,6 @@ def test_deployment_scripts_print_the_ready_line_and_serve(launch: Launch, strat
     launch.require_nothing_left()
 
 
-def test_disagg_ends_when_a_worker_cannot_start(launch: Launch) -> None:
-    launch.start("disagg.sh", "decode_first", ENGINE_CONFIGS="/none")
-
-    assert launch.wait("disagg.sh") != 0
-    launch.require_nothing_left()
-    assert "--engine-configs: '/none' is not allowed" in launch.said("disagg.sh")
-
-
 def test_a_worker_that_waits_for_the_other_stage_can_be_stopped(launch: Launch) -> None:
     waits = ("--on-missing-stage", "fail")
     launch.start("decode.sh", *waits, STRATEGY="decode_first", DYN_SYSTEM_PORT=launch.next_port())

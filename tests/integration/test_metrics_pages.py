@@ -1,19 +1,18 @@
-"""Dynamo's dashboards, its Planner, and our dashboard and alerts find on live pages what they ask for."""
+"""What is asked of a deployment that serves, by dashboards, alerts, Planner, doctor and top, finds its answer."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+import subprocess
+import sys
 
 import pytest
-import yaml
 
-from tests.support.deployments import FIXED, MODEL_NAME, ROOT, Served
+from tests.support.deployments import DISAGGREGATED, FIXED, MODEL_NAME, Fleet, Served
 from tests.support.dynamo_dashboards import OF_FRONTEND, OF_ROLE, OF_WORKERS
-from tests.support.promql import Series, asks_for, selected, selectors, series_of
+from tests.support.promql import Series, asks_for, expressions, selected, selectors, series_of
 
-OBSERVABILITY = ROOT / "deploy" / "observability"
 #: Shown where there is a prefill queue, or a modelled engine; their own tests look for them.
 ELSEWHERE = {
     "trtllm_disagg_prefill_queue_age_seconds",
@@ -63,22 +62,10 @@ def test_dynamos_dashboards_and_planner_find_what_they_ask_for(strategy: str, de
         assert unanswered(other, page) == other
 
 
-def expressions() -> Iterator[tuple[str, str]]:
-    """(name, PromQL) of our dashboard and alerts."""
-    dashboard = json.loads((OBSERVABILITY / "grafana-dashboard.json").read_text())
-    for panel in dashboard["panels"]:
-        for target in panel.get("targets", ()):
-            query = target["expr"].replace("$__rate_interval", "1m").replace("$namespace", ".*")
-            yield panel["title"], query
-    for group in yaml.safe_load((OBSERVABILITY / "alerts.yaml").read_text())["groups"]:
-        for rule in group["rules"]:
-            yield rule["alert"], rule["expr"]
-
-
 @every_order
 def test_our_dashboard_and_alerts_find_what_they_ask_for(strategy: str, deployed: Served) -> None:
     series = everything(pages_of(deployed))
-    asked = [(name, each) for name, query in expressions() for each in selectors(query)]
+    asked = [(name, each) for name, query in expressions().items() for each in selectors(query)]
     assert len(asked) > 30
     lacking = [
         f"{name}: {selector}"
@@ -110,3 +97,48 @@ def test_the_engines_measurements_of_requests_are_on_its_page(strategy: str, dep
             each.value for each in selected('trtllm_request_success_total{finished_reason=~".+"}', page)
         )
         assert finished >= 2
+
+
+# -- doctor --url and top, asked of deployments that serve
+
+
+@pytest.mark.parametrize("strategy", DISAGGREGATED)
+def test_a_deployment_that_serves_has_no_errors_and_nothing_unknown(strategy: str, fleet: Fleet) -> None:
+    deployed = fleet[strategy]
+    command = [sys.executable, "-m", "trtllm_disagg", "doctor", "--url", deployed.url, "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    said = json.loads(ended.stdout)
+    assert (said["model"], said["errors"], said["notes"], said["not_known"]) == (MODEL_NAME, 0, 0, 0)
+    value = {row["rule"]: row["value"] for row in said["rows"]}
+    assert sorted(value["workers"].split(", ")) == sorted(worker.name for worker in deployed.workers)
+    assert value["order"].startswith(f"{strategy} (")
+    assert any(f"{worker.instance_id:x}" in value["both stages"] for worker in deployed.workers)
+    assert int(value["KV moved"].split()[0].replace(",", "")) > 0
+    assert value["KV events"].startswith("the router found ")
+
+
+@pytest.mark.parametrize("strategy", DISAGGREGATED)
+def test_top_shows_the_order_in_force_and_what_each_worker_did(strategy: str, fleet: Fleet) -> None:
+    deployed = fleet[strategy]
+    deployed.openai.completions.create(
+        model=MODEL_NAME, prompt="What is a list?", max_tokens=8, extra_body={"ignore_eos": True}
+    )
+    command = [sys.executable, "-m", "trtllm_disagg", "top", "--once", "--json"]
+    for where in (["--run-dir", str(deployed.deployment.run_dir)], ["--url", deployed.url]):
+        ended = subprocess.run([*command, *where], capture_output=True, text=True, timeout=60)
+
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        said = json.loads(ended.stdout)
+        assert (said["strategy"], said["model"], said["url"]) == (strategy, MODEL_NAME, deployed.url)
+        assert said["doubt"] == ""
+        assert said["frontend"]["ttft_seconds"]["p50"] > 0
+        assert said["frontend"]["itl_seconds"]["count"] > 0
+        processes = {process["name"]: process for process in said["processes"]}
+        assert {process["state"] for process in processes.values()} == {"ready"}
+        for worker in deployed.workers:
+            load = processes[worker.name]["load"]
+            assert load["kv_blocks_total"] > 0
+            assert load["prefill_tokens" if worker.role == "prefill" else "decode_tokens"] > 0
+            assert None not in (load["batch"], load["queued"], load["handoffs_held"])

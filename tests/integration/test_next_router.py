@@ -138,39 +138,6 @@ def test_a_pinned_request_goes_to_the_pinned_instance(pair: Served) -> None:
     assert both == {worker.instance_id for worker in pair.second_stage}
 
 
-def test_pin_to_an_unknown_instance_is_refused(pair: Served) -> None:
-    for nvext in ({"annotations": ["disagg:next=3039"]}, {"prefill_worker_id": 0x3039}):
-        refusal = post(pair, fresh(BLOCK), **nvext)
-        assert refusal.status_code == 400
-        message = refusal.json()["message"]
-        assert "instance 3039 is not known; expected one of" in message
-        assert all(f"{worker.instance_id:x}" in message for worker in pair.second_stage)
-
-
-def test_the_frontend_never_routes_to_the_second_stage(pair: Served) -> None:
-    assert [model.id for model in pair.openai.models.list()] == [MODEL]
-    for worker in pair.second_stage:
-        header = {"x-dynamo-worker-instance-id": str(worker.instance_id)}
-        assert post(pair, fresh(BLOCK), header).status_code == 400
-
-
-def test_when_one_is_killed_the_other_one_does_it_all(pair: Served) -> None:
-    """Nothing fails: what was sent to the dead one is tried again. The last but one test: it costs a worker."""
-    gone, left = pair.second_stage
-    (process,) = [each for each in pair.deployment.processes if each.name == gone.name]
-    for _ in range(2):
-        ask(pair, fresh(PREFIX), **pin(gone))
-    psutil.Process(process.pid).kill()
-
-    for _ in range(12):
-        assert ask(pair, fresh(PREFIX)).instance_id == left.instance_id
-
-    answered = ask(pair, fresh(PREFIX), **pin(gone))
-    assert answered.instance_id == left.instance_id
-    assert answered.fallbacks
-    assert ask(pair, fresh(PREFIX), **pin(gone, left)).instance_id == left.instance_id
-
-
 def test_without_a_first_stage_there_is_no_model(pair: Served) -> None:
     """The second stage's card is for KV routers only. The last test: it costs the first stage."""
     (process,) = [each for each in pair.deployment.processes if each.name == pair.first_stage[0].name]

@@ -1,16 +1,18 @@
-"""Two workers with different models behind one name: the second one is refused, by name."""
+"""Workers side by side in discovery: a second model behind one name is refused; a first stage waits, or is alone."""
 
 from __future__ import annotations
 
 import re
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.conftest import Checkpoints
-from tests.support.dynamo_deployment import DynamoDeployment
+from tests.support.dynamo_deployment import COMPLETIONS, START_TIMEOUT, DynamoDeployment
 from trtllm_disagg.model_directory import fingerprint
 
 #: No model is loaded: what is refused is refused before that.
@@ -87,3 +89,68 @@ def test_a_worker_that_was_killed_holds_up_no_other(
     assert len(list((place.directory / "discovery" / "v1" / "instances").iterdir())) == 1
     place.start_workers({"new": worker(checkpoints("llama", 1))})
     serves(place, "new")
+
+
+# -- a first stage without a second one
+
+
+#: By the model's name, which is its namespace too: the roles of first and second stage.
+ORDERS = {"prefill_first": ("prefill", "decode"), "decode_first": ("decode", "prefill")}
+WAITING = "waiting"
+
+
+def stage_worker(model: Path, name: str, order: str, role: str, *more: str) -> list[str]:
+    return [
+        *("trtllm_disagg", "worker", "--engine", "recording", "--model", str(model)),
+        *("--served-model-name", name, "--namespace", name),
+        *("--disaggregation-strategy", order, "--disaggregation-mode", role),
+        *more,
+    ]
+
+
+def body(model: str) -> dict[str, Any]:
+    return {
+        "model": model,
+        "prompt": "which worker answers this one?",
+        "max_tokens": 12,
+        "ignore_eos": True,
+        "temperature": 0,
+        "nvext": {"extra_fields": ["engine_data"]},
+    }
+
+
+def told(place: DynamoDeployment, model: str) -> dict[str, Any]:
+    """What the worker says of an answer. That its tokens are the same either way: `test_faults.py`."""
+    said: dict[str, Any] = place.post_ok(COMPLETIONS, body(model))["nvext"]["engine_data"]["disagg"]
+    return said
+
+
+def is_split(place: DynamoDeployment, order: str) -> bool:
+    return bool(told(place, order)["strategy"] == order)
+
+
+def test_a_first_stage_serves_alone_until_the_second_one_comes(
+    place: DynamoDeployment, checkpoints: Checkpoints
+) -> None:
+    model = checkpoints("llama")
+    place.start_frontend()
+    place.start_workers(
+        {f"{order}-1": stage_worker(model, order, order, first) for order, (first, _) in ORDERS.items()}
+        | {WAITING: stage_worker(model, WAITING, "decode_first", "decode", "--on-missing-stage", "fail")}
+    )
+    for order in ORDERS:
+        place.wait_ready(body(order))
+        alone = told(place, order)
+        assert alone["strategy"] == "local"
+        assert alone["fallbacks"][-1].startswith("local:")
+        assert "answers alone until one comes" in place.log(f"{order}-1")
+    place.wait_until(lambda: "waiting for the second stage" in place.log(WAITING), "the other one waits")
+    assert place.post(COMPLETIONS, body(WAITING))[0] == 404
+
+    place.start_workers(
+        {f"{order}-2": stage_worker(model, order, order, second) for order, (_, second) in ORDERS.items()}
+    )
+    for order in ORDERS:
+        place.wait_until(partial(is_split, place, order), f"{order} is back", START_TIMEOUT)
+        assert "fallbacks" not in told(place, order)
+    assert "worker ready" not in place.log(WAITING)

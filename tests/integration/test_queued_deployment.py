@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 from collections.abc import AsyncIterator
@@ -18,12 +17,9 @@ from tests.conftest import Checkpoints
 from tests.integration.test_changes_under_load import scale, switch
 from tests.integration.test_faults import PROMPTS, Said, ask, ask_all, config, texts, told
 from tests.support.load import Load, bodies
-from trtllm_disagg.tools.trace.reading import read_traces
 from trtllm_disagg.tools.up.lifecycle import Deployment, running_deployment
 from trtllm_disagg.tools.up.managed_process import ManagedProcess
 from trtllm_disagg.tools.up.plan import LOOPBACK
-
-PREFILL_SECONDS = 1.0
 
 
 @pytest.fixture
@@ -134,24 +130,3 @@ async def test_prefills_are_queued_before_and_after_a_switch_under_load(
                         assert "prefill_queue_ms" in said, "it went through the queue"
                         pulled_by.add(said["prefill_instance"])
         assert load.wrong == []
-
-
-async def test_a_full_prefill_queue_is_found_from_the_trace_alone(
-    checkpoints: Checkpoints, tmp_path: Path, client: httpx.AsyncClient
-) -> None:
-    """One prefill worker with room for one prompt, of which each takes PREFILL_SECONDS."""
-    pace = tmp_path / "prefill.yaml"
-    pace.write_text(json.dumps({"recording": {"step_seconds": PREFILL_SECONDS}}))
-    setting = replace(
-        config("decode_first", checkpoints("llama"), tmp_path / "run"),
-        engine="recording",
-        engine_configs={"prefill": pace},
-        prefill_dispatch="queue",
-        worker_args=("--max-batch-size", "1"),
-    )
-    async with running_deployment(setting) as deployment:
-        await asyncio.gather(*(ask(client, deployment, number, 4) for number in range(4)))
-    slowest = max(read_traces(setting.run_dir), key=lambda trace: trace.milliseconds)
-    longest, milliseconds = slowest.blame[0]
-    assert (longest.span.name, longest.worker) == ("queue_wait", "decode-0")
-    assert milliseconds > 2000 * PREFILL_SECONDS

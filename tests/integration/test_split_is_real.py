@@ -10,12 +10,10 @@ from collections.abc import Mapping
 
 import pytest
 
-from tests.support.deployments import DISAGGREGATED, FIXED, MODEL_NAME, Served, demo_model, wait_until
+from tests.support.deployments import DISAGGREGATED, MODEL_NAME, Served, demo_model, wait_until
 
 BLOCK = 16  # tokens, as engine_configs/demo says
 TOKENS = 12
-
-every_strategy = pytest.mark.parametrize("strategy", FIXED)
 
 _FIRST = itertools.count(1300)
 
@@ -66,15 +64,24 @@ def assert_work(deployed: Served, before: Mapping[str, Work], expected: Mapping[
 
 
 @pytest.mark.parametrize("strategy", DISAGGREGATED)
-def test_each_phase_runs_on_its_workers_engine_only(strategy: str, deployed: Served) -> None:
+def test_each_phase_runs_on_its_workers_engine_and_cached_blocks_are_not_moved_again(
+    strategy: str, deployed: Served
+) -> None:
     deployed.wait_until_idle()
     before = {role: work_of(deployed, role) for role in ("prefill", "decode")}
+    prompt = fresh_prompt(300)
 
-    complete(deployed, fresh_prompt(300))
+    complete(deployed, prompt)
 
     # The first token is prefill's, and comes with the prompt's last.
     one_by_one = work(decode=TOKENS - 1, pulls=1, blocks=math.ceil(300 / BLOCK))
     assert_work(deployed, before, {"prefill": work(prefill=300), "decode": one_by_one})
+
+    complete(deployed, prompt)
+
+    once_and_the_end = work(decode=2 * (TOKENS - 1), pulls=2, blocks=math.ceil(300 / BLOCK) + 1)
+    prefilled = work(prefill=300 + 300 % BLOCK)
+    assert_work(deployed, before, {"prefill": prefilled, "decode": once_and_the_end})
 
 
 @pytest.mark.parametrize("strategy", DISAGGREGATED)
@@ -92,32 +99,6 @@ def test_only_the_worker_that_receives_kv_counts_transfer_times(strategy: str, d
     assert 0 < seconds < 10
     assert moved == math.ceil(300 / BLOCK) * bytes_per_block()
     assert told("prefill") == [0, 0, 0]
-
-
-@every_strategy
-def test_each_worker_has_the_numbers_that_dynamos_dashboard_shows(strategy: str, deployed: Served) -> None:
-    complete(deployed, fresh_prompt(300))
-    deployed.wait_until_idle()
-    for worker in deployed.workers:
-        assert worker.metric("dynamo_component_kvstats_total_blocks") > 0
-        moved = worker.metric("trtllm_kv_transfer_success_total")
-        assert (moved > 0) == (worker.role == "decode")
-        assert worker.metric("trtllm_kv_transfer_bytes_sum") >= moved * bytes_per_block()
-
-
-@pytest.mark.parametrize("strategy", DISAGGREGATED)
-def test_cached_blocks_are_neither_computed_nor_moved_again(strategy: str, deployed: Served) -> None:
-    deployed.wait_until_idle()
-    before = {role: work_of(deployed, role) for role in ("prefill", "decode")}
-    prompt = fresh_prompt(300)
-
-    complete(deployed, prompt)
-    deployed.wait_until_idle()
-    complete(deployed, prompt)
-
-    once_and_the_end = work(decode=2 * (TOKENS - 1), pulls=2, blocks=math.ceil(300 / BLOCK) + 1)
-    prefilled = work(prefill=300 + 300 % BLOCK)
-    assert_work(deployed, before, {"prefill": prefilled, "decode": once_and_the_end})
 
 
 @pytest.mark.parametrize("strategy", DISAGGREGATED)

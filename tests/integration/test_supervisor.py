@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +18,6 @@ from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes.exits import ONE_INTERRUPT_SECONDS
 from trtllm_disagg.tools.up.command_socket import COMMAND_SOCKET
 from trtllm_disagg.tools.up.lifecycle import (
-    deployment_in_background,
     prepare,
     running_deployment,
     serve,
@@ -28,7 +26,6 @@ from trtllm_disagg.tools.up.managed_process import ManagedProcess
 from trtllm_disagg.tools.up.plan import (
     LOOPBACK,
     DeploymentConfig,
-    DeploymentFailedError,
     PortInUseError,
     RunDirInUseError,
 )
@@ -200,17 +197,6 @@ async def test_without_a_reader_of_stderr_a_signal_drains_and_exits_with_0(start
     assert all("leaves by SIGTERM" in up.log_of(name) for name in up.records())
 
 
-async def test_a_clean_stop_takes_children_in_other_sessions_along(start_up: StartUp) -> None:
-    up = await start_up(worker_args=("--detach-child",))
-    await up.ready_line()
-    exits = Exits(up.all_pids())
-
-    up.process.terminate()
-
-    assert await up.ends() == 0
-    await exits.all_seen()
-
-
 @pytest.mark.parametrize("worker_args", [("--stubborn-role", "prefill"), ("--detach-child",)])
 async def test_kill_9_of_up_leaves_no_orphan(start_up: StartUp, worker_args: tuple[str, ...]) -> None:
     up = await start_up(worker_args=worker_args)
@@ -320,32 +306,4 @@ async def test_a_deployment_is_gone_after_its_block_even_when_that_fails(config:
         await fail_inside()
 
     assert [process.returncode for process in seen] == [0, 0, 0]
-    assert nothing_runs(config.run_dir)
-
-
-async def test_a_deployment_that_does_not_come_up_raises_its_report(settings: dict[str, Any]) -> None:
-    config = DeploymentConfig(**settings, worker_args=("--crash-role", "prefill"))
-
-    with pytest.raises(DeploymentFailedError, match=r"(?s)prefill-0.*exit code 3.*no such weights"):
-        async with running_deployment(config):
-            pass
-
-    assert nothing_runs(config.run_dir)
-
-
-def test_a_deployment_in_the_background_needs_no_event_loop(config: DeploymentConfig) -> None:
-    with deployment_in_background(config) as deployment:
-        (decode,) = deployment.of_role("decode")
-        assert "stand-in loads the decode under decode_first" in decode.log.read_text()
-        assert asyncio.run(lists_model(LOOPBACK, deployment.config.http_port, "toy"))
-
-    assert all(process.returncode == 0 for process in deployment.processes)
-
-
-def test_a_failure_in_the_background_reaches_the_caller(settings: dict[str, Any]) -> None:
-    config = DeploymentConfig(**settings, worker_args=("--crash-role", "prefill"))
-
-    with pytest.raises(DeploymentFailedError, match="exit code 3"), deployment_in_background(config):
-        pass
-
     assert nothing_runs(config.run_dir)

@@ -167,16 +167,6 @@ def test_a_refused_request_does_not_hurt_the_worker(deployment: DynamoDeployment
     assert len(deployment.complete(completion(PROMPTS[0], max_tokens=4)).tokens) == 4
 
 
-def test_a_cancelled_request_gives_its_blocks_back(deployment: DynamoDeployment) -> None:
-    chunks = deployment.stream(completion(PROMPTS[0], **LONG))
-    next(chunks)
-    deployment.wait_until(lambda: not is_idle(deployment), "the request shows in the metrics")
-
-    chunks.close()
-
-    deployment.wait_until(lambda: is_idle(deployment), "its blocks are free")
-
-
 def test_requests_that_are_dropped_at_once_leave_nothing(deployment: DynamoDeployment, engine: LLM) -> None:
     for delay in (0.0, 0.002, 0.005, 0.01, 0.02, 0.05):
         with deployment.connection() as connection:

@@ -57,7 +57,7 @@ class Crossing:
 
 def _is_plugin(frame: FrameType) -> bool:
     file = frame.f_code.co_filename
-    return not file.startswith(ENGINES) and (file.startswith(str(ROOT)) or file.startswith(str(HANDLERS)))
+    return not file.startswith(ENGINES) and file.startswith((str(ROOT), str(HANDLERS)))
 
 
 def _name(frame: FrameType) -> str | None:

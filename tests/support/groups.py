@@ -18,7 +18,6 @@ from tests.support.durations import file_of
 FLEET = (
     "tests/integration/test_bad_input.py",
     "tests/integration/test_cancel.py",
-    "tests/integration/test_doctor_live.py",
     "tests/integration/test_metrics_pages.py",
     "tests/integration/test_split_is_real.py",
     "tests/integration/test_traces.py",

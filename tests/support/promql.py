@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import promql_parser
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.deployments import ROOT
+
+ALERTS = ROOT / "deploy" / "observability" / "alerts.yaml"
+DASHBOARD = ROOT / "deploy" / "observability" / "grafana-dashboard.json"
+
+
+@cache
+def expressions() -> dict[str, str]:
+    """What our dashboard and our alerts ask for."""
+    rules = yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]
+    found = {rule["alert"]: rule["expr"] for rule in rules}
+    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+        for target in panel.get("targets", ()):
+            expression = target["expr"].replace("$__rate_interval", "1m").replace("$namespace", ".*")
+            found[f"{panel['title']} {target['refId']}"] = expression
+    return found
 
 
 class Series(NamedTuple):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tools import reference
 from trtllm_disagg.cli import COMMANDS, main
 from trtllm_disagg.config.args import actions_of, add_worker_arguments
 from trtllm_disagg.tools.bench import BENCHMARKS
@@ -139,3 +140,23 @@ def test_sed_line_of_the_page_replaces_dynamo_trtllm_in_scripts(tmp_path: Path) 
     assert script.read_text().count("trtllm_disagg.worker") == 3
     assert "dynamo.trtllm" not in script.read_text()
     assert find_spec("trtllm_disagg.worker.__main__") is not None
+
+
+# -- the pages that are made from the code say what the code says
+
+
+@pytest.mark.parametrize("name", reference.PAGES)
+def test_generated_reference_page_is_up_to_date(name: str) -> None:
+    assert (reference.FOLDER / name).read_text(encoding="utf-8") == reference.PAGES[name](), (
+        "python -m tools.reference writes it"
+    )
+
+
+def test_the_page_of_errors_has_the_exception_and_status_that_leave_a_worker() -> None:
+    rows = [line for line in reference.PAGES["errors.md"]().splitlines() if line.startswith("| `")]
+    cells = {
+        row[0]: row[2:5] for row in ([cell.strip(" `") for cell in line.split("|")[1:]] for line in rows)
+    }
+    assert cells["RequestCancelledError"] == ["Cancelled", "CannotConnect", "503"]
+    assert cells["WorkerLeavingError"] == ["Leaving", "EngineShutdown", "503"]
+    assert cells["StageTimeoutError"] == ["DeadlineExceeded", "ConnectionTimeout", "504"]

@@ -58,15 +58,6 @@ async def test_each_choice_has_its_index_its_tokens_and_its_end() -> None:
         assert [chunk.finish_reason for chunk in own] == [None] * (len(own) - 1) + ["length"]
 
 
-async def test_the_last_usage_counts_the_tokens_of_all_choices() -> None:
-    _, generate = agg()
-    chunks = await collect(generate, request(4, sampling_options={"n": 2}, output_options={"logprobs": 0}))
-    ends = [chunk.completion_usage for chunk in chunks if chunk.finish_reason is not None]
-    assert len(ends) == 2
-    assert ends[-1] == Usage.of(len(PROMPT), 8, 0)
-    assert all(len(chunk.log_probs or ()) == len(chunk.token_ids) for chunk in chunks)
-
-
 async def test_choices_end_at_different_times() -> None:
     _, generate = agg()
     first, second = ([scripted_token(PROMPT, position, index) for position in range(6)] for index in (0, 1))

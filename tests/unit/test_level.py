@@ -16,7 +16,6 @@ import pytest
 from tests.conftest import Checkpoints
 from trtllm_disagg.engines.embedded import LLM, DisaggregatedParams, SamplingParams
 from trtllm_disagg.engines.embedded.cpu_kernels.cpu import SETTING, this_cpu
-from trtllm_disagg.errors import ConfigError
 
 PROMPT = [5 + i % 11 for i in range(70)]
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True, detokenize=False)
@@ -78,16 +77,6 @@ def test_bfloat16_model_computed_in_float32_is_logged_once(
     told = capfd.readouterr().err
     assert told.count(f"CPU level {level}") == 1
     assert told.count("a bfloat16 model, computed in float32") == 1
-
-
-def test_unknown_cpu_level_is_refused_before_a_process_is_started(
-    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(SETTING, "fast")
-    with pytest.raises(
-        ConfigError, match=f"{SETTING}: 'fast' is not allowed; expected one of native, avx2, torch"
-    ):
-        start(checkpoints())
 
 
 def test_level_torch_needs_no_kernel_and_no_compiler(checkpoints: Checkpoints) -> None:

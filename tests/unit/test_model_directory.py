@@ -45,7 +45,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HubCache:
     return HubCache(tmp_path / "hub")
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
 
@@ -61,9 +61,7 @@ def unreachable(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield url
 
 
-def test_cached_hub_name_resolves_to_its_snapshot(
-    cache: HubCache, checkpoints: Checkpoints, offline: None
-) -> None:
+def test_cached_hub_name_resolves_to_its_snapshot(cache: HubCache, checkpoints: Checkpoints) -> None:
     cache.add(checkpoints("llama"))
     assert model_directory(NAME) == servable_model(NAME) == cache.snapshot
     with LLM(model=NAME) as llm:
@@ -72,9 +70,7 @@ def test_cached_hub_name_resolves_to_its_snapshot(
 
 
 @pytest.mark.parametrize("revision", ["v2", "refs/pr/3", "0123abcd"])
-def test_each_revision_has_its_snapshot(
-    cache: HubCache, checkpoints: Checkpoints, offline: None, revision: str
-) -> None:
+def test_each_revision_has_its_snapshot(cache: HubCache, checkpoints: Checkpoints, revision: str) -> None:
     cache.add(checkpoints("llama"))
     refs = cache.snapshot.parents[1] / "refs"
     (refs / "main").write_text("another")
@@ -84,9 +80,7 @@ def test_each_revision_has_its_snapshot(
     assert servable_model(NAME, revision=revision) == cache.snapshot
 
 
-def test_an_engine_serves_the_revision_that_it_is_given(
-    cache: HubCache, checkpoints: Checkpoints, offline: None
-) -> None:
+def test_an_engine_serves_the_revision_that_it_is_given(cache: HubCache, checkpoints: Checkpoints) -> None:
     cache.add(checkpoints("llama"))
     other = cache.snapshot.with_name("4567cdef")
     shutil.copytree(checkpoints("llama", seed=1), other)
@@ -95,7 +89,7 @@ def test_an_engine_serves_the_revision_that_it_is_given(
         assert llm.args.model == other
 
 
-def test_an_engine_names_a_revision_that_is_not_there(cache: HubCache, offline: None, tmp_path: Path) -> None:
+def test_an_engine_names_a_revision_that_is_not_there(cache: HubCache, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"^model: .*has no {NAME} at revision v3"):
         LLM(model=NAME, revision="v3")
     with pytest.raises(ConfigError, match=r"^revision: 'v3' is not allowed; expected no value with the dir"):
@@ -111,7 +105,7 @@ def test_revision_of_a_local_directory_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["worker --disaggregation-mode agg", "up --strategy agg"])
 def test_a_name_that_is_not_there_is_one_sentence_with_the_remedy(
-    cache: HubCache, offline: None, capfd: pytest.CaptureFixture[str], command: str
+    cache: HubCache, capfd: pytest.CaptureFixture[str], command: str
 ) -> None:
     try:
         status = run([*command.split(), "--model", NAME])
@@ -137,7 +131,7 @@ def test_a_hub_that_cannot_be_reached_is_named(cache: HubCache, unreachable: str
         model_directory(NAME)
 
 
-def test_incomplete_snapshot_is_refused(cache: HubCache, checkpoints: Checkpoints, offline: None) -> None:
+def test_incomplete_snapshot_is_refused(cache: HubCache, checkpoints: Checkpoints) -> None:
     cache.add(checkpoints("llama"), without=("model.safetensors",))
     with pytest.raises(ConfigError, match=f"only a part of it, in {cache.snapshot}"):
         model_directory(NAME)
@@ -216,6 +210,6 @@ def test_unreadable_tokenizer_config_is_refused(
 @pytest.mark.parametrize(
     "model", ["~no_such_user/model", "x" * 5000, "/" + "x" * 5000, "x" * 300 + "/model", "x/" + "y" * 300]
 )
-def test_path_that_cannot_be_is_refused_by_the_flags_name(model: str, offline: None, cache: HubCache) -> None:
+def test_path_that_cannot_be_is_refused_by_the_flags_name(model: str, cache: HubCache) -> None:
     with pytest.raises(ConfigError, match="--model: "):
         servable_model(model)

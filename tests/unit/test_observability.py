@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
@@ -15,11 +14,8 @@ import pytest
 import yaml
 
 from tests.support.deployments import ROOT
-from tests.support.promql import selectors
+from tests.support.promql import ALERTS, expressions, selectors
 from tools import metrics_page
-
-ALERTS = ROOT / "deploy" / "observability" / "alerts.yaml"
-DASHBOARD = ROOT / "deploy" / "observability" / "grafana-dashboard.json"
 
 
 def test_metrics_page_is_up_to_date() -> None:
@@ -36,17 +32,6 @@ def test_requests_by_role_are_those_of_clients_and_no_messages_between_workers()
 def shown() -> set[str]:
     names = re.findall(r"^\| `(\w+)`", metrics_page.page(), re.MULTILINE)
     return {f"{each}{part}" for each in names for part in ("", "_bucket", "_sum", "_count")}
-
-
-@cache
-def expressions() -> dict[str, str]:
-    rules = yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]
-    found = {rule["alert"]: rule["expr"] for rule in rules}
-    for panel in json.loads(DASHBOARD.read_text())["panels"]:
-        for target in panel.get("targets", ()):
-            expression = target["expr"].replace("$__rate_interval", "1m").replace("$namespace", ".*")
-            found[f"{panel['title']} {target['refId']}"] = expression
-    return found
 
 
 @pytest.mark.parametrize("name", expressions())

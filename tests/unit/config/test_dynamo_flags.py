@@ -271,12 +271,6 @@ def test_values_that_dynamos_runtime_and_router_can_use_are_kept() -> None:
     assert parse().router_flags == ()
 
 
-def test_modality_other_than_text_is_refused() -> None:
-    assert parse("--modality", "text", DYN_TRTLLM_MODALITY="text") == parse()
-    with pytest.raises(ConfigError, match=r"--modality: 'multimodal' .* text"):
-        parse("--modality", "multimodal")
-
-
 BLOCK = "--trtllm.kv_cache_config.tokens_per_block"
 
 
@@ -318,14 +312,6 @@ def test_an_engine_argument_that_is_unreadable_or_wrong_is_named_as_it_was_given
     with pytest.raises(ConfigError) as caught:
         build_engine_args(parse("--engine", "embedded", *argv))
     assert named in str(caught.value)
-
-
-def test_etcd_discovery_follows_its_endpoints_variable_unless_a_backend_is_named() -> None:
-    assert parse().discovery_backend == "file"
-    assert parse(ETCD_ENDPOINTS="http://etcd:2379").discovery_backend == "etcd"
-    assert parse(DYN_DISCOVERY_BACKEND="etcd").discovery_backend == "etcd"
-    assert parse(ETCD_ENDPOINTS="http://etcd:2379", DYN_DISCOVERY_BACKEND="file").discovery_backend == "file"
-    assert parse("--discovery-backend", "mem", ETCD_ENDPOINTS="http://etcd:2379").discovery_backend == "mem"
 
 
 def test_structural_tag_flag_without_a_value_is_true() -> None:

@@ -68,12 +68,6 @@ def test_a_setting_with_the_name_of_an_engine_argument_is_passed_to_the_engine()
     assert not_passed == {"revision", "reasoning_parser"}, "engine_args.ENGINE_KEYS passes a setting on"
 
 
-def test_what_is_built_is_what_the_engine_takes(tmp_path: Path) -> None:
-    args = LlmArgs(**build(tmp_path, {"kv_cache_config": {"max_tokens": 64}}, engine="embedded"))
-    assert args.kv_cache_config.max_tokens == 64
-    assert args.scheduler_config.dynamic_batch_config is not None
-
-
 def test_engine_file_wins_over_flags_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As Dynamo resolves the two."""
     content = {"max_batch_size": 7, "kv_cache_config": {"free_gpu_memory_fraction": 0.5}}
@@ -253,27 +247,11 @@ def test_publishing_events_cannot_work_with_pushed_events_or_well_without_block_
     assert "kv_events_config.enable_kv_cache_events" in refusal(tmp_path, pushed, publish_kv_events=True)
 
 
-def test_publishing_metrics_turns_statistics_on(tmp_path: Path) -> None:
-    assert build(tmp_path, publish_metrics=True)["enable_iter_perf_stats"] is True
-    off = build(tmp_path, {"enable_iter_perf_stats": False}, publish_metrics=True)
-    assert off["enable_iter_perf_stats"] is False
-
-
 def test_dynamo_decides_backend_and_postprocessing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     args = build(tmp_path, {"backend": "pytorch", "num_postprocess_workers": 4})
     assert "backend" not in args
     assert "num_postprocess_workers" not in args
     assert "num_postprocess_workers" in caplog.text
-
-
-def test_a_model_path_has_to_lead_to_a_model(tmp_path: Path) -> None:
-    for name in ("/no/such/model", "./model", "a/b/c"):
-        with pytest.raises(ConfigError, match="a directory that exists"):
-            build_engine_args(WorkerConfig(model=name))
-    with pytest.raises(ConfigError, match=r"config\.json"):
-        build_engine_args(WorkerConfig(model=str(tmp_path)))
-    (tmp_path / "config.json").touch()
-    assert build_engine_args(WorkerConfig(model=str(tmp_path)))["model"] == str(tmp_path)
 
 
 def test_the_model_card_gets_the_sizes_that_the_engine_gets(tmp_path: Path) -> None:
@@ -323,9 +301,3 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     config = WorkerConfig(model="m", dump_config_to=str(tmp_path / "no" / "folder"))
     with pytest.raises(ConfigError, match=r"--dump-config-to: .*a file that can be written"):
         dump_config(config, {})
-
-
-def test_config_is_not_dumped_without_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    dump_config(WorkerConfig(model="m"), {})
-    assert list(tmp_path.iterdir()) == []

@@ -13,18 +13,16 @@ import pytest
 from dynamo.llm import exceptions as dynamo_errors
 from dynamo.runtime import Context
 
-from tests.support.handling import collect, expected_tokens, raw_request, request, tokens_of, until
+from tests.support.handling import raw_request
 from tests.support.loop_lag import may_wait
-from tests.support.recording_pair import recording_engine
 from tests.support.stage_client import FakeContext
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime import discovery, handler
 from trtllm_disagg.dynamo_runtime.discovery import DynamoDirectory
-from trtllm_disagg.dynamo_runtime.error_mapping import from_dynamo
+from trtllm_disagg.dynamo_runtime.error_mapping import from_dynamo, to_dynamo
 from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler, refuse_control
 from trtllm_disagg.dynamo_runtime.pushed_answers import pushed
 from trtllm_disagg.dynamo_runtime.worker_endpoint import Runtime
-from trtllm_disagg.engines.recording.llm import LLM, Script
 from trtllm_disagg.errors import (
     ConfigError,
     DisaggError,
@@ -38,8 +36,6 @@ from trtllm_disagg.errors import (
     StageTimeoutError,
     WorkerLeavingError,
 )
-from trtllm_disagg.handlers.select import NoStage, RoundRobin, Selection
-from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.processes.reports import RateLimitedLog
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
@@ -176,12 +172,6 @@ async def test_a_handler_that_is_cancelled_by_its_worker_hands_the_request_back(
         await answering
 
 
-async def test_a_question_for_the_description_reaches_no_engine() -> None:
-    handler = as_dynamo_handler(failing(EngineError("not asked")), lambda: {"role": "decode"})
-    question = {"trtllm_disagg.describe": True}
-    assert [answer async for answer in handler(question, context=FakeContext())] == [{"role": "decode"}]
-
-
 # -- from Dynamo: the texts that were measured
 
 
@@ -262,10 +252,6 @@ async def test_every_error_crosses_the_request_plane_as_itself(chunks_before: in
         assert await client.instance(client.instance_ids()[0]).describe() == {"role": "decode"}
 
 
-def selected(directory: DynamoDirectory) -> Selection:
-    return Selection(directory, RoundRobin(), "decode")
-
-
 async def read(client: DynamoDirectory, into: list[Any]) -> None:
     instance = client.instance(client.instance_ids()[0])
     async for answer in instance.call(raw_request(), Context()):
@@ -290,45 +276,43 @@ async def test_a_prefill_workers_answers_are_pushed(role: Role, monkeypatch: pyt
     assert num_pushed == (1 if role is Role.PREFILL else 0)
 
 
-async def test_both_stages_over_dynamo_give_the_whole_answer() -> None:
-    LLM.forget_instances()
-    engines = {role: recording_engine() for role in (Role.PREFILL, Role.DECODE)}
-
-    def handler(role: Role, client: Any) -> Generate:
-        config = WorkerConfig(model="m", role=role, strategy="prefill_first")
-        return build_generate(config, engines[role], client)
-
-    async with served(handler(Role.DECODE, NoStage())) as client:
-        generate = handler(Role.PREFILL, selected(client))
-        chunks = await collect(generate, request(), context=Context())
-    assert tokens_of(chunks) == expected_tokens(5)
-    assert len(LLM.kv_store) == 0
-
-
-async def test_a_client_that_leaves_stops_both_stages() -> None:
-    LLM.forget_instances()
-    prefill, decode = recording_engine(), recording_engine()
-    gate = asyncio.Semaphore(3)
-    decode.llm.scripts.append(Script(gate=gate))
-    second = WorkerConfig(model="m", role=Role.DECODE, strategy="prefill_first")
-    first = WorkerConfig(model="m", role=Role.PREFILL, strategy="prefill_first")
-    context = Context()
-    async with served(build_generate(second, decode, NoStage())) as client:
-        chunks = build_generate(first, prefill, selected(client))(request(max_tokens=50), context)
-        seen: list[TokenChunk] = []
-        while len(tokens_of(seen)) < 3:
-            seen.append(await anext(chunks))
-        context.stop_generating()
-        seen += [chunk async for chunk in chunks]
-        (result,) = decode.llm.results
-        await until(lambda: result.aborts)
-        gate.release()
-    assert tokens_of(seen)[:3] == expected_tokens(3)
-    assert result.aborts == [3]
-    assert len(LLM.kv_store) == 0
-
-
 async def test_kubernetes_outside_of_a_pod_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("POD_NAME", raising=False)
     with pytest.raises(ConfigError, match="--discovery-backend kubernetes: POD_NAME not available"):
         Runtime(WorkerConfig(model="m", discovery_backend="kubernetes"))
+
+
+# -- what an error says may have been written by a client: it goes on as text
+
+
+FORGED = "bad\n12:00:00.000 ERROR root: all is lost\r\x1b[2J\x9b31m\u2028end"
+
+
+@pytest.mark.parametrize("kind", [InvalidRequestError, ConfigError, DisaggError])
+def test_control_characters_in_a_message_are_shown_not_sent(kind: type[DisaggError]) -> None:
+    text = str(kind(FORGED))
+    assert "\\x1b[2J\\x9b31m\\u2028end" in text
+    assert all(character.isprintable() for character in text.replace("\n", ""))
+
+
+def test_a_further_line_of_a_message_is_no_line_of_a_log(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger(__name__).warning("request: %s", InvalidRequestError(FORGED))
+    first, *further = caplog.text.splitlines()
+    assert first.endswith("request: bad")
+    assert further
+    assert all(line.startswith("  ") for line in further)
+
+
+def test_a_message_keeps_its_lines_and_tabs_on_its_way_over_two_workers() -> None:
+    """A parser points at the place of a mistake."""
+    text = 'at 1(8):\n    "[0-9\n    ^\n\tunclosed'
+    once = str(InvalidRequestError(text))
+    assert once == 'at 1(8):\n    "[0-9\n    ^\n  \tunclosed'
+    sent = to_dynamo(InvalidRequestError(text))
+    assert isinstance(sent, dynamo_errors.InvalidArgument)
+    assert str(from_dynamo(sent)) == once
+
+
+def test_a_message_without_them_is_as_it_was_given() -> None:
+    assert str(InvalidRequestError("n=2: é 你 🚀 'x\\y'")) == "n=2: é 你 🚀 'x\\y'"
+    assert str(DisaggError()) == ""

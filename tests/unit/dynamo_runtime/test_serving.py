@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,8 +16,10 @@ from tests.support.handling import until
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime import worker_endpoint
 from trtllm_disagg.dynamo_runtime.handler import refuse_control
+from trtllm_disagg.dynamo_runtime.system_port import require_system_port
 from trtllm_disagg.dynamo_runtime.worker_endpoint import Runtime, ServedModel
-from trtllm_disagg.errors import PeerUnavailableError
+from trtllm_disagg.errors import ConfigError, PeerUnavailableError
+from trtllm_disagg.tools.up.ports import free_system_ports
 from trtllm_disagg.types import GenerateRequest, RequestContext, TokenChunk
 
 MODEL = ServedModel(16, 8, 1, 64, 64)
@@ -153,32 +156,21 @@ async def test_a_later_endpoint_that_cannot_be_served_fails_its_entry_and_not_th
         assert runtime.listed_at() == ["dyn://dynamo.prefill.generate"]
 
 
-async def test_a_worker_that_leaves_while_it_is_entered_is_not_in_discovery(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("entry", "step"),
+    [
+        ("register", "register_endpoint_instance"),
+        ("list_again", "unregister_endpoint_instance"),
+        ("list_again", "register_endpoint_instance"),
+    ],
+)
+async def test_a_worker_that_leaves_while_it_enters_discovery_is_not_in_it(
+    entry: str, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with at_frontends(monkeypatch) as (runtime, front, _):
-        await runtime.unregister()
-        may_enter = asyncio.Event()
-
-        async def register() -> None:
-            await may_enter.wait()
-            front.calls.append("register")
-
-        monkeypatch.setattr(front, "register_endpoint_instance", register)
-        entering = asyncio.create_task(runtime.register(MODEL))
-        await asyncio.sleep(0)
-        await runtime.leave()
-        may_enter.set()
-        await entering
-        assert front.calls[-2:] == ["register", "unregister"]
-
-
-@pytest.mark.parametrize("step", ["unregister_endpoint_instance", "register_endpoint_instance"])
-async def test_a_worker_that_leaves_while_it_enters_discovery_again_is_not_in_it(
-    step: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with at_frontends(monkeypatch) as (runtime, front, _):
-        may_go_on, original = asyncio.Event(), getattr(front, step)
+        if entry == "register":
+            await runtime.unregister()
+        has_come, may_go_on, original = asyncio.Event(), asyncio.Event(), getattr(front, step)
 
         async def slow() -> None:
             setattr(front, step, original)  # the next call is a fast one
@@ -186,14 +178,14 @@ async def test_a_worker_that_leaves_while_it_enters_discovery_again_is_not_in_it
             await may_go_on.wait()
             await original()
 
-        has_come = asyncio.Event()
         monkeypatch.setattr(front, step, slow)
         before = len(front.calls)
-        renewing = asyncio.create_task(runtime.list_again())
+        enters = runtime.list_again() if entry == "list_again" else runtime.register(MODEL)
+        entering = asyncio.create_task(enters)
         await has_come.wait()
         await runtime.leave()
         may_go_on.set()
-        await renewing
+        await entering
         assert front.calls[-1] == "unregister"
         assert front.calls[before:].count("register") == (step == "register_endpoint_instance")
 
@@ -282,3 +274,38 @@ async def test_taints_reach_the_card_and_the_next_card(monkeypatch: pytest.Monke
     assert cards[-1].taints == {"old", "slow"}
     await runtime.register_for_peers(MODEL)
     assert not cards[-1].taints
+
+
+# -- no worker starts without a reachable /metrics and /health
+
+
+HOST = "127.0.0.1"
+
+
+def wanting(port: str) -> None:
+    require_system_port({"DYN_SYSTEM_PORT": port, "DYN_SYSTEM_HOST": HOST})
+
+
+def test_a_taken_port_is_named_and_free_again_later() -> None:
+    (free,) = free_system_ports(1)
+    port = str(free)
+    refused = rf"DYN_SYSTEM_PORT: '{port}' is not allowed; expected a port on {HOST}"
+    with socket.create_server((HOST, free)), pytest.raises(ConfigError, match=refused):
+        wanting(port)
+    wanting(port)
+    wanting(port)
+
+
+@pytest.mark.parametrize("port", ["", "-1", "0", "70000", "32768", "http"])
+def test_a_port_that_dynamo_cannot_read_is_refused_by_the_name_of_its_variable(port: str) -> None:
+    if port in ("", "-1", "0"):
+        wanting(port)
+    else:
+        with pytest.raises(ConfigError, match=f"DYN_SYSTEM_PORT: '{port}' .*32767"):
+            wanting(port)
+
+
+@pytest.mark.parametrize("host", ["\N{LATIN SMALL LETTER E WITH ACUTE}" * 70, "127.0.0.1\0"])
+def test_a_host_that_no_name_can_be_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"DYN_SYSTEM_HOST: .* is not allowed; expected an address"):
+        require_system_port({"DYN_SYSTEM_PORT": "1", "DYN_SYSTEM_HOST": host})

@@ -1,31 +1,42 @@
-"""A request becomes a call of the LLM API."""
+"""A request becomes a call of the LLM API; which engine that is, how it is, and that a new one is one line."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.deployments import ROOT
 from tests.support.handling import PROMPT, request
-from tests.support.recording_pair import MAX_SEQ_LEN, recording_engine
+from tests.support.recording_pair import MAX_SEQ_LEN, leftover_tasks, recording_engine
+from tests.support.stage_client import FakeContext
+from trtllm_disagg.config.worker_config import WorkerConfig
+from trtllm_disagg.engine.capabilities import Capabilities
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.engines import resolve_engine
+from trtllm_disagg.engine.health import Stall, until_stalled
 from trtllm_disagg.engine.llm_api import load_api, translate
+from trtllm_disagg.engine.trtllm_version import NEWEST_KNOWN, OLDEST_SERVED, TrtllmVersion, installed_version
 from trtllm_disagg.engines import embedded
 from trtllm_disagg.engines.recording.hard_edges import RequestError
-from trtllm_disagg.engines.recording.llm import LLM, GuidedDecodingParams, SamplingParams
+from trtllm_disagg.engines.recording.llm import LLM, GuidedDecodingParams, SamplingParams, Script
 from trtllm_disagg.errors import (
     ConfigError,
     DisaggError,
+    EngineError,
     InvalidRequestError,
     OverloadedError,
     WorkerLeavingError,
 )
+from trtllm_disagg.handlers.local import LocalAgg
 
 
 def sampling_of(**keys: Any) -> SamplingParams:
@@ -199,15 +210,14 @@ def test_salt_and_priority_are_passed_when_given(keys: dict[str, Any], expected:
     assert {name: call[name] for name in ("cache_salt", "priority") if name in call} == expected
 
 
-def test_handoff_ids_differ_between_workers() -> None:
-    ids = set()
+def test_handoff_ids_name_their_worker() -> None:
+    """TensorRT-LLM takes a node below 256 and a process below 64."""
     for machine_id in (0, 63, 64, 1020):
         engine = Engine(recording_engine().api, recording_engine().llm, 8, machine_id)
         engine.start_prefill(request())
         params = engine.llm.calls_of("generate_async")[0]["disaggregated_params"]
         assert params.request_type == "context_only"
-        ids.add(params.disagg_request_id)
-    assert len(ids) == 4
+        assert params.disagg_request_id >> 10 & 0x3FFF == machine_id
 
 
 # -- health, load, size
@@ -256,6 +266,9 @@ def test_max_seq_len_is_the_lesser_of_the_engines_and_its_argument_or_unknown(
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 640}))
     assert recording_engine(model=str(tmp_path), max_seq_len=None).max_seq_len is None
     assert recording_engine(model=str(tmp_path), max_seq_len=99).max_seq_len == 99
+    engine = recording_engine(max_seq_len=None)
+    engine.llm.args = engine.llm.args.model_copy(update={"max_seq_len": 4096})
+    assert Capabilities(engine.llm).max_seq_len == 4096
     monkeypatch.setattr(LLM, "max_seq_len", 64, raising=False)
     assert recording_engine(max_seq_len=99).max_seq_len == 64
     assert recording_engine(max_seq_len=50).max_seq_len == 50
@@ -286,3 +299,155 @@ def test_auto_engine_is_embedded_without_tensorrt_llm(monkeypatch: pytest.Monkey
 def test_engine_without_max_seq_len_gets_prompts_of_any_length() -> None:
     engine = Engine(load_api("recording"), llm=object(), max_seq_len=4096)
     assert engine.longest_prompt >= 1_000_000
+
+
+# -- a new engine is a module with the LLM API and one line in the table; nothing else has to know it
+
+
+TOY = """
+from trtllm_disagg.engine.engines import ENGINES, EngineSpec
+ENGINES["toy"] = EngineSpec("toy", "trtllm_disagg.engines.recording.llm", defaults={"max_batch_size": 3})
+
+from tests.support.worker_args import parse_worker_args
+from trtllm_disagg.config.engine_args import build_engine_args
+from trtllm_disagg.engine.llm_api import load_api, serve_as_rank
+from trtllm_disagg.engine.engines import resolve_engine
+from trtllm_disagg.engines.recording import llm as recording
+
+config = parse_worker_args(["--model", "org/model", "--engine", "toy"], {})
+assert resolve_engine(config.engine) == "toy"
+args = build_engine_args(config)
+assert args["max_batch_size"] == 3
+given = parse_worker_args(["--model", "org/model", "--engine", "toy", "--max-batch-size", "5"], {})
+assert build_engine_args(given)["max_batch_size"] == 5
+assert not serve_as_rank("toy", args)
+assert load_api("toy").llm is recording.LLM
+print("all know it")
+"""
+
+
+def test_a_toy_engine_needs_its_module_and_one_line() -> None:
+    done = subprocess.run([sys.executable, "-c", TOY], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr, done.returncode) == ("all know it\n", "", 0)
+
+
+# -- versions
+
+
+IN_ORDER = ["1.2.1", "1.3.0rc5", "1.3.0rc5.post1", "1.3.0rc9", "1.3.0rc22", "1.3.0", "1.4.0rc1"]
+
+
+def test_versions_sort_in_order_of_release() -> None:
+    versions = [TrtllmVersion.parse(text) for text in IN_ORDER]
+    backwards = versions[::-1]
+    assert sorted(backwards) == versions
+    assert [str(version) for version in versions] == IN_ORDER
+    assert TrtllmVersion.parse("1.3.0rc29+cu13") == NEWEST_KNOWN > OLDEST_SERVED
+
+
+@pytest.mark.parametrize("text", ["", "1.3", "newest", "v1.3.0"])
+def test_anything_else_is_refused_by_name(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--trtllm-version.*such as 1\.3\.0rc29"):
+        TrtllmVersion.parse(text)
+
+
+def test_version_without_tensorrt_llm_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib import metadata
+
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    assert installed_version() is None
+    monkeypatch.setattr(metadata, "version", lambda name: "1.3.0rc29")
+    assert installed_version() == "1.3.0rc29"
+
+
+# -- an engine that stands still and says that it is well: nothing comes, of any of the requests that run
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    yield recording_engine()
+    LLM.forget_instances()
+
+
+class Running:
+    """A request of three tokens, each of which waits for a permit."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.permits = asyncio.Semaphore(0)
+        engine.llm.scripts.append(Script(gate=self.permits))
+        self.task = asyncio.create_task(engine.finished(engine.start_agg(request(max_tokens=3))))
+
+    async def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.permits.release()
+        await leftover_tasks()
+
+
+async def looks(stall: Stall) -> int:
+    await leftover_tasks()
+    stall.look()
+    return stall.num_looks
+
+
+async def test_stall_counts_looks_without_output_while_requests_run(engine: Engine) -> None:
+    stall = Stall(engine)
+    assert await looks(stall) == 0, "nothing runs"
+    running = Running(engine)
+    assert [await looks(stall) for _ in range(3)] == [1, 2, 3]
+    await running.step()
+    assert [await looks(stall) for _ in range(2)] == [0, 1]
+    await running.step(2)
+    await running.task
+    assert [await looks(stall) for _ in range(2)] == [0, 0]
+
+
+async def test_only_output_and_failures_reset_the_stall_count(engine: Engine) -> None:
+    stall, first = Stall(engine), Running(engine)
+    assert await looks(stall) == 1
+    second = Running(engine)
+    assert await looks(stall) == 2
+    first.task.cancel()
+    assert await looks(stall) == 3
+    await second.step()
+    assert [await looks(stall) for _ in range(2)] == [0, 1]
+    engine.llm.scripts.append(Script(error=RuntimeError("bad request")))
+    with pytest.raises(EngineError, match="bad request"):
+        await engine.finished(engine.start_agg(request()))
+    assert await looks(stall) == 0
+    second.task.cancel()
+    await leftover_tasks()
+
+
+async def test_an_ended_request_whose_client_does_not_read_is_no_stall(engine: Engine) -> None:
+    stall, chunks = Stall(engine), LocalAgg(engine)(request(max_tokens=3), FakeContext())
+    await anext(chunks)
+    assert [await looks(stall) for _ in range(3)] == [0, 0, 0]
+    assert not engine.has_requests()
+    await chunks.aclose()
+
+
+async def test_stall_reason_names_the_flag(engine: Engine) -> None:
+    still = Running(engine)
+    async with asyncio.timeout(30):
+        assert "(--engine-stall-timeout)" in await until_stalled(engine, 0.01)
+    still.task.cancel()
+    await leftover_tasks()
+
+
+@pytest.mark.parametrize(
+    ("engine_name", "given", "seconds"),
+    [
+        ("tensorrt_llm", None, 600.0),
+        ("embedded", None, 0.0),
+        ("embedded", 9.0, 9.0),
+        ("tensorrt_llm", 0.0, 0.0),
+    ],
+)
+def test_stall_timeout_defaults_to_off_for_engines_that_watch_their_steps(
+    engine_name: str, given: float | None, seconds: float
+) -> None:
+    config = WorkerConfig(model="org/model", engine=engine_name, engine_stall_timeout=given)
+    assert config.stall_seconds == seconds

@@ -33,7 +33,7 @@ from trtllm_disagg.dynamo_runtime.handler import SMALLEST_REQUEST, as_dynamo_han
 from trtllm_disagg.dynamo_runtime.kv_events import EventsOfRank, KvEventForwarder
 from trtllm_disagg.dynamo_runtime.polling import PollingPublisher
 from trtllm_disagg.dynamo_runtime.publishers import StatsForwarder
-from trtllm_disagg.engine.capabilities import CAPABILITIES, Capabilities
+from trtllm_disagg.engine.capabilities import CAPABILITIES
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.engine_facts import EngineFacts
 from trtllm_disagg.engine.handoffs_held import HandoffsHeld
@@ -184,14 +184,14 @@ async def test_a_reader_that_never_answers_does_not_keep_the_worker(caplog: pyte
 # -- the stand-in as it really is
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def tensorrt_llm() -> Iterator[ModuleType]:
     with mounted_recording_llm(PESSIMISTIC) as module:
         yield module
 
 
 @pytest.fixture(params=ORDERS)
-def pair(request: pytest.FixtureRequest, tensorrt_llm: ModuleType) -> DayOne:
+def pair(request: pytest.FixtureRequest) -> DayOne:
     return Both(request.param).day_one(request.param)
 
 
@@ -218,9 +218,7 @@ async def test_a_client_that_leaves_behind_the_first_token_leaves_no_context(pai
 
 
 @pytest.mark.parametrize("strategy", ["decode_first", "router"])
-async def test_a_client_that_leaves_a_remote_prefill_as_it_ends_leaves_no_context(
-    strategy: str, tensorrt_llm: ModuleType
-) -> None:
+async def test_a_client_that_leaves_a_remote_prefill_as_it_ends_leaves_no_context(strategy: str) -> None:
     both = Both(strategy)
     context = FakeContext()
     asked = decode_request(DYNAMO.encode(request(max_tokens=5), PREFILL))
@@ -235,7 +233,7 @@ async def test_a_client_that_leaves_a_remote_prefill_as_it_ends_leaves_no_contex
     assert kinds(both.engines[Role.DECODE].llm) == ["generation_only"]
 
 
-async def test_a_prefill_that_is_finished_when_its_client_leaves_is_fetched(tensorrt_llm: ModuleType) -> None:
+async def test_a_prefill_that_is_finished_when_its_client_leaves_is_fetched() -> None:
     engine = opened()
     drained: list[GenerateRequest] = []
     context = FakeContext()
@@ -251,18 +249,6 @@ async def test_a_prefill_that_is_finished_when_its_client_leaves_is_fetched(tens
     assert with_kv.prefill_result is not None
 
 
-async def test_an_engine_that_can_release_is_not_drained() -> None:
-    engine = Engine.open(
-        load_api("recording"),
-        {"model": "org/model", "cache_transceiver_config": {"backend": "NIXL"}},
-        machine_id=0,
-    )
-    drained: list[GenerateRequest] = []
-    handoff = await LocalPrefill(engine, drained.append)(request(), FakeContext())
-    handoff.release()
-    assert (drained, engine.llm.held_contexts) == ([], 0)
-
-
 # -- the caller's faults and KV transfers
 
 
@@ -276,7 +262,7 @@ async def test_a_prompt_that_is_too_long_is_the_callers_fault(pair: DayOne, leng
 
 
 @pytest.mark.parametrize("length", [33, 64])
-async def test_the_engines_own_refusal_is_the_callers_fault(tensorrt_llm: ModuleType, length: int) -> None:
+async def test_the_engines_own_refusal_is_the_callers_fault(length: int) -> None:
     """Where this worker does not know the engine's limits."""
     engine = opened(**PESSIMISM)
     engine.max_seq_len, engine.facts = None, EngineFacts()
@@ -321,7 +307,7 @@ def test_uncategorised_error_is_classified_by_its_message(message: str, kind: ty
     ids=["length", "stop"],
 )
 async def test_a_choice_whose_end_the_engine_does_not_tell_has_a_finish_reason(
-    script: Script, reason: str, tensorrt_llm: ModuleType
+    script: Script, reason: str
 ) -> None:
     engine = opened()
     engine.llm.scripts.append(script)
@@ -333,9 +319,7 @@ async def test_a_choice_whose_end_the_engine_does_not_tell_has_a_finish_reason(
 
 
 @pytest.mark.parametrize("ends", [False, True])
-async def test_a_decode_that_may_make_one_token_answers_with_one(
-    ends: bool, tensorrt_llm: ModuleType
-) -> None:
+async def test_a_decode_that_may_make_one_token_answers_with_one(ends: bool) -> None:
     """As under `router`, where a frontend calls decode whatever max_tokens is; an end token comes behind that."""
     asked = request(1, stop_conditions={"max_tokens": 1, "stop_token_ids": [7]})
     handoff = await LocalPrefill(opened(), sees_callers_max_tokens=False)(asked, FakeContext())
@@ -351,9 +335,7 @@ async def test_a_decode_that_may_make_one_token_answers_with_one(
 
 
 @pytest.mark.parametrize("order", ORDERS)
-async def test_answer_is_not_longer_than_the_engine_has_room_for(
-    order: str, tensorrt_llm: ModuleType
-) -> None:
+async def test_answer_is_not_longer_than_the_engine_has_room_for(order: str) -> None:
     day = Both(order, max_seq_len=len(PROMPT) + 1).day_one(order)
     chunks = await collect(day.generate, request(None))
     assert tokens_of(chunks) == expected_tokens(1)
@@ -361,7 +343,7 @@ async def test_answer_is_not_longer_than_the_engine_has_room_for(
     await day.quiet()
 
 
-async def test_more_choices_than_a_batch_has_room_for_reach_no_engine(tensorrt_llm: ModuleType) -> None:
+async def test_more_choices_than_a_batch_has_room_for_reach_no_engine() -> None:
     engine = opened(max_batch_size=2)
     many = request(max_tokens=2, sampling_options={"n": 3, "temperature": 1})
     with pytest.raises(InvalidRequestError, match="n=3"):
@@ -382,9 +364,7 @@ async def test_failed_kv_transfer_goes_to_the_next_fallback_step(pair: DayOne, m
 
 
 @pytest.mark.parametrize("order", ORDERS)
-async def test_worker_without_requests_is_idle_unless_its_kv_may_be_read(
-    order: str, tensorrt_llm: ModuleType
-) -> None:
+async def test_worker_without_requests_is_idle_unless_its_kv_may_be_read(order: str) -> None:
     both = Both(order)
     day = both.day_one(order)
     await collect(day.generate, request())
@@ -466,9 +446,7 @@ def test_handoffs_count_as_released_after_an_idle_second_without_statistics() ->
     assert held.count() == 1, "that one came after the statistic"
 
 
-async def test_a_prefill_that_the_frontend_never_follows_up_is_counted_until_its_lease_ends(
-    tensorrt_llm: ModuleType,
-) -> None:
+async def test_a_prefill_that_the_frontend_never_follows_up_is_counted_until_its_lease_ends() -> None:
     both = Both("router")
     await collect(both.handlers[Role.PREFILL], request(max_tokens=1))
     engine = both.engines[Role.PREFILL]
@@ -493,7 +471,7 @@ async def told(engine: Engine, times: HealthTimes = TIMES) -> str:
         health.stop()
 
 
-async def test_health_check_exception_marks_the_engine_dead(tensorrt_llm: ModuleType) -> None:
+async def test_health_check_exception_marks_the_engine_dead() -> None:
     engine = opened()
     engine.llm.die(RuntimeError("rank 3 is gone"))
     assert "rank 3 is gone" in await told(engine)
@@ -506,7 +484,7 @@ async def test_health_check_exception_marks_the_engine_dead(tensorrt_llm: Module
     [(None, TIMES.check, "has not answered"), (RuntimeError("MPI abort"), 60, "MPI abort")],
 )
 async def test_a_check_that_never_answers_is_a_death_at_once_with_a_fatal_error_of_the_executor(
-    fatal_error: Exception | None, check: float, said: str, tensorrt_llm: ModuleType
+    fatal_error: Exception | None, check: float, said: str
 ) -> None:
     engine, never = opened(), threading.Event()
     engine.llm._check_health = never.wait
@@ -517,9 +495,7 @@ async def test_a_check_that_never_answers_is_a_death_at_once_with_a_fatal_error_
 
 
 @pytest.mark.parametrize("message", ENDED_ENGINE_ERRORS)
-async def test_a_request_that_is_told_that_the_engine_has_ended_marks_it_dead(
-    message: str, tensorrt_llm: ModuleType
-) -> None:
+async def test_a_request_that_is_told_that_the_engine_has_ended_marks_it_dead(message: str) -> None:
     engine = opened()
     engine.llm.scripts.append(Script(error=RequestError(message)))
     with pytest.raises(WorkerLeavingError):
@@ -527,9 +503,7 @@ async def test_a_request_that_is_told_that_the_engine_has_ended_marks_it_dead(
     assert message in await told(engine)
 
 
-async def test_a_request_that_is_refused_by_an_engine_that_has_ended_marks_it_dead(
-    tensorrt_llm: ModuleType,
-) -> None:
+async def test_a_request_that_is_refused_by_an_engine_that_has_ended_marks_it_dead() -> None:
     engine = opened()
 
     def refuse(**keywords: Any) -> None:
@@ -541,7 +515,7 @@ async def test_a_request_that_is_refused_by_an_engine_that_has_ended_marks_it_de
     assert ENDED_ENGINE_ERRORS[0] in await told(engine)
 
 
-async def test_process_ends_when_a_dead_engine_blocks_the_event_loop(tensorrt_llm: ModuleType) -> None:
+async def test_process_ends_when_a_dead_engine_blocks_the_event_loop() -> None:
     engine = opened()
     ended, held_up = threading.Event(), threading.Event()
     health = EngineHealth(engine, lambda reason: None, TIMES, lambda reason: ended.set())
@@ -571,9 +545,7 @@ def test_health_check_times_follow_the_settings(
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode", "both"])
-async def test_a_wait_for_an_engine_that_dies_ends_without_an_abort_there(
-    phase: str, tensorrt_llm: ModuleType
-) -> None:
+async def test_a_wait_for_an_engine_that_dies_ends_without_an_abort_there(phase: str) -> None:
     handoff = await LocalPrefill(opened())(asked := request(), FakeContext())
     engine = opened()
     engine.llm.scripts.append(Script(gate=asyncio.Semaphore(0)))
@@ -596,9 +568,7 @@ async def test_a_wait_for_an_engine_that_dies_ends_without_an_abort_there(
     assert num_in_background() == 0
 
 
-async def test_a_client_that_leaves_between_two_tokens_causes_no_abort_on_an_engine_that_has_died(
-    tensorrt_llm: ModuleType,
-) -> None:
+async def test_a_client_that_leaves_between_two_tokens_causes_no_abort_on_an_engine_that_has_died() -> None:
     engine, context = opened(), FakeContext()
     engine.llm.may_abort.set()  # without it, an abort blocks for ever
     engine.llm.scripts.append(Script(gate=asyncio.Semaphore(1)))
@@ -615,7 +585,7 @@ async def test_a_client_that_leaves_between_two_tokens_causes_no_abort_on_an_eng
 
 @pytest.mark.parametrize("phase", ["prefill", "both"])
 async def test_a_request_aborted_in_the_engines_queue_ends_although_the_engine_tells_nothing(
-    phase: str, tensorrt_llm: ModuleType
+    phase: str,
 ) -> None:
     usual, context = opened(), FakeContext()
     engine = Engine(usual.api, usual.llm, usual.max_seq_len, abort_seconds=0.05)
@@ -633,7 +603,7 @@ async def test_a_request_aborted_in_the_engines_queue_ends_although_the_engine_t
     assert not engine.has_requests()
 
 
-async def test_a_probe_that_is_cancelled_is_aborted(tensorrt_llm: ModuleType) -> None:
+async def test_a_probe_that_is_cancelled_is_aborted() -> None:
     engine = opened()
     engine.llm.scripts.append(Script(gate=asyncio.Semaphore(0)))
     probing = asyncio.create_task(engine.probe(request(max_tokens=1)))
@@ -645,9 +615,7 @@ async def test_a_probe_that_is_cancelled_is_aborted(tensorrt_llm: ModuleType) ->
 
 
 @pytest.mark.parametrize("death", [ValueError("a shape"), RequestError("a shape"), OSError("a shape")])
-async def test_request_that_meets_a_dead_engine_raises_worker_leaving(
-    death: Exception, tensorrt_llm: ModuleType
-) -> None:
+async def test_request_that_meets_a_dead_engine_raises_worker_leaving(death: Exception) -> None:
     engine = opened()
     engine.llm.die(death)
     with pytest.raises(WorkerLeavingError, match="a shape"):
@@ -657,9 +625,7 @@ async def test_request_that_meets_a_dead_engine_raises_worker_leaving(
 
 
 @pytest.mark.parametrize("is_dead", [False, True])
-async def test_a_shutdown_that_never_returns_is_not_waited_for(
-    is_dead: bool, tensorrt_llm: ModuleType
-) -> None:
+async def test_a_shutdown_that_never_returns_is_not_waited_for(is_dead: bool) -> None:
     engine = opened()
     engine.llm.may_shut_down.clear()
     if is_dead:
@@ -671,7 +637,7 @@ async def test_a_shutdown_that_never_returns_is_not_waited_for(
 
 
 async def test_a_shutdown_that_raises_a_timeout_of_its_own_has_ended(
-    tensorrt_llm: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def shutdown() -> None:
         raise TimeoutError("rank 1 did not join in time")
@@ -695,7 +661,7 @@ async def test_a_shutdown_that_raises_a_timeout_of_its_own_has_ended(
     ],
 )
 async def test_a_probe_crosses_the_engine(
-    given: Any, max_tokens: int, priority: float | None, salt: str, tensorrt_llm: ModuleType
+    given: Any, max_tokens: int, priority: float | None, salt: str
 ) -> None:
     engine = opened()
     handler = as_dynamo_handler(LocalAgg(engine), lambda: {"role": "agg"}, probe=engine.probe)
@@ -713,20 +679,7 @@ async def test_a_probe_crosses_the_engine(
 # -- the model's length
 
 
-@pytest.mark.parametrize(
-    ("given", "told_by_args", "known"), [(99, None, 99), (None, 4096, 4096), (None, None, None)]
-)
-async def test_the_length_is_the_engines_or_unknown(
-    given: int | None, told_by_args: int | None, known: int | None, tensorrt_llm: ModuleType
-) -> None:
-    engine = opened(max_seq_len=given) if given else opened()
-    if told_by_args:
-        engine.llm.args = engine.llm.args.model_copy(update={"max_seq_len": told_by_args})
-        engine = Engine(engine.api, engine.llm, Capabilities(engine.llm).max_seq_len)
-    assert engine.max_seq_len == known
-
-
-async def test_a_guide_is_refused_where_the_engine_would_ignore_it(tensorrt_llm: ModuleType) -> None:
+async def test_a_guide_is_refused_where_the_engine_would_ignore_it() -> None:
     asked = request(sampling_options={"guided_decoding": {"regex": "a+"}})
     with pytest.raises(InvalidRequestError, match="guided_decoding_backend"):
         opened().start_agg(asked)
@@ -736,7 +689,7 @@ async def test_a_guide_is_refused_where_the_engine_would_ignore_it(tensorrt_llm:
     assert call["sampling_params"].guided_decoding.regex == "a+"
 
 
-async def test_unknown_max_tokens_is_left_to_the_engine(tensorrt_llm: ModuleType) -> None:
+async def test_unknown_max_tokens_is_left_to_the_engine() -> None:
     engine = opened()
     engine.start_agg(request(max_tokens=None))
     (call,) = engine.llm.calls_of("generate_async")
@@ -774,9 +727,7 @@ def test_media_are_refused_by_name_and_text_is_not(keys: dict[str, Any], named: 
 
 
 @pytest.mark.parametrize("said", ["tcp://h:1", ["tcp://h:1"]])
-async def test_context_endpoint_is_normalised_to_a_string(
-    said: Any, tensorrt_llm: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_context_endpoint_is_normalised_to_a_string(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     prefill, decode = opened(), opened()
     told = {"ctx_info_endpoint": said, "ctx_dp_rank": 2}
     monkeypatch.setattr(type(prefill.llm), "disaggregated_params", told)
@@ -812,7 +763,7 @@ async def test_global_request_ids_are_made_with_every_versions_signature(version
 
 
 async def test_an_engine_that_takes_no_priority_serves_requests_and_probes_with_one(
-    tensorrt_llm: ModuleType, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Releases before PR 12362, the last of them between 1.3.0rc8 and 1.3.0rc13."""
     newest = LLM.generate_async
@@ -840,7 +791,7 @@ def attention_dp(**engine_args: Any) -> Engine:
     return opened(enable_attention_dp=True, tensor_parallel_size=2, **engine_args)
 
 
-async def test_a_request_runs_on_the_rank_that_the_router_chose(tensorrt_llm: ModuleType) -> None:
+async def test_a_request_runs_on_the_rank_that_the_router_chose() -> None:
     engine = attention_dp()
     await collect(LocalAgg(engine), request(routing={"dp_rank": 1}))
     (call,) = engine.llm.calls_of("generate_async")
@@ -850,12 +801,12 @@ async def test_a_request_runs_on_the_rank_that_the_router_chose(tensorrt_llm: Mo
         await collect(LocalAgg(engine), request(routing={"dp_rank": 2}))
 
 
-async def test_dp_rank_is_not_passed_to_another_worker(tensorrt_llm: ModuleType) -> None:
+async def test_dp_rank_is_not_passed_to_another_worker() -> None:
     raw = DYNAMO.encode(request(routing={"dp_rank": 1}), PREFILL)
     assert decode_request(raw).dp_rank is None
 
 
-async def test_each_rank_has_events_and_load_of_its_own(tensorrt_llm: ModuleType) -> None:
+async def test_each_rank_has_events_and_load_of_its_own() -> None:
     engine = attention_dp(kv_cache_config={"event_buffer_max_size": 10, "tokens_per_block": 4})
     sinks = [RecordingEventSink(), RecordingEventSink()]
     publisher = KvEventForwarder(engine.llm, [EventsOfRank([sink], 4) for sink in sinks])
@@ -887,7 +838,7 @@ async def test_cached_block_dropped_by_one_rank_stays_on_others() -> None:
     assert [cached.num_cached(prompt, None, rank) for rank in (None, 0, 1)] == [4, 4, 0]
 
 
-async def test_attention_dp_with_an_engine_that_takes_no_rank_is_refused(tensorrt_llm: ModuleType) -> None:
+async def test_attention_dp_with_an_engine_that_takes_no_rank_is_refused() -> None:
     engine = attention_dp()
     api = replace(engine.api, scheduling_params=None)
     with pytest.raises(ConfigError, match="enable_attention_dp"):
@@ -903,7 +854,7 @@ def test_capabilities_table_of_the_page_matches_the_code() -> None:
         assert f"| {capability.name} | {capability.without} |" in text
 
 
-async def test_stand_in_has_the_capabilities_of_tensorrt_llm(tensorrt_llm: ModuleType) -> None:
+async def test_stand_in_has_the_capabilities_of_tensorrt_llm() -> None:
     assert [each.name for each in CAPABILITIES if each in opened().capabilities] == [
         "take a rank of attention DP",
         "take a priority",
@@ -911,9 +862,7 @@ async def test_stand_in_has_the_capabilities_of_tensorrt_llm(tensorrt_llm: Modul
 
 
 @pytest.mark.parametrize("first", [None, []])
-async def test_a_handoff_without_its_first_token_reaches_no_engine(
-    first: list[int] | None, tensorrt_llm: ModuleType
-) -> None:
+async def test_a_handoff_without_its_first_token_reaches_no_engine(first: list[int] | None) -> None:
     """TensorRT-LLM's loop takes the first one of the list, and ends with an IndexError."""
     handoff = await LocalPrefill(opened())(asked := request(), FakeContext())
     passed = handoff.result
@@ -928,9 +877,7 @@ async def test_a_handoff_without_its_first_token_reaches_no_engine(
 
 
 @pytest.mark.parametrize("strategy", ORDERS)
-async def test_a_decode_names_the_id_by_which_the_python_transceiver_finds_kv(
-    strategy: str, tensorrt_llm: ModuleType
-) -> None:
+async def test_a_decode_names_the_id_by_which_the_python_transceiver_finds_kv(strategy: str) -> None:
     """The engine's own answer to the prefill tells it under another name."""
     transceiver = {"backend": "NIXL", "transceiver_runtime": "PYTHON"}
     pair = Both(strategy, cache_transceiver_config=transceiver).day_one(strategy)

@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.handling import (
-    ORDERS,
-    PROMPT,
-    collect,
-    expected_tokens,
-    raw_request,
-    request,
-    tokens_of,
-)
+from tests.support.handling import ORDERS, PROMPT, collect, expected_tokens, raw_request, request, tokens_of
 from tests.support.stage_client import RecordingStageClient
 from trtllm_disagg.config.engine_args import build_engine_args
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.llm_api import load_api
+from trtllm_disagg.engine.rank_placement import Affinity
 from trtllm_disagg.engines.recording import llm as recording
 from trtllm_disagg.engines.recording.llm import LLM, DisaggregatedParams, SamplingParams
-from trtllm_disagg.engines.recording.mounted import mounted_recording_llm
+from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.types import Generate
 from trtllm_disagg.wire.bodies import decode_request
@@ -34,7 +26,6 @@ pytestmark = pytest.mark.usefixtures("tensorrt_llm")
 
 CONFIGS = Path(__file__).parents[3] / "engine_configs"
 MODELS = ["llama-3.1-8b", "qwen3"]
-ROLES = [Role.AGG, Role.PREFILL, Role.DECODE]
 
 
 def worker(role: Role, model: str = MODELS[0], **settings: Any) -> tuple[WorkerConfig, dict[str, Any]]:
@@ -67,24 +58,7 @@ def pair(strategy: str) -> tuple[Generate, LLM, LLM, RecordingStageClient]:
     return handler(first, client), prefill.llm, decode.llm, client
 
 
-def test_mounted_stand_in_is_removed_from_sys_modules_after_the_block() -> None:
-    before = {name: module for name, module in sys.modules.items() if name.startswith("tensorrt_llm")}
-    with mounted_recording_llm() as inner:
-        assert sys.modules["tensorrt_llm"] is inner
-        assert inner is not before["tensorrt_llm"]
-    assert {name: sys.modules[name] for name in sys.modules if name.startswith("tensorrt_llm")} == before
-
-
 # -- LLM(...)
-
-
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("role", ROLES)
-def test_every_shipped_file_opens_an_engine(model: str, role: Role) -> None:
-    engine = opened(role, model)
-    assert engine.max_seq_len == 16384
-    assert engine.llm.calls[0].name == "LLM"
-    assert engine.llm.args.tensor_parallel_size == 1
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -150,10 +124,48 @@ async def test_both_phases_give_tensorrt_llm_the_expected_calls(strategy: str) -
     assert json.loads(json.dumps(client.requests)) == client.requests
 
 
-async def test_handoff_ids_are_made_for_this_worker() -> None:
-    """TensorRT-LLM takes a node below 256 and a process below 64; this machine_id is 64 + 6."""
-    engine = opened(Role.PREFILL)
-    result = engine.start_prefill(request())
-    params = engine.llm.calls_of("generate_async")[0]["disaggregated_params"]
-    assert params.disagg_request_id >> 10 & 0x3FFF == 1 << 6 | 6
-    result.abort()
+# -- where ranks are placed
+
+
+TALK = {"agent_context": {"session_id": " talk-1 "}, "routing": {"dp_rank": 1}}
+IN_YAML = {"attention_dp_config": {"kv_cache_routing_conversation_affinity": True}}
+
+
+def told(affinity: Affinity, keys: dict[str, Any], **args: Any) -> tuple[Any, Any]:
+    """(conversation, rank) as the engine hears of them."""
+    args |= {"model": "m", "max_seq_len": 99, "enable_attention_dp": True, "tensor_parallel_size": 2}
+    engine = Engine.open(load_api("tensorrt_llm"), args, 0, affinity)
+    engine.start_agg(request(**keys))
+    (call,) = engine.llm.calls_of("generate_async")
+    conversation, scheduling = call.get("conversation_params"), call.get("scheduling_params")
+    return (
+        conversation and conversation.conversation_id,
+        scheduling and (scheduling.attention_dp_rank, scheduling.attention_dp_relax),
+    )
+
+
+@pytest.mark.parametrize(
+    ("affinity", "keys", "args", "heard"),
+    [
+        (Affinity(), TALK, {}, (None, (1, False))),
+        (Affinity(is_on=True), TALK, {}, ("talk-1", None)),
+        (Affinity(), TALK, IN_YAML, ("talk-1", None)),
+        (Affinity(is_on=True, by_router=True), TALK, {}, ("talk-1", (1, False))),
+        (Affinity(is_on=True, by_router=True), {"routing": {"dp_rank": 1}}, {}, (None, None)),
+        (Affinity(is_on=True), {"agent_context": {"session_id": "  "}}, {}, (None, None)),
+        (Affinity(is_on=True), {"agent_context": "text"}, {}, (None, None)),
+    ],
+)
+def test_conversation_and_rank_reach_the_engine(
+    affinity: Affinity, keys: dict[str, Any], args: dict[str, Any], heard: tuple[Any, Any]
+) -> None:
+    assert told(affinity, keys, **args) == heard
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_an_affinity_that_the_engine_has_not_is_refused_by_the_key_that_asks_for_it(flag: bool) -> None:
+    api = load_api("recording")
+    args = {"model": "m", "max_seq_len": 99} | ({} if flag else IN_YAML)
+    named = "^--conversation-affinity: " if flag else "^attention_dp_config.kv_cache_routing_conversation_aff"
+    with pytest.raises(ConfigError, match=named):
+        Engine.open(api, args, 0, Affinity(is_on=flag))

@@ -81,15 +81,6 @@ def test_pod_monitor_is_valid() -> None:
     assert monitor["metadata"] == rendered(K8S / "agg")[0]["metadata"]
 
 
-def test_fields_that_the_operator_does_not_know_are_invalid() -> None:
-    (graph,) = rendered(K8S / "agg")
-    graph["spec"]["components"][1]["podtemplate"] = {}
-    assert "podtemplate" in problem_of(graph)
-    del graph["spec"]["components"][1]["podtemplate"]
-    container(graph["spec"]["components"][1])["ports"][0]["containerport"] = 1
-    assert "containerport" in problem_of(graph)
-
-
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_kubectl_renders_what_is_tested_here(overlay: str) -> None:

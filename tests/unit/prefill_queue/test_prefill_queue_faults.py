@@ -16,18 +16,11 @@ from tests.support.nats_server import NatsServer
 from tests.support.queueing import Pushing, Queueing, blocked, queueing, raising
 from trtllm_disagg.engines.recording.llm import LLM
 from trtllm_disagg.errors import EngineError, InvalidRequestError, PeerUnavailableError, QueueUnusableError
-from trtllm_disagg.handlers.circuit_breaker import (
-    QUEUE_ID,
-    CircuitBreaker,
-    StreamTimeouts,
-)
+from trtllm_disagg.handlers.circuit_breaker import QUEUE_ID, CircuitBreaker, StreamTimeouts
 from trtllm_disagg.handlers.peers import PREFILL, Peers
-from trtllm_disagg.prefill_queue.broker import QueueLimits, Reply
+from trtllm_disagg.prefill_queue.broker import QueueLimits
 from trtllm_disagg.prefill_queue.messages import (
     MAX_BYTES,
-    Answer,
-    Claim,
-    FromPuller,
     Item,
     UnreadableError,
     decode,
@@ -315,36 +308,6 @@ async def test_forged_messages_to_a_pusher_harm_no_request(queue: Queueing) -> N
         await pulling.broker.send(pushing.client.subject, forged)
     gate.release()
     assert tokens_of(await answer) == expected_tokens(5)
-
-
-async def test_an_answer_of_another_attempt_is_not_taken(
-    queue: Queueing, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pushing, pulling = await queue.pusher(), await queue.puller()
-    pushed: list[bytes] = []
-    push = pushing.broker.push
-
-    async def recorded(item: bytes) -> int:
-        pushed.append(item)
-        return await push(item)
-
-    monkeypatch.setattr(pushing.broker, "push", recorded)
-    script, gate = blocked()
-    pulling.llm.scripts.append(script)
-    answer = asyncio.create_task(collect(pushing.generate, request(5)))
-    await until(lambda: pulling.llm.results)
-    item_id = decode(pushed[0], Item).id
-
-    async def say(said: FromPuller) -> Reply:
-        return await pulling.broker.ask(pushing.client.subject, encode(said))
-
-    no = Reply.NO
-    assert await say(Answer(item_id, 7, {"token_ids": [1], "finish_reason": "stop"})) is no
-    assert await say(Answer(uuid.uuid4().hex, 1, {"token_ids": [1]})) is no
-    assert await say(Claim(item_id, 1, 5)) is no, "that attempt has begun"
-    gate.release()
-    assert tokens_of(await answer) == expected_tokens(5)
-    assert await say(Answer(item_id, 1, {"token_ids": [1], "finish_reason": "stop"})) is no
 
 
 def test_an_item_reads_as_it_was_written() -> None:

@@ -13,7 +13,6 @@ import pytest
 from trtllm_disagg.engines.embedded.kv_transfer.transports import why_no_cma
 from trtllm_disagg.engines.embedded.tensor_parallel.launch import core_launch
 from trtllm_disagg.processes.interpreter import python
-from trtllm_disagg.tools.up.plan import DeploymentConfig, plan
 
 #: What workers, frontends and engines import: ours, of the standard library, and of others.
 PLANTED = ("yaml", "torch", "msgspec", "ctypes", "argparse", "prometheus_client", "uvloop", "sitecustomize")
@@ -35,24 +34,10 @@ def run(command: Sequence[str], **environment: str) -> subprocess.CompletedProce
     )
 
 
-@pytest.mark.parametrize("name", ["yaml", "prometheus_client"])
-def test_modules_of_the_current_directory_are_not_found(planted: Path, name: str) -> None:
-    done = run(python("-c", f"import {name}; print({name}.__file__)"))
-    assert (done.returncode, done.stderr) == (0, "")
-    assert not Path(done.stdout.strip()).is_relative_to(planted)
-
-
 def test_modules_of_pythonpath_are_found(planted: Path) -> None:
     (mine := planted / "mine").mkdir()
     (mine / "my_plugin.py").write_text("print('mine')")
     assert run(python("-c", "import my_plugin"), PYTHONPATH=str(mine)).stdout == "mine\n"
-
-
-def test_deployment_processes_start_python_with_safe_path(tmp_path: Path) -> None:
-    config = DeploymentConfig("decode_first", "m", "m", tmp_path)
-    processes = plan(config, system_ports=range(9000, 9010), environ={})
-    assert {process.argv[:2] for process in processes} == {(sys.executable, "-P")}
-    assert {process.env["PYTHONSAFEPATH"] for process in processes} == {"1"}
 
 
 @pytest.mark.parametrize("job", [{}, {"PMI_RANK": "0", "PMI_SIZE": "1"}])

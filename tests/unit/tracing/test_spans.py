@@ -1,14 +1,22 @@
-"""One tree of spans a request and worker; of a request that is not traced, nothing."""
+"""One tree of spans a request and worker; of a request that is not traced, nothing; and what that costs."""
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
+from collections import Counter
+from typing import Any
 
 import pytest
 
+from tests.support.handling import ORDERS, collect, request
+from tests.support.recording_pair import make_pair
 from tests.support.tracing import Batches
-from trtllm_disagg.tracing.spans import NO_SPAN, Recording, TraceParent, trace_id_of
+from tests.support.trying import logged
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.tracing.spans import NO_SPAN, Attributes, Recording, Span, TraceParent, trace_id_of
+from trtllm_disagg.tracing.tracer import Tracer, sampler_of
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = TraceParent(TRACE_ID, "00f067aa0ba902b7", True)
@@ -111,3 +119,106 @@ def test_workers_name_a_request_without_a_trace_context_alike() -> None:
     assert trace_id_of("request-1") == trace_id_of("request-1") != trace_id_of("request-2")
     assert trace_id_of(None) != trace_id_of(None)
     assert TraceParent.read(f"00-{trace_id_of('request-1')}-00f067aa0ba902b7-01") is not None
+
+
+# -- which requests are traced: as OpenTelemetry and Dynamo read the same variables
+
+
+YES, NO = (TraceParent(TRACE_ID, "00f067aa0ba902b7", sampled) for sampled in (True, False))
+
+
+@pytest.mark.parametrize(
+    ("variables", "alone", "below_yes", "below_no"),
+    [
+        ({}, True, True, False),
+        ({"OTEL_TRACES_SAMPLER": "always_on"}, True, True, True),
+        ({"OTEL_TRACES_SAMPLER": "always_off"}, False, False, False),
+        ({"OTEL_TRACES_SAMPLER": "parentbased_always_off"}, False, True, False),
+        ({"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0"}, False, False, False),
+        ({"OTEL_TRACES_SAMPLER": "traceidratio"}, True, True, True),
+        ({"OTEL_TRACES_SAMPLE_RATIO": "0"}, False, True, False),
+        ({"OTEL_TRACES_SAMPLER": "always_on", "OTEL_TRACES_SAMPLE_RATIO": "0"}, True, True, True),
+    ],
+)
+def test_sampler_decision_for_each_otel_setting_and_parent(
+    variables: dict[str, str], alone: bool, below_yes: bool, below_no: bool
+) -> None:
+    sampler = sampler_of(variables)
+    assert [sampler(TRACE_ID, parent) for parent in (None, YES, NO)] == [alone, below_yes, below_no]
+
+
+def test_ratio_sampler_chooses_the_ids_that_opentelemetrys_does() -> None:
+    from opentelemetry.sdk.trace.sampling import Decision, TraceIdRatioBased
+
+    ours = sampler_of({"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.3"})
+    theirs = TraceIdRatioBased(0.3)
+    ids = [secrets.token_hex(16) for _ in range(1000)]
+    chosen = [each for each in ids if ours(each, None)]
+    sampled = Decision.RECORD_AND_SAMPLE
+    assert chosen == [i for i in ids if theirs.should_sample(None, int(i, 16), "request").decision is sampled]
+    assert 0 < len(chosen) < 1000
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({"OTEL_TRACES_SAMPLER": "sometimes"}, "OTEL_TRACES_SAMPLER"),
+        ({"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "2"}, "OTEL_TRACES_SAMPLER_ARG"),
+        ({"OTEL_TRACES_SAMPLE_RATIO": "1%"}, "OTEL_TRACES_SAMPLE_RATIO"),
+    ],
+)
+def test_invalid_sampler_variable_is_refused_by_name(variables: dict[str, str], named: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{named}\b.*expected"):
+        sampler_of(variables)
+
+
+# -- what it costs: so many calls a request, and none for a token
+
+
+class CountedSpan(Span):
+    """Each use of a span, of a request that is traced or not."""
+
+    def __init__(self, uses: Counter[str], *, is_recording: bool) -> None:
+        self._uses = uses
+        self.is_recording = is_recording
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("_"):
+            object.__getattribute__(self, "_uses")[name] += 1
+        return object.__getattribute__(self, name)
+
+    def child(self, name: str, attributes: Attributes = {}) -> Span:  # noqa: B006
+        return self
+
+
+class CountingTracer(Tracer):
+    def __init__(self, *, is_recording: bool) -> None:
+        super().__init__()
+        self.uses: Counter[str] = Counter()
+        self._is_recording = is_recording
+
+    def begin(self, *_: object) -> Span:
+        return CountedSpan(self.uses, is_recording=self._is_recording)
+
+
+@pytest.mark.parametrize("is_recording", [True, False])
+@pytest.mark.parametrize("strategy", ORDERS)
+async def test_span_operations_do_not_grow_with_the_answer(strategy: str, is_recording: bool) -> None:
+    uses = []
+    for max_tokens in (150, 400):
+        tracer = CountingTracer(is_recording=is_recording)
+        generate = logged(make_pair(strategy).generate, "first", tracer=tracer)
+        chunks = await collect(generate, request(max_tokens))
+        assert sum(len(chunk.token_ids) for chunk in chunks) == max_tokens
+        uses.append(tracer.uses)
+    assert uses[0] == uses[1]
+    assert uses[0]["child"] > 3
+
+
+async def test_a_request_that_is_not_traced_has_one_span_for_all_of_it() -> None:
+    asked = request()
+    await collect(logged(make_pair("prefill_first").generate, "first"), asked)
+    assert asked.trace.root is NO_SPAN
+    assert asked.within(NO_SPAN) is asked
+    recorded = Recording("0" * 31 + "1", lambda spans: None).root("request", None)
+    assert asked.within(recorded).span is recorded

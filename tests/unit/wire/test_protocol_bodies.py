@@ -146,12 +146,6 @@ def test_two_phase_adds_no_field_that_a_body_has_not() -> None:
     }
 
 
-def test_two_phase_keeps_no_kv_for_an_answer_of_one_token() -> None:
-    sent = body("two_phase", PREFILL, asked() | {"stop_conditions": {"max_tokens": 1}})
-    assert sent["kv_transfer_params"] == ASKING | {"do_remote_decode": False}
-    assert not decode_request(sent).decode_follows
-
-
 def test_a_two_phase_answer_has_kv_transfer_params_and_decode_the_callers_fields_again() -> None:
     assert answer("two_phase") == FIRST | {"kv_transfer_params": HANDED_OVER}
     assert body("two_phase", DECODE, asked(), handoff=HANDOFF) == asked() | {
@@ -223,11 +217,6 @@ def test_rendezvous_with_several_endpoints_is_refused(endpoints: list[str]) -> N
     meeting = {"disagg_request_id": 5, "ctx_info_endpoint": endpoints}
     with pytest.raises(HandoffRefusedError, match="expected one"):
         decode_request({"token_ids": [1], "rendezvous": meeting})
-
-
-def test_rendezvous_is_refused_by_two_phase() -> None:
-    with pytest.raises(ConfigError, match=r"--handoff-protocol.*--schedule-style"):
-        choose_protocol("two_phase").adapt(ROOM)
 
 
 # -- any request

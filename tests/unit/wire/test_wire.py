@@ -48,7 +48,7 @@ def over_the_wire(message: Any) -> Any:
 # -- requests
 
 
-def test_decoded_request_has_its_fields_and_the_raw_body() -> None:
+def test_decoded_request_has_its_fields_or_their_defaults_and_the_raw_body() -> None:
     raw = raw_request(routing={"cache_salt": "s", "dp_rank": 1}, priority=1, annotations=["a"])
     read = decode_request(raw)
     assert read.raw is raw
@@ -58,9 +58,6 @@ def test_decoded_request_has_its_fields_and_the_raw_body() -> None:
     assert read.output == OutputOptions()
     assert (read.cache_salt, read.priority, read.annotations) == ("s", 1.0, ("a",))
     assert read.prefill_result is None
-
-
-def test_request_with_token_ids_only_has_defaults() -> None:
     read = decode_request({"token_ids": [1]})
     assert (read.stop, read.sampling, read.output) == (StopConditions(), SamplingOptions(), OutputOptions())
     assert (read.cache_salt, read.priority, read.annotations, read.prefill_result) == (None, None, (), None)

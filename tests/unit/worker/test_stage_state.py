@@ -64,7 +64,7 @@ class FakeRegistration:
 
 
 class Trusting:
-    """Signatures are tests/unit/test_signed_command.py's."""
+    """Signatures are tests/unit/admin/test_signed_command.py's."""
 
     def command_of(self, raw: Any) -> Command:
         return decode_command(raw)

@@ -1,4 +1,4 @@
-"""How the process of a worker ends."""
+"""The process of a worker: what it refuses before it loads anything, what it says of its engine, and how it ends."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import argparse
 import os
 import subprocess
 from types import ModuleType
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
+from tests.conftest import Checkpoints
 from tests.support.recording_pair import recording_engine
 from trtllm_disagg.config.args import add_worker_arguments
+from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.dynamo_runtime.shutdown import Leaving
 from trtllm_disagg.engine.health import HealthTimes
 from trtllm_disagg.errors import EngineLostError
 from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.processes.interpreter import python
 from trtllm_disagg.worker import worker_command
-from trtllm_disagg.worker.worker import leave_when_dead
+from trtllm_disagg.worker.worker import leave_when_dead, served_model
 
 #: Says what is done at its end, in order.
 ENDING = """
@@ -145,3 +147,43 @@ async def test_the_death_of_the_engine_is_the_reason_also_if_another_step_fails_
 async def test_an_error_of_a_worker_with_a_living_engine_stays() -> None:
     with pytest.raises(ConnectionError, match="no discovery"):
         await serve(ConnectionError("no discovery"))
+
+
+# -- a model that cannot be served
+
+
+#: What it takes to say what is wrong with a model.
+CHECK = """
+import sys
+from trtllm_disagg.cli import main
+try:
+    main(["worker", "--engine", "embedded", "--model", sys.argv[1], "--override-engine-args", '{"dtype": "float33"}'])
+finally:
+    print(*(name for name in ("torch", "transformers", "dynamo", "uvloop") if name in sys.modules), file=sys.stderr)
+"""
+
+
+@pytest.mark.process
+def test_model_that_cannot_be_served_is_refused_before_torch_is_imported(checkpoints: Checkpoints) -> None:
+    error, heavy = end(CHECK, str(checkpoints())).stderr.splitlines()
+    assert error.startswith("error: dtype: 'float33' is not allowed")
+    assert heavy == ""
+
+
+# -- what it says of its engine's KV cache
+
+
+@pytest.mark.parametrize(
+    ("capacity", "block_size", "num_blocks"),
+    [({"tokensPerBlock": 64, "maxNumBlocks": 9, "maxNumTokens": 576}, 64, 9), ({}, 128, 0)],
+    ids=["reported", "not-reported"],
+)
+def test_block_size_without_a_reported_capacity_is_that_of_the_engines_arguments(
+    capacity: dict[str, Any], block_size: int, num_blocks: int
+) -> None:
+    """TensorRT-LLM sets it for some models, if nothing else does."""
+    engine = recording_engine()
+    engine.llm.args.kv_cache_config.tokens_per_block = 128
+    engine.llm.get_kv_cache_capacity = lambda: capacity
+    model = served_model(WorkerConfig(model="org/model", kv_block_size=16), engine)
+    assert (model.block_size, model.num_blocks) == (block_size, num_blocks)

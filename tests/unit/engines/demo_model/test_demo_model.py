@@ -5,9 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import random
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -18,7 +15,6 @@ import pytest
 
 from trtllm_disagg.engines import demo_model
 from trtllm_disagg.engines.demo_model import Recipe, building, corpus, training
-from trtllm_disagg.engines.demo_model import corpus as conversations
 from trtllm_disagg.engines.demo_model.building import build_demo_model
 from trtllm_disagg.errors import ConfigError
 
@@ -112,7 +108,7 @@ def test_the_tokenizer_gives_every_text_back(model_dir: Path) -> None:
     assert (loaded.bos_token, loaded.eos_token, len(loaded)) == ("<|bos|>", "<|eos|>", 320)
 
 
-def test_the_chat_template_writes_what_the_model_was_trained_on(model_dir: Path) -> None:
+def test_the_chat_template_writes_what_the_model_was_trained_on_and_takes_text_parts(model_dir: Path) -> None:
     from transformers import AutoTokenizer
 
     loaded = AutoTokenizer.from_pretrained(model_dir)
@@ -123,13 +119,7 @@ def test_the_chat_template_writes_what_the_model_was_trained_on(model_dir: Path)
     prompt = loaded.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert prompt == rendered + "<|assistant|>"
     assert rendered == "<|bos|><|system|>Be brief.<|user|>Hi<|assistant|>Hello!<|eos|><|user|>Bye"
-
-
-def test_the_chat_template_takes_a_list_of_text_parts(model_dir: Path) -> None:
-    from transformers import AutoTokenizer
-
     parts = [{"type": "text", "text": "He"}, {"type": "text", "text": "llo"}]
-    loaded = AutoTokenizer.from_pretrained(model_dir)
     rendered = loaded.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
     assert rendered == "<|bos|><|user|>Hello"
 
@@ -166,136 +156,6 @@ def test_training_learns() -> None:
     training.train(recipe, source, vocabulary, lambda step, steps, loss: losses.append(loss))
     assert len(losses) == recipe.steps
     assert sum(losses[-5:]) / 5 < losses[0] - 1
-
-
-@pytest.fixture(scope="module")
-def some_articles() -> list[corpus.Article]:
-    return corpus.articles()[:40]
-
-
-@pytest.fixture(scope="module")
-def vocabulary(some_articles: list[corpus.Article]) -> Any:
-    return corpus.train_tokenizer(conversations.documents(some_articles, random.Random(0)), TINY.vocab_size)
-
-
-def test_every_nth_training_step_is_one_long_window(
-    some_articles: list[corpus.Article], vocabulary: Any
-) -> None:
-    recipe = replace(TINY, steps=6, long_every=3)
-    shapes = [tuple(tokens.shape) for tokens, _ in training.batches(recipe, some_articles, vocabulary)]
-    assert shapes == [(4, 32), (4, 32), (1, 128)] * 2
-
-
-def test_every_window_begins_with_a_document(some_articles: list[corpus.Article], vocabulary: Any) -> None:
-    for tokens, _ in training.batches(TINY, some_articles, vocabulary):
-        assert (tokens[:, 0] == vocabulary.token_to_id(corpus.BOS)).all()
-
-
-def test_only_questions_and_system_prompts_are_not_learned() -> None:
-    bos, eos, user, assistant, system, text = range(6)
-    talk = [bos, system, text, user, text, text, assistant, text, eos, user, text, assistant, text, eos]
-    talk += [bos, text]
-    is_said = training.said(talk, [user, system], assistant)
-    assert [at for at, learned in enumerate(is_said) if learned] == [0, 7, 8, 12, 13, 14, 15]
-
-
-def test_the_learning_rate_rises_stays_and_falls_to_nothing() -> None:
-    import torch
-
-    recipe = replace(TINY, steps=20, warmup_steps=4, full_share=0.5)
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
-    rates = []
-    for step in range(20):
-        training.scale_learning_rates([optimizer], recipe, step)
-        rates.append(optimizer.param_groups[0]["lr"])
-    assert rates[:4] == sorted(rates[:4])
-    assert rates[3:11] == [0.5] * 8
-    assert rates[10:] == sorted(rates[10:], reverse=True)
-    assert rates[-1] == pytest.approx(0.5 / 10)
-
-
-@pytest.mark.parametrize("shape", [(64, 64), (32, 96), (96, 32)])
-def test_an_update_has_the_directions_of_the_gradient_and_equal_strengths(shape: tuple[int, int]) -> None:
-    import torch
-
-    generator = torch.Generator().manual_seed(1)
-    # Singular values from 1 down to 1/200, as gradients have them.
-    u, _, v = torch.linalg.svd(torch.randn(2, *shape, generator=generator), full_matrices=False)
-    values = torch.logspace(0, -2.3, min(shape))
-    made = training.orthogonal(u * values @ v)
-    strengths = torch.diagonal(u.mT @ made @ v.mT, dim1=-2, dim2=-1)
-    assert strengths.min() > 0.4
-    assert strengths.max() < 1.7
-    torch.testing.assert_close(made, u * strengths[:, None] @ v, atol=1e-3, rtol=0)
-
-
-def test_muon_moves_tall_matrices_further_and_shrinks_all() -> None:
-    import torch
-
-    tall, flat = torch.ones(64, 16), torch.ones(16, 64)
-    optimizer = training.Muon([tall.requires_grad_(), flat.requires_grad_()], lr=0.1, weight_decay=0.5)
-    for matrix in (tall, flat):
-        matrix.grad = torch.eye(*matrix.shape)
-    optimizer.step()
-    # Weight decay takes a twentieth; an update is larger by the square root of height to width, if that is above one.
-    assert tall[40, 0].item() == pytest.approx(0.95, abs=1e-3)
-    assert 0.04 < 0.95 - flat[0, 0].item() < 0.17
-    assert 0.95 - tall[0, 0].item() == pytest.approx(2 * (0.95 - flat[0, 0].item()), rel=1e-3)
-
-
-# The text.
-
-
-def test_corpus_has_prose_and_subjects_of_python_articles() -> None:
-    articles = {article.title: article for article in corpus.articles()}
-    assert not any("::=" in article.passage for article in articles.values())
-    assert articles["len"].answer("len()") == "About len(): Return the number of items in a container."
-    the_with = articles['The "with" statement']
-    assert the_with.subjects == ("the with statement", 'the "with" statement')
-    assert the_with.answer("it").startswith('About it: The "with" statement is used to wrap')
-    assert sum(article.asked for article in articles.values()) > 150
-
-
-@pytest.mark.parametrize(
-    ("paragraph", "expected"),
-    [
-        ("   expr ::= a\n", ""),
-        ("New in version 3.10.", ""),
-        ("x = 1\nif x:\n    y()", "x = 1\nif x:\n    y()"),
-        (
-            "A line that is as long as lines of wrapped prose are well-\nknown (see section Calls) to be.",
-            "A line that is as long as lines of wrapped prose are well-known to be.",
-        ),
-        (
-            "Sets\n   These represent mutable sets, in a line long enough.\n   They are created by set().",
-            "Sets: These represent mutable sets, in a line long enough. They are created by set().",
-        ),
-    ],
-)
-def test_unwrap_joins_lines_of_a_paragraph(paragraph: str, expected: str) -> None:
-    assert corpus.unwrap(paragraph) == expected
-
-
-def test_drop_announcement_removes_a_last_sentence_with_a_colon() -> None:
-    section = ["It is a statement. The syntax is:"]
-    corpus.drop_announcement(section)
-    assert section == ["It is a statement."]
-    corpus.drop_announcement(section)
-    assert section == ["It is a statement."]
-    alone = ["Syntax:"]
-    corpus.drop_announcement(alone)
-    assert alone == []
-
-
-def test_each_round_of_conversations_covers_all_articles_with_other_questions() -> None:
-    source = [article for article in corpus.articles() if article.asked]
-    order = random.Random(3)
-    rounds = [conversations.conversations(source, order) for _ in range(2)]
-    asked = [sorted(text for talk in talks for role, text in talk if role == "user") for talks in rounds]
-    expected = len(source) + 2 * len(conversations.FAMILIAR) + 2 * len(conversations.SMALL_TALK)
-    assert [len(questions) for questions in asked] == [expected] * 2
-    assert asked[0] != asked[1]
-    assert all(talk[-1][0] == "assistant" for talks in rounds for talk in talks)
 
 
 # The folder.
@@ -395,16 +255,6 @@ def test_a_folder_that_cannot_be_made_is_a_wrong_setting(tmp_path: Path, stand_i
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot make a model at"):
         demo_model.run(parse(str(tmp_path / "file" / "model")))
-
-
-@pytest.mark.parametrize(
-    "module", ["engines.demo_model", "engines.demo_model.building", "tools.demo.both_orders"]
-)
-def test_importing_demo_model_loads_no_torch(module: str) -> None:
-    heavy = {"torch", "transformers", "tokenizers"}
-    script = f"import sys, trtllm_disagg.{module}; print({heavy} & set(sys.modules))"
-    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert answer.stdout == "set()\n"
 
 
 def test_progress_is_a_line_every_few_seconds(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.support.modelled_cores import ModelledTestCore, model_directory, prompt_of
 from trtllm_disagg.engines.modelled.config import MODELS, ModelledArgs
 from trtllm_disagg.engines.modelled.step_times import Chunk
-from trtllm_disagg.engines.modelled.tables import open_tables, systems
+from trtllm_disagg.engines.modelled.tables import open_tables
 from trtllm_disagg.errors import ConfigError
 
 sdk: Any = pytest.importorskip(
@@ -121,7 +121,3 @@ def test_the_model_may_be_that_of_the_directory(tmp_path: Any) -> None:
 def test_model_or_gpu_without_a_table_is_refused_by_name(args: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         open_tables(args_of(**args))
-
-
-def test_the_gpus_are_those_that_the_package_has() -> None:
-    assert {"h100_sxm", "h200_sxm", "b200_sxm", "gb200", "l40s"} <= set(systems())

@@ -8,16 +8,14 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tests.support.handling import collect, request
+from tests.support.handling import collect, expected_tokens, request, tokens_of
 from tests.support.stage_client import RecordingStageClient
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.engine.engine import Engine
-from trtllm_disagg.engine.engines import resolve_engine
 from trtllm_disagg.engine.llm_api import load_api
 from trtllm_disagg.engines.recording import llm as recording
-from trtllm_disagg.engines.recording.result import scripted_token
 from trtllm_disagg.handlers.services import build_generate
-from trtllm_disagg.types import Generate, TokenChunk
+from trtllm_disagg.types import Generate
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -32,18 +30,10 @@ def generate_of(strategy: str, role: Role, stage: Any = None, **recording: Any) 
     return build_generate(config, engine(**recording), stage or RecordingStageClient())
 
 
-def tokens_of(chunks: list[TokenChunk]) -> list[int]:
-    return [token for chunk in chunks for token in chunk.token_ids]
-
-
-def expected(count: int) -> list[int]:
-    return [scripted_token(request().token_ids, position) for position in range(count)]
-
-
 @pytest.mark.parametrize("tokens_per_step", [1, 3, 50])
 async def test_both_orders_give_the_tokens_of_one_engine(tokens_per_step: int) -> None:
     whole = generate_of("prefill_first", Role.AGG, tokens_per_step=tokens_per_step)
-    assert tokens_of(await collect(whole, request(10))) == expected(10)
+    assert tokens_of(await collect(whole, request(10))) == expected_tokens(10)
     for strategy, first, second in (
         ("prefill_first", Role.PREFILL, Role.DECODE),
         ("decode_first", Role.DECODE, Role.PREFILL),
@@ -51,7 +41,7 @@ async def test_both_orders_give_the_tokens_of_one_engine(tokens_per_step: int) -
         stage = RecordingStageClient(generate_of(strategy, second, tokens_per_step=tokens_per_step))
         first_stage = generate_of(strategy, first, stage, tokens_per_step=tokens_per_step)
         chunks = await collect(first_stage, request(10))
-        assert tokens_of(chunks) == expected(10)
+        assert tokens_of(chunks) == expected_tokens(10)
         assert len(chunks[0].token_ids) == 1
         assert chunks[-1].finish_reason == "length"
         await stage.idle()
@@ -71,14 +61,10 @@ async def test_a_late_reader_finds_all_that_is_due() -> None:
     assert await opened.is_idle()
 
 
-def test_auto_never_picks_the_recording_engine() -> None:
-    assert resolve_engine("auto") in ("embedded", "tensorrt_llm")
-
-
 async def test_recording_engine_ignores_sampling_options_but_length() -> None:
-    stop = expected(2)[1]
+    stop = expected_tokens(2)[1]
     stopping = request(4, stop_conditions={"max_tokens": 4, "stop_token_ids": [stop]})
-    assert (await engine().start_agg(stopping).aresult()).outputs[0].token_ids == expected(4)
+    assert (await engine().start_agg(stopping).aresult()).outputs[0].token_ids == expected_tokens(4)
 
 
 def test_zero_tokens_per_step_is_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from typing import Any
 
@@ -24,10 +23,6 @@ NIXL = {"backend": "NIXL"}
 
 def make(**kwargs: Any) -> LLM:
     return LLM("org/model", **{"cache_transceiver_config": NIXL} | kwargs)
-
-
-async def tokens_of(result: RequestOutput) -> list[int]:
-    return list((await result.aresult()).outputs[0].token_ids)
 
 
 async def prefill(llm: LLM, **sampling: Any) -> RequestOutput:
@@ -61,22 +56,6 @@ def test_an_unknown_keyword_is_refused() -> None:
         SamplingParams(max_token=1)  # type: ignore[call-arg]
 
 
-# -- recording
-
-
-def test_every_call_is_recorded_with_what_was_given() -> None:
-    llm = LLM("m", max_batch_size=4, tensor_parallel_size=2)
-    sampling = SamplingParams(max_tokens=2)
-    llm.generate_async(PROMPT, sampling_params=sampling, streaming=True)
-    llm.get_kv_cache_capacity()
-    llm.shutdown()
-    assert LLM.instances == [llm]
-    assert [call.name for call in llm.calls] == ["LLM", "generate_async", "get_kv_cache_capacity", "shutdown"]
-    assert llm.calls[0].arguments == {"model": "m", "max_batch_size": 4, "tensor_parallel_size": 2}
-    given = {"inputs": PROMPT, "sampling_params": sampling, "streaming": True}
-    assert llm.calls_of("generate_async") == [given]
-
-
 # -- answers
 
 
@@ -95,31 +74,6 @@ async def test_a_whole_run_streams_one_object_that_grows() -> None:
 async def test_without_streaming_there_is_one_iteration() -> None:
     result = make().generate_async(PROMPT, SamplingParams(max_tokens=3))
     assert [len(partial.outputs[0].token_ids) async for partial in result] == [3]
-
-
-def test_an_answer_needs_no_event_loop() -> None:
-    assert len(make().generate_async("text", SamplingParams(max_tokens=3)).result().outputs[0].token_ids) == 3
-
-
-async def test_two_workers_give_the_tokens_of_one() -> None:
-    whole = await tokens_of(make().generate_async(PROMPT, SamplingParams(max_tokens=5)))
-    first = await prefill(make(), max_tokens=5)
-    assert first.outputs[0].token_ids == whole[:1]
-    assert first.outputs[0].finish_reason == "length"
-    handoff = handoff_of(first)
-    assert handoff.first_gen_tokens == whole[:1]
-    assert len(LLM.kv_store) == 1
-
-    second = make().generate_async(PROMPT, SamplingParams(max_tokens=5), disaggregated_params=handoff)
-    assert await tokens_of(second) == whole
-    assert second.cached_tokens == len(PROMPT)
-    assert len(LLM.kv_store) == 0
-
-
-async def test_both_phases_have_the_id_that_the_caller_gave() -> None:
-    params = DisaggregatedParams(request_type="CONTEXT_ONLY", disagg_request_id=77)
-    result = await make().generate_async(PROMPT, disaggregated_params=params).aresult()
-    assert handoff_of(result).ctx_request_id == 77
 
 
 async def test_kv_is_fetched_once_and_only_for_its_prompt() -> None:
@@ -172,32 +126,6 @@ async def test_answer_ends_by_its_sampling_params(
     )
 
 
-async def test_abort_ends_a_running_request() -> None:
-    llm = make()
-    gate = asyncio.Semaphore(1)
-    llm.scripts.append(Script(gate=gate))
-    result = llm.generate_async(PROMPT, streaming=True)
-    await anext(result)
-    result.abort()
-    await anext(result)
-    assert result.is_aborted
-    assert result.outputs[0].finish_reason == "cancelled"
-    assert result.outputs[0].length == 1
-
-
-async def test_a_scripted_error_comes_out_of_the_iteration() -> None:
-    llm = make()
-    llm.scripts.append(Script(error=RequestError("boom"), error_at=1))
-    result = llm.generate_async(PROMPT, streaming=True)
-    await anext(result)
-    with pytest.raises(RequestError, match="boom"):
-        await anext(result)
-    assert [partial async for partial in result] == []
-
-
-# -- refusals
-
-
 # -- refusals
 
 
@@ -227,35 +155,7 @@ def test_a_split_request_needs_a_transceiver_and_one_choice() -> None:
         make().generate_async(PROMPT, SamplingParams(n=2), disaggregated_params=split)
 
 
-def test_request_after_shutdown_is_refused() -> None:
-    llm = make()
-    llm.shutdown()
-    with pytest.raises(RuntimeError, match="shutting down"):
-        llm.generate_async(PROMPT)
-
-
-# -- events and statistics
-
-
-async def test_events_and_stats_are_drained_once() -> None:
-    llm = make(kv_cache_config={"event_buffer_max_size": 8}, enable_iter_perf_stats=True)
-    llm.kv_cache_events = [{"event_id": 0}, {"event_id": 1}]
-    llm.stats = [{"iter": 0}]
-    assert [event["event_id"] async for event in llm.get_kv_cache_events_async(timeout=0)] == [0, 1]
-    assert [event async for event in llm.get_kv_cache_events_async(timeout=0)] == []
-    assert [stat["iter"] async for stat in llm.get_stats_async(timeout=0)] == [0]
-    assert llm.get_kv_cache_capacity() == {"maxNumBlocks": 1024, "tokensPerBlock": 32}
-
-
 # -- an engine that misbehaves
-
-
-async def test_scripted_finish_reason_is_returned() -> None:
-    llm = make()
-    llm.scripts.append(Script(ends_with="timeout"))
-    result = await llm.generate_async(PROMPT, SamplingParams(max_tokens=2)).aresult()
-    assert result.outputs[0].finish_reason == "timeout"
-    assert result.outputs[0].length == 2
 
 
 async def test_kv_of_a_decode_that_is_aborted_too_early_stays_behind() -> None:
@@ -271,23 +171,3 @@ async def test_kv_of_a_decode_that_is_aborted_too_early_stays_behind() -> None:
     assert result.aborts == [0]
     assert result.outputs[0].finish_reason == "cancelled"
     assert len(LLM.kv_store) == 1
-
-
-async def test_the_python_transceiver_names_an_endpoint() -> None:
-    llm = make(cache_transceiver_config={"backend": "NIXL", "transceiver_runtime": "PYTHON"})
-    params = DisaggregatedParams(request_type="context_only")
-    made = (await llm.generate_async(PROMPT, disaggregated_params=params).aresult()).outputs[0]
-    handoff = made.disaggregated_params
-    assert handoff is not None
-    assert handoff.opaque_state is None
-    handoff.request_type = "generation_only"
-    await llm.generate_async(PROMPT, SamplingParams(max_tokens=2), disaggregated_params=handoff).aresult()
-    with pytest.raises(RequestError):
-        await llm.generate_async(PROMPT, disaggregated_params=handoff).aresult()
-
-
-def test_an_engine_that_is_shut_down_is_not_healthy() -> None:
-    llm = make()
-    assert llm._check_health()
-    llm.shutdown()
-    assert not llm._check_health()

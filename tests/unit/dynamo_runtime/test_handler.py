@@ -1,4 +1,4 @@
-"""Answers that the handler gives to Dynamo's sender instead of being asked for each."""
+"""The handler of an endpoint: answers pushed to Dynamo's sender, first tokens, and health probes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import threading
 from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +14,11 @@ from dynamo.llm import exceptions as dynamo_errors
 
 from tests.support.handling import raw_request, until
 from tests.support.stage_client import FakeContext
-from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler
+from trtllm_disagg.dynamo_runtime.handler import PROBE, as_dynamo_handler, health_check_payload
 from trtllm_disagg.dynamo_runtime.pushed_answers import BUFFERED, WAITING
-from trtllm_disagg.errors import OverloadedError
+from trtllm_disagg.errors import ConfigError, OverloadedError
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
+from trtllm_disagg.wire.bodies import decode_request
 
 MANY = BUFFERED + 100
 
@@ -208,3 +210,101 @@ async def test_an_answer_that_is_dropped_in_a_thread_ends_on_the_event_loop() ->
     await asyncio.to_thread(dynamos.clear)
     await asyncio.wait_for(has_ended.wait(), 10)
     assert ended_in == [threading.get_ident()]
+
+
+# -- Dynamo's routers hear when a request has left its prefill behind
+
+
+class Context(FakeContext):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ranks: list[int | None] = []
+        #: How many chunks had been handed on at each notice.
+        self.notices: list[int] = []
+        self.num_chunks = 0
+
+    def notify_first_token(self) -> None:
+        self.notices.append(self.num_chunks)
+
+
+class Source:
+    def bind(self, context: Any, dp_rank: int | None) -> None:
+        context.ranks.append(dp_rank)
+
+
+async def answer(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+    for tokens in ([], [5], [6]):
+        yield TokenChunk(tokens)
+
+
+async def served(raw: dict[str, Any], source: Source | None) -> Context:
+    context = Context()
+    handler = as_dynamo_handler(answer, dict, first_tokens=source)
+    async for _ in handler(raw, context):
+        context.num_chunks += 1
+    assert context.num_chunks == 3
+    return context
+
+
+async def test_request_is_bound_to_its_rank_and_the_first_token_is_notified_once() -> None:
+    context = await served(raw_request(routing={"dp_rank": 3}), Source())
+    assert (context.ranks, context.notices) == ([3], [2]), "behind the chunk that has it"
+
+
+async def test_answer_of_one_chunk_ends_without_a_notice() -> None:
+    async def at_once(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
+        yield TokenChunk([5], finish_reason="length")
+
+    context = Context()
+    async for _ in as_dynamo_handler(at_once, dict, first_tokens=Source())(raw_request(), context):
+        pass
+    assert (context.ranks, context.notices) == ([None], [])
+
+
+@pytest.mark.parametrize("stage", ["prefill", "decode", "whole"])
+async def test_first_token_of_a_phase_request_is_not_notified(stage: str) -> None:
+    context = await served(raw_request(errand={"stage": stage}), Source())
+    assert (context.ranks, context.notices) == ([], [])
+
+
+async def test_without_a_source_the_frontend_finds_out_by_itself() -> None:
+    context = await served(raw_request(), None)
+    assert (context.ranks, context.notices) == ([], [])
+
+
+# -- health probes
+
+
+GIVEN = '{"token_ids": [5], "stop_conditions": {"max_tokens": 2}}'
+READ = {"token_ids": [5], "stop_conditions": {"max_tokens": 2}, PROBE: True}
+
+
+def test_without_one_a_probe_is_one_token_before_all_others() -> None:
+    payload = health_check_payload(None)
+    request = decode_request(payload)
+    assert (len(request.token_ids), request.stop.max_tokens, request.priority) == (1, 1, 1.0)
+    assert payload[PROBE] is True
+
+
+def test_health_check_payload_is_read_from_json_or_a_file(tmp_path: Path) -> None:
+    (tmp_path / "probe.json").write_text(GIVEN)
+    assert health_check_payload(GIVEN) == health_check_payload(f"@{tmp_path}/probe.json") == READ
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("{", "JSON, or @FILE"),
+        pytest.param("[" * 100_000, "JSON, or @FILE", id="too deep"),
+        ("[1]", "a JSON object"),
+        ("@~no_such_user/probe.json", "No such file"),
+        ("@/nowhere/probe.json", "No such file"),
+        ('{"prompt": "Hello"}', "token_ids"),
+        ('{"token_ids": [1], "token_ids": [2]}', "token_ids is there twice"),
+        ('{"token_ids": [1], "stop_conditions": {"max_tokens": "1"}}', "max_tokens"),
+        (r'{"token_ids": [1], "routing": {"cache_salt": "\ud800"}}', "surrogates not allowed"),
+    ],
+)
+def test_invalid_health_check_payload_is_refused_by_the_flags_name(given: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--health-check-payload: .*{why}"):
+        health_check_payload(given)
