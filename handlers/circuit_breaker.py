@@ -79,18 +79,13 @@ class StreamTimeouts(NamedTuple):
     next: float
 
 
-#: For a description, which needs no work of the engine.
-_DESCRIBE_SECONDS = 5.0
-
-
 def stream_timeouts_of(config: WorkerConfig) -> Mapping[str, StreamTimeouts]:
-    """By `PhaseRequest.kind`, or "describe". A worker asked for a whole answer may try several others, then itself."""
+    """By `PhaseRequest.kind`. A worker asked for a whole answer may try several others, then itself."""
     prefill = StreamTimeouts(config.prefill_timeout, config.prefill_timeout)
     decode = StreamTimeouts(first_decode_token_seconds(config), config.next_decode_token_timeout)
     tries = config.max_tries + 1
     whole = StreamTimeouts(tries * prefill.first, tries * max(decode))
-    describe = StreamTimeouts(_DESCRIBE_SECONDS, _DESCRIBE_SECONDS)
-    return {"prefill": prefill, "decode": decode, "whole": whole, "describe": describe}
+    return {"prefill": prefill, "decode": decode, "whole": whole}
 
 
 def first_decode_token_seconds(config: WorkerConfig) -> float:

@@ -110,7 +110,7 @@ class RemotePush:
         call = await select_instance(self._peers, request)
         request.trace.facts["prefill_instance"] = f"{call.instance_id:x}"
         with call:
-            endpoint, rank = await self._peers.meeting_place(call)
+            endpoint, rank = self._peers.meeting_place(call)
         rendezvous = self._protocol.adapt(self._engine.rendezvous(endpoint, rank))
         return Opened(rendezvous, partial(self._push, call), call.instance_id)
 

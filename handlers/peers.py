@@ -50,7 +50,7 @@ class _Known(NamedTuple):
 
     fits: bool
     facts: EngineFacts
-    description: Mapping[str, Any]
+    description: dict[str, Any]
     said_at: float
 
 
@@ -131,7 +131,7 @@ class Peers:
         for each in there:
             if each not in self._asked and (known := self._known.get(each)) and known.said_at < stale:
                 self._asked.add(each)
-                in_background(self._ask_again(self._stage.instance(each)), "question for a description")
+                in_background(self._ask(self._stage.instance(each)), "question for a description")
 
     async def pick(self, request: GenerateRequest) -> Call:
         """A call of an instance that is not skipped; of any instance when all are skipped, because none at all would be
@@ -142,21 +142,20 @@ class Peers:
         request = request.skipping(skipped)
         while True:
             instance = await self._stage.pick(request)
+            if instance.instance_id not in self._known and instance.instance_id != QUEUE_ID:
+                await self._ask(instance)
             known = self._known.get(instance.instance_id)
-            if known is None and instance.instance_id != QUEUE_ID:
-                known = await self._ask(instance)
             if known is None or (
                 known.fits and not known.facts.why_unfit(request, computes_prompt=self._prefill)
             ):
                 return Call(self, instance, request)
             request = request.avoiding(instance.instance_id)
 
-    async def meeting_place(self, instance: Call) -> tuple[str, int | None]:
+    def meeting_place(self, instance: Call) -> tuple[str, int | None]:
         """Where the instance's engine is met, and on which rank. Raises PeerUnavailableError."""
         known = self._known.get(instance.instance_id)
-        described = dict(known.description) if known and known.description else await instance.describe()
         try:
-            place = msgspec.convert(described, MeetingPlace)
+            place = msgspec.convert(known.description if known else {}, MeetingPlace)
         except msgspec.ValidationError as error:
             raise PeerUnavailableError(f"the prefill worker's description is unreadable: {error}") from None
         if not place.ctx_info_endpoint:
@@ -178,10 +177,7 @@ class Peers:
         """It did not answer, or its KV did not come: another process may have its id now."""
         self._known.pop(instance_id, None)
 
-    async def _ask_again(self, instance: StageInstance) -> None:
-        await self._ask(instance)
-
-    async def _ask(self, instance: StageInstance) -> _Known:
+    async def _ask(self, instance: StageInstance) -> None:
         description: dict[str, Any] = {}
         fits = True
         try:
@@ -197,9 +193,8 @@ class Peers:
             pass
         finally:
             self._asked.discard(instance.instance_id)
-        known = _Known(fits, EngineFacts.described(description), description, self._clock())
-        self._known[instance.instance_id] = known
-        return known
+        facts = EngineFacts.described(description)
+        self._known[instance.instance_id] = _Known(fits, facts, description, self._clock())
 
 
 class Call:
@@ -235,12 +230,6 @@ class Call:
         if self._counts_failures and isinstance(error, _FAULTS) and blamed != QUEUE_ID:
             self._peers.breaker.failed(blamed)
             _note_failure(self._span, blamed, error)
-
-    async def describe(self) -> dict[str, Any]:
-        """Raises StageTimeoutError, besides what the instance raises. A success does not reset the failures."""
-        with self, IdleTimer(lambda: self.instance_id) as timer:
-            timer.arm("description", self._peers.timeouts["describe"].first)
-            return await self._instance.describe()
 
     async def notify(self, notice: dict[str, Any]) -> None:
         await self._instance.notify(notice)

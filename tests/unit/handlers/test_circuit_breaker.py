@@ -116,7 +116,6 @@ def failing(error: DisaggError, after: int = 0) -> Call:
 def with_breaker(stage: Stage, clock: Clock | None = None, seconds: float = 30.0) -> Peers:
     breaker = CircuitBreaker(2, 5.0, clock or Clock())
     timeouts = dict.fromkeys(("prefill", "decode", "whole"), StreamTimeouts(seconds, 2 * seconds))
-    timeouts["describe"] = StreamTimeouts(seconds, seconds)
     return Peers(stage, breaker, timeouts)
 
 
@@ -387,26 +386,6 @@ async def test_hanging_phase_on_the_own_engine_raises_stage_timeout(order: str, 
     with pytest.raises(StageTimeoutError, match=f"{word} .*within 0.5 s"):
         await collect(pair.generate, request(4))
     await let_go(gate, pair)
-
-
-async def test_an_instance_that_does_not_describe_itself_is_given_up_and_skipped_later() -> None:
-    stage = with_breaker(Stage(i1=silent, i2=well), seconds=0.01)
-    for _ in range(2):
-        instance = await stage.pick(request())
-        assert instance.instance_id == 1
-        with pytest.raises(StageTimeoutError, match=r"no description within 0\.01 s"):
-            await instance.describe()
-    assert (await stage.pick(request())).instance_id == 2
-
-
-async def test_successful_describe_does_not_reset_failures_of_calls() -> None:
-    stage = with_breaker(Stage(i1=failing(PeerUnavailableError("gone")), i2=well))
-    for _ in range(2):
-        instance = await stage.pick(request())
-        assert instance.instance_id == 1
-        await fail(stage)
-        await instance.describe()
-    assert (await stage.pick(request())).instance_id == 2
 
 
 @pytest.mark.parametrize(("style", "seconds"), [("context_first", 3.0), ("generation_first", 10.0)])
