@@ -10,7 +10,7 @@ from typing import Protocol
 
 from trtllm_disagg.errors import DisaggError, PeerUnavailableError
 from trtllm_disagg.handlers.attempts import Plan
-from trtllm_disagg.handlers.delivered import Delivered, Limits, Replays, Resumed
+from trtllm_disagg.handlers.delivered import Delivered, Limits, Replays, resumed
 from trtllm_disagg.handlers.run import Run, RunCounts
 from trtllm_disagg.types import GenerateRequest, PhaseRequest, RequestContext, TokenChunk
 
@@ -42,8 +42,8 @@ class AnsweringWorker:
         link: dict[str, str] | None = None
         # With several choices it is unknown which choice's tokens the client has.
         if self.resumes and request.phase_request is None and request.num_choices == 1:
-            resumed = Resumed.of(request, self.replays)
-            request, tokens, link = resumed.request, resumed.tokens, resumed.link.encode()
+            request, tokens, own_link = resumed(request, self.replays)
+            link = own_link.encode()
         delivered = Delivered(tokens, self.replays, self.limits)
         return Run(request, context, self.plan, delivered, self.counts, link)
 

@@ -19,7 +19,7 @@ from trtllm_disagg.wire.migration_link import MigrationLink
 class Appended:
     """Appends the delivered tokens to the prompt, as Dynamo's migration does it.
 
-    For answers in which a token depends on text, position and seed only (`depends_on_text_only`). Not exact: prefill
+    For answers in which a token depends on text, position and seed only. Not exact: prefill
     sums a token's KV in another order than decode, so of two almost equally likely tokens the other one may come.
     """
 
@@ -100,22 +100,11 @@ def always_replay(request: GenerateRequest) -> bool:
 
 
 def replay_if_needed(request: GenerateRequest) -> bool:
-    """For all other engines: append where that is correct."""
-    return not depends_on_text_only(request)
-
-
-def remainder_of(
-    request: GenerateRequest, delivered: list[int], replays: Replays = replay_if_needed
-) -> Remainder:
-    return (Replayed if not delivered or replays(request) else Appended)(request, delivered)
-
-
-def depends_on_text_only(request: GenerateRequest) -> bool:
-    """Whether the engine treats prompt tokens and generated tokens alike. TensorRT-LLM does so with penalties, which
-    count both (its docs, features/sampling.md), and with `max_thinking_tokens`, counted from the last start tag,
-    wherever that is (`llmapi/thinking_budget.py`).
+    """For all other engines: append where the engine treats prompt tokens and generated tokens alike. TensorRT-LLM does
+    so with penalties, which count both (its docs, features/sampling.md), and with `max_thinking_tokens`, counted from
+    the last start tag, wherever that is (`llmapi/thinking_budget.py`).
     """
-    return not request.sampling.guided_decoding
+    return bool(request.sampling.guided_decoding)
 
 
 def with_seed(request: GenerateRequest) -> GenerateRequest:
@@ -144,26 +133,17 @@ def _without_first(chunk: TokenChunk, count: int) -> TokenChunk:
     )
 
 
-class Resumed:
-    """A request as it was before its migration, the tokens that its client has, and the link for the next migration."""
-
-    __slots__ = ("link", "request", "tokens")
-
-    def __init__(self, request: GenerateRequest, tokens: list[int], link: MigrationLink) -> None:
-        self.request = request
-        self.tokens = tokens
-        self.link = link
-
-    @classmethod
-    def of(cls, request: GenerateRequest, replays: Replays) -> Resumed:
-        """`request` as a frontend sends it. One that `replays` accepts has a seed from now on."""
-        migrated = request.migrated
-        had_a_seed = request.sampling.seed is not None and (migrated is None or not migrated.seed)
-        if replays(request):
-            request = with_seed(request)
-        seed = 0 if had_a_seed else request.sampling.seed or 0
-        delivered = [] if migrated is None else migrated.delivered
-        return cls(request, delivered, MigrationLink(len(request.token_ids), seed))
+def resumed(request: GenerateRequest, replays: Replays) -> tuple[GenerateRequest, list[int], MigrationLink]:
+    """(the request, with a seed from now on if `replays` accepts it, the tokens that its client has, the link for its
+    next migration). `request`: as a frontend sends it.
+    """
+    migrated = request.migrated
+    had_a_seed = request.sampling.seed is not None and (migrated is None or not migrated.seed)
+    if replays(request):
+        request = with_seed(request)
+    seed = 0 if had_a_seed else request.sampling.seed or 0
+    delivered = [] if migrated is None else migrated.delivered
+    return request, delivered, MigrationLink(len(request.token_ids), seed)
 
 
 class Limits(Protocol):

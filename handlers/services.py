@@ -274,33 +274,28 @@ def _routes(
     relayed_orders = [order.name for order in orders() if order.entry_role != parts.role]
     own, relayed = own_orders[0], relayed_orders[0]
     # In place of the other stage; and what answers a request that has lost this worker's engine.
-    alone = Attempt(Fallback.LOCAL, local, "local", enter=budget.enter) if _may_answer_alone(config) else None
-    without_engine = Attempt(
-        Fallback.OTHER_STAGE, RemoteAnswer(parts.peers, relayed), relayed, without_engine=True
-    )
-    after = [*([] if alone is None else [alone]), *[without_engine] * config.max_tries]
+    alone = [Attempt(Fallback.LOCAL, local, "local", enter=budget.enter)] if _may_answer_alone(config) else []
+    other_stage = RemoteAnswer(parts.peers, relayed)
+    lost = [Attempt(Fallback.OTHER_STAGE, other_stage, relayed, without_engine=True)] * config.max_tries
     # A full prefill worker can still prefill.
     full = parts.instance_id if parts.role is Role.DECODE else None
 
     def route(first: Attempt) -> list[Attempt]:
-        return [first] * config.max_tries + after
+        return [first] * config.max_tries + alone + lost
+
+    def keep(request: GenerateRequest) -> Callable[[], None]:
+        return sources.kept.enter(most_tokens(request))
 
     by_name = {
         **{name: route(Attempt(to, build_strategy(name, parts))) for name in own_orders},
         **{name: route(Attempt(to, RemoteAnswer(parts.peers, name))) for name in relayed_orders},
-        "local": [
-            Attempt(Fallback.LOCAL, local, "local", enter=_keeping(sources)),
-            *after[alone is not None :],
-        ],
+        "local": [Attempt(Fallback.LOCAL, local, "local", enter=keep), *lost],
     }
     if not parts.pushes:  # else the engine has the request before there is a first token
         first = by_name[own][0]._replace(enter=lambda request: prefilling.enter(), until_first=True)
         by_name[own] = route(first)
-    return Routes(by_name, own, relayed, route(Attempt(to, RemoteAnswer(parts.peers, relayed, full))), alone)
-
-
-def _keeping(sources: FactSources) -> Callable[[GenerateRequest], Callable[[], None]]:
-    return lambda request: sources.kept.enter(most_tokens(request))
+    busy = route(Attempt(to, RemoteAnswer(parts.peers, relayed, full)))
+    return Routes(by_name, own, relayed, busy, alone[0] if alone else None)
 
 
 def _may_answer_alone(config: WorkerConfig) -> bool:

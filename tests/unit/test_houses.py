@@ -16,11 +16,11 @@ PACKAGE = ROOT / "trtllm_disagg"
 #: Lines.
 HOUSES = {"plugin": 18_000, "engines": 19_000, "tools": 10_830}
 ROOMS = {
-    "(top)": 1_460,
+    "(top)": 1_390,
     "admin": 310,
     "config": 2_350,
     "dynamo_runtime": 2_810,
-    "engine": 1_560,
+    "engine": 1_590,
     "engines": 10,
     "engines/demo_model": 800,
     "engines/embedded": 490,
@@ -37,8 +37,8 @@ ROOMS = {
     "engines/embedded/tensor_parallel": 1_440,
     "engines/modelled": 1_040,
     "engines/recording": 1_150,
-    "handlers": 4_550,
-    "prefill_queue": 1_430,
+    "handlers": 4_490,
+    "prefill_queue": 1_440,
     "processes": 610,
     "tools": 60,
     "tools/admin": 790,
@@ -50,11 +50,11 @@ ROOMS = {
     "tools/trace": 650,
     "tools/up": 3_130,
     "tracing": 720,
-    "wire": 830,
-    "worker": 1_430,
+    "wire": 900,
+    "worker": 1_440,
 }
-MOST_FILES = 255
-MOST_WRAPPERS = 24
+MOST_FILES = 252
+MOST_WRAPPERS = 0
 
 
 def lines(path: Path) -> int:
@@ -103,7 +103,7 @@ def test_there_are_no_more_files_than_a_reader_can_keep() -> None:
 
 @pytest.mark.parametrize(
     ("folder", "suffixes", "most"),
-    [("tests", {".py"}, 53_060), ("tools", {".py"}, 1_000), ("launch", {".sh", ".py", ".sbatch", ""}, 200)],
+    [("tests", {".py"}, 53_440), ("tools", {".py"}, 1_000), ("launch", {".sh", ".py", ".sbatch", ""}, 200)],
 )
 def test_what_stands_beside_the_package_keeps_its_budget(folder: str, suffixes: set[str], most: int) -> None:
     files = (path for path in (ROOT / folder).rglob("*") if path.is_file() and path.suffix in suffixes)
