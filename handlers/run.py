@@ -72,7 +72,7 @@ class Run:
         self._failed_to = ""
         #: For the log: the strategy, or the fallback step.
         self._failed_name = ""
-        #: The last attempt has found no instance, or was too slow on this worker's own engine.
+        #: The last attempt has found no instance, or this worker's own engine was too slow or too full.
         self._would_fail_again = False
         self._has_lost_engine = False
         self._is_first = True
@@ -210,8 +210,8 @@ class Run:
         self._failed_to = attempt.to
         self._failed_name = attempt.to if self._error is not None else self.request.trace.strategy
         found_no_instance = isinstance(error, NoInstanceError)
-        is_own_timeout = isinstance(error, StageTimeoutError) and error.peer is None
-        self._would_fail_again = found_no_instance or is_own_timeout
+        is_own = isinstance(error, (StageTimeoutError, OverloadedError)) and error.peer is None
+        self._would_fail_again = found_no_instance or is_own
         # The failure of the last instance is a better reason than that there is no other one.
         if self._error is None or not found_no_instance:
             self._error = error

@@ -263,7 +263,12 @@ async def test_kv_that_is_lost_in_decodes_own_queue_opens_no_breaker(strategy: s
     await until(lambda: len(decode.llm.results) > 1)
     for _ in range(20):
         gate.release()
-    assert [tokens for tokens, _ in await asyncio.gather(*running)] == [answer_to(10, 6), answer_to(12, 6)]
+    (first, _), (second, asked) = await asyncio.gather(*running)
+    assert (first, second) == (answer_to(10, 6), answer_to(12, 6))
+    assert asked.trace.steps[-1][0] == "local"
+    prefill = pair.first if strategy == "prefill_first" else pair.engines[0]
+    prefills = [each for each in prefill.llm.results if each.request_type == "context_only"]
+    assert len(prefills) == 2, "a second prefill of the same prompt would wait in the same queue"
     assert pair.live.breaker.times_opened == 0
 
 
