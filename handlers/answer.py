@@ -51,7 +51,9 @@ class AnsweringWorker:
 async def answer(
     worker: AnsweringWorker, request: GenerateRequest, context: RequestContext
 ) -> AsyncGenerator[TokenChunk, None]:
-    """One try after the other, until the client has its answer. Raises a DisaggError when none is left."""
+    """One attempt after the other, until the client has its answer. When one fails, also behind a hundred tokens, the
+    next one makes the tokens that the client lacks. Raises the DisaggError of the last one when none is left.
+    """
     if request.phase_request is not None and request.phase_request.is_notice:
         # Not refused by admission, and no request to a log, a counter or a drain.
         if worker.notices is None:

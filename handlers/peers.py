@@ -64,10 +64,6 @@ _UNKNOWN = EngineFacts()
 _FAULTS = (PeerUnavailableError, StageTimeoutError, EngineError)
 
 
-def _fits(description: dict[str, Any]) -> None:
-    """Every instance fits."""
-
-
 class Peers:
     def __init__(
         self,
@@ -81,13 +77,13 @@ class Peers:
         prefill: bool = True,
     ) -> None:
         """`timeouts`: as `stream_timeouts_of` makes them. `require_fit` raises ConfigError for the description of an
-        instance that this worker cannot serve with. `prefill`: false for decode workers, which compute no prompt.
+        instance that this worker cannot serve with; None: all fit. `prefill`: false for decode workers, which compute no prompt.
         """
         self._stage = stage
         self.breaker = breaker
         self.timeouts = timeouts
         self.in_flight = in_flight or InFlight()
-        self._require_fit = require_fit or _fits
+        self._require_fit = require_fit
         self._clock = clock
         self._prefill = prefill
         self._known: dict[int, _Known] = {}
@@ -183,7 +179,8 @@ class Peers:
         try:
             async with asyncio.timeout(_DESCRIBE_SECONDS):
                 description = await instance.describe()
-                self._require_fit(description)
+                if self._require_fit is not None:
+                    self._require_fit(description)
         except ConfigError as error:
             if (known := self._known.get(instance.instance_id)) is None or known.fits:
                 log.error("instance %x is not called: %s", instance.instance_id, error)

@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 _ids = random.Random()
 #: Errors after which the prefill worker holds no KV.
 _REFUSALS = (InvalidRequestError, OverloadedError, EngineError)
+_REFUSES_SECONDS = 60.0
 #: Early recalls that a prefill worker remembers.
 _MOST_EARLY = 16 * MOST_ATTEMPTS
 
@@ -85,8 +86,8 @@ class Notices:
         #: By instance: attempts to be reported as taken.
         self._taken: dict[int, tuple[Notifiable, list[str]]] = {}
         self._is_scheduled = False
-        #: Instances of older versions, which refuse notices.
-        self._without_notices: set[int] = set()
+        #: Instances of older versions, which refuse notices, and until when none is sent: its successor may have its id.
+        self._without_notices: dict[int, float] = {}
 
     def new_attempt(self, instance: Notifiable) -> PhaseRequest:
         """Its phase request, which carries the collected `taken` reports."""
@@ -120,7 +121,8 @@ class Notices:
         drain()
 
     def _report_later(self, instance: Notifiable, attempts: Sequence[str]) -> None:
-        if not attempts or self._sender is None or instance.instance_id in self._without_notices:
+        refuses_until = self._without_notices.get(instance.instance_id, 0.0)
+        if not attempts or self._sender is None or time.monotonic() < refuses_until:
             return
         _, collected = self._taken.setdefault(instance.instance_id, (instance, []))
         collected.extend(attempts)
@@ -137,7 +139,7 @@ class Notices:
 
     async def _send(self, instance: Notifiable, notice: PhaseRequest) -> None:
         if isinstance(await _delivered(instance, notice, self._times.notice), InvalidRequestError):
-            self._without_notices.add(instance.instance_id)
+            self._without_notices[instance.instance_id] = time.monotonic() + _REFUSES_SECONDS
 
 
 async def _delivered(instance: Notifiable, notice: PhaseRequest, seconds: float) -> Exception | None:
