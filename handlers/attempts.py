@@ -150,10 +150,10 @@ class WorkerSidePlan:
         """The choice, or the other one where an engine cannot take the request. Raises InvalidRequestError where no
         choice is left.
         """
-        if name not in (LOCAL, self._routes.own):
+        if name not in (LOCAL, self._routes.own) or (name == LOCAL and alone is None):
             return name, reason
         in_a_pair = self._facts.why_not_in_a_pair(request)
-        if name == LOCAL and alone is not None and in_a_pair is None:
+        if name == LOCAL and in_a_pair is None:
             if reason == "annotation":
                 request.trace.fell_back(Fallback.OTHER_INSTANCE, f"not by this worker alone: {alone}")
             return self._routes.own, "not_alone"

@@ -77,7 +77,8 @@ class Peers:
         prefill: bool = True,
     ) -> None:
         """`timeouts`: as `stream_timeouts_of` makes them. `require_fit` raises ConfigError for the description of an
-        instance that this worker cannot serve with; None: all fit. `prefill`: false for decode workers, which compute no prompt.
+        instance that this worker cannot serve with; None: all fit. `prefill`: false for decode workers, which compute
+        no prompt.
         """
         self._stage = stage
         self.breaker = breaker

@@ -86,7 +86,7 @@ class Notices:
         #: By instance: attempts to be reported as taken.
         self._taken: dict[int, tuple[Notifiable, list[str]]] = {}
         self._is_scheduled = False
-        #: Instances of older versions, which refuse notices, and until when none is sent: its successor may have its id.
+        #: Instances of older versions, which refuse notices, and until when they get none: others may have their ids.
         self._without_notices: dict[int, float] = {}
 
     def new_attempt(self, instance: Notifiable) -> PhaseRequest:

@@ -205,7 +205,8 @@ class Run:
         if self.delivered.are_appended and isinstance(error, InvalidRequestError):
             # The request is valid: the engine refuses it with the tokens that were appended to its prompt.
             raise self._error or EngineError(f"the answer cannot be continued: {error}") from None
-        if self._context.is_stopped() or not _may_go_on(error):
+        # A worker that is over hands its requests back to the frontend, and tries nothing more.
+        if self._drain.is_over or self._context.is_stopped() or not _may_go_on(error):
             raise error
         self._failed_to = attempt.to
         self._failed_name = attempt.to if self._error is not None else self.request.trace.strategy

@@ -10,8 +10,9 @@ import pytest
 
 from tests.support.handling import collect, request, tokens_of, until
 from tests.support.stage_client import FakeContext
-from tests.support.trying import tracked
+from tests.support.trying import counts_of, tracked, trying
 from trtllm_disagg.errors import EngineError, WorkerLeavingError
+from trtllm_disagg.handlers.attempts import Attempt
 from trtllm_disagg.handlers.cancellation import WorkerDrain
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
@@ -95,6 +96,21 @@ async def test_a_request_with_a_slow_client_is_handed_back_with_its_next_token()
     with pytest.raises(WorkerLeavingError):
         await anext(chunks)
     await cutting
+
+
+async def test_a_request_of_a_worker_that_is_over_is_tried_nowhere_else() -> None:
+    drain, stream, other = WorkerDrain(), Stream(), Stream()
+    attempts = [Attempt("other_instance", stream), Attempt("other_stage", other, without_engine=True)]
+    chunks = trying(attempts, counts=counts_of(drain=drain))(request(), FakeContext())
+    await anext(chunks)
+    drain.begin("its engine died")
+    cutting = asyncio.create_task(drain.cut())
+    await asyncio.sleep(0)
+    stream.go_on.set()
+    with pytest.raises(WorkerLeavingError):
+        await anext(chunks)
+    await cutting
+    assert not other.was_closed, "it was never begun"
 
 
 async def test_finished_answer_is_not_cut_at_the_end_of_the_drain() -> None:
