@@ -13,16 +13,12 @@ from trtllm_disagg.engine.engine_facts import EngineFacts
 from trtllm_disagg.types import GenerateRequest
 
 
-def _no_peers() -> Sequence[EngineFacts]:
-    return ()
-
-
 @dataclass(frozen=True, slots=True)
 class PairFacts:
     role: Role
     own: EngineFacts
     #: Those of the peers in discovery; an unknown one counts, with facts that are not known.
-    peers: Callable[[], Sequence[EngineFacts]] = _no_peers
+    peers: Callable[[], Sequence[EngineFacts]] = tuple
 
     def most_tokens(self, request: GenerateRequest) -> int | None:
         """The number of tokens that end the answer on the engine that decodes it; None where only that engine knows.

@@ -276,6 +276,8 @@ def shared_env(config: DeploymentConfig, environ: Mapping[str, str]) -> dict[str
         **{variable: value for name, value in where.items() for variable in FLAGS[name].variables},
         NAMESPACE_SUFFIX: "",
         "DYN_FILE_KV": str(config.run_dir / DISCOVERY_DIR),
+        # torch makes this folder when transformers imports its compiler; in TMPDIR it would stay behind.
+        "TORCHINDUCTOR_CACHE_DIR": environ.get("TORCHINDUCTOR_CACHE_DIR", str(config.run_dir / "torch")),
         "DYN_SYSTEM_HOST": LOOPBACK,
         "DYN_TCP_RPC_HOST": LOOPBACK,
         "DYN_TCP_RESPONSE_STREAM_HOST": LOOPBACK,
