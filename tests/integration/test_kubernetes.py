@@ -103,8 +103,8 @@ def test_pods_of_a_manifest_find_each_other_answer_and_are_switched(cluster: Clu
         decode.process.terminate()
         grace_seconds = graph["decode"]["podTemplate"]["spec"]["terminationGracePeriodSeconds"]
         assert decode.process.wait(grace_seconds) == 0, decode.log.read_text()[-2000:]
-        assert '"part": "decode/decode_first"' in decode.log.read_text()
-        assert '"part": "decode/prefill_first"' in decode.log.read_text()
+        assert '"part":"decode/decode_first"' in decode.log.read_text()
+        assert '"part":"decode/prefill_first"' in decode.log.read_text()
     finally:
         kubelet.close()
 

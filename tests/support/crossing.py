@@ -64,7 +64,12 @@ def _name(frame: FrameType) -> str | None:
     """`file.py Class.method` of a public function that tells where a request goes."""
     code = frame.f_code
     function = code.co_qualname.rpartition(".")[2]
-    if Path(code.co_filename).stem not in TELLING or "<" in code.co_qualname or function in ASIDE:
+    if (
+        not _is_plugin(frame)
+        or Path(code.co_filename).stem not in TELLING
+        or "<" in code.co_qualname
+        or function in ASIDE
+    ):
         return None
     if function.startswith("_") and function not in ("__call__", "__enter__", "__exit__"):
         return None
