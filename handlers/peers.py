@@ -59,6 +59,7 @@ _DESCRIBE_SECONDS = 1.0
 #: A description counts for so long: under Kubernetes a restarted pod has the id of the one before it.
 _FRESH_SECONDS = 10.0
 _UNKNOWN = EngineFacts()
+_NOTHING_KNOWN = _Known(True, _UNKNOWN, {}, 0.0)
 
 #: Errors that count as failures of the instance. Overload and a bad request do not.
 _FAULTS = (PeerUnavailableError, StageTimeoutError, EngineError)
@@ -175,19 +176,20 @@ class Peers:
         self._known.pop(instance_id, None)
 
     async def _ask(self, instance: StageInstance) -> None:
-        description: dict[str, Any] = {}
-        fits = True
+        known = self._known.get(instance.instance_id, _NOTHING_KNOWN)
+        description, fits = known.description, known.fits
         try:
             async with asyncio.timeout(_DESCRIBE_SECONDS):
                 description = await instance.describe()
                 if self._require_fit is not None:
                     self._require_fit(description)
+                fits = True
         except ConfigError as error:
-            if (known := self._known.get(instance.instance_id)) is None or known.fits:
+            if known.fits:
                 log.error("instance %x is not called: %s", instance.instance_id, error)
             fits = False
         except (DisaggError, TimeoutError):
-            # The call itself will fail with the reason; the description is asked for again later.
+            # The call itself will fail with the reason. What it said before counts until it is asked again.
             pass
         finally:
             self._asked.discard(instance.instance_id)

@@ -108,6 +108,16 @@ async def test_an_old_description_is_asked_for_again(
     assert list(peers.instance_ids()) == ([1] if is_called else [])
 
 
+async def test_an_instance_that_does_not_fit_and_does_not_answer_is_not_called() -> None:
+    stage, clock = Stage(described(weights="bbbb")), Clock()
+    peers = fitting_peers(stage, clock)
+    await peers.learn()
+    stage.instances[1].said, clock.now = PeerUnavailableError("busy"), 11.0
+    await peers.learn()
+    await until(lambda: not num_in_background())
+    assert (stage.instances[1].times_asked, list(peers.instance_ids())) == (2, [])
+
+
 async def test_an_instance_that_fails_a_call_is_asked_for_its_description_again() -> None:
     stage = Stage(described())
     peers = fitting_peers(stage)
