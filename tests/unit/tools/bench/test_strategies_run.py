@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import msgspec
 import pytest
 
 from trtllm_disagg import cli
+from trtllm_disagg.engines.modelled.tables import PACKAGE
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.tools.bench import strategies
 from trtllm_disagg.tools.bench.aiperf import LoadFailedError, RateResult
@@ -91,8 +93,9 @@ def test_missing_tables_are_named_before_a_worker_starts(
         "--override-engine-args",
         '{"modelled": {"measured": null, "system": "l40s", "model": "deepseek-r1"}}',
     ]
-    with pytest.raises(ConfigError, match="no table has deepseek-r1 on l40s"):
-        planned([*flags, *more, *no_own])
+    if find_spec(PACKAGE) is not None:
+        with pytest.raises(ConfigError, match="no table has deepseek-r1 on l40s"):
+            planned([*flags, *more, *no_own])
     monkeypatch.setattr("trtllm_disagg.engines.modelled.build.PACKAGE", "not_installed")
     with pytest.raises(ConfigError, match="the tables of GPUs' step times are not installed"):
         planned([*flags, *more, *no_own])
