@@ -22,7 +22,7 @@ Enter = Callable[[GenerateRequest], Callable[[], None]]
 
 
 class Attempt(NamedTuple):
-    """One way to answer a whole request, or the one way to answer a phase."""
+    """One try at a whole request, or the one try at a phase."""
 
     #: A `Fallback`: its name in logs, metrics and answers.
     to: str
@@ -195,7 +195,7 @@ class WorkerSidePlan:
         return {*self._routes.by_name, AUTO}
 
     def _annotated(self, request: GenerateRequest) -> str | None:
-        """The way that the request's annotations name. Raises InvalidRequestError when they name two."""
+        """The strategy that the request's annotations name. Raises InvalidRequestError when they name two."""
         words = [a for a in request.annotations if a.startswith(PREFIX) and not a.startswith(NEXT)]
         names = [self._known(word.removeprefix(PREFIX)) for word in dict.fromkeys(words)]
         if len(names) > 1:

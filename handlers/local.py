@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Protocol
@@ -25,7 +26,6 @@ from trtllm_disagg.errors import (
     StageTimeoutError,
 )
 from trtllm_disagg.handlers.cancellation import AbortGuard, in_background
-from trtllm_disagg.handlers.circuit_breaker import QUEUE_ID
 from trtllm_disagg.handlers.outputs import (
     ChoicesCursor,
     Notify,
@@ -210,8 +210,8 @@ class LocalDecode:
     async def __call__(
         self, request: GenerateRequest, context: RequestContext, handoff: Handoff
     ) -> AsyncGenerator[TokenChunk, None]:
-        engine, waits = self._engine, self._engine.answering.count >= self._max_batch_size
-        has_begun = False
+        engine, began = self._engine, time.monotonic()
+        has_begun, waits = False, engine.answering.count >= self._max_batch_size
         with request.span.child("decode") as span:
             request = request.within(span)
             result = engine.start_decode(request)
@@ -237,7 +237,9 @@ class LocalDecode:
                                 yield chunk
             except KvTransferError as error:
                 if not has_begun and not context.is_stopped():  # otherwise its sender may have released it
-                    self._kv_was_lost(handoff, request, error, waits=waits)
+                    # The lease is older than this decode, by the time of a handoff: half of it is enough.
+                    lasted = time.monotonic() - began > engine.handoffs.lease_seconds / 2
+                    self._kv_was_lost(handoff, request, error, waited=waits and lasted)
                 raise
 
     def _cursor(self, request: GenerateRequest) -> OutputCursor:
@@ -268,20 +270,18 @@ class LocalDecode:
         record_engine(self._engine, request, result)
 
     def _kv_arrived(self, handoff: Handoff) -> None:
-        if self._arrivals is not None and handoff.sender is not None and handoff.sender != QUEUE_ID:
+        if self._arrivals is not None and handoff.sender:  # neither unknown nor QUEUE_ID
             self._arrivals.kv_arrived(handoff.sender)
 
     def _kv_was_lost(
-        self, handoff: Handoff, request: GenerateRequest, error: KvTransferError, *, waits: bool
+        self, handoff: Handoff, request: GenerateRequest, error: KvTransferError, *, waited: bool
     ) -> None:
         """Raises OverloadedError for a request that had to wait here: its lease ended meanwhile, and its sender did
         nothing wrong.
         """
-        if waits:
-            raise OverloadedError(
-                f"the KV was not fetched before the batch had room for it: {error}"
-            ) from error
-        if self._arrivals is not None and handoff.sender is not None and handoff.sender != QUEUE_ID:
+        if waited:
+            raise OverloadedError(f"the batch had no room before the lease ended: {error}") from error
+        if self._arrivals is not None and handoff.sender:
             self._arrivals.kv_was_lost(handoff.sender, request, error)
 
     def drain(self, request: GenerateRequest) -> None:

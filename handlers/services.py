@@ -235,7 +235,7 @@ def _worker_side_plan(
     facts: PairFacts,
     queue: SharedQueue | None,
 ) -> WorkerSidePlan:
-    """The ways to answer: `local`, each order of the two phases with its fallback steps, and `auto`. A deployment's own
+    """The attempts: `local`, each order of the two phases with its fallback steps, and `auto`. A deployment's own
     order has the decider before it, which may keep a request on this worker.
     """
     waiting = parts.peers if parts.prefill_queue is None or queue is None else queue

@@ -248,28 +248,33 @@ async def test_a_drain_has_no_options_of_its_request() -> None:
         assert pair.first.llm.held_contexts == 0
 
 
-# -- who is to blame, and who is fetching
+# -- blame, and fetches
 
 
+@pytest.mark.parametrize(("lease_ms", "opened"), [(200, 0), (60_000, 1)], ids=["lease over", "lease runs"])
 @pytest.mark.parametrize("strategy", ORDERS)
-async def test_kv_that_is_lost_in_decodes_own_queue_opens_no_breaker(strategy: str) -> None:
-    pair = unequal(strategy, {}, {}, breaker_failures=1, max_batch_size=1)
+async def test_only_kv_that_is_lost_before_its_lease_ends_in_decodes_queue_opens_a_breaker(
+    strategy: str, lease_ms: int, opened: int
+) -> None:
+    lease = {"cache_transceiver_config": {"backend": "NIXL", "kv_transfer_timeout_ms": lease_ms}}
+    pair = unequal(strategy, lease, lease, breaker_failures=1, max_batch_size=1)
     decode = pair.engines[0] if strategy == "prefill_first" else pair.first
     gate = asyncio.Semaphore(0)
-    decode.llm.scripts += [Script(gate=gate), Script(error=KvTransferError("the lease has ended"))]
+    decode.llm.scripts += [Script(gate=gate), Script(gate=gate, error=KvTransferError("the lease has ended"))]
     running = [asyncio.create_task(pair.answer(10, 6))]
     await until(lambda: decode.answering.count)
     running.append(asyncio.create_task(pair.answer(12, 6)))
     await until(lambda: len(decode.llm.results) > 1)
+    await asyncio.sleep(0.12)  # most of the short lease
     for _ in range(20):
         gate.release()
     (first, _), (second, asked) = await asyncio.gather(*running)
     assert (first, second) == (answer_to(10, 6), answer_to(12, 6))
+    assert pair.live.breaker.times_opened == opened
     assert asked.trace.steps[-1][0] == "local"
     prefill = pair.first if strategy == "prefill_first" else pair.engines[0]
     prefills = [each for each in prefill.llm.results if each.request_type == "context_only"]
     assert len(prefills) == 2, "a second prefill of the same prompt would wait in the same queue"
-    assert pair.live.breaker.times_opened == 0
 
 
 async def test_a_decode_worker_that_may_be_fetching_is_not_asked_for_a_drain() -> None:
