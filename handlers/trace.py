@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from trtllm_disagg.engine.llm_api import RequestOutput
-from trtllm_disagg.tracing.spans import Attributes, RequestClock
+from trtllm_disagg.tracing.spans import Attributes, RequestClock, Span
 from trtllm_disagg.tracing.trace_file import LONGEST_GAP, LONGEST_GAP_AFTER, SCOPE
 from trtllm_disagg.tracing.tracer import Tracer
 from trtllm_disagg.types import GenerateRequest, RequestContext, RequestTrace, TokenChunk
@@ -163,13 +163,23 @@ class RequestLog:
 
     def begin(self, request: GenerateRequest, context: RequestContext) -> RequestRecord:
         """A record of this request, with the span around all that the worker does for it."""
-        asked = request.phase_request
-        name = "request" if asked is None or asked.kind == "whole" else f"{asked.kind}_stage"
         clock = RequestClock()
-        request.trace.root = self.tracer.begin(
-            name, context.id(), request.traceparent, request.trace_headers, clock
-        )
+        request.trace.root = self.begin_span(request, context, clock)
         return RequestRecord(request, context, self, clock)
+
+    def begin_span(
+        self,
+        request: GenerateRequest,
+        context: RequestContext,
+        clock: RequestClock,
+        *,
+        is_limited: bool = True,
+    ) -> Span:
+        asked, headers = request.phase_request, request.trace_headers
+        name = "request" if asked is None or asked.kind == "whole" else f"{asked.kind}_stage"
+        return self.tracer.begin(
+            name, context.id(), request.traceparent, headers, clock, is_limited=is_limited
+        )
 
 
 class RequestRecord:
@@ -192,6 +202,8 @@ class RequestRecord:
         self._lacks_times = True
         self._num_tokens = 0
         self._finish_reason: str | None = None
+        #: What the last chunk says of the request trace.
+        self._trace: dict[str, Any] = {}
         #: The longest gap between two chunks after the first two, in ticks, and the number of tokens before it.
         self._longest_gap = self._tokens_before_gap = 0
         self._tick = clock.tick
@@ -217,11 +229,13 @@ class RequestRecord:
         self._finish_reason = chunk.finish_reason or self._finish_reason
         # Only the last chunk's trace is complete, but at a stop string the frontend ends the answer without that chunk.
         if self._lacks_times or chunk.finish_reason is not None:
-            return _with_trace(chunk, self._request.trace)
+            self._trace = self._request.trace.to_json()
+            return _with_trace(chunk, self._request.trace, self._trace)
         return chunk
 
     def end(self, error: BaseException | None) -> None:
-        trace = self._request.trace.to_json()
+        if self._finish_reason is None or error is not None:
+            self._trace = self._request.trace.to_json()
         is_aborted = self._finish_reason is None and self._context.is_stopped()
         now = self._clock.now()
         taken = map(self._since_start, (now, *self._times))
@@ -243,7 +257,7 @@ class RequestRecord:
             "second_chunk": self._times[1] / 1e9 if len(self._times) > 1 else None,
             "end": now / 1e9,
         }
-        parts = {"disagg": trace, "engine": self._request.trace.engine_times}
+        parts = {"disagg": self._trace, "engine": self._request.trace.engine_times}
         self._log.write(entry | {name: values for name, values in parts.items() if values})
         self._end_span(error, now, is_aborted=is_aborted)
 
@@ -252,11 +266,13 @@ class RequestRecord:
 
     def _end_span(self, error: BaseException | None, now: int, *, is_aborted: bool) -> None:
         root = self._request.trace.root
+        if not root.is_recording and self._log.tracer.wants_end(now - self._clock.start, error):
+            root = self._log.begin_span(self._request, self._context, self._clock, is_limited=False)
         if not root.is_recording:
             return
         if is_aborted:
             root.event("cancelled", {"tokens": self._num_tokens}, at=now)
-        root.note(_attributes(self._request, self._context.id()))
+        root.note(_attributes(self._request, self._context.id(), self._trace))
         root.note(
             {
                 "gen_ai.usage.completion_tokens": self._num_tokens,
@@ -272,7 +288,7 @@ class RequestRecord:
         root.end(error, at=now)
 
 
-def _attributes(request: GenerateRequest, request_id: str | None) -> Attributes:
+def _attributes(request: GenerateRequest, request_id: str | None, trace: dict[str, Any]) -> Attributes:
     """Attributes named by the conventions for generative AI, as on TensorRT-LLM's own spans; ours have our prefix."""
     sampling = request.sampling
     attributes: dict[str, Any] = {
@@ -284,17 +300,16 @@ def _attributes(request: GenerateRequest, request_id: str | None) -> Attributes:
         "gen_ai.request.top_k": sampling.top_k,
         "gen_ai.usage.prompt_tokens": len(request.token_ids),
     }
-    ours = request.trace.to_json()
-    return attributes | {f"{SCOPE}.{name}": value for name, value in ours.items()}
+    return attributes | {f"{SCOPE}.{name}": value for name, value in trace.items()}
 
 
-def _with_trace(chunk: TokenChunk, trace: RequestTrace) -> TokenChunk:
-    """The chunk with the request trace in `engine_data`; clients get it with `nvext.extra_fields: ["engine_data"]`."""
+def _with_trace(chunk: TokenChunk, trace: RequestTrace, known: dict[str, Any]) -> TokenChunk:
+    """The chunk with the request trace in `engine_data`, which clients get with `nvext.extra_fields: ["engine_data"]`."""
     data = dict(chunk.engine_data or {})
     # Another worker's hit is of no use: the router has chosen this worker.
     data.pop(KV_CACHE_HIT, None)
     if chunk.finish_reason is not None and trace.cache_hit is not None:
         data[KV_CACHE_HIT] = trace.cache_hit
-    if known := trace.to_json():
+    if known:
         data[ENGINE_DATA] = data.get(ENGINE_DATA, {}) | known
     return msgspec.structs.replace(chunk, engine_data=data) if data else chunk

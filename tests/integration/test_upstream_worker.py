@@ -6,6 +6,8 @@ Behind the real frontend it has to give the tokens that the engine gives when it
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -188,3 +190,20 @@ def is_idle(deployment: DynamoDeployment) -> bool:
         deployment.gauge(worker, "trtllm_kv_cache_used_blocks") <= allowed.get(worker, 0.0)
         for worker in deployment.system_ports
     )
+
+
+def test_calls_of_a_request_are_counted_beside_those_of_upstreams_handlers() -> None:
+    # In a process of its own: it mounts an engine as `tensorrt_llm`.
+    command = [sys.executable, "-m", "trtllm_disagg", "bench", "overhead", "--calls", "--upstream", "--json"]
+    printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=120).stdout
+    figures = {each["figure"]: each["value"] for each in json.loads(printed)}
+    for order in (
+        "agg",
+        "prefill_first",
+        "decode_first",
+        "router",
+        "dynamo.trtllm agg",
+        "dynamo.trtllm router",
+    ):
+        assert figures[f"{order} all"] == figures[f"{order} Python"] + figures[f"{order} C"]
+        assert min(figures[f"{order} C"], figures[f"{order} token"]) > 5

@@ -1,4 +1,4 @@
-"""Which functions of the plugin a request crosses, and how many calls it costs."""
+"""Which functions of the plugin a request crosses."""
 
 from __future__ import annotations
 
@@ -31,8 +31,6 @@ class Crossing:
     """A profile: `with` it, one request runs on both workers."""
 
     def __init__(self) -> None:
-        #: Calls of Python functions of the plugin, and of C functions by them.
-        self.calls = 0
         #: In the order of their first calls.
         self._names: dict[str, int] = {}
 
@@ -48,9 +46,6 @@ class Crossing:
         return "\n".join("  " * depth + name for name, depth in self._names.items())
 
     def _on_event(self, frame: FrameType, event: str, argument: Any) -> None:
-        if event not in ("call", "c_call") or not _is_plugin(frame):
-            return
-        self.calls += 1
         if event == "call" and (name := _name(frame)) is not None and name not in self._names:
             self._names[name] = sum(_name(each) is not None for each in _above(frame))
 

@@ -6,6 +6,8 @@ import json
 import re
 from typing import Any
 
+import msgspec
+
 from trtllm_disagg.engine.llm_api import LlmApi
 from trtllm_disagg.errors import InvalidRequestError
 from trtllm_disagg.types import GenerateRequest, SamplingOptions
@@ -86,6 +88,4 @@ def _guided(api: LlmApi, guided: dict[str, Any]) -> Any:
 
 
 def _set_options(sampling: SamplingOptions) -> dict[str, Any]:
-    return {
-        name: value for name in sampling.__struct_fields__ if (value := getattr(sampling, name)) is not None
-    }
+    return {name: value for name, value in msgspec.structs.asdict(sampling).items() if value is not None}

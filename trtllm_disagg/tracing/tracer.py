@@ -5,6 +5,7 @@ OpenTelemetry's and Dynamo's variables, read as Dynamo's Rust runtime reads them
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -73,6 +74,46 @@ def _ratio(environ: Mapping[str, str], variable: str) -> float:
     return ratio
 
 
+#: Requests a second that `up` traces whole: spans of all would take a fifth of a busy worker's CPU.
+MOST_A_SECOND = 32
+#: The trace ids, as a sampler compares them.
+_ALL_IDS = 1 << 64
+
+
+class Limit:
+    """Of each second some requests are traced whole, of the slowest ones and of failures only the end."""
+
+    def __init__(self, most: int = MOST_A_SECOND, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most = most
+        self._clock = clock
+        self._second = self._seen = 0
+        self._ids = _ALL_IDS
+        #: The longest time of a request that has ended in this second, in nanoseconds.
+        self._slowest = 0
+
+    def takes(self, trace_id: str) -> bool:
+        """Chooses by the id, so that all workers of a request choose alike: they see about the same rate."""
+        self._begin_second()
+        self._seen += 1
+        return int(trace_id[16:], 16) < self._ids
+
+    def is_slowest(self, nanoseconds: int) -> bool:
+        """None that has ended in this second took longer."""
+        self._begin_second()
+        is_slowest = nanoseconds > self._slowest
+        self._slowest = max(self._slowest, nanoseconds)
+        return is_slowest
+
+    def _begin_second(self) -> None:
+        second = int(self._clock())
+        if second == self._second:
+            return
+        seen = self._seen if second == self._second + 1 else 0
+        self._second, self._seen, self._slowest = second, 0, 0
+        # By halves: workers that count differently choose the same ids, or one of them twice as many.
+        self._ids = _ALL_IDS >> (max(0, seen - 1) // self._most).bit_length()
+
+
 class Receiver(Protocol):
     def take(self, spans: Sequence[SpanData]) -> None:
         """Accept ended spans of one request. Never fails, and never waits for a network."""
@@ -85,10 +126,14 @@ class Tracer:
     """Begins the traces of one worker. Without receivers it traces no request."""
 
     def __init__(
-        self, receivers: Sequence[Receiver] = (), sampler: Sampler = lambda trace_id, parent: True
+        self,
+        receivers: Sequence[Receiver] = (),
+        sampler: Sampler = lambda trace_id, parent: True,
+        limit: Limit | None = None,
     ) -> None:
         self._receivers = receivers
         self._sampler = sampler
+        self._limit = limit
 
     def begin(
         self,
@@ -97,15 +142,27 @@ class Tracer:
         traceparent: str | None,
         headers: Mapping[str, str] | None,
         clock: RequestClock | None = None,
+        *,
+        is_limited: bool = True,
     ) -> Span:
-        """`traceparent`: from the worker that sent the request; without it, the frontend's in `headers` is used."""
+        """`traceparent`: from the worker that sent the request, and traces it; without it, the frontend's in `headers`
+        is used. `is_limited`: false for one that `wants_end`.
+        """
         if not self._receivers:
             return NO_SPAN
-        parent = TraceParent.read(traceparent) or TraceParent.read((headers or {}).get(TRACEPARENT))
+        of_worker = TraceParent.read(traceparent)
+        parent = of_worker or TraceParent.read((headers or {}).get(TRACEPARENT))
         trace_id = parent.trace_id if parent is not None else trace_id_of(request_id)
-        if not self._sampler(trace_id, parent):
+        is_over = (
+            is_limited and of_worker is None and self._limit is not None and not self._limit.takes(trace_id)
+        )
+        if is_over or not self._sampler(trace_id, parent):
             return NO_SPAN
         return Recording(trace_id, self._take, clock).root(name, parent)
+
+    def wants_end(self, nanoseconds: int, error: BaseException | None) -> bool:
+        """Of a request that was not traced, and took so long."""
+        return self._limit is not None and (error is not None or self._limit.is_slowest(nanoseconds))
 
     def close(self) -> None:
         for receiver in self._receivers:
@@ -127,7 +184,8 @@ def tracer_of(environ: Mapping[str, str], worker: str, instance: str) -> Tracer:
         receivers += _export(environ, resource)
     if path := environ.get(FILE_VARIABLE):
         receivers.append(TraceFile(Path(path), resource))
-    return Tracer(receivers, sampler_of(environ)) if receivers else Tracer()
+    is_chosen = any(environ.get(name) for name in (EXPORT_VARIABLE, SAMPLER, RATIO))
+    return Tracer(receivers, sampler_of(environ), None if is_chosen else Limit()) if receivers else Tracer()
 
 
 def _export(environ: Mapping[str, str], resource: Mapping[str, Value]) -> list[Receiver]:

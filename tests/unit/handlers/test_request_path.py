@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.crossing import Crossing, crossed
+from tests.support.crossing import crossed
 from tests.support.handling import ORDERS, collect, raw_request, request
 from tests.support.recording_pair import make_pair, recording_engine
 from tests.support.stage_client import FakeContext, RecordingStageClient
@@ -21,42 +21,30 @@ from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler
 from trtllm_disagg.engines.recording.llm import Script
 from trtllm_disagg.handlers.services import build_generate
-from trtllm_disagg.types import Generate
+from trtllm_disagg.tools.bench.calls import LONG, SHORT, count, ours
 
 PAGE = Path(__file__).parents[3] / "docs" / "explanation" / "structure.md"
 
 #: Calls on both workers for an answer of 8 tokens, and for each further token: a tenth above what was counted.
-MOST_CALLS = {"agg": (400, 23), "prefill_first": (900, 8), "decode_first": (1025, 25)}
+MOST_CALLS = {"agg": (533, 31), "prefill_first": (970, 12), "decode_first": (1155, 33), "router": (921, 31)}
 MOST_GENERATORS = 5
-
-
-def answering(strategy: str) -> Generate:
-    if strategy == "agg":
-        config = WorkerConfig(model="m", role=Role.AGG)
-        return build_generate(config, recording_engine(), RecordingStageClient())
-    return make_pair(strategy).generate
-
-
-async def one_request(generate: Generate, tokens: int) -> Crossing:
-    """After others: the first one asks peers for their descriptions."""
-    for _ in range(3):
-        await collect(generate, request(tokens))
-    return await crossed(collect(generate, request(tokens)))
 
 
 @pytest.mark.parametrize("order", ORDERS)
 async def test_the_picture_in_the_documentation_is_what_a_request_calls(order: str) -> None:
-    picture = (await one_request(answering(order), 8)).picture()
+    generate = make_pair(order).generate
+    for _ in range(3):  # the first one asks peers for their descriptions
+        await collect(generate, request(8))
+    picture = (await crossed(collect(generate, request(8)))).picture()
     assert picture in PAGE.read_text(), f"{PAGE.name} lacks, in {order}:\n{picture}"
 
 
 @pytest.mark.parametrize("strategy", MOST_CALLS)
 async def test_a_request_costs_no_more_calls_than_its_budget(strategy: str) -> None:
-    generate = answering(strategy)
-    short, long = [(await one_request(generate, tokens)).calls for tokens in (8, 40)]
+    short, long = [(await count(ours(strategy), tokens)).all for tokens in (SHORT, LONG)]
     most, most_per_token = MOST_CALLS[strategy]
     assert short <= most
-    assert (long - short) / 32 <= most_per_token
+    assert (long - short) / (LONG - SHORT) <= most_per_token
 
 
 def generators_below(awaited: Any) -> Iterator[AsyncGeneratorType[Any, None]]:

@@ -12,11 +12,12 @@ import pytest
 
 from tests.support.handling import ORDERS, collect, request
 from tests.support.recording_pair import make_pair
+from tests.support.stage_client import FakeContext
 from tests.support.tracing import Batches
 from tests.support.trying import logged
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.tracing.spans import NO_SPAN, Attributes, Recording, Span, TraceParent, trace_id_of
-from trtllm_disagg.tracing.tracer import Tracer, sampler_of
+from trtllm_disagg.tracing.tracer import Limit, Tracer, sampler_of
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = TraceParent(TRACE_ID, "00f067aa0ba902b7", True)
@@ -172,6 +173,71 @@ def test_invalid_sampler_variable_is_refused_by_name(variables: dict[str, str], 
         sampler_of(variables)
 
 
+# -- how many requests `up` traces
+
+
+def a_second_of(limit: Limit, clock: list[float], ids: list[str]) -> list[str]:
+    clock[0] += 1
+    return [each for each in ids if limit.takes(each)]
+
+
+def test_a_limit_takes_all_of_few_requests_and_a_part_of_many_by_their_ids() -> None:
+    clock = [0.0]
+    limit, other = (Limit(4, lambda: clock[0]) for _ in range(2))
+    few, many = ([trace_id_of(f"request-{n}") for n in range(count)] for count in (4, 640))
+    assert a_second_of(limit, clock, few) == few
+    # Of a burst all: how many come is known a second later.
+    assert a_second_of(limit, clock, many) == many
+    part = a_second_of(limit, clock, many)
+    assert 0 < len(part) < 20
+    # Another worker, which sees a little less, takes the same ones, or twice as many with those among them.
+    a_second_of(other, clock, many[:500])
+    assert set(part) <= set(a_second_of(other, clock, many)) | set(a_second_of(limit, clock, many))
+    clock[0] += 5
+    assert a_second_of(limit, clock, many) == many
+
+
+def test_of_requests_beyond_the_limit_the_slowest_of_each_second_and_failures_leave_their_own_span() -> None:
+    clock, received = [0.0], Batches()
+    limit = Limit(1, lambda: clock[0])
+    tracer = Tracer([received], limit=limit)
+    assert [tracer.wants_end(took, None) for took in (3, 2, 3, 5)] == [True, False, False, True]
+    assert tracer.wants_end(1, ValueError())
+    clock[0] = 1.0
+    assert tracer.wants_end(2, None)
+    assert not Tracer([received]).wants_end(9, ValueError())
+
+
+async def test_a_worker_of_a_traced_request_traces_it_whatever_its_own_limit_is() -> None:
+    clock, received = [0.0], Batches()
+    tracer = Tracer([received], limit=Limit(1, lambda: clock[0]))
+    ids = [trace_id_of(f"request-{n}") for n in range(400)]
+    for clock[0] in (1.0, 2.0):
+        begun = [tracer.begin("decode_stage", None, f"00-{each}-00f067aa0ba902b7-01", None) for each in ids]
+        assert all(span.is_recording for span in begun)
+        alone = [tracer.begin("request", str(number), None, None).is_recording for number in range(400)]
+    assert 0 < sum(alone) < 100
+
+
+async def test_a_request_beyond_the_limit_costs_no_span_and_the_slowest_one_is_kept() -> None:
+    clock, received = [0.0], Batches()
+    tracer = Tracer([received], limit=Limit(1, lambda: clock[0]))
+    generate = logged(make_pair("prefill_first").generate, "first", tracer=tracer)
+    for number in range(64):
+        await collect(generate, request(), FakeContext(f"request-{number}"))
+    clock[0], received.batches = 1.0, []
+    for number in range(64):
+        await collect(generate, request(), FakeContext(f"request-{number}"))
+    whole = [batch for batch in received.batches if len(batch) > 1]
+    ends = [batch for batch in received.batches if len(batch) == 1]
+    assert len(whole) < 10
+    assert 0 < len(ends) < 32
+    (end,) = ends[-1]
+    assert end.name == "request"
+    assert end.attributes["trtllm_disagg.strategy"] == "prefill_first"
+    assert end.end > end.start
+
+
 # -- what it costs: so many calls a request, and none for a token
 
 
@@ -197,7 +263,7 @@ class CountingTracer(Tracer):
         self.uses: Counter[str] = Counter()
         self._is_recording = is_recording
 
-    def begin(self, *_: object) -> Span:
+    def begin(self, *_: object, **__: object) -> Span:
         return CountedSpan(self.uses, is_recording=self._is_recording)
 
 

@@ -2,7 +2,8 @@
 
 Real frontends and worker processes with the recording engine. One deployment for each order; all run at once and are
 measured in turn in short rounds, so that a slow minute affects all. `router` is the chain that Dynamo's frontend
-orchestrates. With --upstream, Dynamo's own worker also serves agg and that chain, on the same engine.
+orchestrates. With --upstream, Dynamo's own worker also serves agg and that chain, on the same engine. With --calls,
+function calls are counted instead, in this process.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import re
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -37,6 +39,7 @@ from trtllm_disagg.tools.bench.report import (
     Section,
     add_choice,
     add_number,
+    add_numbers,
     add_output_arguments,
     in_turn,
     run_benchmark,
@@ -61,13 +64,18 @@ _BESIDE_FRONTEND = "workers' CPU by the frontend's"
 _ALL_CPU = "workers' CPU per token"
 _TICK_SECONDS = 0.01
 #: How many requests are traced: keys of _SAMPLERS, which has the environment of a worker for each.
-_NONE, _EVERY = "none", "every"
+_NONE = "none"
 #: Begins the names of deployments of Dynamo's own worker.
 _UPSTREAM = "dynamo.trtllm "
 #: An idle prefill worker of Dynamo's waits 30 s before it ends.
 _UPSTREAM_STOP_SECONDS = 5.0
 _UPSTREAM_COMMAND = python("-m", "trtllm_disagg.tools.bench.upstream_worker")
-_SAMPLERS = {_NONE: "OTEL_TRACES_SAMPLER=always_off", "1%": "OTEL_TRACES_SAMPLE_RATIO=0.01", _EVERY: ""}
+_SAMPLERS = {
+    _NONE: "OTEL_TRACES_SAMPLER=always_off",
+    "1%": "OTEL_TRACES_SAMPLE_RATIO=0.01",
+    "up": "",
+    "every": "OTEL_TRACES_SAMPLER=always_on",
+}
 _COLUMNS = (
     Column("ttft", "ms", ".2f", "TTFT\nms"),
     Column("itl", "ms", ".3f", "ITL\nms"),
@@ -88,8 +96,9 @@ def add_arguments(parser: Parser) -> None:
         "--traced",
         choices=_SAMPLERS,
         nargs="+",
-        default=[_EVERY],
-        help="how many requests are traced; each order once for each of these (default: every)",
+        default=[_NONE],
+        help="how many requests are traced, `up`: as under `trtllm-disagg up`; each order once for each of these "
+        "(default: none, as with the launch scripts)",
     )
     parser.add_argument(
         "--upstream",
@@ -104,9 +113,13 @@ def add_arguments(parser: Parser) -> None:
         "requests at once, in the second half of a round",
         type=positive_up_to(4096),
     )
-    add_number(parser, "--tokens", _TOKENS, "of each answer there; the shorter, the more requests")
+    add_numbers(parser, "--tokens", _TOKENS, "of each answer there; the shorter, the more requests")
+    add_numbers(parser, "--prompt-tokens", _PROMPT_TOKENS, "of each prompt")
     add_number(parser, "--tokens-per-step", 1, "ready at once in the engine")
     add_number(parser, "--step-ms", 0.0, "between two steps; 0: at once", type=not_negative, metavar="X")
+    parser.add_argument(
+        "--calls", action="store_true", help="count the function calls of one request, and measure no time"
+    )
     parser.add_argument(
         "--quick", action="store_true", help="two small rounds: shows that all works, measures little"
     )
@@ -121,12 +134,21 @@ class Load:
     together: int = 96
     together_tokens: int = _TOKENS
     concurrency: int = 32
+    prompt_tokens: int = _PROMPT_TOKENS
 
     @classmethod
-    def of(cls, tokens: int, concurrency: int) -> Load:
+    def of(cls, tokens: int, concurrency: int, prompt_tokens: int = _PROMPT_TOKENS) -> Load:
         """A load with at least as many requests, and as many tokens in all, as the default."""
         together = max(cls().together, cls().together * cls().together_tokens // tokens)
-        return cls(together=together, together_tokens=tokens, concurrency=concurrency)
+        return cls(
+            together=together,
+            together_tokens=tokens,
+            concurrency=concurrency,
+            prompt_tokens=prompt_tokens,
+        )
+
+    def __str__(self) -> str:
+        return f"prompts of {self.prompt_tokens} tokens, answers of {self.together_tokens}"
 
 
 def run(args: argparse.Namespace) -> ExitCode:
@@ -135,23 +157,34 @@ def run(args: argparse.Namespace) -> ExitCode:
     """
     if args.upstream:
         require_upstream()
+    if args.calls:
+        from trtllm_disagg.tools.bench.calls import count_calls
+
+        count = partial(count_calls, args.strategy, with_upstream=args.upstream)
+        run_benchmark("overhead", args, lambda say: asyncio.run(count(say)), lambda section: [section])
+        return ExitCode.DONE
     run_benchmark(
         "overhead",
         args,
         lambda say: asyncio.run(_measure(args, say)),
-        lambda measured: [section_of(measured, _not_judged_because(args))],
+        lambda measured: [
+            section_of(
+                rounds, _not_judged_because(load, quick=args.quick), f"{load}: " if len(measured) > 1 else ""
+            )
+            for load, rounds in measured.items()
+        ],
     )
     return ExitCode.DONE
 
 
-async def _measure(args: argparse.Namespace, say: Say) -> Rounds:
+async def _measure(args: argparse.Namespace, say: Say) -> dict[Load, Rounds]:
     from trtllm_disagg.tools.up.run_dir import scratch_directory
 
-    measured = Rounds()
-    asked = Load.of(args.tokens, args.concurrency)
+    loads = [Load.of(t, args.concurrency, p) for p, t in product(args.prompt_tokens, args.tokens)]
     rounds = args.rounds
     if args.quick:
-        asked, rounds = Load(4, 8, 8, 16, 4), 2
+        loads, rounds = [Load(4, 8, 8, 16, 4)], 2
+    measured = {load: Rounds() for load in loads}
     with scratch_directory("trtllm-disagg-overhead-") as scratch:
         configs = dict(_configs(args, scratch.path))
         for shortage in check_deployment_limits(list(configs.values())):
@@ -161,16 +194,16 @@ async def _measure(args: argparse.Namespace, say: Say) -> Rounds:
         async with _side_by_side(starting) as subjects:
             for subject in subjects:
                 say(f"{subject.name}: warming up")
-                await subject.measure(asked)
-            texts: set[str] = set()
-            for number in range(rounds):
-                say(f"round {number + 1} of {rounds}")
+                await subject.measure(loads[0])
+            texts: set[tuple[Load, str]] = set()
+            for number, load in product(range(rounds), loads):
+                say(f"round {number + 1} of {rounds}: {load}")
                 for subject in in_turn(subjects, number):
-                    text, quantities = await subject.measure(asked)
-                    texts.add(text)
-                    measured.note(subject.name, quantities)
-            if len(texts) != 1:
-                raise BadAnswerError(f"the orders gave {len(texts)} different answers to the same prompt")
+                    text, quantities = await subject.measure(load)
+                    texts.add((load, text))
+                    measured[load].note(subject.name, quantities)
+            if len(texts) != len(loads):
+                raise BadAnswerError(f"{len(loads)} prompts got {len(texts)} different answers")
             say("stopping")
     return measured
 
@@ -252,7 +285,7 @@ class Subject:
 
     async def measure(self, asked: Load) -> tuple[str, dict[str, float]]:
         """Measures one round. Returns the text of its long answers and the quantities of _COLUMNS and _CPU."""
-        prompt = [16 + place % 64 for place in range(_PROMPT_TOKENS)]
+        prompt = [16 + place % 64 for place in range(asked.prompt_tokens)]
         short = completion_request(_MODEL, prompt, asked.alone_tokens)
         alone = await self._client.ask_all([short] * asked.alone)
         long = completion_request(_MODEL, prompt, asked.together_tokens)
@@ -294,20 +327,20 @@ def cpu_quantities(of_workers: Mapping[str, float], of_frontend: float, num_toke
     }
 
 
-def _not_judged_because(args: argparse.Namespace) -> str:
-    if args.quick:
+def _not_judged_because(load: Load, *, quick: bool) -> str:
+    if quick:
         return TOO_SHORT
-    return "" if args.tokens == _TOKENS else f"targets are for answers of {_TOKENS} tokens"
+    return "" if load.together_tokens == _TOKENS else f"targets are for answers of {_TOKENS} tokens"
 
 
-def section_of(measured: Rounds, not_judged_because: str = "") -> Section:
-    """The table fits a terminal of 80 columns."""
+def section_of(measured: Rounds, not_judged_because: str = "", of: str = "") -> Section:
+    """The table fits a terminal of 80 columns. `of`: which of several loads, for every figure's name."""
     grid = Grid(
-        "An engine that takes no time (no real tokens), medians of paired rounds",
+        f"{of}an engine that takes no time (no real tokens), medians of paired rounds",
         ("order",),
         _COLUMNS,
         {(strategy,): _cells(measured.medians(strategy)) for strategy in measured.subjects},
-        "{0} {column}",
+        of + "{0} {column}",
     )
     cpu = [
         Figure(name, median, "us", "<= 30" if name == f"prefill_first prefill{_CPU}" else "")
@@ -321,8 +354,9 @@ def section_of(measured: Rounds, not_judged_because: str = "") -> Section:
         for subject in measured.subjects
         for figure in against(measured, subject)
     ]
+    figures = [replace(each, figure=of + each.figure) for each in cpu + beside]
     title = f"Workers, and orders beside {BASELINE}"
-    return Section(title, [grid], figures=cpu + beside, not_judged_because=not_judged_because)
+    return Section(title, [grid], figures=figures, not_judged_because=not_judged_because)
 
 
 def _cells(medians: dict[str, float]) -> dict[str, float | str]:

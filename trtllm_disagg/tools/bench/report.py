@@ -200,6 +200,13 @@ def add_number(
     parser.add_argument(flag, type=type, default=default, metavar=metavar, help=help)
 
 
+def add_numbers(parser: argparse.ArgumentParser, flag: str, default: int, help: str) -> None:
+    """As `add_number`, for one or more of them."""
+    parser.add_argument(
+        flag, type=positive, nargs="+", default=[default], metavar="N", help=f"{help} (default: {default})"
+    )
+
+
 def run_benchmark(
     name: str, args: argparse.Namespace, measure: Callable[[Say], T], report: Callable[[T], Sequence[Section]]
 ) -> T:

@@ -33,12 +33,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ours.add_argument("--disaggregation-strategy")
     ours.add_argument("--engine")
     _, theirs = ours.parse_known_args(arguments)
-    _mount_recording_engine()
+    mount_recording_engine()
     sys.argv = [MODULE, *theirs, "--gpus-per-node", "1"]
     runpy.run_module(MODULE, run_name="__main__", alter_sys=True)
 
 
-def _mount_recording_engine() -> None:
+def mount_recording_engine() -> None:
     """Mounts the embedded engine as tensorrt_llm, then replaces its names by those of the recording engine."""
     # Imported here: the benchmark itself imports this module and needs no engine.
     from trtllm_disagg.engines.embedded.mount import ROOT, mount_as_tensorrt_llm

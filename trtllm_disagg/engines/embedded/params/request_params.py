@@ -228,5 +228,5 @@ def get_global_disagg_request_id(node_id: int, process_id: int = 0) -> int:
         raise ValueError(f"node_id must be in [0, 256), got {node_id}")
     if not 0 <= process_id < 1 << 6:
         raise ValueError(f"process_id must be in [0, 64), got {process_id}")
-    high = secrets.randbelow((1 << 39) - (1 << 17))  # the sum stays below 2^63
-    return (high << 24 | node_id << 16 | process_id << 10 | secrets.randbits(10)) + MIN_GLOBAL_ID
+    number = secrets.randbelow(((1 << 39) - (1 << 17)) << 10)  # the sum stays below 2^63
+    return (number >> 10 << 24 | node_id << 16 | process_id << 10 | number & 1023) + MIN_GLOBAL_ID
