@@ -304,7 +304,7 @@ def _attributes(request: GenerateRequest, request_id: str | None, trace: dict[st
 
 
 def _with_trace(chunk: TokenChunk, trace: RequestTrace, known: dict[str, Any]) -> TokenChunk:
-    """The chunk with the request trace in `engine_data`, which clients get with `nvext.extra_fields: ["engine_data"]`."""
+    """The chunk with the trace in `engine_data`, which clients get with `nvext.extra_fields: ["engine_data"]`."""
     data = dict(chunk.engine_data or {})
     # Another worker's hit is of no use: the router has chosen this worker.
     data.pop(KV_CACHE_HIT, None)
