@@ -66,10 +66,10 @@ _TICK_SECONDS = 0.01
 #: How many requests are traced: keys of _SAMPLERS, which has the environment of a worker for each.
 _NONE = "none"
 #: Begins the names of deployments of Dynamo's own worker.
-_UPSTREAM = "dynamo.trtllm "
+UPSTREAM = "dynamo.trtllm "
 #: An idle prefill worker of Dynamo's waits 30 s before it ends.
 _UPSTREAM_STOP_SECONDS = 5.0
-_UPSTREAM_COMMAND = python("-m", "trtllm_disagg.tools.bench.upstream_worker")
+UPSTREAM_COMMAND = python("-m", "trtllm_disagg.tools.bench.upstream_worker")
 _SAMPLERS = {
     _NONE: "OTEL_TRACES_SAMPLER=always_off",
     "1%": "OTEL_TRACES_SAMPLE_RATIO=0.01",
@@ -190,7 +190,7 @@ async def _measure(args: argparse.Namespace, say: Say) -> dict[Load, Rounds]:
         for shortage in check_deployment_limits(list(configs.values())):
             say(f"warning: {shortage}")
         say(f"starting {', '.join(configs)}")
-        starting = (_subject(name, config) for name, config in configs.items())
+        starting = (started(name, config) for name, config in configs.items())
         async with _side_by_side(starting) as subjects:
             for subject in subjects:
                 say(f"{subject.name}: warming up")
@@ -228,13 +228,13 @@ def _configs(args: argparse.Namespace, scratch: Path) -> Iterator[tuple[str, Dep
     for strategy, traced in product(args.strategy, args.traced):
         name = subject_name(strategy, traced, args.traced)
         sampler = ("env", _SAMPLERS[traced]) if _SAMPLERS[traced] else ()
-        config = _config(name, strategy, scratch, args)
+        config = config_of(name, strategy, scratch, args)
         yield name, replace(config, worker_command=(*sampler, *config.worker_command))
     if args.upstream:
         for strategy in dict.fromkeys(map(_as_upstream_has_it, args.strategy)):
-            name = _UPSTREAM + strategy
-            config = _config(name, strategy, scratch, args)
-            yield name, replace(config, worker_command=_UPSTREAM_COMMAND, stop_timeout=_UPSTREAM_STOP_SECONDS)
+            name = UPSTREAM + strategy
+            config = config_of(name, strategy, scratch, args)
+            yield name, replace(config, worker_command=UPSTREAM_COMMAND, stop_timeout=_UPSTREAM_STOP_SECONDS)
 
 
 def subject_name(strategy: str, traced: str, beside: Collection[str]) -> str:
@@ -250,7 +250,7 @@ def _as_upstream_has_it(strategy: str) -> str:
     return BASELINE if spec_of(strategy).is_disaggregated else strategy
 
 
-def _config(name: str, strategy: str, scratch: Path, args: argparse.Namespace) -> DeploymentConfig:
+def config_of(name: str, strategy: str, scratch: Path, args: argparse.Namespace) -> DeploymentConfig:
     place = scratch / re.sub(r"\W+", "-", name)
     pace = {"tokens_per_step": args.tokens_per_step, "step_seconds": args.step_ms / 1000}
     # For Dynamo's own worker, which sets no transceiver by itself.
@@ -267,7 +267,7 @@ def _config(name: str, strategy: str, scratch: Path, args: argparse.Namespace) -
 
 
 @asynccontextmanager
-async def _subject(name: str, config: DeploymentConfig) -> AsyncIterator[Subject]:
+async def started(name: str, config: DeploymentConfig) -> AsyncIterator[Subject]:
     from trtllm_disagg.tools.up.lifecycle import running_deployment
 
     async with running_deployment(config) as deployment, Client.to(deployment.base_url) as client:
@@ -388,9 +388,9 @@ def _against_untraced(measured: Rounds, subject: str) -> Iterator[Figure]:
 
 def _against_upstream(measured: Rounds, subject: str) -> Iterator[Figure]:
     """Our worker / Dynamo's: below 1x, a time is shorter and CPU is less."""
-    if subject.startswith(_UPSTREAM):
+    if subject.startswith(UPSTREAM):
         return
-    other = _UPSTREAM + _as_upstream_has_it(_strategy_of(subject))
+    other = UPSTREAM + _as_upstream_has_it(_strategy_of(subject))
     if other not in measured.subjects:
         return
     quantities = {"throughput": "tok/s", "ttft": "TTFT", "ttft_together": "TTFT, many", _ALL_CPU: _ALL_CPU}
