@@ -5,18 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from trtllm_disagg.errors import DisaggError, RequestCancelledError, WorkerLeavingError
 
-
-class _Engine(Protocol):
-    """The part of `engine.engine.Engine` that is used here."""
-
-    @property
-    def death(self) -> str | None: ...
-
-    async def failure(self, error: Exception) -> DisaggError: ...
+if TYPE_CHECKING:
+    from trtllm_disagg.engine.engine import Engine
 
 
 class EngineErrors:
@@ -29,7 +23,7 @@ class EngineErrors:
 
     __slots__ = ("_engine", "_on_failure")
 
-    def __init__(self, engine: _Engine, on_failure: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, engine: Engine, on_failure: Callable[[], None] = lambda: None) -> None:
         self._engine = engine
         self._on_failure = on_failure
 

@@ -83,39 +83,19 @@ def tells_its_end(error: Exception) -> bool:
 class CompletionOutput(Protocol):
     """The part of TensorRT-LLM's CompletionOutput that is read here: what one choice of a request has so far."""
 
-    @property
-    def index(self) -> int: ...
-
-    @property
-    def token_ids(self) -> list[int]: ...
-
-    @property
-    def logprobs(self) -> list[Any] | None:
-        """For each token a float, or its alternatives by token id."""
-        ...
-
-    @property
-    def prompt_logprobs(self) -> list[Any] | None:
-        """For each token of the prompt its alternatives by token id."""
-        ...
-
-    @property
-    def finish_reason(self) -> str | None:
-        """None until the choice has ended."""
-        ...
-
-    @property
-    def stop_reason(self) -> int | str | None: ...
-
-    @property
-    def disaggregated_params(self) -> Any:
-        """The handle on the KV, of a finished context_only request."""
-        ...
-
-    @property
-    def request_perf_metrics(self) -> Any:
-        """None where requests are not measured."""
-        ...
+    index: int
+    token_ids: list[int]
+    #: For each token a float, or its alternatives by token id.
+    logprobs: list[Any] | None
+    #: For each token of the prompt its alternatives by token id.
+    prompt_logprobs: list[Any] | None
+    #: None until the choice has ended.
+    finish_reason: str | None
+    stop_reason: int | str | None
+    #: The handle on the KV, of a finished context_only request.
+    disaggregated_params: Any
+    #: None where requests are not measured.
+    request_perf_metrics: Any
 
 
 class RequestOutput(Protocol):

@@ -3,44 +3,27 @@
 from __future__ import annotations
 
 import logging
-import re
-from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
+
+from packaging.version import Version
 
 from trtllm_disagg.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-_VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)(?:\.?rc(\d+))?(?:\.post(\d+))?(?:[.+].*)?")
-#: The candidate number of a release, which sorts after all its release candidates.
-_RELEASED = 1_000_000
 
-
-@dataclass(frozen=True, slots=True, order=True)
-class TrtllmVersion:
-    """Sorts as in pip: 1.3.0rc9 < 1.3.0rc22 < 1.3.0."""
-
-    major: int
-    minor: int
-    patch: int
-    candidate: int = _RELEASED
-    post: int = 0
-
+class TrtllmVersion(Version):
     @classmethod
     def parse(cls, text: str, key: str = "--trtllm-version") -> TrtllmVersion:
-        """Raises ConfigError, which names `key`, for a text that is no version."""
-        match = _VERSION.fullmatch(text.strip())
-        if match is None:
-            raise ConfigError.bad_value(key, text, "a version of TensorRT-LLM such as 1.3.0rc29")
-        major, minor, patch, candidate, post = match.groups()
-        last = _RELEASED if candidate is None else int(candidate)
-        return cls(int(major), int(minor), int(patch), last, int(post or 0))
-
-    def __str__(self) -> str:
-        candidate = "" if self.candidate == _RELEASED else f"rc{self.candidate}"
-        post = f".post{self.post}" if self.post else ""
-        return f"{self.major}.{self.minor}.{self.patch}{candidate}{post}"
+        """A release or a candidate, without its local part. Raises ConfigError, which names `key`, for another text."""
+        try:
+            version = cls(text.partition("+")[0])
+            if len(version.release) != 3 or version.is_devrelease or text.startswith("v"):
+                raise ValueError
+        except ValueError:
+            raise ConfigError.bad_value(key, text, "a version of TensorRT-LLM such as 1.3.0rc29") from None
+        return version
 
 
 #: The version that ai-dynamo 1.6.1 and this package's extra `tensorrt-llm` install.
@@ -61,10 +44,10 @@ def require_taken(module: Any) -> None:
     """Raises ConfigError for a `tensorrt_llm` that is too old. A module without a release's version is a user's own
     build, and accepted.
     """
-    text = str(getattr(module, "__version__", ""))
-    if _VERSION.fullmatch(text) is None:
+    try:
+        version = TrtllmVersion.parse(str(getattr(module, "__version__", "")))
+    except ConfigError:
         return
-    version = TrtllmVersion.parse(text)
     if version < OLDEST_TAKEN:
         raise ConfigError.bad_value(
             "--engine",
