@@ -85,10 +85,6 @@ class CompletionOutput(Protocol):
 
     index: int
     token_ids: list[int]
-    #: For each token a float, or its alternatives by token id.
-    logprobs: list[Any] | None
-    #: For each token of the prompt its alternatives by token id.
-    prompt_logprobs: list[Any] | None
     #: None until the choice has ended.
     finish_reason: str | None
     stop_reason: int | str | None
@@ -96,6 +92,16 @@ class CompletionOutput(Protocol):
     disaggregated_params: Any
     #: None where requests are not measured.
     request_perf_metrics: Any
+
+    @property
+    def logprobs(self) -> list[Any] | None:
+        """For each token a float, or its alternatives by token id."""
+        ...
+
+    @property
+    def prompt_logprobs(self) -> list[Any] | None:
+        """For each token of the prompt its alternatives by token id."""
+        ...
 
 
 class RequestOutput(Protocol):
