@@ -18,7 +18,7 @@ import httpx
 from tests.conftest import Checkpoints
 from tests.integration.test_faults import config
 from tests.support.load import Load, bodies, first_stage
-from trtllm_disagg.admin.commands import Scale, Switch, encode_command
+from trtllm_disagg.admin.commands import CONTROL, Scale
 from trtllm_disagg.admin.keys import AdminKey
 from trtllm_disagg.processes.interpreter import python
 from trtllm_disagg.tools.up.command_socket import send_to_up
@@ -52,7 +52,7 @@ async def test_switch_scale_and_thresholds_under_load_fail_no_request(
 
         # -- what cannot be is refused, and what runs keeps running; clients of the frontend switch nothing
         assert await switch(deployment, "router") == 2
-        smuggled = held | encode_command(Switch("prefill_first"))
+        smuggled = held | {CONTROL: {"command": "switch", "to": "prefill_first"}}
         refusal = await load.client.post(f"{load.url}/v1/completions", json=smuggled)
         assert refusal.status_code == 400
         assert load.wrong == []

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -25,7 +25,7 @@ CONTROL = "trtllm_disagg.control"
 
 
 class Describe(msgspec.Struct, frozen=True, tag_field="command", tag="describe", forbid_unknown_fields=True):
-    """Asks for the description of a worker, or of a deployment."""
+    """For `up` alone: asks for the description of a deployment. (Workers describe themselves to all who ask.)"""
 
 
 class Switch(msgspec.Struct, frozen=True, tag_field="command", tag="switch", forbid_unknown_fields=True):
@@ -46,16 +46,12 @@ class Scale(msgspec.Struct, frozen=True, tag_field="command", tag="scale", forbi
     workers: dict[str, int]
 
 
-Command = Describe | Switch | Set
-UpCommand = Describe | Switch | Set | Scale
+Command = Switch | Set
+UpCommand = Describe | Command | Scale
 
 
 def is_control(request: Mapping[str, Any]) -> bool:
     return CONTROL in request and "token_ids" not in request
-
-
-def encode_command(command: Command) -> dict[str, Any]:
-    return {CONTROL: msgspec.to_builtins(command)}
 
 
 def decode_command(raw: Any) -> Command:
@@ -63,9 +59,7 @@ def decode_command(raw: Any) -> Command:
     try:
         command: Command = msgspec.convert(raw, Command)
     except msgspec.ValidationError as error:
-        raise InvalidRequestError(
-            f"{CONTROL}: {error}; expected a command of describe, switch, set"
-        ) from None
+        raise InvalidRequestError(f"{CONTROL}: {error}; expected a command of switch, set") from None
     if isinstance(command, Switch):
         try:
             require_switchable(command.to, "to")
@@ -106,8 +100,8 @@ class DescribedInstance:
     description: dict[str, Any]
 
 
-# Every process that can open a connection to a worker's endpoint can send it commands. So a command that changes
-# something carries a signature over the command, the instance that it is for, the time, and a nonce. Describe does not.
+# Every process that can open a connection to a worker's endpoint can send it commands. So a command carries a signature
+# over the command, the instance that it is for, the time, and a nonce.
 
 #: How far the clocks of two hosts may differ, and how long a worker remembers a nonce.
 VALID_SECONDS = 60.0
@@ -132,35 +126,25 @@ class SignedPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nonce: str
 
 
-class Signer(Protocol):
-    def request(self, command: Command, instance_id: int) -> dict[str, Any]:
-        """The request that carries the command to the worker `instance_id`."""
-        ...
-
-
-class Verifier(Protocol):
-    def command_of(self, raw: Any) -> Command:
-        """Raises CommandRefusedError without a valid signature, InvalidRequestError when `raw` is no command."""
-        ...
-
-
-class KeySigner:
+class Signer:
     def __init__(self, key: AdminKey, clock: Clock = time.time) -> None:
         self._key = key
         self._clock = clock
 
     def request(self, command: Command, instance_id: int) -> dict[str, Any]:
-        plain = encode_command(command)
-        payload = SignedPayload(plain[CONTROL], instance_id, self._clock(), secrets.token_hex(16))
+        """The request that carries the command to the worker `instance_id`."""
+        plain = msgspec.to_builtins(command)
+        payload = SignedPayload(plain, instance_id, self._clock(), secrets.token_hex(16))
         text = msgspec.json.encode(payload).decode()
         signed = SignedCommand(text, self._key.id, self._key.signature(text))
         return {CONTROL: msgspec.to_builtins(signed)}
 
 
-class KeyVerifier:
+class Verifier:
     """Accepts each command once, only for `instance_id`, and at most VALID_SECONDS after it was signed."""
 
-    def __init__(self, key: AdminKey, instance_id: int, clock: Clock = time.time) -> None:
+    def __init__(self, key: AdminKey | None, instance_id: int, clock: Clock = time.time) -> None:
+        """`key`: None for a worker that was started without one, and takes no commands."""
         self._key = key
         self._instance_id = instance_id
         self._clock = clock
@@ -168,16 +152,21 @@ class KeyVerifier:
         self._seen: dict[str, float] = {}
 
     def command_of(self, raw: Any) -> Command:
-        if not _is_signed(raw):
-            return _unsigned(raw, f"this worker takes commands signed with the key {self._key.id} only")
-        signed = _convert(raw, SignedCommand)
-        if not self._key.has_signed(signed.payload, signed.signature):
-            raise CommandRefusedError(
-                f"{CONTROL}: signed with another key ({signed.key[:12]!r}) than this worker's ({self._key.id})"
-            )
+        """Raises CommandRefusedError without a valid signature, InvalidRequestError when `raw` is no command."""
+        if self._key is None:
+            why = f"this worker has no key and takes no commands; start it with {flag_of('admin_key_file')} FILE"
+            raise CommandRefusedError(f"{CONTROL}: {why}")
+        if not (isinstance(raw, dict) and "signature" in raw):
+            why = f"this worker takes commands signed with the key {self._key.id} only"
+            raise CommandRefusedError(f"{CONTROL}: not signed; {why}")
         try:
+            signed = msgspec.convert(raw, SignedCommand)
+            if not self._key.has_signed(signed.payload, signed.signature):
+                raise CommandRefusedError(
+                    f"{CONTROL}: signed with another key ({signed.key[:12]!r}) than this worker's ({self._key.id})"
+                )
             payload = msgspec.json.decode(signed.payload, type=SignedPayload)
-        except msgspec.DecodeError as error:  # of another version
+        except msgspec.DecodeError as error:  # also of another version
             raise InvalidRequestError(f"{CONTROL}: {error}") from None
         self._require_fresh(payload)
         return decode_command(payload.command)
@@ -197,32 +186,3 @@ class KeyVerifier:
         if payload.nonce in self._seen:
             raise CommandRefusedError(f"{CONTROL}: this worker has had this command already")
         self._seen[payload.nonce] = payload.at + VALID_SECONDS
-
-
-class NoKeyVerifier:
-    """For a worker that was started without a key."""
-
-    def command_of(self, raw: Any) -> Command:
-        why = f"this worker has no key and takes no commands; start it with {flag_of('admin_key_file')} FILE"
-        if _is_signed(raw):
-            raise CommandRefusedError(f"{CONTROL}: {why}")
-        return _unsigned(raw, why)
-
-
-def _is_signed(raw: Any) -> bool:
-    return isinstance(raw, dict) and "signature" in raw
-
-
-def _unsigned(raw: Any, why_not: str) -> Command:
-    """Accepts an unsigned command only if it changes nothing."""
-    command = decode_command(raw)
-    if not isinstance(command, Describe):
-        raise CommandRefusedError(f"{CONTROL}: not signed; {why_not}")
-    return command
-
-
-def _convert(raw: Any, kind: type[SignedCommand]) -> SignedCommand:
-    try:
-        return msgspec.convert(raw, kind)
-    except msgspec.ValidationError as error:
-        raise InvalidRequestError(f"{CONTROL}: {error}") from None

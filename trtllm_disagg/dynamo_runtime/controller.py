@@ -1,4 +1,4 @@
-"""The workers of a deployment from outside: `switch`, `set` and `doctor` find them here and send them commands."""
+"""The workers of a deployment from outside: `switch` and `set` find them here and send them commands."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 
 from dynamo.runtime import DistributedRuntime
 
-from trtllm_disagg.admin.commands import CONTROL, Command, Describe, DescribedInstance, Signer
+from trtllm_disagg.admin.commands import CONTROL, Command, DescribedInstance, Signer
 from trtllm_disagg.config.settings import endpoint_of, parse_endpoint_id
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.dynamo_runtime.error_mapping import from_dynamo
+from trtllm_disagg.dynamo_runtime.handler import DESCRIBE
 from trtllm_disagg.errors import DisaggError, PeerUnavailableError, StageTimeoutError
 
 _FOUND_SECONDS = 3.0
@@ -33,7 +34,8 @@ class Controller:
         # A first stage is at two endpoints. The later one, that of its role, stays in use after a switch.
         names = {i: endpoint for endpoint, client in self._clients.items() for i in client.instance_ids()}
         answers = await asyncio.gather(
-            *(self.send(endpoint, i, Describe()) for i, endpoint in names.items()), return_exceptions=True
+            *(self._ask(endpoint, i, {DESCRIBE: True}) for i, endpoint in names.items()),
+            return_exceptions=True,
         )
         return [
             DescribedInstance(endpoint, instance_id, _answer(answer))
@@ -53,10 +55,12 @@ class Controller:
 
     async def send(self, endpoint_id: str, instance_id: int, command: Command) -> dict[str, Any]:
         """Send a command and return its answer. Raises a DisaggError when it is refused or not answered in time."""
+        return await self._ask(endpoint_id, instance_id, self._signer.request(command, instance_id))
+
+    async def _ask(self, endpoint_id: str, instance_id: int, request: dict[str, Any]) -> dict[str, Any]:
         name = f"instance {instance_id:x} at {endpoint_id}"
         try:
             async with asyncio.timeout(self._timeout):
-                request = self._signer.request(command, instance_id)
                 stream = await self._clients[endpoint_id].direct(request, instance_id)
                 answers = [item.data() async for item in stream if not item.is_error()]
         except TimeoutError:

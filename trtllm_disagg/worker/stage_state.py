@@ -7,7 +7,7 @@ import logging
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
-from trtllm_disagg.admin.commands import Command, Set, Switch, Verifier
+from trtllm_disagg.admin.commands import Command, Set, Verifier
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.engine.engine_facts import EngineFacts
 from trtllm_disagg.errors import InvalidRequestError, PeerUnavailableError
@@ -131,10 +131,9 @@ class StageState:
         return await asyncio.shield(change)
 
     async def _execute(self, command: Command) -> dict[str, Any]:
-        if isinstance(command, Switch):
-            await self._switch(command.to)
-        elif isinstance(command, Set):
+        if isinstance(command, Set):
             return {"changed": self._live.set_thresholds(command.values, "set")}
+        await self._switch(command.to)
         return self.describe()
 
     async def _switch(self, to: str) -> None:

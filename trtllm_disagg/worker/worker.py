@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trtllm_disagg.admin.commands import KeyVerifier, NoKeyVerifier, Verifier
+from trtllm_disagg.admin.commands import Verifier
 from trtllm_disagg.admin.keys import AdminKey
 from trtllm_disagg.config.engine_args import dump_config
 from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
@@ -335,9 +335,8 @@ def _affinity(config: WorkerConfig) -> Affinity:
 
 
 def _verifier(config: WorkerConfig, instance_id: int) -> Verifier:
-    if config.admin_key_file is None:
-        return NoKeyVerifier()
-    return KeyVerifier(AdminKey.read(Path(config.admin_key_file), flag_of("admin_key_file")), instance_id)
+    file = config.admin_key_file
+    return Verifier(AdminKey.read(Path(file), flag_of("admin_key_file")) if file else None, instance_id)
 
 
 def _weights(config: WorkerConfig) -> str:

@@ -12,7 +12,7 @@ import pytest
 from tests.support.handling import request, until
 from tests.support.stage_client import FakeContext
 from tests.support.trying import counts_of, trying
-from trtllm_disagg.admin.commands import Command, decode_command
+from trtllm_disagg.admin.commands import Command, Verifier, decode_command
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.engine.engine_facts import EngineFacts
 from trtllm_disagg.errors import ConfigError, InvalidRequestError, PeerUnavailableError
@@ -63,8 +63,11 @@ class FakeRegistration:
         self.is_at_frontends = is_at_frontends
 
 
-class Trusting:
+class Trusting(Verifier):
     """Signatures are tests/unit/admin/test_signed_command.py's."""
+
+    def __init__(self) -> None:
+        super().__init__(None, 0)
 
     def command_of(self, raw: Any) -> Command:
         return decode_command(raw)

@@ -15,7 +15,7 @@ from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -24,7 +24,6 @@ from trtllm_disagg.admin.commands import (
     Describe,
     DescribedInstance,
     Description,
-    KeySigner,
     Signer,
     UpCommand,
 )
@@ -35,10 +34,6 @@ from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.processes.steadily import without_silence
 from trtllm_disagg.tools.admin.user_key import user_key
-
-if TYPE_CHECKING:
-    pass
-
 
 KEY_FLAG = "--key-file"
 _KEY_VARIABLE = FLAGS["admin_key_file"].variables[0]
@@ -80,7 +75,7 @@ def signer(run_dir: Path | None, key_file: Path | None, environ: Mapping[str, st
             f"{KEY_FLAG} is missing: workers take commands only with their key, that of {flag_of('admin_key_file')}; "
             "give that file, or --run-dir for the workers of an `up`"
         )
-    return KeySigner(AdminKey.read(path, KEY_FLAG))
+    return Signer(AdminKey.read(path, KEY_FLAG))
 
 
 @dataclass(frozen=True, slots=True)
