@@ -4,7 +4,7 @@ This module has what a worker uses of the queue, or of none.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.handlers.select import QueueStageClient
@@ -14,44 +14,24 @@ if TYPE_CHECKING:
     from trtllm_disagg.prefill_queue.broker import QueueLimits
 
 
-class PrefillQueue(Protocol):
-    @property
-    def client(self) -> QueueStageClient | None:
-        """The client that reaches prefill workers through the queue; None where there is no queue."""
-        ...
+class PrefillQueue:
+    """As it is here: that of a worker that sends each prefill straight to a prefill worker."""
+
+    #: The client that reaches prefill workers through the queue; None where there is no queue.
+    client: QueueStageClient | None = None
 
     def depth(self) -> int:
         """The number of prefills that no worker has begun; never waits."""
-        ...
+        return 0
 
     async def start(self, generate: Generate, instance_id: int, endpoint: Any) -> None:
         """Publish the gauges on /metrics of `endpoint`; on a prefill worker, begin to pull prefills for `generate`."""
-        ...
 
     async def leave(self) -> None:
-        """Begin no further item on this worker."""
-        ...
+        """Begin no further item on this worker, also if it has begun none yet."""
 
     async def drained(self) -> None:
         """After `leave`: wait until every item that this worker has begun has ended."""
-        ...
-
-    async def aclose(self) -> None: ...
-
-
-class NoPrefillQueue:
-    """The queue of a worker that sends each prefill straight to a prefill worker."""
-
-    client = None
-
-    def depth(self) -> int:
-        return 0
-
-    async def start(self, generate: Generate, instance_id: int, endpoint: Any) -> None: ...
-
-    async def leave(self) -> None: ...
-
-    async def drained(self) -> None: ...
 
     async def aclose(self) -> None: ...
 
@@ -64,7 +44,7 @@ async def open_prefill_queue(
     """
     # A decode worker that is a second stage now pushes after a switch, so it opens the queue too.
     if config.prefill_dispatch == "direct" or not config.may_switch:
-        return NoPrefillQueue()
+        return PrefillQueue()
     # Imported only here: NATS' client and its aiohttp are a third of all imports of a worker.
     from trtllm_disagg.prefill_queue.nats_queue import NatsPrefillQueue
 
