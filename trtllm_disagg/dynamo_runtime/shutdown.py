@@ -139,10 +139,9 @@ class Leaving:
         return num_in_background() == 0 and await self._engine.is_idle()
 
 
-_FREEZE_POLL_SECONDS = 1.0
+_POLL_DISCOVERY_SECONDS = 1.0
 #: Dynamo's file discovery drops a process that has not touched its files for 10 s.
 _LONG_SECONDS = 5.0
-_LOSS_POLL_SECONDS = 1.0
 _RETRY_SECONDS = 5.0
 
 
@@ -151,37 +150,27 @@ def _clock() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-async def watch_for_freezes(
-    thaw: Callable[[], Awaitable[None]],
+async def keep_in_discovery(
+    renew: Callable[[], Awaitable[None]],
+    renew_if_lost: Callable[[], Awaitable[None]],
     clock: Callable[[], float] = _clock,
-    poll_seconds: float = _FREEZE_POLL_SECONDS,
+    poll_seconds: float = _POLL_DISCOVERY_SECONDS,
+    retry_seconds: float = _RETRY_SECONDS,
 ) -> None:
-    """Never returns. Calls `thaw` after each freeze (SIGSTOP, a paused machine) that is long for discovery."""
+    """Never returns. Has a worker enter file discovery again, which drops the files of a process that could not touch
+    them: on a file system that could not be written, or in a freeze (SIGSTOP, a paused machine), after which some of
+    its files may be gone and others not.
+    """
+    was_frozen = False
     while True:
         before = clock()
         await asyncio.sleep(poll_seconds)
-        frozen = clock() - before - poll_seconds
-        if frozen < _LONG_SECONDS:
-            continue
-        log.warning("this worker was frozen for %.0f s: it enters discovery again", frozen)
+        if (frozen := clock() - before - poll_seconds) >= _LONG_SECONDS:
+            log.warning("this worker was frozen for %.0f s: it enters discovery again", frozen)
+            was_frozen = True
         try:
-            await thaw()
-        except Exception:
-            log.exception("entering discovery again failed; if no request comes to this worker, restart it")
-
-
-async def watch_for_loss(
-    return_if_lost: Callable[[], Awaitable[None]],
-    poll_seconds: float = _LOSS_POLL_SECONDS,
-    retry_seconds: float = _RETRY_SECONDS,
-) -> None:
-    """Never returns. Has a worker return to file discovery, which drops the files of a process that could not touch
-    them, for example on a file system that could not be written for a while.
-    """
-    while True:
-        await asyncio.sleep(poll_seconds)
-        try:
-            await return_if_lost()
+            await (renew if was_frozen else renew_if_lost)()
+            was_frozen = False
         except Exception as error:
             log.warning(
                 "entering discovery again failed: %s; the next attempt is in %g s", error, retry_seconds

@@ -22,7 +22,7 @@ from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
 from trtllm_disagg.dynamo_runtime.advertised import Advertised
 from trtllm_disagg.dynamo_runtime.kv_events import EventSources
 from trtllm_disagg.dynamo_runtime.publishers import create_publishers
-from trtllm_disagg.dynamo_runtime.shutdown import Leaving, watch_for_freezes, watch_for_loss
+from trtllm_disagg.dynamo_runtime.shutdown import Leaving, keep_in_discovery
 from trtllm_disagg.dynamo_runtime.system_port import require_system_port
 from trtllm_disagg.dynamo_runtime.worker_endpoint import DynamoRegistration, Runtime, ServedModel
 from trtllm_disagg.engine.capabilities import block_size_of
@@ -364,8 +364,8 @@ async def _watching(
         watching = watch_policy_file(Path(config.policy_file), live)
         watchers.append(asyncio.create_task(watching, name="policy-file"))
     if config.discovery_backend == "file":
-        watchers.append(asyncio.create_task(watch_for_freezes(state.renew), name="freezes"))
-        watchers.append(asyncio.create_task(watch_for_loss(state.return_if_lost), name="loss"))
+        keeping = keep_in_discovery(state.renew, state.return_if_lost)
+        watchers.append(asyncio.create_task(keeping, name="discovery"))
     try:
         yield watchers
     finally:

@@ -18,7 +18,7 @@ from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.discovery import DiscoveryFiles
 from trtllm_disagg.dynamo_runtime.handler import refuse_control
 from trtllm_disagg.dynamo_runtime.kv_events import EventSources
-from trtllm_disagg.dynamo_runtime.shutdown import watch_for_freezes, watch_for_loss
+from trtllm_disagg.dynamo_runtime.shutdown import keep_in_discovery
 from trtllm_disagg.dynamo_runtime.worker_endpoint import DynamoRegistration, Runtime, ServedModel
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
@@ -41,36 +41,25 @@ class Clock:
         return self.now
 
 
-@contextlib.asynccontextmanager
-async def watching(thaws: list[float], clock: Clock, error: Exception | None = None) -> AsyncIterator[None]:
-    async def thaw() -> None:
-        thaws.append(clock.now)
-        if error is not None:
-            raise error
-
-    watcher = asyncio.create_task(watch_for_freezes(thaw, clock, poll_seconds=0.0))
-    try:
-        yield
-    finally:
-        watcher.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await watcher
+async def nothing() -> None:
+    pass
 
 
-@pytest.mark.parametrize("error", [None, OSError("no directory")])
-async def test_each_freeze_is_reported_once_and_a_short_delay_is_none(
-    error: Exception | None, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_each_freeze_is_reported_once_and_a_short_delay_is_none() -> None:
     thaws: list[float] = []
     clock = Clock()
-    async with watching(thaws, clock, error):
-        for gap, count in ((3.0, 0), (20.0, 1), (20.0, 2)):
-            clock.gap = gap
-            await until(lambda: len(thaws) == count)  # noqa: B023
-            seen = clock.now
-            await until(lambda: clock.now > seen + 10)  # noqa: B023
-            assert len(thaws) == count
-    assert ("restart it" in caplog.text) is (error is not None)
+
+    async def thaw() -> None:
+        thaws.append(clock.now)
+
+    watcher = asyncio.create_task(keep_in_discovery(thaw, nothing, clock, poll_seconds=0.0))
+    for gap, count in ((3.0, 0), (20.0, 1), (20.0, 2)):
+        clock.gap = gap
+        await until(lambda: len(thaws) == count)  # noqa: B023
+        seen = clock.now
+        await until(lambda: clock.now > seen + 10)  # noqa: B023
+        assert len(thaws) == count
+    watcher.cancel()
 
 
 def remove_files(directory: Path) -> None:
@@ -142,7 +131,7 @@ async def test_a_worker_returns_to_discovery_after_another_process_has_removed_i
     assert not await registration.is_lost()
     await asyncio.to_thread(remove_files, tmp_path)
     await listed(False)
-    watcher = asyncio.create_task(watch_for_loss(return_if_lost, poll_seconds=0.01))
+    watcher = asyncio.create_task(keep_in_discovery(nothing, return_if_lost, poll_seconds=0.01))
     await listed(True)
     watcher.cancel()
     await decode.leave()
@@ -180,14 +169,20 @@ async def test_only_a_lost_worker_enters_discovery_again() -> None:
     assert registration.is_at_frontends
 
 
-async def test_loss_watch_tries_again_when_registering_again_fails(caplog: pytest.LogCaptureFixture) -> None:
-    attempts = []
+@pytest.mark.parametrize("gap", [0.0, 20.0])
+async def test_entering_again_is_tried_again_when_it_fails(
+    gap: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock, attempts = Clock(), []
+    clock.gap = gap
 
     async def fails() -> None:
         attempts.append(1)
         raise OSError("read-only file system")
 
-    watcher = asyncio.create_task(watch_for_loss(fails, poll_seconds=0.0, retry_seconds=0.0))
+    after_freeze, after_loss = (fails, nothing) if gap else (nothing, fails)
+    keeping = keep_in_discovery(after_freeze, after_loss, clock, poll_seconds=0.0, retry_seconds=0.0)
+    watcher = asyncio.create_task(keeping)
     await until(lambda: len(attempts) > 1)
     watcher.cancel()
     assert "read-only file system; the next attempt" in caplog.text
