@@ -34,22 +34,17 @@ class Activity(msgspec.Struct, frozen=True):
 
 
 class Reporter:
-    """Reports to no file; the base class of `FileReporter`."""
-
-    def tell(self, doing: str, *, percent: int | None = None, requests: int | None = None) -> None:
-        """Reports the current activity. Never raises: a full disk is no reason to stop serving."""
-
-
-class FileReporter(Reporter):
-    def __init__(self, file: Path, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, file: Path | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        """`file`: None for a process that nothing asks what it does."""
         self._file = file
         self._clock = clock
         self._told = Activity()
         self._told_at = 0.0
 
     def tell(self, doing: str, *, percent: int | None = None, requests: int | None = None) -> None:
+        """Reports the current activity. Never raises: a full disk is no reason to stop serving."""
         activity = Activity(doing, percent, requests)
-        if activity == self._told or (doing == self._told.doing and self._is_soon()):
+        if self._file is None or activity == self._told or (doing == self._told.doing and self._is_soon()):
             return
         self._told, self._told_at = activity, self._clock()
         draft = self._file.with_name(self._file.name + ".new")
@@ -64,7 +59,7 @@ class FileReporter(Reporter):
 def reporter_of(environ: Mapping[str, str]) -> Reporter:
     """A reporter to the file that the environment names, or to no file if it names none."""
     file = environ.get(ACTIVITY_VARIABLE)
-    return FileReporter(Path(file)) if file else Reporter()
+    return Reporter(Path(file) if file else None)
 
 
 def read_activity(file: Path) -> Activity:

@@ -6,7 +6,6 @@ from tests.support.clock import Clock
 from trtllm_disagg.processes.reports import (
     ACTIVITY_VARIABLE,
     Activity,
-    FileReporter,
     Reporter,
     read_activity,
     reporter_of,
@@ -15,7 +14,7 @@ from trtllm_disagg.processes.reports import (
 
 def test_last_reported_activity_is_read(tmp_path: Path) -> None:
     file = tmp_path / "decode-0.activity"
-    reporter = FileReporter(file)
+    reporter = Reporter(file)
 
     reporter.tell("loading weights", percent=43)
     assert str(read_activity(file)) == "loading weights 43 %"
@@ -27,7 +26,7 @@ def test_last_reported_activity_is_read(tmp_path: Path) -> None:
 
 def test_progress_writes_are_rate_limited_and_new_activities_are_not(tmp_path: Path) -> None:
     file, clock = tmp_path / "a", Clock(100.0)
-    reporter = FileReporter(file, clock)
+    reporter = Reporter(file, clock)
 
     reporter.tell("loading weights", percent=1)
     reporter.tell("loading weights", percent=2)
@@ -45,7 +44,7 @@ def test_missing_or_invalid_activity_file_reads_as_no_activity(tmp_path: Path) -
     file = tmp_path / "a"
     assert read_activity(file) == Activity()
 
-    FileReporter(tmp_path / "gone" / "a").tell("serving")
+    Reporter(tmp_path / "gone" / "a").tell("serving")
     file.write_text("half of")
     assert read_activity(file) == Activity()
 

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from tests.support.clock import Clock
-from trtllm_disagg.processes.reports import ACTIVITY_VARIABLE, FileReporter
+from trtllm_disagg.processes.reports import ACTIVITY_VARIABLE, Reporter
 from trtllm_disagg.tools.up.managed_process import Deaths, ManagedProcess, State
 from trtllm_disagg.tools.up.plan import Backoff, ProcessRole, ProcessSpec
 from trtllm_disagg.tools.up.status import (
@@ -41,7 +41,7 @@ class Told:
         spec = ProcessSpec(name, role, ("true",), {ACTIVITY_VARIABLE: str(file)})
         self.process = ManagedProcess(spec, directory / f"{name}.log")
         self.process.state = state
-        self.reporter = FileReporter(file)
+        self.reporter = Reporter(file)
 
 
 @pytest.fixture
