@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -13,37 +13,25 @@ from trtllm_disagg.wire.bodies import encode_request
 from trtllm_disagg.wire.handoff_formats import bootstrap_keys, params_for_prefill, params_with_handoff
 
 
-class HandoffProtocol(Protocol):
-    """A worker chooses one at construction. A protocol never changes its arguments."""
+class HandoffProtocol:
+    """A worker chooses one at construction. A protocol never changes its arguments. This one has Dynamo's own keys:
+    `disaggregated_params` in prefill's answer, `prefill_result` or `rendezvous` in a request.
+    """
 
     def encode(self, request: GenerateRequest, phase_request: PhaseRequest) -> dict[str, Any]:
         """The body for another worker: the request as it came, and what its phase needs besides."""
-        ...
-
-    def answer(self, handoff: Handoff, num_prompt: int) -> TokenChunk:
-        """A prefill worker's one chunk. A final answer looks the same in all protocols."""
-        ...
-
-    def adapt(self, rendezvous: Rendezvous) -> Rendezvous:
-        """A rendezvous that `encode` can write. Raises ConfigError when the protocol cannot express this one."""
-        ...
-
-
-# Dynamo's own keys: `disaggregated_params` in prefill's answer, `prefill_result` or `rendezvous` in a request.
-
-
-class DynamoProtocol:
-    def encode(self, request: GenerateRequest, phase_request: PhaseRequest) -> dict[str, Any]:
         return encode_request(request, phase_request)
 
     def answer(self, handoff: Handoff, num_prompt: int) -> TokenChunk:
+        """A prefill worker's one chunk. A final answer looks the same in all protocols."""
         return handoff.as_chunk(num_prompt)
 
     def adapt(self, rendezvous: Rendezvous) -> Rendezvous:
+        """A rendezvous that `encode` can write. Raises ConfigError when the protocol cannot express this one."""
         return rendezvous
 
 
-DYNAMO = DynamoProtocol()
+DYNAMO = HandoffProtocol()
 
 
 # SGLang's concurrent protocol: the same `bootstrap_host`, `bootstrap_port` and `bootstrap_room` in both bodies.
@@ -54,7 +42,7 @@ _FIRST_ROOM = 1 << 40
 _NO_ROOM = 1 << 63
 
 
-class BootstrapProtocol(DynamoProtocol):
+class BootstrapProtocol(HandoffProtocol):
     def encode(self, request: GenerateRequest, phase_request: PhaseRequest) -> dict[str, Any]:
         body = encode_request(msgspec.structs.replace(request, rendezvous=None), phase_request)
         return body if request.rendezvous is None else body | bootstrap_keys(request.rendezvous)
@@ -76,7 +64,7 @@ _LIMITS = ("max_tokens", "max_completion_tokens")
 _LEFT_OUT = ("stream_options",)
 
 
-class TwoPhaseProtocol:
+class TwoPhaseProtocol(HandoffProtocol):
     def encode(self, request: GenerateRequest, phase_request: PhaseRequest) -> dict[str, Any]:
         """Fields that are changed for prefill are in decode's body as they came: both bodies are made from `raw`."""
         body = encode_request(msgspec.structs.replace(request, prefill_result=None), phase_request)
