@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from trtllm_disagg import errors
 from trtllm_disagg.config import thresholds
 from trtllm_disagg.config.deciders import DECIDERS
-from trtllm_disagg.config.worker_config import DECIDER_THRESHOLDS, FLAGS, SETTINGS, allowed_values_of
+from trtllm_disagg.config.worker_config import DECIDER_THRESHOLDS, SETTINGS
 from trtllm_disagg.dynamo_runtime.error_mapping import to_dynamo
 from trtllm_disagg.engines.embedded.params.llm_args import NO_EFFECT, LlmArgs, Served
 from trtllm_disagg.engines.modelled.config import ModelledArgs
@@ -50,7 +50,7 @@ def shown_default(value: object) -> str:
 
 
 def allowed(name: str) -> str:
-    values = allowed_values_of(name)
+    values = SETTINGS[name].allowed
     return values.in_words if values else ""
 
 
@@ -62,13 +62,13 @@ def flags_page() -> str:
         "`trtllm-disagg up` hands flags to its\nworkers with `--worker-args '--flag value'`. "
         "Every other command says its own: `trtllm-disagg COMMAND --help`.\n"
     )
-    for group, flags in groupby(FLAGS.values(), key=lambda flag: flag.group):
+    for group, flags in groupby(SETTINGS.values(), key=lambda flag: flag.group):
         rows = (
             (
                 " ".join(map(code, flag.names)),
                 flag.help,
-                allowed(flag.field),
-                shown_default(SETTINGS[flag.field].default),
+                allowed(flag.name),
+                shown_default(SETTINGS[flag.name].default),
                 " ".join(map(code, flag.variables)),
             )
             for flag in flags
@@ -91,9 +91,9 @@ def thresholds_page() -> str:
     rows = (
         (
             code(name),
-            code(FLAGS[name].names[0]),
+            code(SETTINGS[name].names[0]),
             users[name],
-            FLAGS[name].help,
+            SETTINGS[name].help,
             allowed(name),
             shown_default(SETTINGS[name].default) or "from the batch",
         )

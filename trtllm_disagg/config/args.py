@@ -29,14 +29,11 @@ from trtllm_disagg.config.dynamo_flags import (
     refuse_ignored_variables,
     wants_forward_pass_metrics,
 )
-from trtllm_disagg.config.settings import parse_endpoint_id
+from trtllm_disagg.config.settings import NO, YES, Setting, parse_endpoint_id
 from trtllm_disagg.config.worker_config import (
     DECIDER_THRESHOLDS,
-    FLAGS,
     SETTINGS,
-    Flag,
     Role,
-    ScheduleStyle,
     WorkerConfig,
     check_value,
     choices_of,
@@ -118,10 +115,10 @@ def _set_both_publishers(namespace: argparse.Namespace, option: str, values: Seq
 
 def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
     """Add every flag of a worker. A flag that is not given leaves no attribute in the namespace."""
-    for title, flags in groupby(FLAGS.values(), key=lambda flag: flag.group):
+    for title, settings in groupby(SETTINGS.values(), key=lambda setting: setting.group):
         group = parser.add_argument_group(title)
-        for flag in flags:
-            _add_flag(group, flag)
+        for setting in settings:
+            _add_flag(group, setting)
         if title == "publishing":
             group.add_argument(
                 *names_of_switch(_BOTH_PUBLISHERS_FLAG),
@@ -174,12 +171,12 @@ def config_from_namespace(
     """
     refuse_ignored_variables(environ)
     check_runtime_variables(environ)
-    given = {name: getattr(namespace, name) for name in FLAGS if hasattr(namespace, name)}
+    given = {name: getattr(namespace, name) for name in SETTINGS if hasattr(namespace, name)}
     values = _from_environment(environ) | given
     if hasattr(namespace, _DOTTED):
         values["override_engine_args"] = getattr(namespace, _DOTTED)
     if "model" not in values:
-        raise ConfigError(f"--model is missing; give it, or set {FLAGS['model'].variables[0]}")
+        raise ConfigError(f"--model is missing; give it, or set {SETTINGS['model'].variables[0]}")
     _resolve_endpoints(values)
     _resolve_namespace(values, environ, by_flag="namespace" in given)
     _resolve_discovery(values, environ)
@@ -229,23 +226,23 @@ def refuse_unknown_arguments(parser: argparse.ArgumentParser, unknown: Sequence[
     raise ConfigError(f"unknown {kind} {name}{hint}")
 
 
-def _add_flag(group: argparse._ArgumentGroup, flag: Flag) -> None:
-    options: dict[str, Any] = {"dest": flag.field, "default": argparse.SUPPRESS, "help": _help(flag)}
-    if _value_type(flag.field) is bool:
-        group.add_argument(*flag.names, action=argparse.BooleanOptionalAction, **options)
+def _add_flag(group: argparse._ArgumentGroup, setting: Setting) -> None:
+    options: dict[str, Any] = {"dest": setting.name, "default": argparse.SUPPRESS, "help": _help(setting)}
+    if _value_type(setting.name) is bool:
+        group.add_argument(*setting.names, action=argparse.BooleanOptionalAction, **options)
         return
-    if flag.bare is not None:
-        options |= {"nargs": "?", "const": flag.bare}
-    choices = choices_of(flag.field)
+    if setting.bare is not None:
+        options |= {"nargs": "?", "const": setting.bare}
+    choices = choices_of(setting.name)
     metavar = "{" + ",".join(choices) + "}" if choices else None
-    group.add_argument(*flag.names, type=argument_parser_of(flag.field), metavar=metavar, **options)
+    group.add_argument(*setting.names, type=argument_parser_of(setting.name), metavar=metavar, **options)
 
 
-def _help(flag: Flag) -> str:
-    default = SETTINGS[flag.field].default
+def _help(setting: Setting) -> str:
+    default = setting.default
     shown = f" (default: {default})" if isinstance(default, (str, int, float)) and default != "" else ""
     # argparse expands % in help texts.
-    return f"{flag.help}{shown} [{', '.join(flag.variables)}]".replace("%", "%%")
+    return f"{setting.help}{shown} [{', '.join(setting.variables)}]".replace("%", "%%")
 
 
 def _value_type(name: str) -> type:
@@ -263,48 +260,29 @@ def argument_parser_of(name: str, key: str | None = None) -> Callable[[str], Any
 
 
 def _parse(name: str, text: str, key: str) -> Any:
-    value = _PARSERS[_value_type(name)](text, key)
+    value = _read(_value_type(name), text, key)
     check_value(name, value, key)
     return value
 
 
-def _parse_bool(text: str, key: str) -> bool:
-    word = text.strip().lower()
-    if word in ("1", "true", "on", "yes"):
-        return True
-    if word in ("0", "false", "off", "no"):
-        return False
-    raise ConfigError.bad_value(key, text, "true or false (also 1/0, on/off, yes/no)")
+def _read(kind: type, text: str, key: str) -> Any:
+    if kind is bool:
+        if (word := text.strip().lower()) in (*YES, *NO):
+            return word in YES
+        raise ConfigError.bad_value(key, text, "true or false (also 1/0, on/off, yes/no)")
+    if kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            allowed = "a whole number" if kind is int else "a number"
+            raise ConfigError.bad_value(key, text, allowed) from None
+    return _ROLE_ALIASES.get(text, text) if kind is Role else text
 
 
-def _parse_int(text: str, key: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigError.bad_value(key, text, "a whole number") from None
-
-
-def _parse_float(text: str, key: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError.bad_value(key, text, "a number") from None
-
-
-_PARSERS: dict[type, Callable[[str, str], Any]] = {
-    bool: _parse_bool,
-    int: _parse_int,
-    float: _parse_float,
-    str: lambda text, _: text,
-    Role: lambda text, _: _ROLE_ALIASES.get(text, text),
-    ScheduleStyle: lambda text, _: text,
-}
-
-
-def _from_environment(environ: Mapping[str, str], names: Iterable[str] = FLAGS) -> dict[str, Any]:
+def _from_environment(environ: Mapping[str, str], names: Iterable[str] = SETTINGS) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name in names:
-        variable = next((variable for variable in FLAGS[name].variables if environ.get(variable)), None)
+        variable = next((variable for variable in SETTINGS[name].variables if environ.get(variable)), None)
         if variable is not None:
             values[name] = _parse(name, environ[variable], key=variable)
     return values

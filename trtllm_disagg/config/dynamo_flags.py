@@ -1,6 +1,6 @@
 """The flags of `python -m dynamo.trtllm` 1.6.1 that are no settings of this worker, and how each is handled.
 
-Together with FLAGS these are all flags of Dynamo's: a test compares them with the installed ai-dynamo, so that an
+Together with SETTINGS these are all flags of Dynamo's: a test compares them with the installed ai-dynamo, so that an
 upgrade shows what is new. A flag, or its variable, that this worker would ignore is refused by name.
 """
 
@@ -11,11 +11,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from trtllm_disagg.config.settings import Allowed, one_of
+from trtllm_disagg.config.settings import NO, YES, Allowed, one_of
 from trtllm_disagg.errors import ConfigError
-
-_NO = ("", "0", "false", "off", "no")
-_YES = ("1", "true", "on", "yes")
 
 
 class NotServed(NamedTuple):
@@ -45,11 +42,11 @@ def _value(name: str, variable: str, accepted: Sequence[str], instead: str) -> N
 
 
 def _off(name: str, variable: str | None, instead: str) -> NotServed:
-    return NotServed(name, variable, _NO, instead, is_switch=True)
+    return NotServed(name, variable, ("", *NO), instead, is_switch=True)
 
 
 def _on(name: str, variable: str, instead: str) -> NotServed:
-    return NotServed(name, variable, _YES, instead, is_switch=True)
+    return NotServed(name, variable, YES, instead, is_switch=True)
 
 
 _TEXT = "this worker serves text only; run `python -m dynamo.trtllm` for images, video and audio"
@@ -217,19 +214,6 @@ ROUTER_SWITCHES = (
     "--enable-session-prefix-index",
 )
 
-#: Of flags that both have: what is another here, and why. `trtllm-disagg worker --help` has the values.
-DIFFERENCES: Mapping[str, str] = {
-    "--model": "required: no model is served that was not asked for",
-    "--endpoint": "both roles of a pair have a place for frontends and one for each other",
-    "--discovery-backend": "file, unless ETCD_ENDPOINTS is set: one machine needs no etcd",
-    "--event-plane": "zmq is named; Dynamo takes it when none is",
-    "--load-format": "the formats that TensorRT-LLM has for text; without gms: its memory service is not set up",
-    "--disaggregation-mode": "without encode, which is for images; prefill_and_decode is another name of agg",
-    "--dyn-tool-call-parser": "checked against Dynamo's list when the worker starts",
-    "--dyn-reasoning-parser": "checked against Dynamo's list when the worker starts",
-    "--dyn-structural-tag": "off unless guided_decoding_backend is set, without which the engine refuses tags",
-}
-
 #: Attributes of the namespace that hold the values of the flags above.
 ROUTER_FLAGS, RUNTIME_VARIABLES = "router_flags", "runtime_variables"
 
@@ -277,7 +261,7 @@ def _check_for_the_runtime(name: str, value: str, key: str) -> None:
 def wants_forward_pass_metrics(namespace: argparse.Namespace, environ: Mapping[str, str]) -> bool:
     """Whether a flag or a variable of Dynamo's asks for them."""
     traces = getattr(namespace, RUNTIME_VARIABLES, {}).get(FPM_TRACE, environ.get(FPM_TRACE, ""))
-    return bool(environ.get(FPM_PORT)) or traces.strip().lower() in _YES
+    return bool(environ.get(FPM_PORT)) or traces.strip().lower() in YES
 
 
 def names_of_switch(name: str) -> tuple[str, str]:

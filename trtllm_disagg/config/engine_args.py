@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from trtllm_disagg import __version__
 from trtllm_disagg.config.settings import without_password
-from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig, flag_of
+from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig, check_value, flag_of
 from trtllm_disagg.config.yaml_file import read_json, read_mapping
 from trtllm_disagg.engine.engines import TENSORRT_LLM_BACKENDS, declared_arguments
 from trtllm_disagg.errors import ConfigError
@@ -65,8 +65,9 @@ def build_engine_args(config: WorkerConfig) -> Args:
     _check_block_size(config, {config.extra_engine_args: from_file, flag: from_json})
 
     args = merged_args(_dynamo_defaults(config), from_file)
-    _resolve_overruled(args, config)
-    args = merged_args(args, from_json)
+    for _, sentence in _overruled(args, config):
+        log.warning("%s", sentence)
+    args = merged_args(args | {"model": config.model}, from_json)
 
     _strip(args)
     _check_model(args["model"])
@@ -81,9 +82,7 @@ def with_engine_args(config: WorkerConfig, args: Mapping[str, Any]) -> WorkerCon
     sizes = {name: args.get(name) for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
     known = {name: value for name, value in sizes.items() if value is not None}
     for name, value in known.items():
-        # The configuration would blame the flag, which may not be given.
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
-            raise ConfigError.bad_value(name, value, "a whole number from 1 to 2147483647")
+        check_value(name, value, key=name)  # the configuration would blame the flag, which may not be given
     block_size = _get(args, _BLOCK_SIZE_KEY)
     return replace(config, **known, kv_block_size=block_size or config.kv_block_size)
 
@@ -163,16 +162,8 @@ def with_flags(from_file: Mapping[str, Any], config: WorkerConfig) -> tuple[Args
     ]
 
 
-def _resolve_overruled(args: Args, config: WorkerConfig) -> None:
-    """Log a warning for each flag that the file overrules. `args`: flags and file together."""
-    for name, sentence in _overruled(args, config):
-        log.warning("%s", sentence)
-        if name == "model":
-            args["model"] = config.model
-
-
 def _overruled(args: Args, config: WorkerConfig) -> Iterator[tuple[str, str]]:
-    """(setting, sentence that names both values) for each overruled flag."""
+    """(setting, sentence that names both values) for each overruled flag. `args`: flags and file together."""
     source = config.extra_engine_args
     for name, key in ENGINE_KEYS.items():
         if not config.is_explicit(name):

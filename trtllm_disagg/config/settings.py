@@ -58,24 +58,21 @@ def endpoint_of(namespace: str, role: str | None) -> str:
     return EndpointParts(namespace, SHARED_COMPONENT if role is None else COMPONENTS[role], "generate").url
 
 
-def positive(text: str) -> int:
-    """A type for argparse: a whole number above 0."""
-    if not text.isdecimal() or not int(text):
-        raise ArgumentTypeError(f"{text!r} is not allowed; expected a number from 1")
-    return int(text)
-
-
-def positive_up_to(most: int) -> Callable[[str], int]:
+def positive_up_to(most: float) -> Callable[[str], int]:
     """A type for argparse: a whole number from 1 to `most`."""
+    allowed = "a number from 1" + (f" to {most}" if most < inf else "")
 
     def parse(text: str) -> int:
         # Python refuses to read a number of thousands of digits.
         is_read = text.isdecimal() and len(text) <= 20
         if not is_read or not 1 <= int(text) <= most:
-            raise ArgumentTypeError(f"{text!r} is not allowed; expected a number from 1 to {most}")
+            raise ArgumentTypeError(f"{text!r} is not allowed; expected {allowed}")
         return int(text)
 
     return parse
+
+
+positive = positive_up_to(inf)
 
 
 def more_than_zero(text: str) -> float:
@@ -179,6 +176,9 @@ NATS_URL = Allowed(
 
 REQUIRED: Any = object()
 
+#: Words for a switch, in lower case.
+YES, NO = ("1", "true", "on", "yes"), ("0", "false", "off", "no")
+
 ENV_PREFIX = "TRTLLM_DISAGG_"
 #: Prefix of Dynamo's variable for the same setting: of its TensorRT-LLM worker, of its runtime, or none.
 DYNAMO_WORKER, DYNAMO_RUNTIME, NOT_IN_DYNAMO = "DYN_TRTLLM_", "DYN_", ""
@@ -190,22 +190,33 @@ class Setting(NamedTuple):
     help: str
     #: None when any value of its type is allowed.
     allowed: Allowed | None
-    #: Its group in `--help`; empty for the group of the setting before it.
+    #: Its group in `--help`; empty for the group of the setting before it (`option`).
     group: str
-    #: The flag, if it is not named after the field.
-    flag: str | None
+    #: Empty if it is named after the field (`option`).
+    flag: str
     dynamo: str
     aliases: tuple[str, ...]
     more_variables: tuple[str, ...]
     #: The value of the flag without a value; None if it needs one.
     bare: str | None
+    #: Of its field, as the next one.
+    name: str = ""
+    #: dataclasses.MISSING for a required one.
+    default: Any = None
 
-    def flag_of(self, field_name: str) -> str:
-        return self.flag or "--" + field_name.replace("_", "-")
+    def of_field(self, name: str, default: Any, group: str) -> Setting:
+        flag = self.flag or "--" + name.replace("_", "-")
+        return self._replace(name=name, default=default, flag=flag, group=self.group or group)
 
-    def variables(self, field_name: str) -> tuple[str, ...]:
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its flags."""
+        return (self.flag, *self.aliases)
+
+    @property
+    def variables(self) -> tuple[str, ...]:
         """The environment variables of this setting, the strongest first."""
-        name = self.flag_of(field_name).removeprefix("--").replace("-", "_").upper()
+        name = self.flag.removeprefix("--").replace("-", "_").upper()
         dynamo = (self.dynamo + name.removeprefix("DYN_"),) if self.dynamo else ()
         return (ENV_PREFIX + name, *dynamo, *self.more_variables)
 
@@ -216,7 +227,7 @@ def option(
     allowed: Allowed | None = None,
     *,
     group: str = "",
-    flag: str | None = None,
+    flag: str = "",
     dynamo: str = NOT_IN_DYNAMO,
     aliases: tuple[str, ...] = (),
     variables: tuple[str, ...] = (),

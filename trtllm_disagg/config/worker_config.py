@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from enum import StrEnum
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from trtllm_disagg.config.deciders import ALWAYS, BY_OCCUPANCY, DECIDERS
 from trtllm_disagg.config.settings import (
@@ -28,7 +28,6 @@ from trtllm_disagg.config.settings import (
     SECONDS,
     SECONDS_OR_NONE,
     TRIES,
-    Allowed,
     Setting,
     endpoint_of,
     one_of,
@@ -540,78 +539,51 @@ class WorkerConfig:
         return endpoint_of(self.namespace, Role.PREFILL if self.role is Role.DECODE else Role.DECODE)
 
 
-def _settings() -> Iterator[Field[Any]]:
-    for setting in fields(WorkerConfig):
-        if setting.name == "thresholds":
+def _fields() -> Iterator[Field[Any]]:
+    for each in fields(WorkerConfig):
+        if each.name == "thresholds":
             yield from (threshold for decider in DECIDERS.values() for threshold in fields(decider))
-        elif "setting" in setting.metadata:
-            yield setting
+        elif "setting" in each.metadata:
+            yield each
+
+
+def _settings() -> Iterator[Setting]:
+    group = ""
+    for each in _fields():
+        setting: Setting = each.metadata["setting"].of_field(each.name, each.default, group)
+        group = setting.group
+        yield setting
 
 
 SETTINGS = {setting.name: setting for setting in _settings()}
-"""The dataclass field of every setting that a user can give, by name."""
+"""Every setting that a user can give, by its field, in the order of `--help`."""
 
 DECIDER_THRESHOLDS = tuple(name for name in SETTINGS if name not in WorkerConfig.__dataclass_fields__)
 
 
-class Flag(NamedTuple):
-    """The names of a setting: its field, its flags, and its environment variables, the strongest first."""
-
-    field: str
-    names: tuple[str, ...]
-    variables: tuple[str, ...]
-    help: str
-    group: str
-    bare: str | None
-
-
-def _setting(name: str) -> Setting:
-    setting: Setting = SETTINGS[name].metadata["setting"]
-    return setting
-
-
 def flag_of(name: str) -> str:
     """The command-line flag of a field."""
-    return _setting(name).flag_of(name)
+    return SETTINGS[name].flag
 
-
-def _flags() -> dict[str, Flag]:
-    flags: dict[str, Flag] = {}
-    group = ""
-    for name in SETTINGS:
-        setting = _setting(name)
-        group = setting.group or group
-        names = (flag_of(name), *setting.aliases)
-        flags[name] = Flag(name, names, setting.variables(name), setting.help, group, setting.bare)
-    return flags
-
-
-FLAGS = _flags()
-"""Every flag, by the field that it fills, in the order of `--help`."""
 
 ORCHESTRATION = tuple(
     name
-    for name, flag in FLAGS.items()
-    if flag.group == ORCHESTRATION_GROUP and name not in ("nats_server", "policy_file")
+    for name, setting in SETTINGS.items()
+    if setting.group == ORCHESTRATION_GROUP and name not in ("nats_server", "policy_file")
 )
 """Settings of the calls of a worker to others; other workers refuse them. NATS_SERVER may be set for all, and a policy
 file has thresholds that all use (`Thresholds.unused`)."""
 
 
-def allowed_values_of(name: str) -> Allowed | None:
-    """The values that a field accepts; None for any value of its type."""
-    return _setting(name).allowed
-
-
 def choices_of(name: str) -> tuple[str, ...]:
     """The allowed values of a field; empty when they are not a list."""
-    allowed = allowed_values_of(name)
+    allowed = SETTINGS[name].allowed
     return allowed.choices if allowed else ()
 
 
 def check_value(name: str, value: object, key: str | None = None) -> None:
     """Raise ConfigError unless the field accepts this value; `key` names the origin of the value."""
-    allowed = allowed_values_of(name)
+    allowed = SETTINGS[name].allowed
     if allowed is None or (value is None and SETTINGS[name].default is None):
         return
     if not allowed.accepts(value):

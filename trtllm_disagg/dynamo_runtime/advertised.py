@@ -18,6 +18,7 @@ from dynamo.common.configuration.groups.router_args import build_router_config, 
 from dynamo.common.utils.topology import TopologyConfig, read_topology_config
 from packaging.version import Version
 
+from trtllm_disagg.config.settings import NO, YES
 from trtllm_disagg.config.worker_config import WorkerConfig, flag_of
 from trtllm_disagg.errors import ConfigError
 
@@ -28,7 +29,6 @@ _SPECULATION = "spec_decode"
 _TAGS_BACKEND = "xgrammar"
 #: With `tool_arguments_any_order` this release of it is needed.
 _ANY_ORDER_SINCE = Version("0.2.3")
-_YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
 class StructuralTag(msgspec.Struct, forbid_unknown_fields=True):
@@ -105,9 +105,9 @@ def _check_name(field: str, name: str | None, known_names: Callable[[], Sequence
 
 def _structural_tag(given: str | None, takes_tags: bool) -> dict[str, Any] | None:
     word = "" if given is None else given.strip().lower()
-    if word in _NO or (given is None and not takes_tags):
+    if word in NO or (given is None and not takes_tags):
         return None
-    if given is None or word in _YES:
+    if given is None or word in YES:
         tag = StructuralTag()
     else:
         try:
@@ -152,7 +152,7 @@ def _topology(config: WorkerConfig) -> TopologyConfig:
     """The location of this worker, and how near to each other the frontend's router has to keep the workers of a pair.
     Dynamo itself reads its variables and the files that they name.
     """
-    if config.may_switch and os.environ.get(_TOPOLOGY, "").strip().lower() in _YES:
+    if config.may_switch and os.environ.get(_TOPOLOGY, "").strip().lower() in YES:
         raise ConfigError.bad_value(
             _TOPOLOGY,
             os.environ[_TOPOLOGY],

@@ -22,7 +22,6 @@ import pytest
 from tests.support.worker_args import parse_worker_args
 from trtllm_disagg.config.args import actions_of
 from trtllm_disagg.config.dynamo_flags import (
-    DIFFERENCES,
     NOT_SERVED,
     OF_THE_ROUTER,
     OF_THE_RUNTIME,
@@ -31,7 +30,7 @@ from trtllm_disagg.config.dynamo_flags import (
     names_of_switch,
 )
 from trtllm_disagg.config.engine_args import build_engine_args
-from trtllm_disagg.config.worker_config import FLAGS, SETTINGS, WorkerConfig, allowed_values_of
+from trtllm_disagg.config.worker_config import SETTINGS, WorkerConfig
 from trtllm_disagg.engines.embedded.params.llm_args import BaseLlmArgs
 from trtllm_disagg.errors import ConfigError
 
@@ -105,7 +104,20 @@ def _of(action: argparse.Action, variables: dict[str, str]) -> Upstream:
     )
 
 
-OURS = {flag.names[0]: flag for flag in FLAGS.values()}
+#: Of flags that both have: what is another here, and why. `trtllm-disagg worker --help` has the values.
+DIFFERENCES = {
+    "--model": "required: no model is served that was not asked for",
+    "--endpoint": "both roles of a pair have a place for frontends and one for each other",
+    "--discovery-backend": "file, unless ETCD_ENDPOINTS is set: one machine needs no etcd",
+    "--event-plane": "zmq is named; Dynamo takes it when none is",
+    "--load-format": "the formats that TensorRT-LLM has for text; without gms: its memory service is not set up",
+    "--disaggregation-mode": "without encode, which is for images; prefill_and_decode is another name of agg",
+    "--dyn-tool-call-parser": "checked against Dynamo's list when the worker starts",
+    "--dyn-reasoning-parser": "checked against Dynamo's list when the worker starts",
+    "--dyn-structural-tag": "off unless guided_decoding_backend is set, without which the engine refuses tags",
+}
+
+OURS = {flag.names[0]: flag for flag in SETTINGS.values()}
 REFUSED = {flag.name: flag for flag in NOT_SERVED}
 #: argparse has the one; `--version` prints another program's.
 BY_ITSELF = {"-h", "--version"}
@@ -124,7 +136,7 @@ def test_every_dynamo_flag_is_in_exactly_one_table(upstream: dict[str, Upstream]
 
 
 def test_every_other_name_of_a_flag_is_known_too(upstream: dict[str, Upstream]) -> None:
-    known = {name for flag in FLAGS.values() for name in flag.names}
+    known = {name for flag in SETTINGS.values() for name in flag.names}
     known |= {*REFUSED, *OF_THE_RUNTIME, *OF_THE_ROUTER, *ROUTER_SWITCHES, *BY_ITSELF, "--help"}
     known |= {names_of_switch(name)[1] for name in known}
     assert {name for flag in upstream.values() for name in flag.names} - known == set()
@@ -149,7 +161,7 @@ def test_variables_have_dynamos_names(upstream: dict[str, Upstream]) -> None:
 def test_switches_of_dynamos_worker_are_switches_here(upstream: dict[str, Upstream]) -> None:
     switches = {name for name, flag in upstream.items() if flag.is_switch}
     ours = {
-        name for name, flag in OURS.items() if isinstance(SETTINGS[flag.field].default, bool)
+        name for name, flag in OURS.items() if isinstance(SETTINGS[flag.name].default, bool)
     } & upstream.keys()
     ours |= {name for name, flag in REFUSED.items() if flag.is_switch}
     ours |= {name for name, (_, is_switch) in OF_THE_RUNTIME.items() if is_switch}
@@ -161,8 +173,8 @@ def test_flags_differ_from_dynamos_only_as_the_table_of_differences_has_it(
 ) -> None:
     different = set()
     for name in OURS.keys() & upstream.keys():
-        field, theirs = OURS[name].field, upstream[name]
-        allowed = allowed_values_of(field)
+        field, theirs = OURS[name].name, upstream[name]
+        allowed = SETTINGS[field].allowed
         same_choices = set(theirs.choices) == set(allowed.choices if allowed else ())
         if not same_choices or SETTINGS[field].default != theirs.default:
             different.add(name)
@@ -239,7 +251,7 @@ def test_every_variable_that_dynamos_worker_names_is_known(upstream: dict[str, U
         for path in sources
         for name in re.findall(r"""["']((?:DYN|TRTLLM|TLLM)_[A-Z0-9_]+)["']""", path.read_text())
     }
-    of_flags = {variable for flag in FLAGS.values() for variable in flag.variables}
+    of_flags = {variable for flag in SETTINGS.values() for variable in flag.variables}
     of_flags |= {flag.variable for flag in (*NOT_SERVED, *VARIABLES_NOT_SERVED) if flag.variable}
     assert named - of_flags - READ - FOR_MEDIA == set()
     assert len(named) > 50

@@ -29,14 +29,14 @@ from trtllm_disagg.admin.commands import (
 )
 from trtllm_disagg.admin.keys import KEY_FILE, AdminKey
 from trtllm_disagg.config.args import argument_parser_of, whereabouts_of
-from trtllm_disagg.config.worker_config import FLAGS, Role, flag_of
+from trtllm_disagg.config.worker_config import SETTINGS, Role, flag_of
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.processes.steadily import without_silence
 from trtllm_disagg.tools.admin.user_key import user_key
 
 KEY_FLAG = "--key-file"
-_KEY_VARIABLE = FLAGS["admin_key_file"].variables[0]
+_KEY_VARIABLE = SETTINGS["admin_key_file"].variables[0]
 #: Longer than the grace period that a worker waits until all frontends have removed it.
 _ANSWER_SECONDS = 60.0
 
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--namespace",
         metavar="NAME",
-        help=f"without --run-dir: Dynamo namespace [{', '.join(FLAGS['namespace'].variables)}]",
+        help=f"without --run-dir: Dynamo namespace [{', '.join(SETTINGS['namespace'].variables)}]",
     )
     parser.add_argument(
         KEY_FLAG,

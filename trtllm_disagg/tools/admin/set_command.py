@@ -14,7 +14,7 @@ from trtllm_disagg.admin.commands import Set
 from trtllm_disagg.config.args import argument_parser_of
 from trtllm_disagg.config.settings import not_negative
 from trtllm_disagg.config.thresholds import ADMISSION, NAMES
-from trtllm_disagg.config.worker_config import FLAGS, flag_of
+from trtllm_disagg.config.worker_config import SETTINGS, flag_of
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.strategies import switchable
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             flag_of(name),
             type=argument_parser_of(name),
             metavar="N",
-            help=f"{FLAGS[name].help.partition(' (default: ')[0]} (default: as it is)",
+            help=f"{SETTINGS[name].help.partition(' (default: ')[0]} (default: as it is)",
         )
     parser.add_argument(
         "--timeout",

@@ -11,7 +11,7 @@ from typing import Literal
 
 from trtllm_disagg.admin.keys import KEY_FILE
 from trtllm_disagg.config.args import NAMESPACE_SUFFIX
-from trtllm_disagg.config.worker_config import FLAGS, SETTINGS, check_value, flag_of
+from trtllm_disagg.config.worker_config import SETTINGS, check_value, flag_of
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.processes.interpreter import SAFE_PATH, python
 from trtllm_disagg.processes.reports import ACTIVITY_VARIABLE
@@ -65,7 +65,7 @@ TUNABLE_ENV: Mapping[str, str] = {
     "OMP_NUM_THREADS": "1",
 }
 
-KEY_VARIABLE = FLAGS["admin_key_file"].variables[0]
+KEY_VARIABLE = SETTINGS["admin_key_file"].variables[0]
 
 # Fixed ports, which only one process can use, so they must not be inherited from the user's environment.
 PER_PROCESS_ENV = ("DYN_SYSTEM_PORT", "DYN_TCP_RPC_PORT", "DYN_TCP_RESPONSE_STREAM_PORT")
@@ -175,7 +175,7 @@ class DeploymentConfig:
         for seconds in (self.longest_drain, self.drain_seconds):
             if seconds is not None:
                 return seconds
-        return float(SETTINGS["drain_seconds"].default)  # type: ignore[arg-type]
+        return float(SETTINGS["drain_seconds"].default)
 
     @property
     def base_url(self) -> str:
@@ -273,7 +273,7 @@ def shared_env(config: DeploymentConfig, environ: Mapping[str, str]) -> dict[str
         **SAFE_PATH,
         "HOME": environ.get("HOME") or _home_of_user(config.run_dir),
         # By all their variables: of several a worker reads the first, and the user's environment may have any of them.
-        **{variable: value for name, value in where.items() for variable in FLAGS[name].variables},
+        **{variable: value for name, value in where.items() for variable in SETTINGS[name].variables},
         NAMESPACE_SUFFIX: "",
         "DYN_FILE_KV": str(config.run_dir / DISCOVERY_DIR),
         # torch makes this folder when transformers imports its compiler; in TMPDIR it would stay behind.
@@ -322,7 +322,7 @@ def queue_env(services: Iterable[ProcessSpec]) -> dict[str, str]:
     lines, and the address has the password.
     """
     urls = [nats_url(LOOPBACK, each.nats_port, each.env) for each in services if each.nats_port is not None]
-    return {variable: url for url in urls for variable in FLAGS["nats_server"].variables}
+    return {variable: url for url in urls for variable in SETTINGS["nats_server"].variables}
 
 
 def worker_spec(

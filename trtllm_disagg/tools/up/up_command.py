@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from trtllm_disagg.config.args import argument_parser_of, parse_worker_flags, read_worker_flags
-from trtllm_disagg.config.worker_config import FLAGS, SETTINGS, choices_of, flag_of
+from trtllm_disagg.config.worker_config import SETTINGS, choices_of, flag_of
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.model_directory import servable_model
 from trtllm_disagg.processes.exits import ExitCode, ending_as_on_ctrl_c
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prefill-dispatch",
         choices=choices_of("prefill_dispatch"),
         help="queue: prefill workers pull from a queue on NATS, which `up` starts "
-        f"(default: {default.prefill_dispatch}) [{FLAGS['prefill_dispatch'].variables[0]}]",
+        f"(default: {default.prefill_dispatch}) [{SETTINGS['prefill_dispatch'].variables[0]}]",
     )
     add(
         "--startup-timeout",
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help=f"how long the start may take (default: {STARTUP_SECONDS:g}; with GPUs {GPU_STARTUP_SECONDS:g})",
     )
-    drain = FLAGS["drain_seconds"]
+    drain = SETTINGS["drain_seconds"]
     add(
         flag_of("drain_seconds"),
         type=argument_parser_of("drain_seconds"),
@@ -203,7 +203,7 @@ def config_from(args: argparse.Namespace, run_dir: Path) -> DeploymentConfig:
 
 def _or_variable(name: str, given: Any, environ: Mapping[str, str]) -> Any:
     """The value of the flag, else of its variable, as for a worker."""
-    variable = FLAGS[name].variables[0]
+    variable = SETTINGS[name].variables[0]
     if given is None and environ.get(variable):
         return argument_parser_of(name, variable)(environ[variable])
     return given

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from trtllm_disagg import DYNAMO_VERSION
-from trtllm_disagg.config.worker_config import FLAGS
+from trtllm_disagg.config.worker_config import SETTINGS
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.strategies import STRATEGIES, spec_of, worker_side
 from trtllm_disagg.tools.up.lifecycle import prepare
@@ -177,7 +177,7 @@ def test_a_queue_brings_a_nats_server_that_starts_first_and_whose_password_only_
         assert flag(specs["nats"], "--addr") == "127.0.0.1"
         workers = list(specs.values())[2:]
         assert {spec.env["TRTLLM_DISAGG_PREFILL_DISPATCH"] for spec in workers} == {"queue"}
-        (url,) = {spec.env[name] for spec in workers for name in FLAGS["nats_server"].variables}
+        (url,) = {spec.env[name] for spec in workers for name in SETTINGS["nats_server"].variables}
         parts = urlsplit(url)
         assert (parts.scheme, parts.hostname, parts.port) == ("nats", "127.0.0.1", 20001)
         assert same_again(workers[0], config, {}, specs.values()).env["TRTLLM_DISAGG_NATS_SERVER"] == url
