@@ -107,11 +107,10 @@ async def described(client: Any, instance_id: int, warn: RateLimitedLog = _warn)
     """The description of an instance; None when it does not answer, or is no worker of this package."""
     try:
         async with asyncio.timeout(_DESCRIBE_SECONDS):
-            answers = [item.data() async for item in await client.direct({DESCRIBE: True}, instance_id)]
+            return await DynamoStageInstance(client, instance_id).describe()
     except Exception as error:
         warn("instance %x did not describe itself: %s: %s", instance_id, type(error).__name__, error)
         return None
-    return answers[0] if len(answers) == 1 and isinstance(answers[0], dict) else None
 
 
 @asynccontextmanager

@@ -34,7 +34,7 @@ from trtllm_disagg.errors import (
     InvalidRequestError,
     WorkerLeavingError,
 )
-from trtllm_disagg.types import GenerateRequest, InProgress, Rendezvous
+from trtllm_disagg.types import GenerateRequest, InProgress, Rendezvous, one_endpoint
 from trtllm_disagg.wire.bodies import decode_disaggregated_params
 
 _CONTEXT_ONLY, _GENERATION_ONLY = "context_only", "generation_only"
@@ -90,7 +90,7 @@ class Engine:
         self.time_scale: float = getattr(llm, "time_scale", 1.0)
         if self.num_ranks > 1 and (TAKES_RANKS not in self.capabilities or api.scheduling_params is None):
             raise ConfigError.bad_value("enable_attention_dp", True, f"false with this version of {api.name}")
-        self._placement = placement_of(api, self.num_ranks, affinity, args)
+        self._place = placement_of(api, self.num_ranks, affinity, args)
         #: Why the engine counts as dead; None while it is alive.
         self.death: str | None = None
         #: The error by which the engine has told a request that it has ended.
@@ -160,8 +160,7 @@ class Engine:
         """
         if HAS_CONTEXT_ENDPOINT not in self.capabilities:
             return None
-        endpoint: str | list[str] = self.llm.disaggregated_params["ctx_info_endpoint"]
-        return endpoint if isinstance(endpoint, str) else endpoint[0]
+        return one_endpoint(self.llm.disaggregated_params["ctx_info_endpoint"])
 
     @property
     def ctx_dp_rank(self) -> int | None:
@@ -173,8 +172,16 @@ class Engine:
         """Decode with the KV that the prefill result or the rendezvous points to. Raises HandoffRefusedError for an
         unreadable prefill result.
         """
-        if request.rendezvous is not None:
-            return self._start(request, self._params_of(request.rendezvous), streaming=True)
+        if (met := request.rendezvous) is not None:
+            params = self.api.disaggregated_params(
+                request_type=_GENERATION_ONLY,
+                ctx_request_id=met.disagg_request_id,
+                disagg_request_id=met.disagg_request_id,
+                ctx_info_endpoint=met.ctx_info_endpoint,
+                ctx_dp_rank=met.ctx_dp_rank,
+                schedule_style=_GENERATION_FIRST,
+            )
+            return self._start(request, params, streaming=True)
         if (handoff := request.prefill_result) is None:
             raise InvalidRequestError("a decode worker needs a prefill result, and this request has none")
         params = decode_disaggregated_params(handoff, self.api.disaggregated_params, self.api.logprob)
@@ -311,16 +318,6 @@ class Engine:
 
     # -- internals
 
-    def _params_of(self, rendezvous: Rendezvous) -> Any:
-        return self.api.disaggregated_params(
-            request_type=_GENERATION_ONLY,
-            ctx_request_id=rendezvous.disagg_request_id,
-            disagg_request_id=rendezvous.disagg_request_id,
-            ctx_info_endpoint=rendezvous.ctx_info_endpoint,
-            ctx_dp_rank=rendezvous.ctx_dp_rank,
-            schedule_style=_GENERATION_FIRST,
-        )
-
     def _start(
         self, request: GenerateRequest, params: Any, *, streaming: bool, max_tokens: int | None = None
     ) -> RequestOutput:
@@ -331,9 +328,13 @@ class Engine:
             raise WorkerLeavingError(f"the engine is dead: {self.death}")
         is_decode = getattr(params, "request_type", None) == _GENERATION_ONLY
         self.require_fit(request, computes_prompt=not is_decode)
+        measures = self._measures or request.span.is_recording
+        sampling_params = sampling_params_of(
+            self.api, request, max_tokens, self.max_seq_len, measures=measures, engine_args=self._args
+        )
         keywords: dict[str, Any] = {
             "inputs": request.token_ids,
-            "sampling_params": self._sampling_params(request, max_tokens),
+            "sampling_params": sampling_params,
             "streaming": streaming,
         }
         optional = {
@@ -343,7 +344,7 @@ class Engine:
             "trace_headers": request.span.headers(request.trace_headers),
         }
         keywords |= {name: value for name, value in optional.items() if value is not None}
-        keywords |= self._placement.keywords(request)
+        keywords |= self._place(request)
         try:
             result: RequestOutput = self.llm.generate_async(**keywords)
             return result
@@ -361,13 +362,3 @@ class Engine:
         """TensorRT-LLM has shut down. It does so when its process dies, and raises the cause from the next call."""
         is_shutdown = getattr(getattr(self.llm, "_executor", None), "is_shutdown", None)
         return self.fatal_error is not None or (callable(is_shutdown) and bool(is_shutdown()))
-
-    def _sampling_params(self, request: GenerateRequest, max_tokens: int | None) -> Any:
-        return sampling_params_of(
-            self.api,
-            request,
-            max_tokens,
-            self.max_seq_len,
-            measures=self._measures or request.span.is_recording,
-            engine_args=self._args,
-        )

@@ -10,7 +10,9 @@ from trtllm_disagg.engine.llm_api import LlmApi
 from trtllm_disagg.errors import ConfigError, InvalidRequestError
 from trtllm_disagg.types import GenerateRequest
 
-Keywords = dict[str, Any]
+#: The keyword arguments of `generate_async` that place a request. Raises InvalidRequestError for a rank that does not
+#: exist.
+Place = Callable[[GenerateRequest], dict[str, Any]]
 
 _AFFINITY = "kv_cache_routing_conversation_affinity"
 
@@ -23,45 +25,37 @@ class Affinity:
     by_router: bool = False
 
 
-class Placement:
-    """The base class: there is only one rank, or the engine chooses."""
-
-    def keywords(self, request: GenerateRequest) -> Keywords:
-        """Keyword arguments for `generate_async`. Raises InvalidRequestError for a rank that does not exist."""
-        return {}
+def _anywhere(request: GenerateRequest) -> dict[str, Any]:
+    """There is only one rank, or the engine chooses."""
+    return {}
 
 
-@dataclass(frozen=True, slots=True)
-class RankOfRouter(Placement):
-    """Uses exactly the rank that the router has chosen by its cache."""
+def _where_the_router_says(num_ranks: int, scheduling_params: Callable[..., Any]) -> Place:
+    """Exactly the rank that the router has chosen by its cache."""
 
-    num_ranks: int
-    scheduling_params: Callable[..., Any]
-
-    def keywords(self, request: GenerateRequest) -> Keywords:
+    def place(request: GenerateRequest) -> dict[str, Any]:
         rank = request.dp_rank
         if rank is None:
             return {}
-        if not 0 <= rank < self.num_ranks:
+        if not 0 <= rank < num_ranks:
             raise InvalidRequestError(
-                f"routing.dp_rank: {rank} is not allowed; expected 0 to {self.num_ranks - 1}"
+                f"routing.dp_rank: {rank} is not allowed; expected 0 to {num_ranks - 1}"
             )
-        params = self.scheduling_params(attention_dp_rank=rank, attention_dp_relax=False)
-        return {"scheduling_params": params}
+        return {"scheduling_params": scheduling_params(attention_dp_rank=rank, attention_dp_relax=False)}
+
+    return place
 
 
-@dataclass(frozen=True, slots=True)
-class RankOfConversation(Placement):
+def _with_its_conversation(conversation_params: Callable[..., Any], first_turn: Place) -> Place:
     """The engine uses the rank of the conversation; `first_turn` places conversations that are new to it."""
 
-    conversation_params: Callable[..., Any]
-    first_turn: Placement
-
-    def keywords(self, request: GenerateRequest) -> Keywords:
+    def place(request: GenerateRequest) -> dict[str, Any]:
         if request.session_id is None:
             return {}
-        params = self.conversation_params(conversation_id=request.session_id)
-        return {"conversation_params": params} | self.first_turn.keywords(request)
+        params = conversation_params(conversation_id=request.session_id)
+        return {"conversation_params": params} | first_turn(request)
+
+    return place
 
 
 def num_ranks_of(args: Any) -> int:
@@ -69,20 +63,18 @@ def num_ranks_of(args: Any) -> int:
     return int(args.tensor_parallel_size) if getattr(args, "enable_attention_dp", False) else 1
 
 
-def placement_of(api: LlmApi, num_ranks: int, affinity: Affinity, args: Any) -> Placement:
+def placement_of(api: LlmApi, num_ranks: int, affinity: Affinity, args: Any) -> Place:
     """Raises ConfigError for an `affinity` with an engine that does not know conversations."""
     given = getattr(args, "attention_dp_config", None)
     configured = given.get(_AFFINITY) if isinstance(given, dict) else getattr(given, _AFFINITY, None)
-    scheduling = api.scheduling_params
-    of_router = (
-        RankOfRouter(num_ranks, scheduling) if num_ranks > 1 and scheduling is not None else Placement()
-    )
+    by_router: Place = _anywhere
+    if num_ranks > 1 and api.scheduling_params is not None:
+        by_router = _where_the_router_says(num_ranks, api.scheduling_params)
     if not affinity.is_on and configured is not True:
-        return of_router
+        return by_router
     if api.conversation_params is None:
         key = "--conversation-affinity" if affinity.is_on else f"attention_dp_config.{_AFFINITY}"
         raise ConfigError.bad_value(
             key, True, f"false with this version of {api.name}, which has no ConversationParams"
         )
-    first_turn = of_router if affinity.by_router else Placement()
-    return RankOfConversation(api.conversation_params, first_turn)
+    return _with_its_conversation(api.conversation_params, by_router if affinity.by_router else _anywhere)

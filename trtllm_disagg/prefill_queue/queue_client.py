@@ -77,14 +77,12 @@ class Pushed:
         self._num_claims = 0
         self._limits = limits
         self._timeout = timeout
-        self._silence_timeout = max(timeout, limits.silence)
         self._has_workers = has_workers
         self._on_claim = on_claim
         #: Replies to the answer. Until the reply is yes, the prefill worker keeps the duty to release the KV.
         self._reply: Callable[[bool], None] = _no_reply
-        self._timer = self._start_timer(timeout)
-        self._look_timer = self._start_look_timer()
         self._pushed_at = self._heard_at = time.monotonic()
+        self._timer = self._look_later()
 
     @property
     def age(self) -> float:
@@ -105,7 +103,7 @@ class Pushed:
         elif self.claim is None or message.attempt != self.claim.attempt:
             reply(False)
         elif isinstance(message, Beat):
-            self._restart_timer()
+            self._heard_at = time.monotonic()
         elif isinstance(message, Answer):
             self.is_settled, self._reply = True, reply
             self.outcome.set_result(message.chunk)
@@ -137,7 +135,6 @@ class Pushed:
     def close(self) -> None:
         """The outcome is not needed any more; refuse an answer that was not taken."""
         self._timer.cancel()
-        self._look_timer.cancel()
         if not self.outcome.cancel() and not self.outcome.cancelled():
             self.outcome.exception()  # else asyncio would log that it was never retrieved
         self._reply_to_answer(False)
@@ -155,38 +152,33 @@ class Pushed:
             return False
         self.claim = claim
         self._num_claims += 1
+        self._heard_at = time.monotonic()
         self._on_claim(claim)
-        self._restart_timer()
         return True
 
-    def _restart_timer(self) -> None:
-        self._heard_at = time.monotonic()
-        self._timer.cancel()
-        self._timer = self._start_timer(self._silence_timeout)
+    @property
+    def _silence(self) -> tuple[float, float]:
+        """(seconds without a worker's word, after how many of them the item fails)."""
+        most = self._timeout if self.claim is None else max(self._timeout, self._limits.silence)
+        return time.monotonic() - self._heard_at, most
 
-    def _start_timer(self, seconds: float) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(seconds, self._time_out)
+    def _look_later(self) -> asyncio.TimerHandle:
+        silent, most = self._silence
+        seconds = min(self._limits.look, max(0.0, most - silent))
+        return asyncio.get_running_loop().call_later(seconds, self._look)
 
-    def _time_out(self) -> None:
-        what, peer, seconds = (
-            "no prefill worker has taken the request from the queue",
-            QUEUE_ID,
-            self._timeout,
-        )
-        if self.claim is not None:
-            peer, seconds = self.claim.worker, self._silence_timeout
-            what = f"the prefill worker {peer:x} has fallen silent, and no other has taken over"
-        self.fail(StageTimeoutError(f"{what} within {seconds:g} s (--queue-timeout)"), peer)
-
-    def _start_look_timer(self) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(self._limits.look, self._look_for_workers)
-
-    def _look_for_workers(self) -> None:
-        may_run = self.claim is not None and time.monotonic() - self._heard_at < self._limits.silence
-        if may_run or self._has_workers():
-            self._look_timer = self._start_look_timer()
-        else:
+    def _look(self) -> None:
+        (silent, most), claim = self._silence, self.claim
+        if silent >= most:
+            what, peer = "no prefill worker has taken the request from the queue", QUEUE_ID
+            if claim is not None:
+                peer = claim.worker
+                what = f"the prefill worker {peer:x} has fallen silent, and no other has taken over"
+            self.fail(StageTimeoutError(f"{what} within {most:g} s (--queue-timeout)"), peer)
+        elif (claim is None or silent >= self._limits.silence) and not self._has_workers():
             self.fail(_no_worker())
+        else:
+            self._timer = self._look_later()
 
 
 def _no_worker() -> NoInstanceError:
