@@ -4,7 +4,7 @@ This module has what a worker uses of the queue, or of none.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.handlers.select import QueueStageClient
@@ -12,10 +12,11 @@ from trtllm_disagg.types import Generate
 
 if TYPE_CHECKING:
     from trtllm_disagg.prefill_queue.broker import QueueLimits
+    from trtllm_disagg.prefill_queue.nats_queue import NatsPrefillQueue
 
 
-class PrefillQueue:
-    """As it is here: that of a worker that sends each prefill straight to a prefill worker."""
+class NoPrefillQueue:
+    """The queue of a worker that sends each prefill straight to a prefill worker."""
 
     #: The client that reaches prefill workers through the queue; None where there is no queue.
     client: QueueStageClient | None = None
@@ -36,6 +37,9 @@ class PrefillQueue:
     async def aclose(self) -> None: ...
 
 
+PrefillQueue: TypeAlias = "NoPrefillQueue | NatsPrefillQueue"
+
+
 async def open_prefill_queue(
     config: WorkerConfig, kind: str, limits: QueueLimits | None = None
 ) -> PrefillQueue:
@@ -44,7 +48,7 @@ async def open_prefill_queue(
     """
     # A decode worker that is a second stage now pushes after a switch, so it opens the queue too.
     if config.prefill_dispatch == "direct" or not config.may_switch:
-        return PrefillQueue()
+        return NoPrefillQueue()
     # Imported only here: NATS' client and its aiohttp are a third of all imports of a worker.
     from trtllm_disagg.prefill_queue.nats_queue import NatsPrefillQueue
 

@@ -15,7 +15,6 @@ from nats.aio.msg import Msg
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.metrics import QueueMetrics, expose, registry_of
 from trtllm_disagg.errors import DisaggError, InvalidRequestError, PeerUnavailableError, QueueUnusableError
-from trtllm_disagg.prefill_queue import PrefillQueue
 from trtllm_disagg.prefill_queue.broker import NATS_ERRORS, Broker, QueueLimits, Reply, preserve_cancellation
 from trtllm_disagg.prefill_queue.messages import (
     MAX_ERROR_CHARS,
@@ -367,11 +366,13 @@ class DepthWatch:
             self._oldest = (place, pushed_at) if pushed_at is not None else None
 
 
-class NatsPrefillQueue(PrefillQueue):
+class NatsPrefillQueue:
+    """As `NoPrefillQueue`."""
+
     def __init__(self, config: WorkerConfig, broker: Broker) -> None:
         self._config = config
         self._broker = broker
-        self.client: QueueClient = QueueClient(broker, config.queue_timeout)
+        self.client = QueueClient(broker, config.queue_timeout)
         self._watch = DepthWatch(broker, self.client.waiting_ages)
         self._puller: Puller | None = None
         self._has_left = False
