@@ -20,11 +20,6 @@ class Capability:
     without: str
 
 
-def _has(name: str) -> Callable[[Any], bool]:
-    """The LLM has an attribute that the embedded engine has and TensorRT-LLM has not."""
-    return lambda llm: getattr(llm, name, None) is not None
-
-
 def _is_true(name: str) -> Callable[[Any], bool]:
     return lambda llm: bool(getattr(llm, name, False))
 
@@ -48,7 +43,7 @@ RELEASES_HANDOFFS = Capability(
 )
 COUNTS_REQUESTS = Capability(
     "count its requests",
-    _has("num_active_requests"),
+    lambda llm: getattr(llm, "num_active_requests", None) is not None,
     "a leaving worker waits for the requests it has started. For handoffs it waits until a statistic shows the engine "
     "idle with no KV block in use, and gives the engine a step each second to get one; kv_transfer_timeout_ms and "
     "--drain-seconds limit that",

@@ -163,21 +163,14 @@ def may_share_kv(one: Description, other: Description) -> bool:
     return is_one_model and _have_both_roles(one, other) and not is_queued
 
 
-def _runtimes_fit(prefill: Description, decode: Description) -> bool:
-    runtimes = {prefill.get("transceiver_runtime"), decode.get("transceiver_runtime")}
-    return len(runtimes) == 1 or _AUTO in runtimes or None in runtimes
+def _equal_where_known(
+    key: str, setting: str, unknown: Collection[Any] = (None,), *, is_in_kind: bool = False
+) -> Property:
+    def fits(prefill: Description, decode: Description) -> bool:
+        values = {prefill.get(key), decode.get(key)}
+        return len(values) == 1 or not values.isdisjoint(unknown)
 
-
-def _transports_fit(prefill: Description, decode: Description) -> bool:
-    """DEFAULT depends on what a process finds on its machine. Unknown before the engine is loaded."""
-    transports = {prefill.get("kv_transport"), decode.get("kv_transport")}
-    return len(transports) == 1 or None in transports
-
-
-def _versions_fit(prefill: Description, decode: Description) -> bool:
-    """One version writes the handoff and the other reads it, and most versions have changed its fields."""
-    versions = {prefill.get("trtllm_version"), decode.get("trtllm_version")}
-    return len(versions) == 1 or None in versions
+    return Property(key, setting, fits, is_in_kind=is_in_kind)
 
 
 def _drafts_fit(prefill: Description, decode: Description) -> bool:
@@ -205,19 +198,19 @@ PROPERTIES = (
     _equal("handoff_protocol", "--handoff-protocol"),
     _equal("prefill_dispatch", "--prefill-dispatch"),
     _equal("engine", "--engine"),
-    Property("trtllm_version", "version of TensorRT-LLM", _versions_fit),
+    # One version writes the handoff and the other reads it, and most versions have changed its fields.
+    _equal_where_known("trtllm_version", "version of TensorRT-LLM", is_in_kind=True),
     _equal("block_size", "kv_cache_config.tokens_per_block (--kv-block-size)"),
     _equal("kv_dtype", "kv_cache_config.dtype"),
     _equal("dtype", "dtype"),
     _equal("transceiver", "cache_transceiver_config.backend"),
-    Property(
+    # DEFAULT depends on what a process finds on its machine. Unknown before the engine is loaded.
+    _equal_where_known(
         "kv_transport",
         "how KV moves under cache_transceiver_config.backend (name it on both instead of DEFAULT)",
-        _transports_fit,
-        is_in_kind=False,
     ),
-    Property(
-        "transceiver_runtime", "cache_transceiver_config.transceiver_runtime", _runtimes_fit, is_in_kind=False
+    _equal_where_known(
+        "transceiver_runtime", "cache_transceiver_config.transceiver_runtime", unknown=(_AUTO, None)
     ),
     Property("speculative", "speculative_config", _drafts_fit, is_in_kind=False),
     Property("max_seq_len", "max_seq_len", _lengths_fit, is_in_kind=False),

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from trtllm_disagg.admin.commands import Command, Set, Verifier
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.engine.engine_facts import EngineFacts
 from trtllm_disagg.errors import InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.handlers.decide import KV_OCCUPANCY
 from trtllm_disagg.handlers.services import LiveState
@@ -17,36 +15,11 @@ from trtllm_disagg.strategies import spec_of
 from trtllm_disagg.types import InProgress
 from trtllm_disagg.worker.pairing import WAS_SWITCHED, fixed_by
 
+if TYPE_CHECKING:
+    from trtllm_disagg.dynamo_runtime.worker_endpoint import DynamoRegistration
+    from trtllm_disagg.handlers.peers import Peers
+
 log = logging.getLogger(__name__)
-
-
-class Registration(Protocol):
-    """`dynamo_runtime.worker_endpoint.DynamoRegistration`. Every method is idempotent."""
-
-    @property
-    def is_at_frontends(self) -> bool: ...
-
-    async def enter(self) -> None: ...
-
-    async def leave(self) -> None: ...
-
-    async def stand_by(self) -> None: ...
-
-    async def is_lost(self) -> bool:
-        """Whether file discovery has dropped this worker."""
-        ...
-
-    async def renew(self) -> None: ...
-
-
-class KnownPeers(Protocol):
-    """The part of `handlers.peers.Peers` that is used here."""
-
-    def instance_ids(self) -> Collection[int]: ...
-
-    def facts(self) -> Sequence[EngineFacts]: ...
-
-    async def learn(self) -> None: ...
 
 
 class StageState:
@@ -57,8 +30,8 @@ class StageState:
         config: WorkerConfig,
         own: dict[str, Any],
         live: LiveState,
-        peers: KnownPeers,
-        registration: Registration,
+        peers: Peers,
+        registration: DynamoRegistration,
         verifier: Verifier,
     ) -> None:
         """`own`: the constant part of this worker's description. `peers`: used only on workers that may switch."""

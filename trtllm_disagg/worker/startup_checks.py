@@ -208,14 +208,11 @@ class StartupChecks:
                 peers = await self._peers.peer_descriptions(endpoint_id)
         if not peers:
             log.info("no second stage at %s: this worker answers alone until one comes", endpoint_id)
-        self._require_pairs(own, peers)
-        return True
-
-    def _require_pairs(self, own: dict[str, Any], peers: Sequence[dict[str, Any]]) -> None:
-        """Peers may run another strategy if they were switched to it: this worker will then run it, too."""
+        # Peers may run another strategy if they were switched to it: this worker will then run it, too.
         may_differ = ("strategy",) if self._follows_switches and were_switched(peers) else ()
         for peer in peers:
             require_pair(own, peer, ignored=may_differ)
+        return True
 
     @property
     def _follows_switches(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -14,8 +14,10 @@ from tests.support.stage_client import FakeContext
 from tests.support.trying import counts_of, trying
 from trtllm_disagg.admin.commands import Command, Verifier, decode_command
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.dynamo_runtime.worker_endpoint import DynamoRegistration
 from trtllm_disagg.engine.engine_facts import EngineFacts
 from trtllm_disagg.errors import ConfigError, InvalidRequestError, PeerUnavailableError
+from trtllm_disagg.handlers.peers import Peers
 from trtllm_disagg.handlers.services import LiveState
 from trtllm_disagg.types import GenerateRequest, PhaseRequest, TokenChunk
 from trtllm_disagg.worker.stage_state import StageState
@@ -95,7 +97,8 @@ def stage_state(
     registration, live = FakeRegistration(), LiveState.of(config, 32)
     registration.live = live
     own = {"role": role, "model": "m", "max_seq_len": 512}
-    state = StageState(config, own, live, others or Others(1), registration, Trusting())
+    known, places = cast(Peers, others or Others(1)), cast(DynamoRegistration, registration)
+    state = StageState(config, own, live, known, places, Trusting())
     return state, registration, live
 
 
