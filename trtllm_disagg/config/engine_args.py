@@ -245,7 +245,7 @@ def _check_role(args: Args, config: WorkerConfig) -> None:
 
 def _set_up_events(args: Args, config: WorkerConfig) -> None:
     """KV events are polled from a buffer in the engine, which is off by default."""
-    if not (config.tells_kv_events or config.reads_kv_events):
+    if not (config.publish_kv_events or config.tells_peers or config.reads_kv_events):
         return
     readers = ("publish_kv_events", "next_router", "prefill_decider")
     flag = flag_of(next((name for name in readers if config.is_explicit(name)), "publish_kv_events"))

@@ -132,10 +132,6 @@ def _is_nats_url(url: str) -> bool:
         return False
 
 
-def _is_share(value: Any) -> bool:
-    return (isinstance(value, float) or _is_whole(value)) and 0 <= value <= 1
-
-
 def names_of_endpoint_types(value: str) -> list[str]:
     """The names in a value of --endpoint-types, in which case and spaces do not matter."""
     return [name.strip().lower() for name in value.split(",")]
@@ -165,7 +161,9 @@ ENDPOINT_PATH = Allowed(
 )
 API_TYPES = Allowed("chat, completions, both with a comma, or none", _are_endpoint_types)
 NUMBER = Allowed("a whole number, 0 or more", lambda value: _is_whole(value) and value >= 0)
-SHARE = Allowed("a number from 0 to 1", _is_share)
+SHARE = Allowed(
+    "a number from 0 to 1", lambda value: (isinstance(value, float) or _is_whole(value)) and 0 <= value <= 1
+)
 #: 31 years: for ever, and a number that timers, Slurm and Kubernetes can count to.
 MOST_SECONDS = 1e9
 SECONDS = Allowed("a number of seconds above 0, up to 1e9", lambda value: 0 < value <= MOST_SECONDS)

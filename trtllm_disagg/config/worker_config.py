@@ -475,11 +475,6 @@ class WorkerConfig:
         return self.role is not Role.AGG and self._entry_role is self.role
 
     @property
-    def tells_kv_events(self) -> bool:
-        """KV events are published, to the frontend's router or to those of the other role."""
-        return self.publish_kv_events or self.tells_peers
-
-    @property
     def reads_statistics(self) -> bool:
         """This worker reads the statistics of engine steps, which the engine makes only on demand."""
         return self.publish_metrics or self.publish_forward_pass_metrics

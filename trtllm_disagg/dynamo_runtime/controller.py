@@ -14,7 +14,7 @@ from trtllm_disagg.config.settings import endpoint_of, parse_endpoint_id
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.dynamo_runtime.error_mapping import from_dynamo
 from trtllm_disagg.dynamo_runtime.handler import DESCRIBE
-from trtllm_disagg.errors import DisaggError, PeerUnavailableError, StageTimeoutError
+from trtllm_disagg.errors import PeerUnavailableError, StageTimeoutError
 
 _FOUND_SECONDS = 3.0
 _POLL_SECONDS = 0.15
@@ -37,11 +37,13 @@ class Controller:
             *(self._ask(endpoint, i, {DESCRIBE: True}) for i, endpoint in names.items()),
             return_exceptions=True,
         )
-        return [
-            DescribedInstance(endpoint, instance_id, _answer(answer))
-            for (instance_id, endpoint), answer in zip(names.items(), answers, strict=True)
-            if not isinstance(answer, PeerUnavailableError)
-        ]
+        workers = []
+        for (instance_id, endpoint), answer in zip(names.items(), answers, strict=True):
+            if isinstance(answer, dict):
+                workers.append(DescribedInstance(endpoint, instance_id, answer))
+            elif not isinstance(answer, PeerUnavailableError):
+                raise answer
+        return workers
 
     async def _until_settled(self) -> None:
         """Wait until two polls agree: a new client receives the instances one by one."""
@@ -66,7 +68,8 @@ class Controller:
         except TimeoutError:
             raise StageTimeoutError(f"{name} did not answer within {self._timeout:g} s") from None
         except Exception as error:
-            raise _named(from_dynamo(error), name) from error
+            here = from_dynamo(error)
+            raise type(here)(f"{name}: {here}") from error
         if len(answers) != 1 or not isinstance(answers[0], dict):
             raise PeerUnavailableError(f"{name} does not know {CONTROL}")
         return answers[0]
@@ -89,13 +92,3 @@ async def controller(
         yield Controller(clients, signer, timeout)
     finally:
         runtime.shutdown()
-
-
-def _answer(answer: dict[str, Any] | BaseException) -> dict[str, Any]:
-    if isinstance(answer, BaseException):
-        raise answer
-    return answer
-
-
-def _named(error: DisaggError, name: str) -> DisaggError:
-    return type(error)(f"{name}: {error}")

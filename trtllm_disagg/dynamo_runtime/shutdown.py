@@ -119,7 +119,8 @@ class Leaving:
         await self._drain.none_runs()
         stepping = asyncio.create_task(self._step(), name="steps")
         try:
-            while self._engine.death is None and not await self._is_quiet():  # noqa: ASYNC110
+            engine = self._engine
+            while engine.death is None and (num_in_background() or not await engine.is_idle()):  # noqa: ASYNC110
                 await asyncio.sleep(_POLL_SECONDS)
         finally:
             stepping.cancel()
@@ -134,9 +135,6 @@ class Leaving:
                 with contextlib.suppress(DisaggError):
                     await engine.probe(decode_request(SMALLEST_REQUEST))
             await asyncio.sleep(_STEP_SECONDS)
-
-    async def _is_quiet(self) -> bool:
-        return num_in_background() == 0 and await self._engine.is_idle()
 
 
 _POLL_DISCOVERY_SECONDS = 1.0

@@ -44,16 +44,14 @@ class Reporter:
     def tell(self, doing: str, *, percent: int | None = None, requests: int | None = None) -> None:
         """Reports the current activity. Never raises: a full disk is no reason to stop serving."""
         activity = Activity(doing, percent, requests)
-        if self._file is None or activity == self._told or (doing == self._told.doing and self._is_soon()):
+        is_soon = doing == self._told.doing and self._clock() - self._told_at < _SHARE_SECONDS
+        if self._file is None or activity == self._told or is_soon:
             return
         self._told, self._told_at = activity, self._clock()
         draft = self._file.with_name(self._file.name + ".new")
         with suppress(OSError):
             draft.write_bytes(msgspec.json.encode(activity))
             draft.replace(self._file)
-
-    def _is_soon(self) -> bool:
-        return self._clock() - self._told_at < _SHARE_SECONDS
 
 
 def reporter_of(environ: Mapping[str, str]) -> Reporter:

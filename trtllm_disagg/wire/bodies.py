@@ -110,6 +110,7 @@ def decode_request(
         raise refused(f"request: {error}") from None
     given = given_in(wire)
     routing = wire.routing or _NO_ROUTING
+    full = wire.phase_request.full if wire.phase_request is not None else None
     request = GenerateRequest(
         raw=raw,
         token_ids=wire.token_ids,
@@ -129,7 +130,7 @@ def decode_request(
         trace_headers=trace_headers,
         traceparent=wire.traceparent,
         decode_follows=given.decode_follows,
-        skipped=_full_instances(wire.phase_request),
+        skipped=frozenset() if full is None else frozenset({full}),
         migrated=migrated,
     )
     _require_servable(request)
@@ -218,10 +219,6 @@ def _salt_of_extension(raw: dict[str, Any]) -> str | None:
     return salt if isinstance(salt, str) and salt else None
 
 
-def _full_instances(asked: PhaseRequest | None) -> frozenset[int]:
-    return frozenset() if asked is None or asked.full is None else frozenset({asked.full})
-
-
 def _session_of(raw: dict[str, Any]) -> str | None:
     context = raw.get("agent_context")
     session = context.get("session_id") if isinstance(context, dict) else None
@@ -307,7 +304,9 @@ def encode_chunk(chunk: TokenChunk) -> dict[str, Any]:
 
 def encode_disaggregated_params(params: Any) -> dict[str, Any]:
     """A DisaggregatedParams dataclass of an engine -> JSON-safe dict, as Dynamo's own worker writes it."""
-    encoded = {name: value for name, value in _fields(params).items() if value is not None}
+    # dataclasses.asdict would copy, and turn Logprob objects into dicts.
+    names = (each.name for each in dataclasses.fields(params))
+    encoded = {name: value for name in names if (value := getattr(params, name)) is not None}
     if "opaque_state" in encoded:
         encoded["opaque_state"] = base64.b64encode(encoded["opaque_state"]).decode()
     if "first_gen_log_probs" in encoded:
@@ -332,6 +331,10 @@ class _LogProb(msgspec.Struct, frozen=True):
     #: None stands for minus infinity, which a guide gives to tokens that it forbids: JSON has no such number.
     logprob: float | None
     rank: int | None
+
+    @property
+    def number(self) -> float:
+        return -math.inf if self.logprob is None else self.logprob
 
 
 class _EngineParams(msgspec.Struct, frozen=True):
@@ -380,10 +383,7 @@ def decode_disaggregated_params(result: PrefillResult, params_class: Any, logpro
         given |= {name: getattr(read, name) for name in given.keys() & set(_EngineParams.__struct_fields__)}
         if read.first_gen_log_probs is not None:
             given["first_gen_log_probs"] = [
-                {
-                    each.token_id: logprob_class(logprob=_number(each.logprob), rank=each.rank)
-                    for each in entry
-                }
+                {each.token_id: logprob_class(logprob=each.number, rank=each.rank) for each in entry}
                 if isinstance(entry, list)
                 else entry
                 for entry in read.first_gen_log_probs
@@ -391,12 +391,3 @@ def decode_disaggregated_params(result: PrefillResult, params_class: Any, logpro
         return params_class(**(given | {"request_type": "generation_only"}))
     except (TypeError, ValueError) as error:
         raise HandoffRefusedError(f"handoff is not readable: {error}") from None
-
-
-def _number(logprob: float | None) -> float:
-    return -math.inf if logprob is None else logprob
-
-
-def _fields(params: Any) -> dict[str, Any]:
-    # dataclasses.asdict would copy, and turn Logprob objects into dicts.
-    return {f.name: getattr(params, f.name) for f in dataclasses.fields(params)}
