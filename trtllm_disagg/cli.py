@@ -174,9 +174,7 @@ def _replace_unprintable_characters() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Open /dev/null for each standard stream that the caller has closed (`>&-`), also for children. Otherwise the next
-    file or socket would get the number of that stream.
-    """
+    """/dev/null for each standard stream that is closed (`>&-`): the next file or socket would get its number."""
     for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
             nowhere = os.open(os.devnull, os.O_RDWR)

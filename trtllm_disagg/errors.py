@@ -121,9 +121,7 @@ class KvTransferError(PeerUnavailableError):
 
 
 class WorkerLeavingError(DisaggError):
-    """This worker ends before the request is finished: its engine died, or it was told to stop. With
-    `--migration-limit` the frontend continues the request on another worker.
-    """
+    """This worker ends before the request. With `--migration-limit` the frontend continues it on another one."""
 
     category = "Leaving"
     status = 503

@@ -53,9 +53,7 @@ def model_directory(model: str, key: str = FLAG, revision: str | None = None) ->
 
 
 def servable_model(model: str, revision: str | None = None) -> Path:
-    """The directory of a model that a frontend can serve. Raises ConfigError as `model_directory` does, and for a
-    directory that is missing, is no model, or has no tokenizer.
-    """
+    """As `model_directory`. Raises ConfigError, too, for a directory that is missing, no model, or has no tokenizer."""
     directory = Path(os.path.expanduser(model_directory(model, FLAG, revision)))
     # os.path returns False where Path raises, for example for names that are too long.
     if not os.path.isdir(directory):

@@ -1,7 +1,5 @@
-"""The types that a request passes through, in that order. This module imports only `tracing.spans`.
-
-The Structs are wire forms too: their encoded field names are Dynamo's keys. Unknown keys
-of a request are ignored here and forwarded as they came.
+"""The types that a request passes through, in that order. The Structs are wire forms too: their encoded field names are
+Dynamo's keys. Unknown keys of a request are ignored here and forwarded as they came.
 """
 
 from __future__ import annotations
@@ -449,9 +447,7 @@ class Handoff:
         self._end()
 
     def caller_has_it(self) -> Callable[[], None]:
-        """From now on the caller, another worker, has the duty; the KV is still here. Return a function that takes the
-        duty back and releases the KV.
-        """
+        """Another worker has the duty now; the KV is still here. Return a function that takes it back, to release."""
         on_release, self.on_release = self.on_release, None
 
         def take_back() -> None:

@@ -57,8 +57,8 @@ def _only_for_this_user(path: str, flags: int) -> int:
 
 
 def read_private_file(path: Path, setting: str, expected: str, most_bytes: int) -> bytes:
-    """The first `most_bytes` bytes of a file. Raises ConfigError, which names `setting` and what is expected, for a
-    file that cannot be read, that belongs to neither this user nor root, or that other users can read or write.
+    """The first `most_bytes` bytes of a file. Raises ConfigError, which names `setting` and what is `expected`, for a
+    file that cannot be read, is neither this user's nor root's, or that other users can read or write.
     """
     try:
         with path.open("rb") as file:

@@ -141,17 +141,13 @@ def parse_worker_flags(
     ignores_unknown: bool = False,
     is_elsewhere: bool = False,
 ) -> WorkerConfig:
-    """The configuration of a worker that is started with `words`. Raises ConfigError; `ignores_unknown`: see
-    `read_worker_flags`; `is_elsewhere`: see `config_from_namespace`.
-    """
+    """`read_worker_flags` of `words`, then `config_from_namespace`."""
     namespace = read_worker_flags(words, ignores_unknown=ignores_unknown)
     return config_from_namespace(namespace, environ, is_elsewhere=is_elsewhere)
 
 
 def read_worker_flags(words: Sequence[str], *, ignores_unknown: bool = False) -> argparse.Namespace:
-    """The flags of a worker in `words`, each checked by itself. Raises ConfigError, with `ignores_unknown` not for
-    unknown flags, which the worker itself will refuse.
-    """
+    """The flags in `words`, each checked by itself. Raises ConfigError, for unknown ones unless `ignores_unknown`."""
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
     add_worker_arguments(parser)
     try:
@@ -197,9 +193,7 @@ def config_from_namespace(
 
 
 def whereabouts_of(environ: Mapping[str, str]) -> dict[str, str]:
-    """Where workers are that start in this environment without a flag for it: the values of WHEREABOUTS. Raises
-    ConfigError.
-    """
+    """The values of WHEREABOUTS of a worker that starts here without a flag for them. Raises ConfigError."""
     values = _from_environment(environ, (*WHEREABOUTS, "endpoint"))
     _resolve_namespace(values, environ, by_flag=False)
     _resolve_discovery(values, environ)
@@ -253,9 +247,7 @@ def _value_type(name: str) -> type:
 
 
 def argument_parser_of(name: str, key: str | None = None) -> Callable[[str], Any]:
-    """A type for argparse that reads the value of one flag. It raises ConfigError, which names the flag, or another
-    origin of the value (`key`), the value and what is allowed.
-    """
+    """A type for argparse that reads the value of one flag. Raises ConfigError, which names `key` or the flag."""
     return lambda text: _parse(name, text, key=key or flag_of(name))
 
 

@@ -129,8 +129,8 @@ class NonCachedTokens:
 
 @dataclass(frozen=True, slots=True)
 class DecodeOccupancy:
-    """A prefill worker serves a request alone while the decode workers are busy and it is not, so the request does not
-    wait for them. A decode worker always calls the other stage. A worker at its threshold is busy.
+    """A prefill worker serves a request alone while the decode workers are busy and it is not. A decode worker always
+    calls the other stage. A worker at its threshold is busy.
     """
 
     decode_busy_threshold: float = option(

@@ -146,9 +146,7 @@ def _parsed_json(text: str) -> Any:
 
 
 def with_flags(from_file: Mapping[str, Any], config: WorkerConfig) -> tuple[Args, list[str]]:
-    """The engine arguments in a file and the flags beside it, unchecked and without defaults; and a sentence for each
-    flag that the file overrules. The model is left out.
-    """
+    """The arguments in a file and flags, unchecked, without defaults and model; a sentence for each overruled flag."""
     flags: Args = {}
     for name, key in ENGINE_KEYS.items():
         if name != "model" and config.is_explicit(name):
@@ -302,10 +300,8 @@ def merged_args(base: Mapping[str, Any], update: Mapping[str, Any]) -> Args:
 
 
 def check_engine_keys(content: object, source: str, strict: bool) -> dict[str, Any]:
-    """Check every key and type of the content against the declared arguments, and return it.
-
-    With `strict` every other key is refused, else only misspellings: TensorRT-LLM has more keys than are declared
-    here, and checks those itself.
+    """The content, its keys and types checked against the declared arguments. With `strict` every other key is refused,
+    else only misspellings: TensorRT-LLM has more keys, and checks those itself.
     """
     if not isinstance(content, dict):
         raise ConfigError(f"{source}: expected keys with values, got {type(content).__name__}")

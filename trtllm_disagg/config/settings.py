@@ -52,9 +52,7 @@ SHARED_COMPONENT = "tensorrt_llm"
 
 
 def endpoint_of(namespace: str, role: str | None) -> str:
-    """The usual endpoint of the workers of `role`, or, for None, the one at which frontends find the first stage of
-    either role.
-    """
+    """The usual endpoint of a role's workers; for None, that at which frontends find a first stage of either role."""
     return EndpointParts(namespace, SHARED_COMPONENT if role is None else COMPONENTS[role], "generate").url
 
 

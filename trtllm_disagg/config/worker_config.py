@@ -79,10 +79,7 @@ BOTH_PUBLISHERS_VARIABLE = "DYN_TRTLLM_PUBLISH_EVENTS_AND_METRICS"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    """One worker. Raises ConfigError when a value, or a combination of values, makes no sense.
-
-    `group` begins a group of `--help`, to the next one.
-    """
+    """One worker. Raises ConfigError when a value, or a combination of values, makes no sense."""
 
     model: str = option(
         REQUIRED,
@@ -463,10 +460,7 @@ class WorkerConfig:
 
     @property
     def is_first_stage(self) -> bool:
-        """Requests come from the frontend, and not from another worker, so this worker registers the model.
-
-        Under `router` that is true of both roles: the frontend calls one after the other.
-        """
+        """Requests come from the frontend, so this worker registers the model. Under `router` both roles do."""
         return self.role is Role.AGG or self._entry_role in (self.role, None)
 
     @property

@@ -22,9 +22,7 @@ MOST_VALUES = MOST_BYTES
 
 
 def read_mapping(path: Path, key: str) -> dict[str, Any]:
-    """The keys and values of the file; none for an empty one. Raises ConfigError, naming the file, and `key`, which is
-    where its path was given, if it cannot be read.
-    """
+    """The keys and values of the file; none for an empty one. Raises ConfigError, which names the file or `key`."""
     # os.path returns False where Path raises, for example for names that are too long.
     if not os.path.exists(path):
         raise ConfigError.bad_value(key, str(path), "a YAML file that exists")

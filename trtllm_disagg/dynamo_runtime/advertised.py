@@ -57,10 +57,7 @@ class Advertised:
 
     @classmethod
     def of(cls, config: WorkerConfig, engine_args: Mapping[str, Any]) -> Advertised:
-        """Raises ConfigError for values that Dynamo does not know.
-
-        With a topology enabled it blocks for up to 30 s until the topology's files exist.
-        """
+        """Raises ConfigError for values that Dynamo does not know. May block for 30 s for the files of a topology."""
         _check_name("tool_call_parser", config.tool_call_parser, get_tool_parser_names)
         _check_name("reasoning_parser", config.reasoning_parser, get_reasoning_parser_names)
         return cls(
@@ -149,9 +146,7 @@ def _speculation(given: Any) -> dict[str, Any] | None:
 
 
 def _topology(config: WorkerConfig) -> TopologyConfig:
-    """The location of this worker, and how near to each other the frontend's router has to keep the workers of a pair.
-    Dynamo itself reads its variables and the files that they name.
-    """
+    """Where this worker is, and how near the router has to keep a pair; Dynamo reads its variables and their files."""
     if config.may_switch and os.environ.get(_TOPOLOGY, "").strip().lower() in YES:
         raise ConfigError.bad_value(
             _TOPOLOGY,

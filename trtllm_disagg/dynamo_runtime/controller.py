@@ -79,9 +79,7 @@ class Controller:
 async def controller(
     *, backend: str, request_plane: str, event_plane: str, namespace: str, signer: Signer, timeout: float
 ) -> AsyncIterator[Controller]:
-    """A Controller for the workers of a namespace at their usual endpoints. Dynamo's environment variables locate
-    discovery.
-    """
+    """For the workers of a namespace at their usual endpoints. Dynamo's variables locate discovery."""
     runtime = DistributedRuntime(asyncio.get_running_loop(), backend, request_plane, event_plane=event_plane)
     try:
         endpoints = [endpoint_of(namespace, role) for role in (None, Role.PREFILL, Role.DECODE)]

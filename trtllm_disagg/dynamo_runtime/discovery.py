@@ -1,6 +1,4 @@
-"""The workers of a namespace, through Dynamo's discovery: calls to peers, descriptions, and the prompt prefixes that
-peers have cached.
-"""
+"""The workers of a namespace, through Dynamo's discovery: calls to peers, descriptions, and cached prompt prefixes."""
 
 from __future__ import annotations
 
@@ -86,9 +84,7 @@ class DynamoStageInstance:
 async def list_instances(
     config: WorkerConfig, runtime: Any, endpoint_ids: Iterable[str]
 ) -> list[DescribedInstance]:
-    """The instances at these endpoints with their descriptions, without instances that do not answer because they are
-    dead or no workers of this package. `runtime`: this worker's own.
-    """
+    """The instances at these endpoints that answer, with their descriptions. `runtime`: this worker's own."""
     async with _short_lived_runtime(config, runtime) as listing:
         clients = {
             endpoint_id: await listing.endpoint(parse_endpoint_id(endpoint_id).dotted).client()
@@ -132,10 +128,7 @@ async def _short_lived_runtime(config: WorkerConfig, runtime: Any) -> AsyncItera
 
 
 class KvOverlaps:
-    """How many tokens of a prompt each peer has cached, from Dynamo's index of the peers' cache events.
-
-    The index gets events only from instances with a model card.
-    """
+    """How many tokens of a prompt each peer has cached, by the cache events of peers that have a model card."""
 
     def __init__(self, endpoint: Any, block_size: int) -> None:
         self._endpoint = endpoint
@@ -176,9 +169,7 @@ class DiscoveryFiles:
         self._seen: set[str] = set()
 
     def has_lost(self, endpoint_ids: Iterable[str]) -> bool:
-        """Whether the file of one of these endpoints, where this worker is in discovery, was there and is no more.
-        False as long as the directory cannot be read.
-        """
+        """Whether this worker's file at one of these endpoints was there and is no more; False where unknown."""
         try:
             there = {unquote(name) for name in os.listdir(self._directory)}
         except OSError:

@@ -95,10 +95,9 @@ def as_dynamo_handler(
     first_tokens: FirstTokens | None = None,
 ) -> Callable[..., Any]:
     """The function that Dynamo calls with each request; Dynamo passes all arguments but the first by name.
-    `first_tokens` is None where Dynamo, or this type of worker, has none.
 
-    With `pushes`, Dynamo 1.6 and later pass a response sender with requests from the network; otherwise Dynamo polls
-    for each answer.
+    `first_tokens`: None where this type of worker has none. With `pushes`, Dynamo passes a response sender with
+    requests from the network; otherwise it polls for each answer.
     """
     warn_overloaded = RateLimitedLog(log)
 
@@ -147,9 +146,7 @@ _OF_A_CLIENT_THAT_LEFT = (errors.RequestCancelledError, errors.KvTransferError)
 
 @contextmanager
 def _errors_for_dynamo(context: Any, warn_overloaded: RateLimitedLog) -> Iterator[None]:
-    """Around one request: logs its error and raises Dynamo's error for it. A request without its client ends
-    without an error.
-    """
+    """Around one request: logs its error and raises Dynamo's for it. A request without its client ends without one."""
     try:
         yield
     except asyncio.CancelledError:

@@ -127,9 +127,7 @@ class EventSources:
 
 
 class KvEventForwarder(PollingPublisher):
-    """Polls the engine for KV cache events and forwards those of each attention-DP rank to that rank's sinks: each rank
-    has a cache of its own.
-    """
+    """Polls the engine for KV cache events, and forwards them to the sinks of their attention-DP rank's cache."""
 
     def __init__(
         self, llm: Any, ranks: Sequence[EventsOfRank], polled: Callable[[int], None] = lambda count: None

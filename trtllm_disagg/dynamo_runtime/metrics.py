@@ -166,9 +166,7 @@ class DynamoMetrics:
 
 
 class LabelValues:
-    """Limits the values of one label to `known` and the first others, up to `most` in all. A series, once shown, is
-    kept for ever, so any further value becomes `other`.
-    """
+    """The values of one label: `known`, the first others up to `most`, then `other`, for a series is kept for ever."""
 
     def __init__(self, *known: str, most: int = 24) -> None:
         self._values = set(known)
@@ -295,9 +293,7 @@ def registry_of(*collectors: Collector) -> CollectorRegistry:
 
 
 def expose(registry: CollectorRegistry, endpoint: Any, config: WorkerConfig) -> None:
-    """Show a registry on the page of DYN_SYSTEM_PORT, with the labels of Dynamo's own metrics. The component is that of
-    this worker's role, whichever stage it is.
-    """
+    """Show a registry on the page of DYN_SYSTEM_PORT, with the labels of Dynamo's metrics and the role's component."""
     # prometheus_client would add a `_created` series to each series, which is of no use.
     disable_created_metrics()  # type: ignore[no-untyped-call]
     here = parse_endpoint_id(config.endpoint_id)

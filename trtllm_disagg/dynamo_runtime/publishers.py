@@ -54,9 +54,7 @@ NEEDED = frozenset(name for names in _SOURCES.values() for name in names)
 
 
 class ForwardPassMetrics:
-    """Publishes each engine step for Dynamo's Planner; `StatsForwarder` calls `update`. Dynamo's publisher reports an
-    idle worker by itself, each second.
-    """
+    """Publishes each engine step for Dynamo's Planner. Dynamo's publisher itself reports an idle worker each second."""
 
     def __init__(self, steps: FpmDirectPublisher) -> None:
         #: None once publishing has ended.
@@ -171,9 +169,7 @@ async def create_publishers(
     load_seconds: float,
     sources: EventSources,
 ) -> list[PollingPublisher | ForwardPassMetrics]:
-    """The publishers that the flags ask for. `load_seconds`: how long the engine took to start. `sources` opens what is
-    renewed with this worker's other entries in discovery.
-    """
+    """The publishers that the flags ask for. `load_seconds`: how long the engine took to start."""
     metrics = DynamoMetrics(config, model.num_blocks, model.num_ranks)
     metrics.loaded(load_seconds)
     events = _kv_events(config, runtime, engine, model.block_size, live.cached, metrics, sources)

@@ -1,7 +1,4 @@
-"""Metrics of requests: those of this project, and those of TensorRT-LLM's own server.
-
-They are updated when a request ends, and never for a single token.
-"""
+"""Metrics of requests, of this project and of TensorRT-LLM's own server, updated when a request ends."""
 
 from __future__ import annotations
 

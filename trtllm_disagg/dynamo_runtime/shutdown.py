@@ -62,9 +62,7 @@ class Leaving:
         self._leaving: asyncio.Task[None] | None = None
 
     def leave_on_signals(self) -> None:
-        """Leave on SIGTERM and SIGINT. A frontend that has not yet noticed may still send requests, so a grace period
-        passes before this worker looks whether any run.
-        """
+        """On SIGTERM and SIGINT; a frontend may still send requests in the grace period after them."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.leave, "SIGTERM or SIGINT", get_grace_period_seconds())

@@ -15,8 +15,8 @@ _HIGHEST_PORT = 2**15 - 1
 
 
 def require_system_port(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError when the port of /health and /metrics is set, and Dynamo cannot read it or it is in use. Of the
-    latter Dynamo itself would only log that it cannot open the port, and the worker would serve without metrics.
+    """Raise ConfigError when the port of /health and /metrics is set, and Dynamo, which would serve without metrics,
+    cannot read or open it.
     """
     port = environ.get(_SYSTEM_PORT, "")
     if not port or port.startswith("-"):
@@ -36,9 +36,7 @@ def require_system_port(environ: Mapping[str, str]) -> None:
 
 @contextmanager
 def without_system_port() -> Iterator[None]:
-    """Keeps a runtime that is made inside, and that does not serve, from opening this worker's system port. Dynamo has
-    no argument for it.
-    """
+    """A runtime that is made inside does not open this worker's system port. Dynamo has no argument for it."""
     port = os.environ.pop(_SYSTEM_PORT, None)
     try:
         yield

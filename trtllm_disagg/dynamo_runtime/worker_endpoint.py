@@ -145,9 +145,7 @@ class Runtime:
             self._listed.pop(self.endpoint_for_frontends, None)
 
     async def register(self, model: ServedModel) -> None:
-        """Make this worker known to frontends, unless it has left. It must be serving already. Raises what Dynamo
-        raises when it cannot enter discovery; serving goes on.
-        """
+        """Make this worker, which serves already, known to frontends, unless it has left. Raises what Dynamo raises."""
         if self._has_left:
             return
         endpoint_id = self._config.frontend_endpoint_id
@@ -160,9 +158,7 @@ class Runtime:
         self._needed.add(endpoint_id)
 
     async def register_for_peers(self, model: ServedModel) -> None:
-        """Have the KV routers of the other role listen to this worker's cache events, unless it has left. Frontends
-        send it no requests for this registration.
-        """
+        """Have the KV routers of the other role listen to this worker's cache events, unless it has left."""
         if self._has_left:
             return
         self._has_card_for_peers = True
@@ -217,9 +213,7 @@ class Runtime:
         )
 
     async def leave(self) -> None:
-        """Remove this worker from discovery at all its endpoints, for good. Requests that run here, or are just being
-        sent, are still answered.
-        """
+        """Remove this worker from discovery, for good. Requests that run, or are being sent, are still answered."""
         self._has_left = True
         if self._has_card_for_peers:
             # First: a frontend serves no model while one of its cards has no instance.
@@ -241,9 +235,7 @@ class Runtime:
         longest_prompt: float = math.inf,
         probe: Probe = answers_by_itself,
     ) -> None:
-        """Answer requests until the runtime is shut down. `describe` returns the description that other workers ask
-        for; `handle_command` executes control commands.
-        """
+        """Answer requests until the runtime is shut down. `describe`: what other workers ask for."""
         # A prefill worker relays what a decode worker has already packed into chunks, so pushing them is worth it.
         pushes = self._config.role is Role.PREFILL
         self._handler = as_dynamo_handler(

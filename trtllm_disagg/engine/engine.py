@@ -1,6 +1,4 @@
-"""One running LLM, whichever module it comes from: builds it, and starts its requests. Handlers do not know which it
-is.
-"""
+"""One running LLM, whichever module it comes from: builds it, and starts its requests."""
 
 from __future__ import annotations
 
@@ -155,9 +153,7 @@ class Engine:
 
     @property
     def ctx_info_endpoint(self) -> str | None:
-        """Where decode engines reach this one; None when it has no such endpoint. TensorRT-LLM returns it as a string
-        or as a list of one, and expects a string.
-        """
+        """Where decode engines reach this one; None when it has no such endpoint."""
         if HAS_CONTEXT_ENDPOINT not in self.capabilities:
             return None
         return one_endpoint(self.llm.disaggregated_params["ctx_info_endpoint"])
@@ -169,9 +165,7 @@ class Engine:
         return rank
 
     def start_decode(self, request: GenerateRequest) -> RequestOutput:
-        """Decode with the KV that the prefill result or the rendezvous points to. Raises HandoffRefusedError for an
-        unreadable prefill result.
-        """
+        """With the KV of the prefill result or the rendezvous. Raises HandoffRefusedError for an unreadable result."""
         if (met := request.rendezvous) is not None:
             params = self.api.disaggregated_params(
                 request_type=_GENERATION_ONLY,
@@ -188,9 +182,7 @@ class Engine:
         return self._start(request, params, streaming=True)
 
     def require_fit(self, request: GenerateRequest, *, computes_prompt: bool = True) -> None:
-        """Raises InvalidRequestError for a request that this engine cannot take; TensorRT-LLM's error for a prompt that
-        is too long would not blame it.
-        """
+        """Raises InvalidRequestError, where TensorRT-LLM's error for a prompt that is too long would not blame it."""
         if (why := self.facts.why_unfit(request, computes_prompt=computes_prompt)) is not None:
             raise InvalidRequestError(why)
 
@@ -210,9 +202,7 @@ class Engine:
             self._reported_end = error
 
     def why_unhealthy(self) -> str | None:
-        """What is wrong with the engine, including an error of its health check; None when it is healthy, or has no
-        such check. May block.
-        """
+        """What is wrong with the engine; None when it is healthy, or has no health check. May block."""
         if (error := self.fatal_error) is not None:
             return f"{type(error).__name__}: {error}"
         check = getattr(self.llm, "_check_health", None)
@@ -294,8 +284,8 @@ class Engine:
         return translate(error, isinstance(error, self.request_error))
 
     async def probe(self, request: GenerateRequest) -> None:
-        """Run a request, with one token unless it sets more: an engine that claims to be alive may still be unable to
-        work. Raises a DisaggError.
+        """Run a request, with one token unless it sets more: is an engine that is alive able to work? Raises a
+        DisaggError.
         """
         salted = msgspec.structs.replace(request, cache_salt=request.cache_salt or _PROBE_SALT)
         max_tokens = None if request.stop.max_tokens else 1

@@ -39,9 +39,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
             return cls()
 
     def why_unfit(self, request: GenerateRequest, *, computes_prompt: bool = True) -> str | None:
-        """Why this engine refuses the request; None when nothing speaks against it. `computes_prompt`: false for a
-        decode, which gets the prompt's KV from another engine.
-        """
+        """Why this engine refuses the request, or None. `computes_prompt`: false for a decode with another's KV."""
         count = len(request.token_ids)
         if self.max_seq_len is not None and count >= self.max_seq_len:
             most = self.max_seq_len - 1

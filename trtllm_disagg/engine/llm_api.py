@@ -1,6 +1,4 @@
-"""The names that are used of an engine's module with the LLM API (the modules are listed in `engines.py`), and the
-translation of its errors, by their category if they have one, else by their message.
-"""
+"""The names that are used of an engine's module with the LLM API (`engines.py`), and the translation of its errors."""
 
 from __future__ import annotations
 

@@ -41,9 +41,7 @@ PYTHON_TRANSCEIVER_BY_DEFAULT = NEWEST_KNOWN
 
 
 def require_taken(module: Any) -> None:
-    """Raises ConfigError for a `tensorrt_llm` that is too old. A module without a release's version is a user's own
-    build, and accepted.
-    """
+    """Raises ConfigError for a `tensorrt_llm` that is too old. One without a release's version is an own build."""
     try:
         version = TrtllmVersion.parse(str(getattr(module, "__version__", "")))
     except ConfigError:

@@ -43,8 +43,8 @@ PrefillQueue: TypeAlias = "NoPrefillQueue | NatsPrefillQueue"
 async def open_prefill_queue(
     config: WorkerConfig, kind: str, limits: QueueLimits | None = None
 ) -> PrefillQueue:
-    """The queue of all workers of this kind (`pairing.kind_of`). Raises ConfigError when NATS cannot be reached, and
-    QueueUnusableError when the connection breaks at once.
+    """That of all workers of a kind (`pairing.kind_of`). Raises ConfigError without NATS, QueueUnusableError when the
+    connection breaks at once.
     """
     # A decode worker that is a second stage now pushes after a switch, so it opens the queue too.
     if config.prefill_dispatch == "direct" or not config.may_switch:

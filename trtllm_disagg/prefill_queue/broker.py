@@ -121,9 +121,7 @@ class Reply(Enum):
 
 
 class _Pushes:
-    """Whether NATS replies to pushes. After two that it has left without a reply, one request tries after each pause,
-    and the others do not wait.
-    """
+    """Whether NATS replies to pushes. After two without a reply, one request tries after each pause, no other waits."""
 
     def __init__(self, pause: float) -> None:
         self._pause = pause

@@ -307,9 +307,8 @@ def _num_tokens(item: Item) -> int:
 
 
 class DepthWatch:
-    """A QueueDepth: the number of waiting items and the age of the oldest one, at most a quarter of a second old.
-
-    A background task asks for them, from `start` until `stop`; `depth` and `age` never wait.
+    """A QueueDepth: the number of waiting items and the age of the oldest one, as a task that runs from `start` until
+    `stop` asks for them.
     """
 
     def __init__(self, broker: Broker, own_ages: Callable[[], Sequence[float]]) -> None:
@@ -380,7 +379,6 @@ class NatsPrefillQueue:
 
     @classmethod
     async def open(cls, config: WorkerConfig, kind: str, limits: QueueLimits | None) -> NatsPrefillQueue:
-        """Raises ConfigError when NATS cannot be reached, QueueUnusableError when it is gone again at once."""
         broker = await Broker.connect(config.nats_server, Names.of(config, kind), limits)
         queue = cls(config, broker)
         try:

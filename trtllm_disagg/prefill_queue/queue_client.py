@@ -216,9 +216,7 @@ class QueueClient:
         return self._broker.listening(self.subject, self._receive)
 
     def require(self, workers: Instances) -> None:
-        """From now on a request gets NoInstanceError while none of `workers` is in discovery. Without it such a request
-        would wait in the queue for `timeout`.
-        """
+        """From now on a request gets NoInstanceError, and does not wait, while none of `workers` is in discovery."""
         self._has_workers = lambda: bool(workers.instance_ids())
 
     def waiting_ages(self) -> list[float]:

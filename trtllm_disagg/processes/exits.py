@@ -54,9 +54,7 @@ def is_wanted(number: signal.Signals) -> bool:
 
 @contextmanager
 def ending_as_on_ctrl_c() -> Iterator[None]:
-    """SIGTERM and SIGHUP interrupt the block as Ctrl-C does, so that it ends its processes and removes its files. Then
-    it raises SystemExit with the exit code of the first of them.
-    """
+    """SIGTERM and SIGHUP interrupt the block as Ctrl-C does; then SystemExit has the first one's exit code."""
     received: list[tuple[int, float]] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:

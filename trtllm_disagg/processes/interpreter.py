@@ -8,10 +8,8 @@ SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 
 
 def python(*arguments: str) -> tuple[str, ...]:
-    """A command line of this interpreter with which it imports nothing from the current directory.
-
-    `python -m` and `python -c` put that directory first in sys.path, so a file `yaml.py` there would run in a worker.
-    PYTHONPATH still counts.
+    """A command line of this interpreter, without the current directory in sys.path, where `python -m` and `python -c`
+    put it first: a file `yaml.py` there would run in a worker. PYTHONPATH still counts.
     """
     return (sys.executable, "-P", *arguments)
 

@@ -42,9 +42,7 @@ def without_silence(
     clock: Callable[[], float] = time.monotonic,
     over: threading.Event | None = None,
 ) -> Iterator[Callable[[str], None]]:
-    """Yields a function with which the block shows texts. After a silence the last text, at first `first`, is shown
-    again with the seconds since then.
-    """
+    """Yields a function that shows texts. After a silence the last text, at first `first`, is shown with its age."""
     over = over or threading.Event()
     text, began = first, clock()
     shown = began

@@ -24,9 +24,7 @@ _LOOK_SECONDS = 0.5
 
 
 def watch_over_this_process(seconds: float) -> None:
-    """Starts a watchdog that runs until this process ends. It is not a child of this process, which therefore neither
-    waits for it nor signals or counts it.
-    """
+    """Starts a watchdog that runs until this process ends, and is not its child: it is not waited for or signalled."""
     subprocess.run(
         [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(seconds)],
         stdin=subprocess.DEVNULL,

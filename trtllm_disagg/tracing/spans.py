@@ -138,9 +138,7 @@ class RequestClock:
 
 
 class Recording:
-    """Collects the spans of one request on one worker. `take` receives all ended spans when the root span ends, and
-    then each one that ends later.
-    """
+    """The spans of one request on one worker. `take` gets all when the root span ends, then each that ends later."""
 
     def __init__(
         self, trace_id: str, take: Callable[[list[SpanData]], None], clock: RequestClock | None = None
@@ -227,9 +225,7 @@ def _known(attributes: Attributes) -> dict[str, Value]:
 
 
 def trace_id_of(request_id: str | None) -> str:
-    """The trace id of a request that came without one: the same on all workers of the request, and evenly distributed,
-    as samplers need it.
-    """
+    """For a request without one: the same on all its workers, and evenly distributed, as samplers need it."""
     if request_id is None:
         return secrets.token_hex(16)
     return hashlib.blake2b(request_id.encode(), digest_size=16).hexdigest()

@@ -43,9 +43,7 @@ _NAMES = (*_KINDS, *(_PARENT_BASED + kind for kind in _KINDS))
 
 
 def sampler_of(environ: Mapping[str, str]) -> Sampler:
-    """Raises ConfigError for an unknown sampler, or a ratio outside of 0 to 1. As in every SDK, the default sampler
-    follows the decision of a caller that has made one.
-    """
+    """Raises ConfigError for an unknown sampler, or a ratio outside of 0 to 1. The default follows the caller."""
     name = environ.get(SAMPLER) or (f"{_PARENT_BASED}traceidratio" if environ.get(RATIO) else _NAMES[3])
     if name not in _NAMES:
         raise ConfigError.bad_value(SAMPLER, name, f"one of {', '.join(_NAMES)}")
@@ -174,9 +172,7 @@ class Tracer:
 
 
 def tracer_of(environ: Mapping[str, str], worker: str, instance: str) -> Tracer:
-    """Raises ConfigError for an invalid value of a variable of export or sampling. `worker` is this worker's role and
-    strategy, `instance` its id.
-    """
+    """Raises ConfigError for an invalid variable. `worker`: role and strategy of this worker, `instance`: its id."""
     service = environ.get("OTEL_SERVICE_NAME") or "dynamo"
     resource = {"trtllm_disagg.worker": worker, "service.instance.id": instance, "service.name": service}
     receivers: list[Receiver] = []
@@ -189,9 +185,7 @@ def tracer_of(environ: Mapping[str, str], worker: str, instance: str) -> Tracer:
 
 
 def _export(environ: Mapping[str, str], resource: Mapping[str, Value]) -> list[Receiver]:
-    """Empty, with a warning, where the library is not installed: the variable may be set only for the spans of Dynamo's
-    runtime, which needs no such library.
-    """
+    """Empty, with a warning, without the library: the variable may be set for the spans of Dynamo's runtime alone."""
     try:
         from trtllm_disagg.tracing.otlp_export import OtlpExport
 

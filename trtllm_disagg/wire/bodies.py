@@ -1,6 +1,4 @@
-"""Request and answer bodies, dict <-> types: the only module that knows what a request looks like between processes
-(but for the handoff in it: `handoff_formats.py`).
-"""
+"""Request and answer bodies between processes, dict <-> types (the handoff in them: `handoff_formats.py`)."""
 
 from __future__ import annotations
 
@@ -94,9 +92,7 @@ _SENDER_KEYS = ("opaque_state", "ctx_info_endpoint")
 def decode_request(
     raw: dict[str, Any], longest_prompt: float = math.inf, trace_headers: dict[str, str] | None = None
 ) -> GenerateRequest:
-    """Raise InvalidRequestError, naming the key, for a request that no worker serves. A prompt of more than
-    `longest_prompt` tokens is refused before its tokens are read.
-    """
+    """Raise InvalidRequestError, naming the key, for a request that no worker serves. `longest_prompt`: in tokens."""
     _require_length(raw, longest_prompt)
     require_text(raw)
     raw, migrated = before_migration(_with_token_list(raw))

@@ -1,7 +1,6 @@
-"""Reads a handoff, in whichever protocol it is written.
+"""Reads a handoff, a prefill result or a rendezvous, in whichever protocol it is written, and checks all alike.
 
-Every protocol carries a prefill result or a rendezvous, and all are checked here alike. A worker reads all protocols,
-whichever one it writes itself, and refuses a request with more than one handoff.
+A worker reads all protocols, whichever one it writes itself, and refuses a request with more than one handoff.
 """
 
 from __future__ import annotations
@@ -126,9 +125,7 @@ def bootstrap_keys(rendezvous: Rendezvous) -> dict[str, Any]:
 
 
 def room_in(wire: WireRequest) -> Rendezvous | None:
-    """The rendezvous in the bootstrap keys; None without any of them. Raise HandoffRefusedError when one is missing or
-    the host is no host; types and ranges are checked already.
-    """
+    """That of the bootstrap keys; None without any. Raise HandoffRefusedError when one is missing or no host."""
     if wire.bootstrap_room is None and wire.bootstrap_host is None and wire.bootstrap_port is None:
         return None
     given = {name: getattr(wire, name) for name in _KEYS}

@@ -40,9 +40,7 @@ def is_endpoint(text: object) -> bool:
 
 
 def split_endpoint(text: str) -> tuple[str, int] | None:
-    """(host, port), an IPv6 address without its brackets, or a socket's path and 1; None for text that is not an
-    endpoint.
-    """
+    """(host, port), an IPv6 address without its brackets, or (a socket's path, 1); None for another text."""
     match = _ENDPOINT.fullmatch(text) if len(text) <= _MAX_LENGTH else None
     if match is None:
         return None
@@ -59,9 +57,7 @@ def join_endpoint(host: str, port: int) -> str:
 
 
 def socket_path(endpoint: str) -> str | None:
-    """Of an endpoint that is a socket file on this host. It may come from the network: check before connecting that
-    it is one of this user's (`ipc/sockets.py`).
-    """
+    """Of an endpoint that is a socket file. Check before connecting that it is this user's (`ipc/sockets.py`)."""
     place = split_endpoint(endpoint)
     return place[0] if place is not None and place[0].startswith("/") else None
 

@@ -42,9 +42,7 @@ class MigrationLink(NamedTuple):
 
 
 def before_migration(raw: dict[str, Any]) -> tuple[dict[str, Any], Migrated | None]:
-    """(the body as it was before its migration, what was taken out of it); the body itself and None when it was not
-    migrated, or without our link: then it goes on as Dynamo sends it.
-    """
+    """(the body as it was before its migration, what was taken out of it); (the body, None) without our link."""
     if not isinstance(raw, dict) or _LINK not in raw:
         return raw, None
     link, tokens = MigrationLink.read(raw[_LINK]), raw.get("token_ids")

@@ -152,9 +152,7 @@ def _equal(key: str, setting: str, *, may_change: bool = False) -> Property:
 
 
 def may_share_kv(one: Description, other: Description) -> bool:
-    """True for the same checkpoint, and for one model in two precisions on prefill and decode: TensorRT-LLM can serve
-    that as long as the KV has one dtype.
-    """
+    """The same checkpoint; or one model in two precisions on prefill and decode, where the KV has one dtype."""
     if one.get("weights") == other.get("weights"):
         return True
     layouts, precisions = ([side.get(key) for side in (one, other)] for key in ("layout", "precision"))
@@ -270,9 +268,7 @@ def with_engine(
     ctx_dp_rank: int | None = None,
     kv_transport: str | None = None,
 ) -> dict[str, Any]:
-    """This worker's description with what only the running engine knows: what it can take, tokens per block, its KV
-    endpoint, and how KV moves.
-    """
+    """This worker's description with what only the running engine knows."""
     known = {name: value for name, value in msgspec.to_builtins(facts).items() if value is not None}
     return (
         own

@@ -356,9 +356,7 @@ async def _report_load(reporter: Reporter, drain: WorkerDrain) -> None:
 async def _watching(
     config: WorkerConfig, live: LiveState, state: StageState
 ) -> AsyncIterator[list[asyncio.Task[None]]]:
-    """Watch the policy file, and for freezes and losses in file discovery, inside the block. All tasks in the list,
-    added ones too, end with it.
-    """
+    """Watch the policy file and file discovery inside the block. All tasks in the list, added ones too, end with it."""
     watchers: list[asyncio.Task[None]] = []
     if config.policy_file is not None:
         watching = watch_policy_file(Path(config.policy_file), live)

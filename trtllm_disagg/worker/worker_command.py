@@ -74,10 +74,7 @@ def run(namespace: argparse.Namespace) -> ExitCode:
 
 
 def read_settings(namespace: argparse.Namespace) -> tuple[WorkerConfig, dict[str, Any], LlmApi]:
-    """The configuration with the engine and the sizes as resolved, the engine's arguments, and its API.
-
-    Raises ConfigError when the flags, the engine arguments, the policy file or the model are wrong.
-    """
+    """The configuration as resolved, the engine's arguments, and its API. Raises ConfigError for what is wrong."""
     # Imported here because `--help` does not need them.
     from trtllm_disagg.config.engine_args import build_engine_args, with_engine_args
     from trtllm_disagg.engine.llm_api import check_model, load_api
