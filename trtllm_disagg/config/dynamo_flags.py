@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from trtllm_disagg.config.settings import NO, YES, Allowed, one_of
+from trtllm_disagg.config.settings import DYNAMO_RUNTIME, DYNAMO_WORKER, NO, YES, Allowed, one_of
 from trtllm_disagg.errors import ConfigError
 
 
@@ -19,7 +19,7 @@ class NotServed(NamedTuple):
     """A flag of Dynamo's worker for a function that this worker does not have."""
 
     name: str
-    variable: str | None
+    variable: str
     #: Values, in lower case, that leave the function off.
     accepted: tuple[str, ...]
     #: What to use instead.
@@ -37,101 +37,82 @@ class NotServed(NamedTuple):
         raise ConfigError.bad_value(key, value, f"{allowed}: {self.instead}")
 
 
-def _value(name: str, variable: str, accepted: Sequence[str], instead: str) -> NotServed:
-    return NotServed(name, variable, ("", *accepted), instead)
-
-
-def _off(name: str, variable: str | None, instead: str) -> NotServed:
-    return NotServed(name, variable, ("", *NO), instead, is_switch=True)
-
-
-def _on(name: str, variable: str, instead: str) -> NotServed:
-    return NotServed(name, variable, YES, instead, is_switch=True)
-
-
 _TEXT = "this worker serves text only; run `python -m dynamo.trtllm` for images, video and audio"
-_YAML = "give it as a key of the --extra-engine-args file"
 _TAG = "use --dyn-structural-tag"
-_DIFFUSION = "DYN_TRTLLM_"
 
 
-def _diffusion(name: str, accepted: str = "") -> NotServed:
-    return _value(f"--{name}", _DIFFUSION + name.replace("-", "_").upper(), (accepted,), _TEXT)
-
-
-def _diffusion_switch(name: str, *, default: bool = False) -> NotServed:
-    switch = _on if default else _off
-    return switch(f"--{name}", _DIFFUSION + name.replace("-", "_").upper(), _TEXT)
+def _refused(
+    name: str, off: str | bool, instead: str = _TEXT, dynamo: str = DYNAMO_WORKER, *, is_list: bool = False
+) -> NotServed:
+    """`off`: the values of the flag, or the state of the switch, that leave the function off. `dynamo`: the prefix of
+    its variable.
+    """
+    variable = dynamo + name.removeprefix("--").removeprefix("dyn-").replace("-", "_").upper()
+    if isinstance(off, bool):
+        return NotServed(name, variable, YES if off else ("", *NO), instead, is_switch=True)
+    return NotServed(name, variable, ("", *off.split()), instead, is_list=is_list)
 
 
 NOT_SERVED = (
     # Of the engine.
-    _value("--model-loader-extra-config", "DYN_TRTLLM_MODEL_LOADER_EXTRA_CONFIG", [], _YAML),
+    _refused("--model-loader-extra-config", "", "give it as a key of the --extra-engine-args file"),
     # Of the runtime.
-    NotServed(
+    _refused(
         "--connector",
-        "DYN_CONNECTOR",
-        ("", "none", "null"),
+        "none null",
         "KVBM and LMCache are not built in; kv_connector_config in the engine YAML is passed on",
+        DYNAMO_RUNTIME,
         is_list=True,
     ),
-    _off("--dyn-enable-structural-tag", "DYN_ENABLE_STRUCTURAL_TAG", _TAG),
-    _value("--dyn-structural-tag-scope", "DYN_STRUCTURAL_TAG_SCOPE", [], _TAG),
-    _value("--dyn-structural-tag-schema", "DYN_STRUCTURAL_TAG_SCHEMA", [], _TAG),
+    _refused("--dyn-enable-structural-tag", False, _TAG, DYNAMO_RUNTIME),
+    _refused("--dyn-structural-tag-scope", "", _TAG, DYNAMO_RUNTIME),
+    _refused("--dyn-structural-tag-schema", "", _TAG, DYNAMO_RUNTIME),
     # Multimodal.
-    _off("--enable-multimodal", "DYN_TRTLLM_ENABLE_MULTIMODAL", _TEXT),
-    _value("--modality", "DYN_TRTLLM_MODALITY", ["text"], _TEXT),
-    _value("--encode-endpoint", "DYN_TRTLLM_ENCODE_ENDPOINT", [], _TEXT),
-    _value("--allowed-local-media-path", "DYN_TRTLLM_ALLOWED_LOCAL_MEDIA_PATH", [], _TEXT),
-    _value("--max-file-size-mb", "DYN_TRTLLM_MAX_FILE_SIZE_MB", ["50"], _TEXT),
-    _off("--frontend-decoding", "DYN_TRTLLM_FRONTEND_DECODING", _TEXT),
-    _value(
-        "--multimodal-embedding-cache-capacity-gb",
-        "DYN_MULTIMODAL_EMBEDDING_CACHE_CAPACITY_GB",
-        ["0", "0.0"],
-        _TEXT,
-    ),
-    _off("--multimodal-embedding-cache-publisher", "DYN_MULTIMODAL_EMBEDDING_CACHE_PUBLISHER", _TEXT),
-    NotServed("--output-modalities", "DYN_OUTPUT_MODALITIES", ("", "text"), _TEXT, is_list=True),
-    _value("--media-output-fs-url", "DYN_MEDIA_OUTPUT_FS_URL", ["file:///tmp/dynamo_media"], _TEXT),
-    _value("--media-output-http-url", "DYN_MEDIA_OUTPUT_HTTP_URL", [], _TEXT),
+    _refused("--enable-multimodal", False),
+    _refused("--modality", "text"),
+    _refused("--encode-endpoint", ""),
+    _refused("--allowed-local-media-path", ""),
+    _refused("--max-file-size-mb", "50"),
+    _refused("--frontend-decoding", False),
+    _refused("--multimodal-embedding-cache-capacity-gb", "0 0.0", dynamo=DYNAMO_RUNTIME),
+    _refused("--multimodal-embedding-cache-publisher", False, dynamo=DYNAMO_RUNTIME),
+    _refused("--output-modalities", "text", dynamo=DYNAMO_RUNTIME, is_list=True),
+    _refused("--media-output-fs-url", "file:///tmp/dynamo_media", dynamo=DYNAMO_RUNTIME),
+    _refused("--media-output-http-url", "", dynamo=DYNAMO_RUNTIME),
     # Diffusion.
-    _diffusion("quant-algo"),
-    _diffusion_switch("quant-dynamic", default=True),
-    _diffusion_switch("enable-teacache"),
-    _diffusion_switch("teacache-use-ret-steps", default=True),
-    _diffusion("teacache-thresh", "0.2"),
-    _diffusion("torch-dtype", "bfloat16"),
-    _diffusion_switch("disable-torch-compile"),
-    _diffusion_switch("enable-fullgraph"),
-    _diffusion_switch("enable-cuda-graph"),
-    _diffusion("attn-backend", "vanilla"),
-    _diffusion("dit-ulysses-size", "1"),
-    _diffusion("dit-ring-size", "1"),
-    _diffusion("dit-cfg-size", "1"),
-    _diffusion_switch("enable-layerwise-nvtx-marker"),
-    _diffusion_switch("skip-warmup"),
-    _diffusion("default-height", "480"),
-    _diffusion("default-width", "832"),
-    _diffusion("default-num-inference-steps", "50"),
-    _diffusion("default-guidance-scale", "5.0"),
-    _diffusion("default-num-frames", "81"),
-    _diffusion("default-num-images-per-prompt", "1"),
+    _refused("--quant-algo", ""),
+    _refused("--quant-dynamic", True),
+    _refused("--enable-teacache", False),
+    _refused("--teacache-use-ret-steps", True),
+    _refused("--teacache-thresh", "0.2"),
+    _refused("--torch-dtype", "bfloat16"),
+    _refused("--disable-torch-compile", False),
+    _refused("--enable-fullgraph", False),
+    _refused("--enable-cuda-graph", False),
+    _refused("--attn-backend", "vanilla"),
+    _refused("--dit-ulysses-size", "1"),
+    _refused("--dit-ring-size", "1"),
+    _refused("--dit-cfg-size", "1"),
+    _refused("--enable-layerwise-nvtx-marker", False),
+    _refused("--skip-warmup", False),
+    _refused("--default-height", "480"),
+    _refused("--default-width", "832"),
+    _refused("--default-num-inference-steps", "50"),
+    _refused("--default-guidance-scale", "5.0"),
+    _refused("--default-num-frames", "81"),
+    _refused("--default-num-images-per-prompt", "1"),
 )
 
-
-def _variable(name: str, accepted: Sequence[str], instead: str) -> NotServed:
-    return NotServed(name, name, ("", *accepted), instead)
-
-
 _SNAPSHOT = "snapshots of a loaded worker are not taken; each one loads its model"
+_TESTS = "it is for Dynamo's own tests"
+_STREAMED = "KV events are polled (--publish-kv-events), not streamed"
 
 #: Variables of Dynamo without a flag.
 VARIABLES_NOT_SERVED = (
-    _variable("DYN_SNAPSHOT_CONTROL_DIR", [], _SNAPSHOT),
-    _variable("SNAPSHOT_RESTORE_STANDBY", ["0"], _SNAPSHOT),
-    _variable("DYN_ENABLE_TEST_LOGITS_PROCESSOR", ["0"], "it is for Dynamo's own tests"),
-    _variable("DYN_TRTLLM_KV_EVENT_HOSTS", [], "KV events are polled (--publish-kv-events), not streamed"),
+    NotServed("DYN_SNAPSHOT_CONTROL_DIR", "DYN_SNAPSHOT_CONTROL_DIR", ("",), _SNAPSHOT),
+    NotServed("SNAPSHOT_RESTORE_STANDBY", "SNAPSHOT_RESTORE_STANDBY", ("", "0"), _SNAPSHOT),
+    NotServed("DYN_ENABLE_TEST_LOGITS_PROCESSOR", "DYN_ENABLE_TEST_LOGITS_PROCESSOR", ("", "0"), _TESTS),
+    NotServed("DYN_TRTLLM_KV_EVENT_HOSTS", "DYN_TRTLLM_KV_EVENT_HOSTS", ("",), _STREAMED),
 )
 
 #: Set, and the Planner's metrics are published; upstream's worker has no use for the port either.
@@ -220,28 +201,32 @@ ROUTER_FLAGS, RUNTIME_VARIABLES = "router_flags", "runtime_variables"
 
 def add_dynamo_arguments(parser: argparse.ArgumentParser) -> None:
     """Add Dynamo's flags, hidden in --help: Dynamo's own pages describe them."""
-    add = parser.add_argument
     unsaid = argparse.SUPPRESS
-    hidden: dict[str, Any] = {"action": Take, "dest": unsaid, "default": unsaid, "help": unsaid}
+
+    def add(name: str, take: Taker, nargs: int | str | None) -> None:
+        """`nargs` 0: a switch."""
+        names = names_of_switch(name) if nargs == 0 else (name,)
+        parser.add_argument(
+            *names, action=Take, take=take, nargs=nargs, dest=unsaid, default=unsaid, help=unsaid
+        )
+
     for flag in NOT_SERVED:
-        add(*_spellings(flag.name, flag.is_switch), take=_refusing(flag), nargs=_nargs(flag), **hidden)
+        add(flag.name, _refusing(flag), 0 if flag.is_switch else "*" if flag.is_list else None)
     for name, (variable, is_switch) in OF_THE_RUNTIME.items():
-        nargs = 0 if is_switch else None
-        add(*_spellings(name, is_switch), take=_setting(name, variable), nargs=nargs, **hidden)
+        add(name, _setting(name, variable), 0 if is_switch else None)
     for name in OF_THE_ROUTER:
-        add(name, take=_pass_to_router, nargs=None, **hidden)
+        add(name, _pass_to_router, None)
     for name in ROUTER_SWITCHES:
-        add(*_spellings(name, True), take=_pass_to_router, nargs=0, **hidden)
+        add(name, _pass_to_router, 0)
 
 
 def refuse_ignored_variables(environ: Mapping[str, str]) -> None:
     """Raise ConfigError for the first variable of Dynamo that this worker would ignore."""
     for flag in (*NOT_SERVED, *VARIABLES_NOT_SERVED):
-        value = environ.get(flag.variable or "")
-        if value is None:
+        if (value := environ.get(flag.variable)) is None:
             continue
         for part in value.split() if flag.is_list else [value]:
-            flag.check(flag.variable or "", part)
+            flag.check(flag.variable, part)
 
 
 def check_runtime_variables(environ: Mapping[str, str]) -> None:
@@ -266,14 +251,6 @@ def wants_forward_pass_metrics(namespace: argparse.Namespace, environ: Mapping[s
 
 def names_of_switch(name: str) -> tuple[str, str]:
     return name, f"--no-{name.removeprefix('--')}"
-
-
-def _spellings(name: str, is_switch: bool) -> tuple[str, ...]:
-    return names_of_switch(name) if is_switch else (name,)
-
-
-def _nargs(flag: NotServed) -> str | int | None:
-    return 0 if flag.is_switch else "*" if flag.is_list else None
 
 
 Taker = Callable[[argparse.Namespace, str, Sequence[str]], None]
