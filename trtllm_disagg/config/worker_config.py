@@ -454,19 +454,14 @@ class WorkerConfig:
         return STRATEGIES[self.strategy]
 
     @property
-    def _entry_role(self) -> Role | None:
-        entry_role = self.strategy_spec.entry_role
-        return Role(entry_role) if entry_role is not None else None
-
-    @property
     def is_first_stage(self) -> bool:
         """Requests come from the frontend, so this worker registers the model. Under `router` both roles do."""
-        return self.role is Role.AGG or self._entry_role in (self.role, None)
+        return self.role is Role.AGG or self.strategy_spec.entry_role in (self.role.value, None)
 
     @property
     def calls_second_stage(self) -> bool:
         """This worker sends a part of each request to a worker of the other role."""
-        return self.role is not Role.AGG and self._entry_role is self.role
+        return self.role is not Role.AGG and self.strategy_spec.entry_role == self.role.value
 
     @property
     def reads_statistics(self) -> bool:

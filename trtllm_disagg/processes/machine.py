@@ -99,10 +99,6 @@ INOTIFY_PER_FRONTEND, INOTIFY_PER_WORKER, INOTIFY_PER_KV_ROUTER = 9, 2, 6
 OPEN_FILES, MANY_OPEN_FILES = 128, 1024
 
 
-class LimitError(ConfigError):
-    """The machine allows too little of something for this deployment."""
-
-
 @dataclass(frozen=True)
 class Needs:
     """The least resources that a deployment needs. A transport of KV checks by itself what it needs."""
@@ -149,7 +145,7 @@ def needs_of_worker(*, has_peers: bool, discovery_backend: str | None) -> Needs:
 
 
 def require(needs: Needs, limits: MachineLimits) -> list[str]:
-    """One sentence for each possible shortage. Raises LimitError, with the command that helps, for a certain one."""
+    """One sentence for each possible shortage. Raises ConfigError, with the command that helps, for a certain one."""
     refusals, warnings = [], []
     free, most = limits.free_inotify_instances, limits.max_inotify_instances
     if free is not None and free < needs.inotify_instances:
@@ -175,7 +171,7 @@ def require(needs: Needs, limits: MachineLimits) -> list[str]:
             "that moves by RDMA is locked: set it to unlimited (LimitMEMLOCK=, or --ulimit memlock=-1 of the container)"
         )
     if refusals:
-        raise LimitError("; ".join(refusals))
+        raise ConfigError("; ".join(refusals))
     return warnings
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from trtllm_disagg.processes.machine import LimitError, MachineLimits, Needs, needs_of_worker, require
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.processes.machine import MachineLimits, Needs, needs_of_worker, require
 from trtllm_disagg.tools.up.lifecycle import needs_of
 from trtllm_disagg.tools.up.plan import DeploymentConfig
 
@@ -45,7 +46,7 @@ def test_machine_that_suffices_has_no_shortage(limits: MachineLimits) -> None:
 def test_machine_on_which_no_deployment_can_start_is_refused_with_all_reasons(
     limits: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(LimitError, match=words):
+    with pytest.raises(ConfigError, match=words):
         require(PAIR, replace(USUAL, **limits))
 
 
