@@ -480,7 +480,6 @@ class RequestContext(Protocol):
 class PrefillPhase(Protocol):
     async def __call__(self, request: GenerateRequest, context: RequestContext) -> Handoff:
         """Run context_only. Raises a DisaggError; RequestCancelledError when the client left meanwhile."""
-        ...
 
 
 class DecodePhase(Protocol):
@@ -488,7 +487,6 @@ class DecodePhase(Protocol):
         self, request: GenerateRequest, context: RequestContext, handoff: Handoff
     ) -> AsyncGenerator[TokenChunk, None]:
         """Run generation_only. The stream ends early, without an error, when the client left or it is closed."""
-        ...
 
 
 #: A way to answer a request: one request in, chunks out. Its reader has to close it, and not leave that to the

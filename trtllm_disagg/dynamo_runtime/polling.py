@@ -38,12 +38,10 @@ class PollingPublisher(ABC):
     @abstractmethod
     def records(self) -> AsyncIterator[dict[str, Any]]:
         """The records that the engine has now. May block."""
-        ...
 
     @abstractmethod
     def publish(self, records: list[dict[str, Any]]) -> None:
         """Publish records, at least one. Runs in the same thread."""
-        ...
 
     async def poll(self) -> bool:
         """Poll once, and return whether there were records."""

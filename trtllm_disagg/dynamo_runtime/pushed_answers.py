@@ -22,11 +22,9 @@ class ResponseSender(Protocol):
 
     def send(self, answer: Answer, /) -> None:
         """Blocks while the buffers are full. Raises RuntimeError when the reader is gone, and stops the request."""
-        ...
 
     def close(self) -> None:
         """Mark the answer as complete."""
-        ...
 
 
 async def pushed(

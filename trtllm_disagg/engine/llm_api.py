@@ -94,12 +94,10 @@ class CompletionOutput(Protocol):
     @property
     def logprobs(self) -> list[Any] | None:
         """For each token a float, or its alternatives by token id."""
-        ...
 
     @property
     def prompt_logprobs(self) -> list[Any] | None:
         """For each token of the prompt its alternatives by token id."""
-        ...
 
 
 class RequestOutput(Protocol):
@@ -114,7 +112,6 @@ class RequestOutput(Protocol):
     @property
     def cached_tokens(self) -> int | None:
         """Prompt tokens that were in the engine's prefix cache; None where the engine does not report it."""
-        ...
 
     @property
     def metrics_dict(self) -> Mapping[Any, Any]: ...
@@ -123,7 +120,6 @@ class RequestOutput(Protocol):
 
     def aresult(self) -> Awaitable[Any]:
         """Wait for the end of the request. Raises the engine's error for it."""
-        ...
 
     def __aiter__(self) -> AsyncIterator[Any]: ...
 
