@@ -13,8 +13,8 @@ import pytest
 from tests.support.stand_ins import DEADLINE, Exits, StartUp, Up, nothing_runs
 from trtllm_disagg.admin.commands import Scale, Switch
 from trtllm_disagg.tools.up.command_socket import send_to_up
+from trtllm_disagg.tools.up.http import lists_model
 from trtllm_disagg.tools.up.plan import LOOPBACK
-from trtllm_disagg.tools.up.readiness import lists_model
 from trtllm_disagg.tools.up.run_dir import is_alive
 
 #: Waits that a test can afford.

@@ -17,6 +17,7 @@ from tests.support.stand_ins import Exits, StartUp, nothing_runs
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes.exits import ONE_INTERRUPT_SECONDS
 from trtllm_disagg.tools.up.command_socket import COMMAND_SOCKET
+from trtllm_disagg.tools.up.http import lists_model
 from trtllm_disagg.tools.up.lifecycle import (
     prepare,
     running_deployment,
@@ -29,7 +30,6 @@ from trtllm_disagg.tools.up.plan import (
     PortInUseError,
     RunDirInUseError,
 )
-from trtllm_disagg.tools.up.readiness import lists_model
 from trtllm_disagg.tools.up.run_dir import is_alive, read_processes
 from trtllm_disagg.tools.up.status import Status
 from trtllm_disagg.tools.up.up_command import add_arguments, run

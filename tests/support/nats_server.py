@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trtllm_disagg.tools.up.brokers import nats_server_argv
+from trtllm_disagg.tools.up.http import NATS_HEALTH
 from trtllm_disagg.tools.up.plan import LOOPBACK
 from trtllm_disagg.tools.up.ports import free_system_ports
-from trtllm_disagg.tools.up.readiness import NATS_HEALTH
 
 _START_SECONDS = 10.0
 _POLL_SECONDS = 0.01

@@ -1,15 +1,20 @@
-"""HTTP requests of commands. A proxy that the environment names is for other machines: it cannot reach a server that
-listens on this machine's loopback address, and perhaps not one on another address of this machine.
+"""HTTP requests of commands, and by them whether the processes of a deployment can serve.
+
+A proxy that the environment names is for other machines: it cannot reach a server that listens on this machine's
+loopback address, and perhaps not one on another address of this machine.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from collections.abc import Mapping
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
+
+from trtllm_disagg.tools.up.plan import LOOPBACK, DeploymentConfig, ProcessSpec
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession
@@ -18,6 +23,9 @@ if TYPE_CHECKING:
 TIMEOUT_SECONDS = 2.0
 #: Of an answer that is read as a whole. The metrics of a large deployment are some megabytes.
 MOST_BYTES = 64 << 20
+NATS_HEALTH = "/healthz?js-server-only=true"
+#: A model may be served at one of them only.
+REQUEST_PATHS = ("/v1/chat/completions", "/v1/completions")
 
 
 async def get(host: str, port: int, path: str) -> tuple[int, bytes]:
@@ -85,3 +93,40 @@ def address_here(host: str) -> str | None:
     except OSError:
         return None
     return str(address[0])
+
+
+async def is_ready(spec: ProcessSpec, config: DeploymentConfig) -> bool:
+    """A frontend is ready when it serves the model, a worker or NATS when its health check succeeds."""
+    if spec.http_port is not None:
+        host, port = config.client_host, spec.http_port
+        return await lists_model(host, port, config.served_model_name) and await _is_open(host, port)
+    if spec.system_port is not None:
+        path = NATS_HEALTH if spec.role == "nats" else "/health"
+        status, _ = await get(LOOPBACK, spec.system_port, path)
+        return status == 200
+    return True
+
+
+async def answers(spec: ProcessSpec, config: DeploymentConfig) -> bool:
+    """Whether the frontend answers, even without a model."""
+    status, _ = await get(config.client_host, spec.http_port or 0, "/v1/models")
+    return status == 200
+
+
+async def lacks_model(spec: ProcessSpec, config: DeploymentConfig) -> bool:
+    """Whether the frontend answers, and would refuse each request: it knows no worker that takes them."""
+    return await answers(spec, config) and not await is_ready(spec, config)
+
+
+async def lists_model(host: str, port: int, model: str) -> bool:
+    status, body = await get(host, port, "/v1/models")
+    try:
+        return status == 200 and any(card["id"] == model for card in json.loads(body)["data"])
+    except (ValueError, TypeError, KeyError):
+        return False
+
+
+async def _is_open(host: str, port: int) -> bool:
+    """Whether the frontend has a path for requests. Dynamo opens it a moment after it lists the model: 404 before."""
+    statuses = [(await get(host, port, path))[0] for path in REQUEST_PATHS]
+    return any(status not in (0, 404) for status in statuses)

@@ -32,10 +32,9 @@ from trtllm_disagg.tools.up.plan import (
     worker_total,
 )
 from trtllm_disagg.tools.up.ports import free_http_port, free_system_ports
-from trtllm_disagg.tools.up.readiness import first_completed
 from trtllm_disagg.tools.up.run_dir import RunDir
 from trtllm_disagg.tools.up.status import Status
-from trtllm_disagg.tools.up.supervisor import Supervisor
+from trtllm_disagg.tools.up.supervisor import Supervisor, first_completed
 
 
 def prepare(config: DeploymentConfig, status: Status) -> Supervisor:

@@ -9,12 +9,14 @@ import os
 import subprocess
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import replace
+from typing import Any, TypeVar
 
 from trtllm_disagg.errors import ERROR_PREFIX
 from trtllm_disagg.strategies import spec_of
 from trtllm_disagg.tools.up.brokers import EventBroker
+from trtllm_disagg.tools.up.http import answers, is_ready, lacks_model
 from trtllm_disagg.tools.up.managed_process import Deaths, ManagedProcess, kill_all_marked
 from trtllm_disagg.tools.up.orphan_reaper import (
     MARK_VARIABLE,
@@ -35,7 +37,6 @@ from trtllm_disagg.tools.up.plan import (
     stop_order,
 )
 from trtllm_disagg.tools.up.ports import free_system_ports, is_free
-from trtllm_disagg.tools.up.readiness import answers, first_completed, is_ready, lacks_model
 from trtllm_disagg.tools.up.run_dir import RunDir
 from trtllm_disagg.tools.up.status import (
     Status,
@@ -45,6 +46,9 @@ from trtllm_disagg.tools.up.status import (
     late_report,
     left_report,
 )
+
+First = TypeVar("First")
+Second = TypeVar("Second")
 
 PROBE_SECONDS, ABANDON_SECONDS, FAIR_SECONDS = 0.1, 5.0, 3.0
 
@@ -396,3 +400,22 @@ class Supervisor:
             if not self._is_outdated:
                 self._status.note(f"warning: {self._run_dir.processes_file} is out of date: {error}")
             self._is_outdated = True
+
+
+async def first_completed(
+    first: Coroutine[Any, Any, First], second: Coroutine[Any, Any, Second], timeout: float | None = None
+) -> First | Second | None:
+    """The result of the one that ends first, the second one when both did; None after `timeout` seconds.
+
+    The other one is cancelled, and over, before this returns.
+    """
+    a, b = asyncio.create_task(first), asyncio.create_task(second)
+    try:
+        await asyncio.wait((a, b), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        a.cancel()
+        b.cancel()
+        await asyncio.gather(a, b, return_exceptions=True)
+    if not b.cancelled():
+        return b.result()
+    return None if a.cancelled() else a.result()
