@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,14 +193,3 @@ def front(points: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]
         if y > best:
             yield x, y
             best = y
-
-
-def rates_of(text: str) -> tuple[float, ...]:
-    """The value of --rates. Raises ConfigError."""
-    try:
-        rates: Sequence[float] = sorted({float(number) for number in text.split(",")})
-    except ValueError:
-        rates = ()
-    if not rates or not 0.001 <= rates[0] <= rates[-1] <= 100_000:
-        raise ConfigError.bad_value("--rates", text, "numbers from 0.001 to 100000 with commas between them")
-    return tuple(rates)

@@ -1,30 +1,29 @@
-"""The results of `bench strategies`: a CSV, a JSON, and a page with goodput against rate and the Pareto points."""
+"""The results of `bench strategies`: a CSV, a JSON, and a page of charts."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from html import escape
 from itertools import groupby
 from pathlib import Path
 
 import msgspec
-from rich.bar import Bar
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from trtllm_disagg.tools.bench.aiperf import RateResult, front
+from trtllm_disagg.tools.plan.chart import Chart
 from trtllm_disagg.tools.plan.layouts import Layout
 from trtllm_disagg.tools.plan.slo import Slo
 
-_COLUMNS, _BAR = 160, 24
-_HEAD = """bench strategies: {subject}
-
-Limits: {slo}. Goodput is the offered rate times the share of answers within the limits.
-* A Pareto point has more tokens/s for a user, or more for a GPU, than every other point.
-results.csv and results.json have every number."""
+_HEAD = """<!doctype html><meta charset="utf-8"><title>bench strategies</title>
+<style>body {{font: 14px sans-serif}} table {{border-collapse: collapse}}
+td, th {{text-align: right; padding: 2px 8px; white-space: nowrap}}
+tr :first-child {{text-align: left}} tr.new td {{border-top: 1px solid #ccc}}</style>
+<h1>{subject}</h1>
+<p>Limits: {slo}. Goodput is the offered rate times the share of answers within the limits. * A Pareto point has more
+tokens/s for a user, or more for a GPU, than every other point. results.csv and results.json have every number.</p>
+"""
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -79,7 +78,6 @@ _SHOWN = {
     "tpot_p50": "TPOT p50 ms",
     "tpot_p99": "p99",
     "error_percent": "errors %",
-    "": "goodput",
 }
 
 
@@ -97,30 +95,39 @@ def write_results(out: Path, subject: str, slo: Slo, rows: Sequence[Row]) -> Pat
 
 
 def _page(subject: str, slo: Slo, rows: Sequence[Row]) -> str:
-    console = Console(record=True, width=_COLUMNS, file=io.StringIO(), highlight=False)
-    console.print(_HEAD.format(subject=subject, slo=slo), markup=False)
-
     def key(row: Row) -> tuple[str, int]:
         return row.workload, row.gpus
 
+    parts = [_HEAD.format(subject=escape(subject), slo=slo)]
     for (workload, gpus), group in groupby(sorted(rows, key=key), key):
-        console.print(f"\n{workload} on {gpus} GPUs", style="bold", markup=False)
-        console.print(_table(list(group)))
-    return console.export_html()
+        same = list(group)
+        parts.append(f"<h2>{escape(workload)} on {gpus} GPUs</h2>\n")
+        parts += (chart.svg() for chart in _charts(same, str(slo)))
+        parts.append(_table(same))
+    return "".join(parts)
 
 
-def _table(rows: Sequence[Row]) -> Table:
-    """A group of rows for each layout, with a bar of its goodput at each rate."""
+def _charts(rows: Sequence[Row], slo: str) -> Iterator[Chart]:
+    layouts = {name: list(group) for name, group in groupby(rows, lambda row: row.layout)}
+    most = max(row.rate for row in rows)
+    goodput = {name: [(row.rate, row.goodput) for row in same] for name, same in layouts.items()}
+    title, all_in_time = f"Goodput: within {slo}", ("all", [(0.0, 0.0), (most, most)])
+    yield Chart(title, "requests/s offered", "requests/s in time", goodput, all_in_time)
+    tokens = {name: [(row.tokens_s_user, row.tokens_s_gpu) for row in same] for name, same in layouts.items()}
+    pareto = "Pareto points", list(front(point for points in tokens.values() for point in points))
+    yield Chart("Tokens", "tokens/s for a user", "tokens/s for a GPU", tokens, pareto, are_joined=False)
+
+
+def _table(rows: Sequence[Row]) -> str:
     pareto = set(front((row.tokens_s_user, row.tokens_s_gpu) for row in rows))
-    most = max(row.goodput for row in rows) or 1.0
-    table = Table(box=SIMPLE_HEAD)
-    table.add_column("layout", no_wrap=True)
-    for heading in _SHOWN.values():
-        table.add_column(heading, justify="right")
-    for _, group in groupby(rows, lambda row: row.layout):
-        table.add_section()
-        for row in group:
-            star = " *" if (row.tokens_s_user, row.tokens_s_gpu) in pareto else ""
-            numbers = (f"{getattr(row, name):.3g}" for name in _SHOWN if name)
-            table.add_row(Text(row.layout + star), *numbers, Bar(most, 0, row.goodput, width=_BAR))
-    return table
+    lines, above = (
+        [f"<table><tr><th>layout</th>{''.join(f'<th>{each}</th>' for each in _SHOWN.values())}</tr>"],
+        "",
+    )
+    for row in rows:
+        star = " *" * ((row.tokens_s_user, row.tokens_s_gpu) in pareto)
+        numbers = "".join(f"<td>{getattr(row, name):.3g}</td>" for name in _SHOWN)
+        new = ' class="new"' * (row.layout != above)
+        lines.append(f"<tr{new}><td>{escape(row.layout)}{star}</td>{numbers}</tr>")
+        above = row.layout
+    return "\n".join([*lines, "</table>\n"])

@@ -37,7 +37,6 @@ def add_arguments(parser: Parser) -> None:
     add("--out", type=Path, required=True, metavar="DIR", help=text)
     text = "as '* agg,1P*decode_first' (default: all orders, no deciders)"
     add("--layouts", metavar="PATTERN,...", help=text)
-    add("--rates", metavar="R,...", help="requests a modelled second (default: around the simulated knee)")
     number, text = positive_up_to(100_000), "at each rate (default: 100)"
     add("--requests", type=number, default=100, metavar="N", help=text)
     add("--quick", action="store_true", help="2 workers, one workload (rag), 20 requests at each rate")

@@ -19,7 +19,7 @@ from trtllm_disagg.config.thresholds import ADMISSION
 from trtllm_disagg.config.worker_config import flag_of
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.strategies import spec_of
-from trtllm_disagg.tools.bench.aiperf import AIPerf, Load, rates_of, read_results
+from trtllm_disagg.tools.bench.aiperf import AIPerf, Load, read_results
 from trtllm_disagg.tools.bench.results import Row
 from trtllm_disagg.tools.plan.comparison import LayoutSimulation
 from trtllm_disagg.tools.plan.layouts import (
@@ -33,7 +33,7 @@ from trtllm_disagg.tools.plan.layouts import (
 from trtllm_disagg.tools.plan.modelled_gpus import LONGEST, Engines
 from trtllm_disagg.tools.plan.simulation import ModelledWorker
 from trtllm_disagg.tools.plan.slo import Slo, slo_of
-from trtllm_disagg.tools.plan.workloads import Traffic, chosen_workloads
+from trtllm_disagg.tools.plan.workloads import Traffic, chosen_workloads, rates_of
 from trtllm_disagg.tools.up.lifecycle import running_deployment
 from trtllm_disagg.tools.up.plan import DeploymentConfig, ProcessRole
 from trtllm_disagg.tools.up.up_command import default_name

@@ -7,17 +7,22 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes.exits import ExitCode
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from trtllm_disagg.tools.plan.comparison import LayoutComparison
+    from trtllm_disagg.tools.plan.chart import Chart
+    from trtllm_disagg.tools.plan.comparison import AtRate, LayoutComparison
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_layout_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.svg", help="also a picture: what is answered in time, by rate"
+    )
 
 
 def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,8 +32,13 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", type=Path, required=True, metavar="DIR", help=text)
     add("--slo", metavar="LIMITS", help="milliseconds that an answer may take (default: ttft=500,tpot=30)")
     add("--workers", metavar="N,...", help="workers of a layout, all roles together (default: 2,4)")
-    add("--workloads", metavar="NAME,...", help="chat, rag, reasoning, agentic, bursts, trace (default: all)")
+    text = (
+        "chat, rag, reasoning, agentic, bursts, trace, or a prompt's tokens:an answer's (default: all names)"
+    )
+    add("--workloads", metavar="NAME,...", help=text)
     add("--trace", type=Path, metavar="FILE", help="the workload trace: lines of a Mooncake trace")
+    text = "requests a second (default: around the rate up to which the best layout keeps the limits)"
+    add("--rates", metavar="R,...", help=text)
     text = "agg.yaml, prefill.yaml and decode.yaml, of as many GPUs each (default: %(default)s)"
     add("--engine-configs", type=Path, default=configs, metavar="DIR", help=text)
     text = 'over the YAML files of all roles, as \'{"modelled": {"system": "h200_sxm"}}\''
@@ -41,51 +51,76 @@ def run(args: argparse.Namespace) -> ExitCode:
 
     from trtllm_disagg.console import Console
     from trtllm_disagg.processes.steadily import without_silence
+    from trtllm_disagg.tools.plan.chart import picture
     from trtllm_disagg.tools.plan.comparison import compare_layouts
     from trtllm_disagg.tools.plan.layouts import DEFAULT_WORKERS, one_of_each, worker_counts
     from trtllm_disagg.tools.plan.modelled_gpus import Engines
     from trtllm_disagg.tools.plan.slo import slo_of
-    from trtllm_disagg.tools.plan.workloads import chosen_workloads
+    from trtllm_disagg.tools.plan.workloads import chosen_workloads, rates_of
 
     counts, slo = worker_counts(args.workers or DEFAULT_WORKERS), slo_of(args.slo)
     files = args.engine_configs, one_of_each(max(counts), 1)
     engines = Engines.read("modelled", args.model, *files, args.override_engine_args)
     workloads = list(chosen_workloads(args.workloads, args.trace, engines.longest).values())
+    rates = rates_of(args.rates) if args.rates else ()
     with without_silence(lambda text: print(text, file=sys.stderr, flush=True), "simulating"):
-        compared = compare_layouts(engines, counts, workloads, slo)
+        compared = compare_layouts(engines, counts, workloads, slo, rates)
+    if args.plot:
+        try:
+            args.plot.write_text(picture([_chart(each) for each in compared]), encoding="utf-8")
+        except OSError as error:
+            allowed = f"a file that can be written ({error.strerror})"
+            raise ConfigError.bad_value("--plot", str(args.plot), allowed) from None
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(compared)).decode())
         return ExitCode.DONE
     console = Console(paper=100)
     for each in compared:
-        on_gpus = f"{each.workload} on {each.gpus} GPUs"
-        console.paragraph(f"{on_gpus} ({each.description}): up to which rate {each.slo}\n")
-        console.print(_under_slo(each))
+        alone = f"a lone request has {each.ttft_alone:.3g} / {each.tpot_alone:.3g}"
         console.paragraph(
-            f"\n{on_gpus}: the best layout by limits, and its lead over the other kind. A lone request has TTFT "
-            f"{each.ttft_alone:.3g} ms and TPOT {each.tpot_alone:.3g} ms\n"
+            f"{each.subject}\nTTFT / TPOT in ms, medians; {alone}; * = the limits are not kept\n"
         )
+        console.print(_at_rates(each))
+        console.paragraph("\nUnder other limits: the best layout, and its lead over the other kind\n")
         console.print(_by_limits(each), end="\n\n")
     for each in compared:
         console.paragraph(each.sentence())
     return ExitCode.DONE
 
 
-def _under_slo(compared: LayoutComparison) -> Table:
+def _at_rates(compared: LayoutComparison) -> Table:
     from rich.table import Table
 
-    table = Table("layout", box=None)
-    for header in ("requests/s", "tok/s/GPU", "TTFT p50", "TPOT p50"):
+    table = Table("requests/s", box=None)
+    for each in next(iter(compared.layouts.values())).at:
+        table.add_column(f"{each.rate:.3g}", justify="right")
+    for header in ("up to", "tok/s/GPU"):
         table.add_column(header, justify="right")
     for name, result in compared.layouts.items():
-        row = (
-            f"{result.rate:.3g}",
-            f"{result.tokens_s_gpu:.0f}",
-            f"{result.ttft:.3g} ms",
-            f"{result.tpot:.3g} ms",
+        times = (
+            f"{each.ttft:.0f} / {each.tpot:.3g}{' ' if each.keeps_limits else '*'}" for each in result.at
         )
-        table.add_row(name, *(row if result.rate else ("none", "", "", "")))
+        most = (f"{result.rate:.3g}", f"{result.tokens_s_gpu:.0f}") if result.rate else ("none", "")
+        table.add_row(name, *times, *most)
     return table
+
+
+def _times(at: AtRate) -> str:
+    # A queue grows as long as the simulation lasts.
+    ttft = f"{at.ttft:.0f}" if at.ttft < 10_000 else ">10 s"
+    return f"{ttft} / {at.tpot:.3g}{' ' if at.keeps_limits else '*'}"
+
+
+def _chart(compared: LayoutComparison) -> Chart:
+    from trtllm_disagg.tools.plan.chart import Chart
+
+    points = {
+        name: [(each.rate, each.rate * each.in_time) for each in result.at]
+        for name, result in compared.layouts.items()
+    }
+    most = max(rate for each in points.values() for rate, _ in each)
+    title = "requests/s answered within the limits"
+    return Chart(compared.subject, "requests/s offered", title, points, ("all", [(0, 0), (most, most)]))
 
 
 def _by_limits(compared: LayoutComparison) -> Table:

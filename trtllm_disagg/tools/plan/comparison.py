@@ -27,6 +27,8 @@ from trtllm_disagg.tools.plan.workloads import Traffic
 #: The compared limits of TTFT and TPOT, as factors of what a lone request takes.
 FIRST_TOKEN_FACTORS = (2.0, 4.0, 10.0)
 TOKEN_FACTORS = (1.15, 1.3, 1.6, 2.0, 3.0)
+#: Without --rates: shares of the rate up to which the best layout keeps the limits.
+SHARES = (0.25, 0.5, 0.75, 1.0, 1.25)
 #: Layouts within this factor count as alike: the simulation is not more precise.
 ALIKE = 1.1
 _FEWEST_REQUESTS = 100
@@ -59,49 +61,87 @@ class LeadUnderLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class AtRate:
+    """One layout at a rate in requests/s. Times in milliseconds, medians."""
+
+    rate: float
+    ttft: float
+    tpot: float
+    #: The share of the rate that is answered within the limits.
+    in_time: float
+
+    @property
+    def keeps_limits(self) -> bool:
+        return self.in_time >= ENOUGH_IN_TIME
+
+
+@dataclass(frozen=True, slots=True)
 class LayoutResult:
     """One layout under the SLO. Rates in requests/s; times in milliseconds, medians at that rate."""
 
+    #: A strategy of this layout, for `up`.
+    strategy: str
     #: The highest rate at which nearly all answers are in time; 0 if there is none.
     rate: float
     ttft: float
     tpot: float
     tokens_s_gpu: float
+    #: At the same rates for all layouts.
+    at: tuple[AtRate, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutComparison:
     """The result for one workload on a number of GPUs."""
 
-    #: What is served, as "llama-3.1-8b on h100_sxm, 1 GPU a worker".
-    subject: str
-    workload: str
-    #: Mean tokens of prompts and answers, in words.
-    description: str
+    #: "llama-3.1-8b", and "H100", or "GPU" if its name is not known.
+    model: str
+    gpu: str
     gpus: int
+    gpus_per_worker: int
+    workload: str
+    #: The workload and its mean lengths in words.
+    description: str
     slo: Slo
     #: TTFT and TPOT of a lone request.
     ttft_alone: float
     tpot_alone: float
-    #: By layout.
+    #: By number of workers of each role.
     layouts: dict[str, LayoutResult]
     by_limits: tuple[LeadUnderLimits, ...]
 
+    @property
+    def subject(self) -> str:
+        """What is compared, and under which limits."""
+        each = f", {self.gpus_per_worker} a worker" if self.gpus_per_worker > 1 else ""
+        return f"{self.gpus} {self.gpu}s{each} ({self.model}; {self.description}; {self.slo})"
+
     def sentence(self) -> str:
         """What to run, up to which rate, and what the best layout of the other kind does."""
-        best = max(self.layouts, key=lambda name: self.layouts[name].rate)
-        head = f"{self.workload} on {self.gpus} GPUs ({self.subject}), {self.slo}"
-        if not self.layouts[best].rate:
-            return f"{head}: no layout keeps the limits at any rate."
-        others = [name for name in self.layouts if is_separate(name) is not is_separate(best)]
-        other = max(others, key=lambda name: self.layouts[name].rate)
-        behind = self.layouts[other].rate
-        beside = (
-            f"{other} keeps the limits up to {behind:.3g}"
-            if behind
-            else f"{other} keeps the limits at no rate"
+        rates = {name: result.rate for name, result in self.layouts.items()}
+        best = max(rates, key=rates.__getitem__)
+        other = max(
+            (name for name in rates if is_separate(name) is not is_separate(best)), key=rates.__getitem__
         )
-        return f"{head}: run {best} up to {self.layouts[best].rate:.3g} requests/s; {beside}."
+        if not rates[best]:
+            alone = f"a lone request has TTFT {self.ttft_alone:.3g} ms and TPOT {self.tpot_alone:.3g} ms"
+            return f"{self.subject}: no layout keeps the limits at any rate; {alone}"
+        up_to = f"up to {_rounded(rates[best])} requests/s"
+        if rates[best] < ALIKE * rates[other]:
+            alike = f"less than {ALIKE - 1:.0%} apart, which the simulation cannot tell"
+            return f"{self.subject}: run {self._named(best)} or {self._named(other)}, {up_to}: {alike}"
+        keeps = "keeps" if is_separate(other) else "keep"
+        behind = f"up to {_rounded(rates[other])}" if rates[other] else "at no rate"
+        return f"{self.subject}: run {self._named(best)} {up_to}; {self._named(other)} {keeps} the limits {behind}"
+
+    def _named(self, layout: str) -> str:
+        """As `bench strategies` names it, which runs it."""
+        return f"{layout} {self.layouts[layout].strategy}" if is_separate(layout) else layout
+
+
+def _rounded(rate: float) -> str:
+    """With two digits: the simulation finds a rate to 5 %."""
+    return f"{float(f'{rate:.2g}'):g}"
 
 
 class LayoutSimulation:
@@ -118,17 +158,22 @@ class LayoutSimulation:
         self.first_token_ms = 1000 * min(each.prefill_seconds(traffic.shape) for each in workers.values())
         self.token_ms = 1000 * min(each.token_seconds(traffic.shape, 1) for each in workers.values())
 
-    def results(self, slo: Slo) -> dict[str, LayoutResult]:
-        """By number of workers of each role."""
-        return {name: self._result(layout, slo) for name, layout in self._layouts.items()}
+    def results(self, slo: Slo, rates: Sequence[float] = ()) -> dict[str, LayoutResult]:
+        """By number of workers of each role, at `rates` too."""
+        return {name: self._result(layout, slo, rates) for name, layout in self._layouts.items()}
 
-    def _result(self, layout: Layout, slo: Slo) -> LayoutResult:
-        rate = self.knee(layout, slo)
-        at_rate = self._at(layout, rate)
-        if at_rate.goodput_share(slo) < ENOUGH_IN_TIME:
-            return LayoutResult(0.0, 0.0, 0.0, 0.0)
-        ttft, tpot = (1000 * median(at_rate.times[name]) for name in ("ttft", "tpot"))
-        return LayoutResult(rate, ttft, tpot, rate * self._traffic.shape.output_tokens / layout.gpus)
+    def _result(self, layout: Layout, slo: Slo, rates: Sequence[float]) -> LayoutResult:
+        at = tuple(self._times(layout, rate, slo) for rate in rates)
+        most = self._times(layout, self.knee(layout, slo), slo)
+        if not most.keeps_limits:
+            return LayoutResult(layout.strategy, 0.0, 0.0, 0.0, 0.0, at)
+        tokens = most.rate * self._traffic.shape.output_tokens / layout.gpus
+        return LayoutResult(layout.strategy, most.rate, most.ttft, most.tpot, tokens, at)
+
+    def _times(self, layout: Layout, rate: float, slo: Slo) -> AtRate:
+        point = self._at(layout, rate)
+        ttft, tpot = (1000 * median(point.times[name]) for name in ("ttft", "tpot"))
+        return AtRate(rate, ttft, tpot, point.goodput_share(slo))
 
     def best_knee(self, slo: Slo) -> float:
         return max(self.knee(layout, slo) for layout in self._layouts.values())
@@ -178,31 +223,44 @@ def is_separate(layout: str) -> bool:
 
 
 def compare_layouts(
-    engines: Engines, counts: Sequence[int], workloads: Sequence[Traffic], slo: Slo
+    engines: Engines,
+    counts: Sequence[int],
+    workloads: Sequence[Traffic],
+    slo: Slo,
+    rates: Sequence[float] = (),
 ) -> list[LayoutComparison]:
-    """One comparison for each workload and number of workers. Raises ConfigError for what no table covers."""
+    """One comparison for each workload and number of workers, at `rates`, or at shares of the best layout's.
+
+    Raises ConfigError for what no table covers.
+    """
     workers = engines.workers()
     return [
-        _compare(engines.subject(), one_of_each(count, engines.gpus_per_worker), traffic, workers, slo)
-        for traffic in workloads
-        for count in counts
+        _compare(engines, count, traffic, workers, slo, rates) for traffic in workloads for count in counts
     ]
 
 
 def _compare(
-    subject: str, layouts: Sequence[Layout], traffic: Traffic, workers: Mapping[str, ModelledWorker], slo: Slo
+    engines: Engines,
+    count: int,
+    traffic: Traffic,
+    workers: Mapping[str, ModelledWorker],
+    slo: Slo,
+    rates: Sequence[float],
 ) -> LayoutComparison:
+    layouts = one_of_each(count, engines.gpus_per_worker)
     simulated = LayoutSimulation(layouts, traffic, workers)
     limits = [simulated.slo(first, token) for first in FIRST_TOKEN_FACTORS for token in TOKEN_FACTORS]
     return LayoutComparison(
-        subject=subject,
-        workload=traffic.name,
-        description=traffic.description,
+        model=engines.model_name,
+        gpu=engines.gpu,
         gpus=layouts[0].gpus,
+        gpus_per_worker=engines.gpus_per_worker,
+        workload=traffic.name,
+        description=f"{traffic.name}: {traffic.description}",
         slo=slo,
         ttft_alone=simulated.first_token_ms,
         tpot_alone=simulated.token_ms,
-        layouts=simulated.results(slo),
+        layouts=simulated.results(slo, rates or [share * simulated.best_knee(slo) for share in SHARES]),
         by_limits=tuple(
             LeadUnderLimits(each.limits["ttft"], each.limits["tpot"], simulated.lead(each)) for each in limits
         ),

@@ -69,17 +69,24 @@ class Engines:
         """Tokens of the longest request that every role accepts."""
         return min(int(given.get("max_seq_len") or LONGEST) for given in self.arguments.values())
 
+    @property
+    def model_name(self) -> str:
+        return self._modelled.get("model") or default_name(str(self.model))
+
+    @property
+    def gpu(self) -> str:
+        """ "H100"; "GPU" where no table names one."""
+        is_named = self.is_modelled and not self._modelled.get("measured")
+        return self._modelled.get("system", "h100_sxm").partition("_")[0].upper() if is_named else "GPU"
+
     def subject(self) -> str:
-        """What is served, as "llama-3.1-8b on h100_sxm, 1 GPU a worker"."""
-        own: dict[str, Any] = next(iter(self.arguments.values())).get("modelled") or {}
+        """What is served, as "llama-3.1-8b on 1 H100 a worker"."""
         count = self.gpus_per_worker
-        gpus = f"{count} GPU{'s' * (count != 1)} a worker"
-        model = own.get("model") or default_name(str(self.model))
-        if not self.is_modelled:
-            return f"{model} on {gpus}"
-        if own.get("measured"):
-            return f"{model} with step times of your own, {gpus}"
-        return f"{model} on {own.get('system', 'h100_sxm')}, {gpus}"
+        return f"{self.model_name} on {count} {self.gpu}{'s' * (count != 1)} a worker"
+
+    @property
+    def _modelled(self) -> dict[str, Any]:
+        return next(iter(self.arguments.values())).get("modelled") or {}
 
     def workers(self) -> dict[str, ModelledWorker]:
         """The modelled workers by role. Raises ConfigError for what no table covers."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, takewhile
@@ -166,7 +167,7 @@ def _singles(name: str, description: str, prompt: int, answer: int, burst: int =
     return Traffic(name, description, Shape(prompt, answer), source, longest, flags, burst=burst)
 
 
-_AGENTS = f"agents of {_TURNS} turns with growing prompts, over one system prompt of {_SYSTEM} tokens"
+_AGENTS = f"agents of {_TURNS} turns, {_AGENT_INPUT:.0f} tokens in on average, {_SYSTEM} of them common, {_ANSWER} out"
 _AGENT_FLAGS = (
     *("--shared-system-prompt-length", str(_SYSTEM), "--isl", str(_ADDED - _ANSWER), "--osl", str(_ANSWER)),
     *("--conversation-turn-mean", str(_TURNS), "--conversation-turn-stddev", "0"),
@@ -175,9 +176,9 @@ _AGENT_FLAGS = (
 BUILT_IN: dict[str, Traffic] = {
     traffic.name: traffic
     for traffic in (
-        _singles("chat", "short chats: 256 tokens in, 256 out", 256, 256),
-        _singles("rag", "long documents: 8192 in, 256 out", 8192, 256),
-        _singles("reasoning", "long answers: 1024 in, 4096 out", 1024, 4096),
+        _singles("chat", "short chats, 256 tokens in, 256 out", 256, 256),
+        _singles("rag", "long documents, 8192 tokens in, 256 out", 8192, 256),
+        _singles("reasoning", "long answers, 1024 tokens in, 4096 out", 1024, 4096),
         Traffic(
             "agentic",
             _AGENTS,
@@ -187,7 +188,7 @@ BUILT_IN: dict[str, Traffic] = {
             _AGENT_FLAGS,
             session_s=_TURNS * _THINKING,
         ),
-        _singles("bursts", "16 requests at once: 1024 in, 256 out", 1024, 256, burst=16),
+        _singles("bursts", "16 requests at once, 1024 tokens in, 256 out", 1024, 256, burst=16),
     )
 }
 
@@ -216,7 +217,9 @@ def trace(file: Path, longest: int) -> Traffic:
         sum(line.output_length for line in lines) / count,
         sum(known) / count,
     )
-    description = f"{count} requests of a trace: {shape.input_tokens:.0f} in, {shape.output_tokens:.0f} out"
+    description = (
+        f"{count} requests, {shape.input_tokens:.0f} tokens in on average, {shape.output_tokens:.0f} out"
+    )
     longest_line = max(line.input_length + line.output_length for line in lines)
     flags = ("--custom-dataset-type", "mooncake_trace", "--no-fixed-schedule")
     return Traffic("trace", description, shape, source, longest_line, flags, lines=tuple(lines))
@@ -253,15 +256,29 @@ def _lines(file: Path) -> Iterator[TraceLine]:
 
 
 def chosen_workloads(names: str | None, trace_file: Path | None, longest: int) -> dict[str, Traffic]:
-    """The workloads of `names` ("chat,rag"), all by default. Raises ConfigError for an unknown or too long one."""
+    """The workloads of `names` ("chat,4096:256"), all by default. Raises ConfigError for an unknown or too long one."""
     known = BUILT_IN | ({"trace": trace(trace_file, longest)} if trace_file else {})
     chosen = {}
     for name in names.split(",") if names else known:
+        if own := re.fullmatch(r"([1-9]\d{0,6}):([1-9]\d{0,6})", name):
+            prompt, answer = map(int, own.groups())
+            known[name] = _singles(name, f"{prompt} tokens in, {answer} out", prompt, answer)
         if name not in known:
-            allowed = f"one of {', '.join(known)}, or trace with --trace FILE"
+            allowed = f"one of {', '.join(known)}, tokens as 4096:256, or trace with --trace FILE"
             raise ConfigError.bad_value("--workloads", name, allowed)
-        if (own := known[name].longest) > longest:
-            allowed = f"requests of at most {longest} tokens, the engine's max_seq_len; this one has {own}"
+        if (most := known[name].longest) > longest:
+            allowed = f"requests of at most {longest} tokens, the engine's max_seq_len; this one has {most}"
             raise ConfigError.bad_value("--workloads", name, allowed)
         chosen[name] = known[name]
     return chosen
+
+
+def rates_of(text: str) -> tuple[float, ...]:
+    """The value of --rates. Raises ConfigError."""
+    try:
+        rates: Sequence[float] = sorted({float(number) for number in text.split(",")})
+    except ValueError:
+        rates = ()
+    if not rates or not 0.001 <= rates[0] <= rates[-1] <= 100_000:
+        raise ConfigError.bad_value("--rates", text, "numbers from 0.001 to 100000 with commas between them")
+    return tuple(rates)

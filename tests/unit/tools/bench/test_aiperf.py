@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.tools.bench.aiperf import AIPerf, Load, LoadFailedError, front, rates_of, read_results
+from trtllm_disagg.tools.bench.aiperf import AIPerf, Load, LoadFailedError, front, read_results
 from trtllm_disagg.tools.plan.slo import Slo
-from trtllm_disagg.tools.plan.workloads import BUILT_IN, TraceLine
+from trtllm_disagg.tools.plan.workloads import BUILT_IN, TraceLine, rates_of
 
 #: Two rates, 8 requests each, of which only the read metrics are kept.
 RECORDED = Path(__file__).parent / "aiperf-0.13.0"
