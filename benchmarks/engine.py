@@ -354,10 +354,10 @@ class Case:
     def start_of(self, name: str) -> Any:
         """The process of a contestant. Raises ConfigError with what is to be installed."""
         from child_process import ChildProcess
+        from random_model import random_checkpoint
 
         from trtllm_disagg.engines.embedded.cpu_kernels.cpu import WAITING, on_huge_pages
         from trtllm_disagg.errors import ConfigError
-        from trtllm_disagg.tools.bench.models import random_checkpoint
 
         cache: Path = self.args.cache_dir
         model = random_checkpoint(cache / self.size.name, self.size.settings)

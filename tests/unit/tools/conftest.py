@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.benchmark_scripts import FOLDER
 from tests.support.pages import Pages
+
+# As when one of those scripts runs.
+sys.path.insert(0, str(FOLDER))
 
 _STEP_TIMES = {
     "step_ms": 8.0,

@@ -21,11 +21,6 @@ BENCHMARKS = {
         "trtllm_disagg.tools.bench.overhead",
         "trtllm-disagg bench overhead --quick",
     ),
-    "scenarios": Command(
-        "six workloads, monolithic and disaggregated, token by token the same",
-        "trtllm_disagg.tools.bench.scenarios",
-        "trtllm-disagg bench scenarios --scale seed",
-    ),
     "strategies": Command(
         "which order, with how many workers, for a model, GPUs and traffic, on modelled GPUs or real ones",
         "trtllm_disagg.tools.bench.strategies",
@@ -67,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def prepare(arguments: list[str]) -> list[str]:
     """Raises ConfigError for a benchmark of earlier versions."""
-    if arguments[:1] in (["engine"], ["transfer"]):
+    if arguments[:1] in (["engine"], ["transfer"], ["scenarios"]):
         (name,) = arguments[:1]
         raise ConfigError(f"bench {name} is gone since 0.2: use `python benchmarks/{name}.py` in a checkout")
     return arguments

@@ -1,14 +1,10 @@
-"""Makes models with random weights for measurements: speed does not depend on the values of weights."""
+"""Makes a model without weights, for measurements of what is around an engine."""
 
 from __future__ import annotations
 
 import json
-import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from trtllm_disagg.errors import ConfigError
 
 #: nanoGPT's "baby GPT" (6 layers, 6 heads, 384 wide: 11M parameters) as a Llama, with room for 4k prompts.
 NANOGPT: dict[str, Any] = {
@@ -25,39 +21,6 @@ NANOGPT: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-NANOGPT_DIRECTORY = Path(".cache/bench-model")
-
-
-def random_checkpoint(directory: Path, settings: Mapping[str, Any] = NANOGPT) -> Path:
-    """Makes a checkpoint in `directory` unless one with the same settings is there. Files are replaced whole."""
-    marker = directory / "bench_model.json"
-    if marker.is_file() and json.loads(marker.read_text()) == settings:
-        return directory
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**settings))
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory.parent) as scratch:
-        model.save_pretrained(scratch)
-        directory.mkdir(exist_ok=True)
-        for file in Path(scratch).iterdir():
-            file.replace(directory / file.name)
-    marker.write_text(json.dumps(settings))
-    return directory
-
-
-def vocab_size(model: Path) -> int:
-    """Raises ConfigError for a config.json without vocab_size."""
-    file = model / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-        return int({**config, **(config.get("text_config") or {})}["vocab_size"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError.bad_value("--model", str(file), "a config.json with vocab_size") from error
 
 
 def weightless_model(directory: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Conditional disaggregation in `bench scenarios`: which engine computes which prompt, and is each one served?"""
+"""Conditional disaggregation in benchmarks/scenarios.py: which engine computes which prompt, and is each one served?"""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import asyncio
 
 from hypothesis import given
 from hypothesis import strategies as st
-
-from trtllm_disagg.tools.bench.servers import Occupancy, Place
+from servers import Occupancy, Place
 
 
 def occupancy(max_batch_size: int = 4, prefill: int = 1024, decode: int = 96) -> Occupancy:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from scenarios import two_cores
 
 from trtllm_disagg import cli
 from trtllm_disagg.errors import ConfigError
@@ -12,7 +13,6 @@ from trtllm_disagg.tools.bench.report import (
     progress,
     spread,
 )
-from trtllm_disagg.tools.bench.scenarios import two_cores
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_progress_goes_to_stderr_a_line_each_without_a_terminal(capsys: pytest.C
     assert [line.partition("] ")[2] for line in captured.err.splitlines()] == ["starting", "measuring"]
 
 
-@pytest.mark.parametrize("name", ["engine", "transfer"])
+@pytest.mark.parametrize("name", ["engine", "transfer", "scenarios"])
 def test_benchmark_that_is_gone_is_refused_with_what_to_use(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"bench {name} is gone since 0\.2: .*benchmarks/{name}\.py"):
         cli.run(["bench", name, "--quick"])

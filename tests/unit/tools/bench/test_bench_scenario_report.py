@@ -1,13 +1,13 @@
-"""What `bench scenarios` says: has every pair its ratio, is a missed target named, does a table fit?"""
+"""What benchmarks/scenarios.py says: has every pair its ratio, is a missed target named, does a table fit?"""
 
 from __future__ import annotations
 
 import pytest
+from scenarios import Outcome, report_of
+from seed_scenarios import SEED_RATIOS, SEED_SCENARIOS
+from servers import AS_IN_THE_POST, CONDITIONAL, DISAGG
 
 from trtllm_disagg.tools.bench.report import Figure, figures_of
-from trtllm_disagg.tools.bench.scenarios import Outcome, report_of
-from trtllm_disagg.tools.bench.seed_scenarios import SEED_RATIOS, SEED_SCENARIOS
-from trtllm_disagg.tools.bench.servers import AS_IN_THE_POST, CONDITIONAL, DISAGG
 
 
 def outcome_of(throughputs: dict[str, list[float]]) -> Outcome:

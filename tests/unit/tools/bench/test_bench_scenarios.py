@@ -1,4 +1,4 @@
-"""`bench scenarios`: are tokens compared, is the clock read right, does every number reach its place?"""
+"""benchmarks/scenarios.py: are tokens compared, is the clock read right, does every number reach its place?"""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import scenarios
+import servers
+from random_model import random_checkpoint, vocab_size
+from scenarios import Trace, drive, measures_of, mismatched_tokens
+from seed_scenarios import SCALES, SEED_RATIOS, SEED_SCENARIOS, Scenario
+from servers import CONDITIONAL, DISAGG, Occupancy, Place
 
-from trtllm_disagg import cli
 from trtllm_disagg.engines.embedded import SamplingParams
-from trtllm_disagg.tools.bench import scenarios, servers
-from trtllm_disagg.tools.bench.models import NANOGPT, random_checkpoint, vocab_size
+from trtllm_disagg.tools.bench.models import NANOGPT
 from trtllm_disagg.tools.bench.report import Figure
-from trtllm_disagg.tools.bench.scenarios import Trace, drive, measures_of, mismatched_tokens
-from trtllm_disagg.tools.bench.seed_scenarios import SCALES, SEED_RATIOS, SEED_SCENARIOS, Scenario
-from trtllm_disagg.tools.bench.servers import CONDITIONAL, DISAGG, Occupancy, Place
 
 SMOKE = SEED_SCENARIOS[0]
 
@@ -141,7 +142,7 @@ def fake_servers(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeServer]:
 def command(tmp_path: Path, *more: str) -> list[str]:
     (tmp_path / "config.json").write_text('{"vocab_size": 100}')
     modes = ["--mode", "mono-post", DISAGG]
-    return ["bench", "scenarios", "--model", str(tmp_path), *modes, "--repetitions", "2", *more]
+    return ["--model", str(tmp_path), *modes, "--repetitions", "2", *more]
 
 
 def read_figures(text: str) -> dict[str, dict[str, Any]]:
@@ -154,7 +155,7 @@ def test_one_wrong_token_is_found_and_is_failure(
     fake_servers: dict[str, FakeServer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake_servers[DISAGG].spoil = lambda tokens: [*tokens[:-1], tokens[-1] + 1]
-    assert cli.run(command(tmp_path, "--scenario", "stress", "--json")) == 1
+    assert scenarios.main(command(tmp_path, "--scenario", "stress", "--json")) == 1
     figures = read_figures(capsys.readouterr().out)
     assert figures["token mismatches"] == Figure("token mismatches", 1, "tokens", "== 0").as_json
 
@@ -193,7 +194,7 @@ def test_real_engines_agree_token_by_token(
     monkeypatch.setattr(servers, "Occupancy", WatchedOccupancy)
     modes = ["mono-post", DISAGG, CONDITIONAL]
     arguments = ["--scenario", "batch_pressure", "--mode", *modes, "--repetitions", "1", "--json"]
-    assert cli.run(["bench", "scenarios", "--model", str(checkpoints("llama")), *arguments]) == 0
+    assert scenarios.main(["--model", str(checkpoints("llama")), *arguments]) == 0
     figures = read_figures(capsys.readouterr().out)
     assert figures["token mismatches"]["ok"]
     for mode in modes:

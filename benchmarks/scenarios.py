@@ -1,4 +1,7 @@
-"""`trtllm-disagg bench scenarios`: monolithic and disaggregated serving of the same requests on the same two cores.
+"""Monolithic and disaggregated serving of the same requests on the same two cores.
+
+    pip install -e '.[embedded]'
+    python benchmarks/scenarios.py [--scale seed 1k] [--scenario long_prompts] [--json]
 
 Engines only: no frontend, no Dynamo. Sampling at temperature 1 with seeds, so the two must agree token by token.
 """
@@ -9,6 +12,7 @@ import argparse
 import asyncio
 import itertools
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -17,11 +21,23 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from random_model import NANOGPT_DIRECTORY, random_checkpoint, vocab_size
+from seed_scenarios import SCALES, SEED_RATIOS, SEED_SCENARIOS, Scale, Scenario
+from servers import (
+    AS_IN_THE_POST,
+    DISAGG,
+    DISAGGREGATED,
+    MODES,
+    Bench,
+    Server,
+    start_servers,
+)
+
+from trtllm_disagg.cli import Parser
 from trtllm_disagg.config.settings import positive_up_to
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.model_directory import model_directory
 from trtllm_disagg.processes.exits import ExitCode
-from trtllm_disagg.tools.bench.models import NANOGPT_DIRECTORY, random_checkpoint, vocab_size
 from trtllm_disagg.tools.bench.report import (
     Column,
     Figure,
@@ -36,21 +52,11 @@ from trtllm_disagg.tools.bench.report import (
     run_benchmark,
     spread,
 )
-from trtllm_disagg.tools.bench.seed_scenarios import SCALES, SEED_RATIOS, SEED_SCENARIOS, Scale, Scenario
-from trtllm_disagg.tools.bench.servers import (
-    AS_IN_THE_POST,
-    DISAGG,
-    DISAGGREGATED,
-    MODES,
-    Bench,
-    Server,
-    start_servers,
-)
 
 if TYPE_CHECKING:
-    from trtllm_disagg.cli import Parser
+    from servers import Answer
+
     from trtllm_disagg.engines.embedded import SamplingParams
-    from trtllm_disagg.tools.bench.servers import Answer
 
 
 @dataclass(slots=True)
@@ -191,8 +197,11 @@ class Outcome:
         return self.measured.ratio(column, mode, against)
 
 
-def run(args: argparse.Namespace) -> ExitCode:
-    """Exit status 1 when a token differs between two modes, else 0."""
+def main(arguments: Sequence[str] | None = None) -> ExitCode:
+    """Exit status 1 when a token differs between two modes, else 0. Raises ConfigError."""
+    parser = Parser(description=__doc__.partition("\n")[0])
+    add_arguments(parser)
+    args = parser.parse_args(arguments)
 
     def measure_all(say: Say) -> list[Outcome]:
         model = model_directory(args.model) if args.model else random_checkpoint(NANOGPT_DIRECTORY)
@@ -326,3 +335,12 @@ def _best(outcome: Outcome) -> list[Figure]:
         )
         for column, (choose, comparison) in better.items()
     ]
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(ExitCode.INTERRUPTED)

@@ -12,7 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trtllm_disagg.tools.bench.seed_scenarios import TILE, Scale
+from seed_scenarios import TILE, Scale
 
 if TYPE_CHECKING:
     from trtllm_disagg.engines.embedded import LLM, SamplingParams
