@@ -237,22 +237,13 @@ def _streams_without_reader() -> list[int]:
 
 
 #: Needed by the embedded engine only. TensorRT-LLM pins some of them, so they are no dependencies of this package.
-_EMBEDDED_ENGINE_MODULES = (
-    "torch",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "numpy",
-    "numba",
-    "llguidance",
-    "tqdm",
-)
+_OF_EMBEDDED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "numba", "llguidance", "tqdm")
 
 
 def _command_that_installs(module: str | None) -> str | None:
     """Of a package that this one does not require; None for any other."""
     package = (module or "").partition(".")[0]
-    if package in _EMBEDDED_ENGINE_MODULES:
+    if package in _OF_EMBEDDED:
         return "pip install 'trtllm-disagg[embedded]'"
     if package == "dynamo":
         return INSTALL_DYNAMO
@@ -330,18 +321,9 @@ def _command(name: str) -> Command:
 
 def _overview() -> str:
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: trtllm-disagg COMMAND ...",
-            "",
-            *lines,
-            "",
-            "trtllm-disagg COMMAND --help lists the flags of a command.",
-            "",
-            shown_example(COMMANDS["up"]),
-        ]
-    )
+    lines = "\n".join(f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items())
+    help = "trtllm-disagg COMMAND --help lists the flags of a command."
+    return f"usage: trtllm-disagg COMMAND ...\n\n{lines}\n\n{help}\n\n{shown_example(COMMANDS['up'])}"
 
 
 def _log_to_stderr() -> None:

@@ -57,20 +57,13 @@ def servable_model(model: str, revision: str | None = None) -> Path:
     directory = Path(os.path.expanduser(model_directory(model, FLAG, revision)))
     # os.path returns False where Path raises, for example for names that are too long.
     if not os.path.isdir(directory):
-        raise ConfigError.bad_value(
-            FLAG,
-            model,
-            "a directory that exists, or the name of a model on the Hugging Face hub, ORGANISATION/NAME",
-        )
+        allowed = "a directory that exists, or the name of a model on the Hugging Face hub, ORGANISATION/NAME"
+        raise ConfigError.bad_value(FLAG, model, allowed)
     if not (directory / "config.json").is_file():
         raise ConfigError.bad_value(FLAG, str(directory), "a directory with config.json in it")
     if not any(any(directory.glob(pattern)) for pattern in _TOKENIZERS):
-        raise ConfigError.bad_value(
-            FLAG,
-            str(directory),
-            "a directory with tokenizer.json, from which Dynamo's frontend makes tokens; add the one that belongs to "
-            "this model",
-        )
+        makes = "from which Dynamo's frontend makes tokens; add the one that belongs to this model"
+        raise ConfigError.bad_value(FLAG, str(directory), f"a directory with tokenizer.json, {makes}")
     _require_json_object(directory / "tokenizer_config.json", directory)
     return directory
 
@@ -86,9 +79,8 @@ def _require_json_object(file: Path, model: Path) -> None:
     except (OSError, ValueError, RecursionError) as error:
         why = str(error)
     if why:
-        raise ConfigError.bad_value(
-            FLAG, str(model), f"a directory with a {file.name} that can be read ({why})"
-        )
+        allowed = f"a directory with a {file.name} that can be read ({why})"
+        raise ConfigError.bad_value(FLAG, str(model), allowed)
 
 
 def _snapshot(name: str, revision: str | None) -> Path | None:

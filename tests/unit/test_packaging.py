@@ -112,6 +112,14 @@ def test_the_wheel_has_the_engine_files_and_the_launch_scripts(built: Built) -> 
         assert archive.getinfo(f"{share}launch/disagg.sh").external_attr >> 16 & 0o111 == 0o111
 
 
+def test_engine_files_of_an_installed_wheel_are_found_by_name(installed: Path, tmp_path: Path) -> None:
+    find = "from trtllm_disagg.config.yaml_file import Path, shipped; print(*map(shipped, map(Path, %r)))"
+    names = ["demo", "engine_configs/demo/agg.yaml", "no/demo"]
+    done = run([installed / "python", "-I", "-c", find % names], cwd=tmp_path)
+    there = (installed.parent / "share/trtllm-disagg/engine_configs/demo").resolve()
+    assert done.stdout.split() == [str(there), str(there / "agg.yaml"), "no/demo"], done.stderr
+
+
 def test_the_source_distribution_has_docs_and_tests(built: Built) -> None:
     assert {
         "docs/index.md",

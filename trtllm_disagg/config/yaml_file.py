@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ from trtllm_disagg.errors import ConfigError
 if TYPE_CHECKING:
     import yaml
 
+ENGINE_CONFIGS = "engine_configs"
 #: Levels: far more than engine arguments have, and few enough for recursive functions.
 DEEPEST = 50
 #: A hundred times the longest known file; the YAML library needs a minute for ten times that.
@@ -21,9 +24,26 @@ MOST_BYTES = 1_000_000
 MOST_VALUES = MOST_BYTES
 
 
+def shipped(path: Path) -> Path:
+    """`path`, or if that does not exist what is there among the engine files that come with this package: of
+    "engine_configs/demo", or "demo", in a checkout and beside an installed wheel.
+    """
+    # os.path returns False where Path raises, for example for names that are too long.
+    if os.path.exists(path):
+        return path
+    roots = [Path(__file__).parents[2] / ENGINE_CONFIGS]
+    with suppress(PackageNotFoundError):
+        ours = (
+            Path(str(each.locate())) for each in files("trtllm-disagg") or () if ENGINE_CONFIGS in each.parts
+        )
+        roots += [each.parents[1] for each in ours][:1]
+    found = (root / path.as_posix().removeprefix(f"{ENGINE_CONFIGS}/") for root in roots)
+    return next((each.resolve() for each in found if os.path.exists(each)), path)
+
+
 def read_mapping(path: Path, key: str) -> dict[str, Any]:
     """The keys and values of the file; none for an empty one. Raises ConfigError, which names the file or `key`."""
-    # os.path returns False where Path raises, for example for names that are too long.
+    path = shipped(path)
     if not os.path.exists(path):
         raise ConfigError.bad_value(key, str(path), "a YAML file that exists")
     try:

@@ -15,6 +15,7 @@ from typing import Any
 
 from aiohttp import ClientError, ClientTimeout
 
+from trtllm_disagg.config.yaml_file import shipped
 from trtllm_disagg.console import Console
 from trtllm_disagg.engines.demo_model.building import build_demo_model
 from trtllm_disagg.engines.demo_model.recipe import DEFAULT_DIRECTORY
@@ -127,6 +128,7 @@ def _ask(
     number: int, order: StrategySpec, run_dir: Path, model: Path, args: argparse.Namespace
 ) -> ChatAnswer:
     _say(f"{number}. {order.name}: the frontend sends the request to the {order.entry_role} worker first")
+    configs = shipped(args.engine_configs)
     config = DeploymentConfig(
         strategy=order.name,
         model=str(model),
@@ -134,9 +136,7 @@ def _ask(
         run_dir=run_dir,
         http_port=0,
         engine="embedded",
-        engine_configs=engine_configs_in(args.engine_configs, order.name)
-        if args.engine_configs.is_dir()
-        else {},
+        engine_configs=engine_configs_in(configs, order.name) if configs.is_dir() else {},
     )
     with deployment_in_background(config, status_for(sys.stderr)) as deployment:
         # Not shown, because the first request also connects the two engines.

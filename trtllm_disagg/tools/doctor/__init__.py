@@ -149,7 +149,7 @@ def _of_files(args: argparse.Namespace) -> ExitCode:
 
 
 def _side(args: argparse.Namespace, role: Role, deployment: PlannedDeployment) -> Side:
-    from trtllm_disagg.config.yaml_file import read_mapping
+    from trtllm_disagg.config.yaml_file import read_mapping, shipped
     from trtllm_disagg.tools.doctor.pair import settings_of, side_of
 
     config = settings_of(
@@ -162,7 +162,7 @@ def _side(args: argparse.Namespace, role: Role, deployment: PlannedDeployment) -
                 f"--{role}-flags: --extra-engine-args {config.extra_engine_args} and the file {file}: give one of them"
             )
         file = Path(config.extra_engine_args)
-    source, given = ("", {}) if file is None else (str(file), read_mapping(file, role.value))
+    source, given = ("", {}) if file is None else (str(shipped(file)), read_mapping(file, role.value))
     return side_of(role, source, given, args.model, deployment, _gpus(args, role), config)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trtllm_disagg.config.engine_args import merged_args, override_of
-from trtllm_disagg.config.yaml_file import read_mapping
+from trtllm_disagg.config.yaml_file import read_mapping, shipped
 from trtllm_disagg.engines.modelled.config import checked
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.strategies import WorkerRole, spec_of
@@ -38,6 +38,7 @@ class Engines:
             raise ConfigError.bad_value(
                 "--model", str(model), "a directory with a tokenizer and a config.json"
             )
+        directory = shipped(directory)
         roles = dict.fromkeys(role for layout in layouts for role in spec_of(layout.strategy).roles)
         missing = [f"{role}.yaml" for role in roles if not (directory / f"{role}.yaml").is_file()]
         if missing:

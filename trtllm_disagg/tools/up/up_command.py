@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 from trtllm_disagg.config.args import argument_parser_of, parse_worker_flags, read_worker_flags
 from trtllm_disagg.config.worker_config import SETTINGS, choices_of, flag_of
+from trtllm_disagg.config.yaml_file import shipped
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.model_directory import servable_model
 from trtllm_disagg.processes.exits import ExitCode, ending_as_on_ctrl_c
@@ -216,6 +217,7 @@ def default_name(model: str) -> str:
 
 def engine_configs_in(directory: Path, strategy: str) -> dict[ProcessRole, Path]:
     """The YAML file of every role that `strategy` needs."""
+    directory = shipped(directory)
     files: dict[ProcessRole, Path] = {
         role: (directory / f"{role}.yaml").absolute() for role in spec_of(strategy).roles
     }

@@ -20,6 +20,8 @@ from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.tools.up import lifecycle, up_command
 from trtllm_disagg.tools.up.plan import PLANES, DeploymentConfig, plan, shared_env, worker_arguments
 
+ROOT = Path(__file__).parents[4]
+
 
 @pytest.fixture
 def up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
@@ -81,6 +83,18 @@ def test_flags_become_a_config(tmp_path: Path) -> None:
     assert (config.startup_timeout, config.served_model_name) == (7, "org/toy")
     assert config.engine_configs == {role: tmp_path / f"{role}.yaml" for role in ("prefill", "decode")}
     assert up_command.default_name(f"{tmp_path}/") == tmp_path.name
+
+
+@pytest.mark.parametrize("name", ["demo", "engine_configs/demo"])
+def test_engine_files_that_come_with_the_package_are_found_by_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = config_of("--strategy=agg", f"--engine-configs={name}")
+    assert config.engine_configs["agg"] == ROOT / "engine_configs/demo/agg.yaml"
+    (tmp_path / name).mkdir(parents=True)  # your own is first
+    with pytest.raises(ConfigError, match="a directory with agg"):
+        config_of("--strategy=agg", f"--engine-configs={name}")
 
 
 def test_wrong_settings_leave_no_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
