@@ -2,6 +2,9 @@
 
 import sys
 
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: trtllm-disagg needs Python 3.11 or newer; {sys.executable} is {sys.version.split()[0]}")
+
 from trtllm_disagg.processes.interpreter import leave_current_directory
 
 

@@ -211,12 +211,18 @@ def _main(argv: list[str]) -> NoReturn:
         if isinstance(error, BrokenPipeError) and _streams_without_reader():
             raise
         log.debug("where it failed", exc_info=True)
-        print(f"{ERROR_PREFIX}{_text_of(error)}", file=sys.stderr)
+        text = str(error)
+        if isinstance(error, OSError) and error.filename is not None:
+            text = f"{error.filename}: {error.strerror}"
+        print(f"{ERROR_PREFIX}{text}", file=sys.stderr)
         sys.exit(ExitCode.WRONG_SETTING if isinstance(error, ConfigError) else ExitCode.FAILED)
     except ModuleNotFoundError as error:
         if (command := _command_that_installs(error.name)) is None:
             raise
-        print(f"{ERROR_PREFIX}{error.name} is not installed; {command} brings it", file=sys.stderr)
+        print(
+            f"{ERROR_PREFIX}{error.name} is not installed in {sys.prefix}; {command} brings it",
+            file=sys.stderr,
+        )
         sys.exit(ExitCode.WRONG_SETTING)
     except KeyboardInterrupt:
         sys.exit(ExitCode.INTERRUPTED)
@@ -239,21 +245,29 @@ def _streams_without_reader() -> list[int]:
 #: Needed by the embedded engine only. TensorRT-LLM pins some of them, so they are no dependencies of this package.
 _OF_EMBEDDED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "numba", "llguidance", "tqdm")
 
+#: Needed by every command; another Python than that of the installation lacks them.
+_OF_ALL = (
+    "aiohttp",
+    "msgspec",
+    "nats",
+    "prometheus_client",
+    "psutil",
+    "pydantic",
+    "rich",
+    "uvloop",
+    "yaml",
+    "zmq",
+)
+
 
 def _command_that_installs(module: str | None) -> str | None:
-    """Of a package that this one does not require; None for any other."""
+    """Of a package that was installed somewhere else, or not at all; None for any other."""
     package = (module or "").partition(".")[0]
     if package in _OF_EMBEDDED:
         return "pip install 'trtllm-disagg[embedded]'"
     if package == "dynamo":
         return INSTALL_DYNAMO
-    return None
-
-
-def _text_of(error: DisaggError | OSError) -> str:
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    return str(error)
+    return "pip install trtllm-disagg" if package in _OF_ALL else None
 
 
 def run(argv: list[str]) -> ExitCode:

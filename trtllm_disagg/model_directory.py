@@ -97,11 +97,8 @@ def _is_complete(directory: Path) -> bool:
 
     index = directory / "model.safetensors.index.json"
     try:
-        shards = (
-            set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            if index.exists()
-            else set()
-        )
+        listed = json.loads(index.read_text(encoding="utf-8")) if index.exists() else {"weight_map": {}}
+        shards = set(listed["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return True  # the engine reports what is wrong with the index
     if shards:
@@ -119,24 +116,16 @@ def _download(name: str, key: str, cached: Path | None, revision: str | None) ->
     remedy = f"run `hf download {name}{wanted}` where the hub can be reached, or name a directory"
     if constants.is_offline_mode():
         raise ConfigError(f"{key}: {has_not}, and HF_HUB_OFFLINE forbids to ask the hub; unset it, {remedy}")
-    print(f"{has_not}; asking {constants.ENDPOINT}", file=sys.stderr, flush=True)
+    at = constants.ENDPOINT
+    print(f"{has_not}; asking {at}", file=sys.stderr, flush=True)
     try:
-        _within(
-            _REACH_SECONDS,
-            lambda: HfApi(endpoint=constants.ENDPOINT).model_info(
-                name, revision=revision, timeout=_REACH_SECONDS / 2
-            ),
-        )
-        return Path(
-            snapshot_download(
-                name, revision=revision, allow_patterns=list(_FILES), endpoint=constants.ENDPOINT
-            )
-        )
+        api = HfApi(endpoint=at)
+        _within(_REACH_SECONDS, lambda: api.model_info(name, revision=revision, timeout=_REACH_SECONDS / 2))
+        files = list(_FILES)
+        return Path(snapshot_download(name, revision=revision, allow_patterns=files, endpoint=at))
     except Exception as error:  # errors of the HTTP library and of the hub's client have no common base class
         why = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise ConfigError(
-            f"{key}: {has_not}, and {constants.ENDPOINT} does not give it ({why}); {remedy}"
-        ) from None
+        raise ConfigError(f"{key}: {has_not}, and {at} does not give it ({why}); {remedy}") from None
 
 
 def _within(seconds: float, ask: Callable[[], Answer]) -> Answer:

@@ -194,7 +194,8 @@ def test_a_command_without_dynamo_names_the_command_that_installs_it(words: str,
         text=True,
         timeout=60,
     )
-    assert re.fullmatch(rf"error: dynamo\S* is not installed; {INSTALL_DYNAMO} brings it\n", done.stderr)
+    said = rf"error: dynamo\S* is not installed in {sys.prefix}; {INSTALL_DYNAMO} brings it\n"
+    assert re.fullmatch(said, done.stderr)
     assert done.returncode == ExitCode.WRONG_SETTING
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, files
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,12 +30,9 @@ def shipped(path: Path) -> Path:
     # os.path returns False where Path raises, for example for names that are too long.
     if os.path.exists(path):
         return path
-    roots = [Path(__file__).parents[2] / ENGINE_CONFIGS]
-    with suppress(PackageNotFoundError):
-        ours = (
-            Path(str(each.locate())) for each in files("trtllm-disagg") or () if ENGINE_CONFIGS in each.parts
-        )
-        roots += [each.parents[1] for each in ours][:1]
+    ours = (file for each in distributions(name="trtllm-disagg") for file in each.files or ())
+    shared = (Path(str(file.locate())).parents[1] for file in ours if ENGINE_CONFIGS in file.parts)
+    roots = dict.fromkeys((Path(__file__).parents[2] / ENGINE_CONFIGS, *shared))
     found = (root / path.as_posix().removeprefix(f"{ENGINE_CONFIGS}/") for root in roots)
     return next((each.resolve() for each in found if os.path.exists(each)), path)
 
@@ -86,7 +82,9 @@ def _read_yaml(path: Path) -> Any:
         raise ValueError("a tag, such as !!timestamp or !!int, on a value that is none") from None
     except yaml.YAMLError as error:
         # Invalid dates and bytes that are no text raise ValueError themselves.
-        raise ValueError(str(error)) from error
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ValueError(f"{problem or ' '.join(str(error).split())}{where}") from error
 
 
 def _require_plain(node: yaml.Node, above: tuple[int, ...], checked: dict[tuple[int, int], int]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -332,15 +333,15 @@ class Runtime:
 
 def _open(config: WorkerConfig) -> Any:
     """Raises ConfigError when the discovery cannot be reached: `kubernetes` outside of a pod, for example."""
+    backend = config.discovery_backend
+    if backend == "etcd":
+        where = os.environ.get("ETCD_ENDPOINTS", "http://localhost:2379")
+        log.info("looking for etcd at %s (--discovery-backend file needs none, on one machine)", where)
     try:
-        return DistributedRuntime(
-            asyncio.get_running_loop(),
-            config.discovery_backend,
-            config.request_plane,
-            event_plane=config.event_plane,
-        )
+        loop = asyncio.get_running_loop()
+        return DistributedRuntime(loop, backend, config.request_plane, event_plane=config.event_plane)
     except Exception as error:
-        raise ConfigError(f"{flag_of('discovery_backend')} {config.discovery_backend}: {error}") from error
+        raise ConfigError(f"{flag_of('discovery_backend')} {backend}: {error}") from error
 
 
 class DynamoRegistration:

@@ -131,7 +131,8 @@ def test_empty_engine_file_is_like_no_file(tmp_path: Path) -> None:
         ),
         ({"sampler_type": "TRTLLMSampler"}, ["sampler_type", "TRTLLMSampler"]),
         ([1], ["engine.yaml", "list"]),
-        ("a: [", ["engine.yaml", "not YAML", "line 1"]),
+        ("a: [", ["engine.yaml is not YAML: expected", "in line 1, column 5"]),
+        ("a: \0", ["engine.yaml is not YAML: unacceptable character #x0000: special characters are not"]),
         ("max_seq_len: 4" + " " * 1_000_000, ["engine.yaml", "more than 1000000 bytes long"]),
         *(
             (f"a: {tagged}", ["engine.yaml", "a tag, such as !!timestamp or !!int, on a value that is none"])

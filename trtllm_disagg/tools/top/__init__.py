@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+import termios
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,7 +53,7 @@ def run(args: argparse.Namespace) -> ExitCode:
 
     observer = observer_of(args.run_dir, args.url)
     if not args.once:
-        with ending_as_on_ctrl_c():
+        with ending_as_on_ctrl_c(), _without_echo():
             asyncio.run(_live(observer, args.interval))
     seen = asyncio.run(observer.look())
     if args.json:
@@ -58,6 +61,19 @@ def run(args: argparse.Namespace) -> ExitCode:
     else:
         print_frame(seen)
     return ExitCode.DONE
+
+
+@contextmanager
+def _without_echo() -> Iterator[None]:
+    """Typed characters would stay on the live screen; they are dropped at its end."""
+    before = termios.tcgetattr(sys.stdin)
+    now = [*before]
+    now[3] &= ~(termios.ECHO | termios.ICANON)
+    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, now)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSAFLUSH, before)
 
 
 async def _live(observer: Observer, interval: float) -> None:

@@ -27,6 +27,7 @@ from trtllm_disagg.errors import ConfigError, DisaggError, StageTimeoutError
 from trtllm_disagg.processes.machine import peer_process
 from trtllm_disagg.strategies import spec_of, switchable
 from trtllm_disagg.tools.up.plan import DISCOVERY_DIR
+from trtllm_disagg.tools.up.run_dir import is_alive, read_processes
 from trtllm_disagg.tools.up.scaler import Say, Scaler
 from trtllm_disagg.tools.up.supervisor import Supervisor
 from trtllm_disagg.wire.kv_handle import UNREADABLE
@@ -183,6 +184,9 @@ def send_to_up(
         connection = connect_to(run_dir / COMMAND_SOCKET, seconds)
     except OSError as error:
         is_absent = isinstance(error, FileNotFoundError | NotADirectoryError | ConnectionRefusedError)
+        if is_absent and any(map(is_alive, read_processes(run_dir))):
+            why = "starts, stops or was killed; try again after its line `ready`"
+            raise NoUpError(f"--run-dir: the `up` of {run_dir} takes no commands now: it {why}") from None
         raise (NoUpError if is_absent else ConfigError).bad_value(
             "--run-dir", str(run_dir), f"the run directory of a running `up` ({error.strerror or error})"
         ) from None

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -45,6 +46,10 @@ MOST_CHARS = 600
 LINE_CHARS = 240
 #: Dynamo's error when it may not watch another directory.
 NO_INOTIFY = "Too many open files (os error 24)"
+#: With less on its disk, a process cannot write what it has to.
+LEAST_FREE_BYTES = 1 << 20
+#: What Dynamo logs of every start tells nothing of a death.
+LOGGED_INFO = re.compile(r"^\S+Z\s+INFO \S+: ")
 #: An error in Dynamo's log; the group is its message.
 LOGGED_ERROR = re.compile(r"^\S+Z\s+ERROR \S+: (.+)$")
 #: Dynamo's frontend has found workers of a model, and cannot serve it; the group is the reason.
@@ -254,7 +259,10 @@ def death_report(process: ManagedProcess, when: str) -> str:
     what = end if cause is None else f"{cause} ({end})"
     if any(NO_INOTIFY in line for line in process.last_lines(SEARCHED_LINES)):
         what += f"; `{NO_INOTIFY}` is said of inotify instances, too: sudo sysctl {INOTIFY_KEY}=1024"
-    lines = process.last_lines(LOG_LINES) or ["(the log is empty)"]
+    if shutil.disk_usage(process.log.parent).free < LEAST_FREE_BYTES:
+        what += f"; the disk of {process.log.parent} is full"
+    lines = [line for line in process.last_lines(SEARCHED_LINES) if not LOGGED_INFO.match(line)]
+    lines = lines[-LOG_LINES:] or ["(the log is empty)"]
     return "\n".join(
         [
             f"{process.name} died {when}: {what}, pid {process.pid}, {process.elapsed:.1f} s after its start",

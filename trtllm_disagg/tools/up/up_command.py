@@ -160,6 +160,8 @@ def _serve(config: DeploymentConfig) -> ExitCode:
     # Imported only after the flags are checked; `--help` does not need them.
     import asyncio
 
+    from trtllm_disagg.config.engine_args import build_engine_args
+    from trtllm_disagg.engine.engines import resolve_engine
     from trtllm_disagg.tools.up.lifecycle import serve
     from trtllm_disagg.tools.up.status import status_for
 
@@ -169,7 +171,26 @@ def _serve(config: DeploymentConfig) -> ExitCode:
         worker = parse_worker_flags(arguments, {**os.environ, **shared_env(config, os.environ)})
         if worker.served_model_name != config.served_model_name:
             raise ConfigError("--worker-args: --served-model-name is a flag of `up` itself")
+        build_engine_args(replace(worker, engine=resolve_engine(worker.engine)))
+        if "chat" in worker.endpoint_types and worker.custom_jinja_template is None:
+            _require_chat_template(Path(config.model))
     return asyncio.run(serve(config, status_for(sys.stderr)))
+
+
+def _require_chat_template(model: Path) -> None:
+    """Without one, Dynamo's frontend would try for ever to serve chats; models of DeepSeek have theirs in its code."""
+    file = model / "tokenizer_config.json"
+    texts = [each.read_text(encoding="utf-8") for each in (model / "config.json", file) if each.is_file()]
+    has_one = any((model / f"chat_template.{suffix}").exists() for suffix in ("jinja", "json"))
+    if (
+        texts
+        and not has_one
+        and not any(f'"{word}' in text for text in texts for word in ("chat_template", "deepseek"))
+    ):
+        instead = "--worker-args '--custom-jinja-template FILE', or '--endpoint-types completions'"
+        raise ConfigError(
+            f"--model: {file} has no chat_template, which chats need; add it, or give {instead}"
+        )
 
 
 def config_from(args: argparse.Namespace, run_dir: Path) -> DeploymentConfig:

@@ -22,9 +22,11 @@ from tests.support.commanded_up import tell, worker_config
 from tests.support.handling import until
 from trtllm_disagg.admin.commands import Describe, Scale, Switch
 from trtllm_disagg.errors import ConfigError, DisaggError
+from trtllm_disagg.processes.machine import birth
 from trtllm_disagg.tools.up import command_socket
 from trtllm_disagg.tools.up.command_socket import (
     COMMAND_SOCKET,
+    NoUpError,
     connect_to,
     listen_at,
     send_to_up,
@@ -200,6 +202,13 @@ async def test_a_command_is_executed_when_its_client_has_gone(supervisor: Superv
     # The next one waits for its turn.
     line, said = await tell(supervisor, Scale({"prefill": 1}))
     assert (line, said) == ({"prefill": 1, "decode": 0}, [])
+
+
+def test_a_command_for_an_up_that_starts_says_when_to_try_again(tmp_path: Path) -> None:
+    here = ProcessRecord("decode-0", "decode", os.getpid(), {}, "", "starting", birth(os.getpid()))
+    RunDir(tmp_path).write([here])
+    with pytest.raises(NoUpError, match=r"takes no commands now: it starts, .* after its line `ready`"):
+        send_to_up(tmp_path, Describe())
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,10 @@ import asyncio
 import errno
 import io
 import os
+import shutil
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -201,6 +203,20 @@ async def test_report_begins_with_the_cause_and_ends_with_the_log_of_the_last_st
     marker = process.log.read_text().splitlines()[-2]
     assert marker.startswith("--- started again at ")
     assert marker.endswith(", after: exit code 2 ---")
+
+
+async def test_report_has_no_lines_of_dynamos_start_and_names_a_full_disk(
+    decode: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = (
+        f"print(20 * {NOISE + chr(10)!r} + {OURS!r}); print(20 * {NOISE + chr(10)!r}); raise SystemExit(2)"
+    )
+    process = await run(decode.process, script)
+    sentence, _, *tail = death_report(process, "while serving").split("\n")
+    assert (tail, "disk" in sentence) == ([f"  {OURS}"], False)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: Namespace(free=4096))
+    full = f"the disk of {process.log.parent} is full"
+    assert full in death_report(process, "while serving").split("\n")[0]
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,44 @@ def test_up_refuses_what_its_workers_would_refuse(up: list[str], flag: str, name
         run([*up, flag])
 
 
+def test_up_refuses_an_engine_file_before_anything_starts(up: list[str], tmp_path: Path) -> None:
+    for role in ("prefill", "decode"):
+        (tmp_path / f"{role}.yaml").write_text("max_num_tokns: 4")
+    with pytest.raises(ConfigError, match=r"\.yaml: unknown key max_num_tokns .*mean max_num_tokens"):
+        run([*up, f"--engine-configs={tmp_path}"])
+
+
+@pytest.mark.parametrize(
+    ("files", "more", "is_refused"),
+    [
+        ({}, [], True),
+        ({"tokenizer_config.json": '{"chat_template": "x"}'}, [], False),
+        ({"chat_template.jinja": "x"}, [], False),
+        ({"config.json": '{"model_type": "deepseek_v32"}'}, [], False),
+        ({}, ["--worker-args=--endpoint-types completions"], False),
+        ({"own.jinja": "x"}, ["--worker-args=--custom-jinja-template own.jinja"], False),
+    ],
+)
+def test_a_model_without_chat_template_is_refused_where_chats_are_served(
+    up: list[str],
+    files: dict[str, str],
+    more: list[str],
+    is_refused: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Dynamo's frontend would try for ever; for DeepSeek it has templates of its own."""
+    monkeypatch.chdir(tmp_path)
+    for name, content in ({"config.json": "{}", "tokenizer_config.json": "{}"} | files).items():
+        (tmp_path / name).write_text(content)
+    argv = [*up, "--model", str(tmp_path), *more]
+    if is_refused:
+        with pytest.raises(ConfigError, match=r"--model: .*/tokenizer_config\.json has no chat_template"):
+            run(argv)
+    else:
+        assert run(argv) is ExitCode.DONE
+
+
 @pytest.mark.parametrize(
     "flag", ["--engine=auto", "--worker-args=--max-tries 3 --trtllm.max_seq_len 64", "--namespace=a-b"]
 )
