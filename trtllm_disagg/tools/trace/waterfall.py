@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from html import escape
 from io import StringIO
+from itertools import zip_longest
 
 from rich.console import Console
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME
@@ -20,46 +22,64 @@ _MOST_BLAMED = 3
 _LEAST_GAP_MS, _LEAST_GAP_SHARE = 50.0, 0.05
 #: Of a page or picture.
 _COLUMNS = 140
+_PAGE = """<!doctype html><meta charset="utf-8"><title>trace</title>
+<style>body {font: 14px monospace; white-space: pre} div:hover {background: #eee}</style>
+"""
 
 
 def page(traces: Sequence[Trace]) -> str:
-    """An HTML page with all traces on one scale."""
-    return _recorded(traces, max(trace.milliseconds for trace in traces)).export_html()
+    """An HTML page with all traces on one scale. A row says all about its span when the mouse is on it."""
+    scale_ms, parts = max(trace.milliseconds for trace in traces), [_PAGE]
+    for trace in traces:
+        above = len(_wrapped(headline(trace), _COLUMNS))
+        titles = [""] * above + [_title(node, trace) for node in trace.nodes]
+        for line, title in zip_longest(waterfall(trace, _COLUMNS, scale_ms), titles, fillvalue=""):
+            console = Console(record=True, width=_COLUMNS, file=StringIO(), highlight=False)
+            console.print(line)
+            row = console.export_html(inline_styles=True, code_format="{code}").rstrip("\n")
+            parts.append(f'<div title="{escape(title)}">{row}</div>\n')
+        parts.append("<br>\n")
+    return "".join(parts)
+
+
+def _title(node: Node, trace: Trace) -> str:
+    """Everything that is known of a span."""
+    at = (node.span.start - trace.start) / 1e6
+    facts = [f"{node.worker} {node.span.name}: {duration(node.milliseconds)} from {duration(at)}"]
+    facts += [f"{name}: {_words(value)}" for name, value in node.span.attributes.items()]
+    facts += [f"{each.name} at {duration((each.at - trace.start) / 1e6)}" for each in node.span.events]
+    return "\n".join([*facts, *([f"failed: {node.span.error}"] if node.span.error else [])])
 
 
 def picture(trace: Trace) -> str:
     """One SVG. Without the fonts that rich would have a browser load: its own will do."""
-    svg = _recorded([trace], trace.milliseconds).export_svg(title="", theme=DEFAULT_TERMINAL_THEME)
+    console = Console(record=True, width=_COLUMNS, file=StringIO())
+    draw([trace], console)
+    svg = console.export_svg(title="", theme=DEFAULT_TERMINAL_THEME)
     return re.sub(r"@font-face\s*\{[^}]*\}", "", svg)
 
 
-def _recorded(traces: Sequence[Trace], scale_ms: float) -> Console:
-    console = Console(record=True, width=_COLUMNS, file=StringIO())
-    draw(traces, console, scale_ms)
-    return console
-
-
-def draw(traces: Sequence[Trace], console: Console, scale_ms: float | None = None) -> None:
+def draw(traces: Sequence[Trace], console: Console) -> None:
     """Prints the traces with an empty line between two."""
     for number, trace in enumerate(traces):
-        console.print(*[""] * bool(number), *waterfall(trace, console.width, scale_ms), sep="\n")
+        console.print(*[""] * bool(number), *waterfall(trace, console.width), sep="\n")
 
 
 def waterfall(trace: Trace, columns: int, scale_ms: float | None = None) -> Iterator[Text]:
     """The lines of a drawing that is `columns` wide, but at least 80; its bars have room for `scale_ms`, by default the
     request's own time.
     """
-    yield Text(headline(trace), "bold")
+    yield from (Text(line, "bold") for line in _wrapped(headline(trace), columns))
     workers = max(len(node.worker) for node in trace.nodes)
     labels = max(len(_label(node)) for node in trace.nodes)
     width = min(max(columns - workers - labels - 14, _LEAST_BAR), _MOST_BAR)
-    longest, above = trace.blame[0][0] if trace.blame else None, ""
+    marked, above = _marked(trace), ""
     for node in trace.nodes:
         line = Text(f"{'' if node.worker == above else node.worker:{workers}} ", "dim")
         line.append(f"{_label(node):{labels}} ", "red" if node.span.error is not None else "")
         begin = (node.span.start - trace.start) / 1e6
         bar = _bar(begin, node.milliseconds, scale_ms or trace.milliseconds, width)
-        line.append(bar, "bold yellow" if node is longest else "cyan" if node.is_ours else "dim")
+        line.append(bar, "bold yellow" if node is marked else "cyan" if node.is_ours else "dim")
         line.append(f" {duration(node.milliseconds):>10}")
         yield line
         above = node.worker
@@ -67,6 +87,20 @@ def waterfall(trace: Trace, columns: int, scale_ms: float | None = None) -> Iter
         yield from map(Text, _wrapped(conclusion, columns))
     for remark in remarks(trace):
         yield from (Text(line, "dim") for line in _wrapped(remark, columns))
+
+
+def _marked(trace: Trace) -> Node | None:
+    """The span with most of the time; if a worker stood still for half of it, its shortest one that lasted so long."""
+    gap = trace.longest_gap
+    if gap is not None and 2 * gap.milliseconds > trace.milliseconds:
+        around = [
+            each
+            for each in trace.nodes
+            if each.worker == gap.worker and each.milliseconds >= gap.milliseconds
+        ]
+        if around:
+            return min(around, key=lambda node: node.milliseconds)
+    return trace.blame[0][0] if trace.blame else None
 
 
 def headline(trace: Trace) -> str:

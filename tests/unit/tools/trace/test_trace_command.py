@@ -14,6 +14,7 @@ from tests.support.tracing import write
 from trtllm_disagg.cli import run
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.tools.trace.reading import read_traces
+from trtllm_disagg.tools.trace.waterfall import waterfall
 from trtllm_disagg.tracing.spans import SpanData, SpanEvent, Value
 from trtllm_disagg.tracing.trace_file import LONGEST_GAP, LONGEST_GAP_AFTER
 
@@ -108,8 +109,14 @@ def test_longest_gap_is_shown_with_the_worker_that_caused_it(
         span.attributes |= {LONGEST_GAP: gaps[place], LONGEST_GAP_AFTER: 31 - place}
     for worker, spans in zip(("prefill-0", "decode-0"), (first, second), strict=True):
         write(run_dir / "traces" / f"{worker}.jsonl", spans)
-    found = [each for each in shown(capsys, "id-3", "--run-dir", run_dir) if each.startswith("no token")]
-    assert found == ([] if line is None else [line])
+    lines = shown(capsys, "id-3", "--run-dir", run_dir)
+    assert [each for each in lines if each.startswith("no token")] == ([] if line is None else [line])
+    # The row of the worker that stood still is marked, not one that ended meanwhile.
+    (trace,) = (each for each in read_traces(run_dir) if "id-3" in each.request_ids)
+    (marked,) = (
+        each.plain for each in waterfall(trace, 80) if any(s.style == "bold yellow" for s in each.spans)
+    )
+    assert ("dispatch" in marked) is (line is not None and "prefill-0" in line)
     picture = run_dir / "gap.svg"
     assert run(["trace", "--run-dir", str(run_dir), "id-3", "--html", str(picture)]) == 0
     assert ("no&#160;token&#160;for" in picture.read_text()) is (line is not None)
@@ -129,6 +136,15 @@ def test_the_first_token_is_the_one_that_the_client_gets(order: str, shown_ms: f
         write(tmp_path / "traces" / f"{worker}.jsonl", [span])
     (trace,) = read_traces(tmp_path)
     assert trace.first_token_ms == shown_ms
+
+
+def test_a_long_headline_is_broken_between_words(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    of_prefill, _ = spans_of(5, 0)
+    of_prefill[0].attributes |= {"gen_ai.request.id": "chatcmpl-" + 4 * "c5cd0580-"}
+    write(run_dir / "traces" / "prefill-0.jsonl", of_prefill)
+    first, second, *_ = shown(capsys, "--run-dir", run_dir)
+    assert f"{first} {second}".endswith(": 100.0 ms, prefill_first, first token after 20.0 ms")
+    assert max(len(first), len(second)) <= COLUMNS
 
 
 def test_the_last_and_the_slowest_requests_are_found(
@@ -203,8 +219,12 @@ def test_trace_html_and_svg_load_nothing_else(run_dir: Path) -> None:
     assert run(["trace", "--run-dir", str(run_dir), "id-1", "--html", str(picture)]) == 0
     for text, requests in ((page.read_text(), ["id-1", "id-2"]), (picture.read_text(), ["id-1"])):
         assert not re.search("<script|src=|url\\(http|<link", text)
-        assert re.findall(r"id-\d", text) == requests
+        assert re.findall(r"id-\d", re.sub('title="[^"]*"', "", text)) == requests
     ET.parse(picture)
+    # What is known of a span is shown when the mouse is on its row.
+    (row,) = (line for line in page.read_text().splitlines() if "kv_transfer: 440.0 ms from 26.0 ms" in line)
+    assert row.startswith('<div title="decode-0 kv_transfer: ')
+    assert "kv_transfer.bytes: 49152" in page.read_text()
     # On one scale: the slow request fills it.
     long, short = (line.count("█") for line in page.read_text().splitlines() if " request " in line)
     assert short == pytest.approx(long * 110 / 500, abs=1)
