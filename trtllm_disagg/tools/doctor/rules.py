@@ -16,7 +16,7 @@ from trtllm_disagg.engine.trtllm_version import (
 )
 from trtllm_disagg.strategies import STRATEGIES
 from trtllm_disagg.tools.doctor.pair import DEFAULT_BLOCK_SIZE, Pair, Side
-from trtllm_disagg.worker.pairing import BY_KEY
+from trtllm_disagg.worker.pairing import BY_KEY, fixed_by
 
 #: The verdict of a rule that holds, and of one about a deployment that could not be checked.
 FINE, UNKNOWN = "ok", "not known"
@@ -318,10 +318,20 @@ def _lengths(pair: Pair) -> Problem | None:
     if beyond := _roles(pair, lambda side: side.max_seq_len != side.longest):
         longest = next(side.longest for side in pair.sides if side.max_seq_len != side.longest)
         return _note(f"{beyond}: max_seq_len: {longest}, the model's own, which TensorRT-LLM takes instead")
-    if prefill is None or decode is None or prefill == decode:
+    return None
+
+
+def _switch(pair: Pair) -> Problem | None:
+    if flags := ", ".join(flag for side in pair.sides for flag in fixed_by(side.config)):
+        return _note(
+            f"this pair cannot be switched: only workers at the usual endpoints can, without {flags}"
+        )
+    prefill, decode = (side.longest for side in pair.sides)
+    if prefill is None or decode is None or prefill >= decode:  # a longer prefill is an error
         return None
     return _note(
-        f"decode has room for more, but prompts above {prefill} tokens do not fit the prefill worker"
+        f"this pair cannot be switched: the same max_seq_len on both sides; prompts above {prefill} tokens do not fit "
+        "the prefill worker, though decode has room"
     )
 
 
@@ -535,6 +545,12 @@ RULES = (
         "a prompt that prefill takes must fit where it is decoded",
         lambda side: side.max_seq_len or "model's",
         _lengths,
+    ),
+    Rule(
+        "switch",
+        "after a switch the other worker is the first stage, and a frontend keeps one context length for a model",
+        lambda side: ", ".join(fixed_by(side.config)),
+        _switch,
     ),
     Rule("model", "KV of one model means nothing to another", lambda side: side.model or "not given", _model),
     Rule(

@@ -23,7 +23,7 @@ _LEAST_GAP_MS, _LEAST_GAP_SHARE = 50.0, 0.05
 #: Of a page or picture.
 _COLUMNS = 140
 _PAGE = """<!doctype html><meta charset="utf-8"><title>trace</title>
-<style>body {font: 14px monospace; white-space: pre} div:hover {background: #eee}</style>
+<style>body {font: 14px monospace} div {white-space: pre} div:hover {background: #eee}</style>
 """
 
 

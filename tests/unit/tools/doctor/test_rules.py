@@ -157,7 +157,7 @@ BROKEN: list[tuple[str, str, str, dict[str, Any]]] = [
     ("speculative decoding", "error", "the same speculative_config", prefill({"speculative_config": MTP})),
     ("max_num_tokens", "error", "max_num_tokens: 16384", prefill({"enable_chunked_prefill": False})),
     ("max_seq_len", "error", "decode: max_seq_len: 16384", decode({"max_seq_len": 8192})),
-    ("max_seq_len", "note", "above 16384 tokens", decode({"max_seq_len": 32768})),
+    ("switch", "note", "this pair cannot be switched: the same max_seq_len", decode({"max_seq_len": 32768})),
     ("model", "note", "two names", prefill({"model": "org/m-FP4"}) | decode({"model": "org/m-FP8"})),
     (
         "model",
