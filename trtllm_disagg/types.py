@@ -18,6 +18,7 @@ class StopConditions(msgspec.Struct, frozen=True):
     max_tokens: int | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
+    stop: list[str] | None = None
     stop_token_ids: list[int] | None = None
     stop_token_ids_visible: list[int] | None = None
     stop_token_ids_hidden: list[int] | None = None
@@ -298,6 +299,16 @@ class GenerateRequest(msgspec.Struct, frozen=True):
         return self.sampling.n or 1
 
     @property
+    def may_end_at_frontend(self) -> bool:
+        """The frontend looks for stop strings, and for the ids that no engine is told (`engine/sampling.py`), and
+        then stops the request as if its client had left.
+        """
+        stop = self.stop
+        return bool(
+            stop.stop or stop.stop_token_ids or stop.stop_token_ids_visible or self.output.no_stop_trim
+        )
+
+    @property
     def computes_prompt(self) -> bool:
         """False for a decode. TensorRT-LLM fails one that asks for logprobs of the prompt (`base_worker.py`)."""
         return self.prefill_result is None
@@ -389,8 +400,11 @@ class TokenChunk(msgspec.Struct, frozen=True, omit_defaults=True):
         return None if of_prompt is None else {PROMPT_LOGPROBS: of_prompt}
 
     def without_end(self) -> TokenChunk:
-        """The same tokens without finish reason and usage: a prefill phase's chunk always has these."""
-        return TokenChunk(self.token_ids, self.index, self.log_probs, self.top_logprobs)
+        """The same tokens without finish reason, which a prefill phase's chunk always has."""
+        usage = self.completion_usage
+        return TokenChunk(
+            self.token_ids, self.index, self.log_probs, self.top_logprobs, completion_usage=usage
+        )
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ from trtllm_disagg.errors import (
 from trtllm_disagg.handlers.cancellation import num_in_background
 from trtllm_disagg.handlers.local import LocalAgg, LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.peers import DECODE
-from trtllm_disagg.types import GenerateRequest, Handoff, TokenChunk
+from trtllm_disagg.types import GenerateRequest, Handoff, TokenChunk, Usage
 from trtllm_disagg.wire.bodies import decode_request, encode_request
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -112,7 +112,7 @@ async def test_a_prefill_ends_with_length_only_if_one_token_was_asked_for(
         assert handoff.first.completion_usage is not None
     else:
         assert not handoff.is_final
-        assert handoff.first == TokenChunk(expected_tokens(1))
+        assert handoff.first == TokenChunk(expected_tokens(1), completion_usage=Usage.of(3, 1, 0))
         handoff.release()
         handoff.release()
         assert engine.llm.results[0].aborts == [1]

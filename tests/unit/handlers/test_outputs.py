@@ -49,16 +49,18 @@ def test_tokens_that_the_client_has_are_skipped_but_counted() -> None:
     assert last.completion_usage.completion_tokens == 2
 
 
-def test_only_the_last_chunk_has_finish_reason_and_usage() -> None:
+def test_the_first_chunk_has_cached_tokens_and_only_the_last_one_the_finish_reason() -> None:
+    """At a stop string the frontend ends the answer without the last chunk."""
     cursor = OutputCursor(3)
-    first = advance(cursor, [5], stop_reason=9)
-    assert (first.finish_reason, first.stop_reason, first.completion_usage) == (None, None, None)
-    last = advance(cursor, [5, 6], "stop", stop_reason=9, cached_tokens=2)
+    first = advance(cursor, [5], stop_reason=9, cached_tokens=2)
+    assert first == TokenChunk([5], completion_usage=Usage(3, 1, 4, PromptTokensDetails(2)))
+    assert advance(cursor, [5, 7]) == TokenChunk([7])
+    last = advance(cursor, [5, 7, 6], "stop", stop_reason=9, cached_tokens=2)
     assert last == TokenChunk(
         [6],
         finish_reason="stop",
         stop_reason=9,
-        completion_usage=Usage(3, 2, 5, PromptTokensDetails(2)),
+        completion_usage=Usage(3, 3, 6, PromptTokensDetails(2)),
     )
 
 

@@ -34,6 +34,7 @@ from trtllm_disagg.types import (
     PromptTokensDetails,
     RequestContext,
     TokenChunk,
+    Usage,
 )
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -90,7 +91,8 @@ class Prefill:
 async def test_remote_prefill_answer_becomes_a_handoff_that_is_drained_once() -> None:
     prefill = Prefill(PREFILLED)
     handoff = await prefill()
-    assert handoff.first == TokenChunk([7], log_probs=[-0.5])
+    usage = Usage.of(3, 1, 2)
+    assert handoff.first == TokenChunk([7], log_probs=[-0.5], completion_usage=usage)
     assert handoff.result == PrefillResult(PARAMS, PromptTokensDetails(2))
     assert prefill.client.requests == [raw_request(errand={"stage": "prefill"})]
     assert prefill.drained == []

@@ -53,9 +53,10 @@ async def test_the_answer_of_a_pair_is_that_of_one_worker(strategy: str, max_tok
     split = await collect(make_pair(strategy).generate, asked)
     assert tokens_of(split) == tokens_of(whole) == expected_tokens(max_tokens or 512 - len(PROMPT))
     assert untraced(joined(split)) == untraced(joined(whole))
-    assert split[-1].completion_usage is not None
     assert [chunk.finish_reason for chunk in split[:-1]] == [None] * (len(split) - 1)
-    assert [chunk.completion_usage for chunk in split[:-1]] == [None] * (len(split) - 1)
+    cached = [usage and usage.prompt_tokens_details for usage in (chunk.completion_usage for chunk in split)]
+    assert cached[-1] is not None
+    assert cached == [cached[-1], *[None] * (len(split) - 2), cached[-1]][-len(split) :]
     assert all(chunk.disaggregated_params is None for chunk in split)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -120,3 +121,26 @@ async def test_a_fault_in_counting_is_logged_and_the_answer_is_whole(
 
     assert sum(len(chunk.token_ids) for chunk in chunks) == 3
     assert "request request-1: recording its metrics failed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("looked_for", "reason"),
+    [
+        ({"stop": ["x"]}, "ended_by_frontend"),
+        ({"stop_token_ids_visible": [7]}, "ended_by_frontend"),
+        ({}, None),
+    ],
+)
+async def test_an_answer_that_the_frontend_may_have_ended_is_not_cancelled(
+    lines: pytest.LogCaptureFixture, looked_for: dict[str, Any], reason: str | None
+) -> None:
+    """At a stop string it stops the request as if its client had left."""
+    ends: list[RequestEnd] = []
+    context = FakeContext()
+    generate = logged(LocalAgg(recording_engine()), "agg", [SimpleNamespace(ended=ends.append)])
+    chunks = generate(request(stop_conditions={"max_tokens": 5} | looked_for), context)
+    await anext(chunks)
+    context.stop()
+    await chunks.aclose()
+    assert [entry["finish_reason"] for entry in entries(lines)] == [reason]
+    assert [end.is_aborted for end in ends] == [reason is None]
