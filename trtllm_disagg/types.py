@@ -13,6 +13,9 @@ import msgspec
 
 from trtllm_disagg.tracing.spans import NO_SPAN, Span
 
+#: As Dynamo has them, in 32 bits; neither infinite nor NaN.
+Float32 = Annotated[float, msgspec.Meta(ge=-3.5e38, le=3.5e38)]
+
 
 class StopConditions(msgspec.Struct, frozen=True):
     max_tokens: int | None = None
@@ -29,15 +32,15 @@ class StopConditions(msgspec.Struct, frozen=True):
 class SamplingOptions(msgspec.Struct, frozen=True):
     n: int | None = None
     best_of: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    presence_penalty: Float32 | None = None
+    frequency_penalty: Float32 | None = None
+    repetition_penalty: Float32 | None = None
+    temperature: Float32 | None = None
+    top_p: Float32 | None = None
     top_k: int | None = None
-    min_p: float | None = None
+    min_p: Float32 | None = None
     use_beam_search: bool | None = None
-    length_penalty: float | None = None
+    length_penalty: Float32 | None = None
     seed: int | None = None
     include_stop_str_in_output: bool | None = None
     guided_decoding: dict[str, Any] | None = None
@@ -65,6 +68,8 @@ class Routing(msgspec.Struct, frozen=True):
     #: Pins of the second stage; Dynamo's frontend reads them from headers and `nvext`.
     prefill_worker_id: int | None = None
     decode_worker_id: int | None = None
+    #: `nvext.agent_hints.priority`: any number, higher ones first; 0 is that of requests without one.
+    priority: int | None = None
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -170,7 +175,7 @@ class WireRequest(msgspec.Struct, frozen=True):
     routing: Routing | None = None
     annotations: list[str] | None = None
     prefill_result: PrefillResult | None = None
-    priority: float | None = None
+    priority: Float32 | None = None
     rendezvous: Rendezvous | None = None
     phase_request: PhaseRequest | None = msgspec.field(name="errand", default=None)
     kv_transfer_params: KvTransferParams | None = None

@@ -161,7 +161,6 @@ def _errors_for_dynamo(context: Any, warn_overloaded: RateLimitedLog) -> Iterato
         # Overload comes in floods, which would fill the log.
         warn = warn_overloaded if isinstance(error, errors.OverloadedError) else log.warning
         warn("request %s: %s: %s", context.id(), type(error).__name__, error)
-        # `from None`: Dynamo prints the traceback, which is of no use for an expected error.
         raise to_dynamo(error) from None
     except Exception as error:
         # A bug fails this request, and not the worker.
@@ -177,7 +176,7 @@ class _BegunOnLoop:
     def __init__(self, answers: AsyncGenerator[Answer, None]) -> None:
         self._answers = answers
         # Dynamo reads this attribute once and calls it for each answer, without any Python code of this class.
-        calls: Iterator[Callable[[], Any]] = chain((partial(_begin, answers),), repeat(answers.__anext__))
+        calls: Iterator[Callable[[], Any]] = chain((partial(_First, answers),), repeat(answers.__anext__))
         vars(self)["__anext__"] = map(call, calls).__next__
 
     def __aiter__(self) -> _BegunOnLoop:
@@ -188,6 +187,27 @@ class _BegunOnLoop:
 
     async def aclose(self) -> None:
         await self._answers.aclose()
+
+
+class _First:
+    """The first answer, as a Future for Dynamo, which adds a callback to it on the event loop. Dynamo prints each error
+    with its traceback: of an expected one, which the log has, there is none.
+    """
+
+    _asyncio_future_blocking = False
+
+    def __init__(self, answers: AsyncGenerator[Answer, None]) -> None:
+        self._answers = answers
+
+    def add_done_callback(self, callback: Callable[[asyncio.Future[Answer]], object]) -> None:
+        def done(first: asyncio.Future[Answer]) -> None:
+            error = None if first.cancelled() else first.exception()
+            if isinstance(error, (dynamo_errors.DynamoException, dynamo_errors.HttpError)):
+                first = first.get_loop().create_future()
+                first.set_exception(error.with_traceback(None))
+            callback(first)
+
+        asyncio.ensure_future(_begin(self._answers)).add_done_callback(done)
 
 
 async def _begin(answers: AsyncGenerator[Answer, None]) -> Answer:

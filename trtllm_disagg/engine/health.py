@@ -20,6 +20,7 @@ from typing import Any
 from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.engine.daemon_thread import in_daemon_thread
 from trtllm_disagg.engine.engine import Engine
+from trtllm_disagg.types import GenerateRequest
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,24 @@ async def until_stalled(engine: Engine, seconds: float) -> str:
         await asyncio.sleep(seconds / _LOOKS)
         stall.look()
     return f"none of its requests has had a token for {seconds:g} s (--engine-stall-timeout)"
+
+
+async def probe(engine: Engine, request: GenerateRequest) -> None:
+    """Return when the engine has run `request`, or has given another request a token or its end: a probe may wait for
+    long behind prompts. Raises a DisaggError.
+    """
+    stall = Stall(engine)
+    stall.look()
+    running = asyncio.ensure_future(engine.probe(request))
+    try:
+        while not running.done():
+            await asyncio.wait({running}, timeout=_LEAST_BETWEEN)
+            stall.look()
+            if stall.num_looks == 0:
+                return
+        await running
+    finally:
+        running.cancel()
 
 
 @dataclass(frozen=True, slots=True)

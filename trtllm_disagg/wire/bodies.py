@@ -114,7 +114,7 @@ def decode_request(
         sampling=wire.sampling_options or _NO_SAMPLING,
         output=wire.output_options or _NO_OUTPUT,
         cache_salt=routing.cache_salt or _salt_of_extension(raw),
-        priority=wire.priority,
+        priority=_of_engine(routing.priority) if wire.priority is None else wire.priority,
         annotations=tuple(wire.annotations or ()),
         prefill_result=given.prefill_result,
         rendezvous=given.rendezvous,
@@ -213,6 +213,11 @@ def _salt_of_extension(raw: dict[str, Any]) -> str | None:
     extension = extra.get("nvext") if isinstance(extra, dict) else None
     salt = extension.get("cache_salt") if isinstance(extension, dict) else None
     return salt if isinstance(salt, str) and salt else None
+
+
+def _of_engine(priority: int | None) -> float | None:
+    """TensorRT-LLM's priority, from 0 to 1, for any number: 0.5 for 0, and never 1, which is a health probe's."""
+    return None if priority is None else 0.5 + 0.499 * priority / (1 + abs(priority))
 
 
 def _session_of(raw: dict[str, Any]) -> str | None:

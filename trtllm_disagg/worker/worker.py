@@ -28,7 +28,7 @@ from trtllm_disagg.dynamo_runtime.worker_endpoint import DynamoRegistration, Run
 from trtllm_disagg.engine.capabilities import block_size_of
 from trtllm_disagg.engine.daemon_thread import in_daemon_thread
 from trtllm_disagg.engine.engine import Engine
-from trtllm_disagg.engine.health import EngineHealth, HealthTimes, close, until_stalled
+from trtllm_disagg.engine.health import EngineHealth, HealthTimes, close, probe, until_stalled
 from trtllm_disagg.engine.llm_api import LlmApi, serve_as_rank
 from trtllm_disagg.engine.rank_placement import Affinity
 from trtllm_disagg.engine.trtllm_version import installed_version
@@ -202,7 +202,7 @@ class _Worker:
                     lambda: state.describe() | self.checks.described(),
                     state.handle_command,
                     engine.longest_prompt,
-                    engine.probe,
+                    partial(probe, engine),
                 )
                 await _serve_and(self._register(own, state, generate, watchers), serving, runtime)
         finally:

@@ -16,7 +16,7 @@ from tests.support.handling import raw_request, until
 from tests.support.stage_client import FakeContext
 from trtllm_disagg.dynamo_runtime.handler import PROBE, as_dynamo_handler, health_check_payload
 from trtllm_disagg.dynamo_runtime.pushed_answers import BUFFERED, WAITING
-from trtllm_disagg.errors import ConfigError, OverloadedError
+from trtllm_disagg.errors import ConfigError, InvalidRequestError, OverloadedError
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 from trtllm_disagg.wire.bodies import decode_request
 
@@ -53,6 +53,14 @@ def counting(number: int, error: Exception | None = None) -> Generate:
     return generate
 
 
+async def waited_for(begun: Any) -> asyncio.Future[Any]:
+    """As Dynamo does it: by a callback."""
+    ended = asyncio.get_running_loop().create_future()
+    asyncio.ensure_future(begun).add_done_callback(ended.set_result)
+    first: asyncio.Future[Any] = await ended
+    return first
+
+
 async def push(generate: Generate, sender: Sender, context: FakeContext | None = None, **keys: Any) -> None:
     handler = as_dynamo_handler(generate, dict, pushes=True)
     answers = handler(raw_request(**keys), context=context or FakeContext(), response_sender=sender)
@@ -84,6 +92,18 @@ async def test_an_error_is_raised_and_closes_nothing() -> None:
         await push(counting(2, OverloadedError("full")), sender)
     assert sender.tokens == [0, 1]
     assert not sender.is_closed
+
+
+@pytest.mark.parametrize("error", [InvalidRequestError("n=2"), OverloadedError("full")])
+async def test_an_error_that_the_log_has_reaches_dynamo_without_a_traceback(error: Exception) -> None:
+    """It prints the traceback of what the first answer, for which it waits as for a Future, raises."""
+    first = await waited_for(
+        as_dynamo_handler(counting(0, error), dict)(raw_request(), FakeContext()).__anext__()
+    )
+    failure = first.exception()
+    assert str(error) in str(failure)
+    assert failure is not None
+    assert failure.__traceback__ is None
 
 
 @pytest.mark.parametrize("after", [2, MANY])
@@ -205,8 +225,8 @@ async def test_an_answer_that_is_dropped_in_a_thread_ends_on_the_event_loop() ->
         dynamos.append(handler(raw_request(), FakeContext()).__anext__)
         return dynamos[0]()
 
-    first = await (await asyncio.to_thread(ask))
-    assert first["token_ids"] == [1]
+    first = await waited_for(await asyncio.to_thread(ask))
+    assert first.result()["token_ids"] == [1]
     await asyncio.to_thread(dynamos.clear)
     await asyncio.wait_for(has_ended.wait(), 10)
     assert ended_in == [threading.get_ident()]

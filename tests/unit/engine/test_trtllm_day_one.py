@@ -37,7 +37,7 @@ from trtllm_disagg.engine.capabilities import CAPABILITIES
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.engine_facts import EngineFacts
 from trtllm_disagg.engine.handoffs_held import HandoffsHeld
-from trtllm_disagg.engine.health import EngineHealth, HealthTimes, close
+from trtllm_disagg.engine.health import EngineHealth, HealthTimes, close, probe
 from trtllm_disagg.engine.llm_api import load_api, translate
 from trtllm_disagg.engines.recording.hard_edges import GENERATION_TRANSFER_ERROR, PESSIMISTIC, RequestError
 from trtllm_disagg.engines.recording.llm import LLM, Script
@@ -619,6 +619,25 @@ async def test_a_probe_that_is_cancelled_is_aborted() -> None:
     with pytest.raises(asyncio.CancelledError):
         await probing
     assert engine.llm.results[-1].is_aborted
+
+
+@pytest.mark.parametrize("makes_steps", [True, False])
+async def test_a_probe_behind_other_requests_is_answered_when_steps_are_made(makes_steps: bool) -> None:
+    engine, gate = opened(), asyncio.Semaphore(0)
+    engine.llm.scripts += [Script(gate=gate), Script(gate=asyncio.Semaphore(0))]
+    prompt = asyncio.create_task(collect(LocalAgg(engine), request()))
+    await until(lambda: engine.llm.results)
+    probing = asyncio.create_task(probe(engine, request(max_tokens=1)))
+    await until(lambda: len(engine.llm.results) == 2)
+    if makes_steps:
+        gate.release()
+        await asyncio.wait_for(probing, 5)
+    else:
+        await asyncio.wait({probing}, timeout=0.2)
+        assert not probing.done()
+        probing.cancel()
+    await until(lambda: engine.llm.results[1].is_aborted)
+    prompt.cancel()
 
 
 @pytest.mark.parametrize("death", [ValueError("a shape"), RequestError("a shape"), OSError("a shape")])

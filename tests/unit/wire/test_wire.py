@@ -63,6 +63,16 @@ def test_decoded_request_has_its_fields_or_their_defaults_and_the_raw_body() -> 
     assert (read.cache_salt, read.priority, read.annotations, read.prefill_result) == (None, None, (), None)
 
 
+def test_a_clients_priority_is_between_0_and_that_of_a_probe() -> None:
+    def priority(number: int | None) -> float | None:
+        return decode_request(raw_request(routing={"priority": number})).priority
+
+    ordered = [priority(number) for number in (-(2**31), -1, 0, 1, 10, 2**31 - 1)]
+    assert ordered == sorted({each for each in ordered if each is not None and 0 < each < 1})
+    assert (priority(None), priority(0)) == (None, 0.5)
+    assert decode_request(raw_request(routing={"priority": 5}, priority=1.0)).priority == 1.0
+
+
 def test_options_at_the_top_of_a_request_count_unless_they_are_in_their_place() -> None:
     top = {"max_tokens": 3, "min_tokens": 2, "ignore_eos": True, "temperature": 0.5}
     read = decode_request({"token_ids": [1], **top})
@@ -102,6 +112,8 @@ def test_packed_tokens_are_unpacked_also_for_the_second_stage(kind: Any) -> None
                 ("stop_conditions", {"max_tokens": "9"}, r"\$\.stop_conditions\.max_tokens"),
                 ("stop_conditions", {"max_tokens": -1}, "max_tokens=-1"),
                 ("sampling_options", {"temperature": "hot"}, r"\$\.sampling_options\.temperature"),
+                ("sampling_options", {"temperature": math.nan}, r"\$\.sampling_options\.temperature"),
+                ("sampling_options", {"min_p": math.inf}, r"\$\.sampling_options\.min_p"),
                 ("sampling_options", {"n": 0}, "n=0"),
                 ("sampling_options", {"n": 129}, "n=129"),
                 ("sampling_options", {"best_of": 3}, "best_of=3"),
