@@ -35,6 +35,10 @@ join() {
     export DYN_EVENT_PLANE="${TRTLLM_DISAGG_EVENT_PLANE:-${DYN_EVENT_PLANE:-zmq}}"
     export DYN_SYSTEM_HOST="${DYN_SYSTEM_HOST:-127.0.0.1}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" DYN_LOG="${DYN_LOG:-info,tower_http=off}"
     export DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS="${DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS:-500}" DYN_SKIP_SGLANG_LOG_FORMATTING=1
+    export DYN_DISABLE_FRONTEND_ADMIN_API="${DYN_DISABLE_FRONTEND_ADMIN_API:-1}" # clients set no thresholds of the frontend
+    [[ -n ${DYN_HTTP_BODY_LIMIT_MB:-} || -z $ENGINE_CONFIGS ]] || # the frontend needs 125 bytes for each of a body
+        DYN_HTTP_BODY_LIMIT_MB=$(awk '/^max_seq_len:/ && $2 > n { n = $2 } END { n = int((n + 32767) / 32768); print n < 2 ? 2 : n }' \
+            "$ENGINE_CONFIGS"/*.yaml) && export DYN_HTTP_BODY_LIMIT_MB
     unset DYN_NAMESPACE_WORKER_SUFFIX # workers would append it to NAMESPACE, and the frontend would not see them
     [[ $DYN_DISCOVERY_BACKEND == file ]] || return 0
     export DYN_FILE_KV="${DYN_FILE_KV:-${XDG_RUNTIME_DIR:-${TMPDIR:-/tmp}}/trtllm-disagg-discovery-$UID}"

@@ -177,6 +177,21 @@ def test_frontend_and_workers_use_one_discovery_and_namespace(
     assert [worker.namespace, worker.discovery_backend] == frontend == ["dynamo", backend]
 
 
+@pytest.mark.parametrize(
+    ("lengths", "given", "limit"),
+    [((2048, 99), "", "2"), ((999, 131_073), "", "5"), ((2048,), "45", "45"), ((), "", None)],
+)
+def test_the_frontend_takes_no_body_much_longer_than_a_prompt_and_no_thresholds_of_clients(
+    scripts: Scripts, tmp_path: Path, lengths: tuple[int, ...], given: str, limit: str | None
+) -> None:
+    for name, length in enumerate(lengths):
+        (tmp_path / f"{name}.yaml").write_text(f"max_batch_size: 4\nmax_seq_len: {length}  # tokens\n")
+    configs = str(tmp_path) if lengths else ""
+    _, environment = scripts.started("frontend.sh", ENGINE_CONFIGS=configs, DYN_HTTP_BODY_LIMIT_MB=given)
+    assert (environment["DYN_HTTP_BODY_LIMIT_MB"] or None) == limit
+    assert environment["DYN_DISABLE_FRONTEND_ADMIN_API"] == "1"
+
+
 def test_each_worker_has_the_gpus_of_its_role(scripts: Scripts) -> None:
     given = {"PREFILL_CUDA_VISIBLE_DEVICES": "0,1", "CUDA_VISIBLE_DEVICES": "4"}
     devices = [scripts.started(script, **given)[1]["CUDA_VISIBLE_DEVICES"] for script in WORKERS]

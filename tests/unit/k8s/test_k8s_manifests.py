@@ -23,8 +23,14 @@ from trtllm_disagg.config.engine_args import build_engine_args
 from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.strategies import STRATEGIES, spec_of
-from trtllm_disagg.tools.up.gpus import num_ranks, shutdown_seconds
-from trtllm_disagg.tools.up.plan import BEYOND_DRAIN_SECONDS, GPU_STARTUP_SECONDS, TUNABLE_ENV
+from trtllm_disagg.tools.up.gpus import longest_sequence, num_ranks, shutdown_seconds
+from trtllm_disagg.tools.up.plan import (
+    BEYOND_DRAIN_SECONDS,
+    BODY_LIMIT,
+    GPU_STARTUP_SECONDS,
+    TUNABLE_ENV,
+    body_limit,
+)
 
 K8S = ROOT / "deploy" / "k8s"
 CRDS = {file.stem: json.loads(file.read_text()) for file in Path(__file__).parent.glob("crds/*.json")}
@@ -111,8 +117,10 @@ def test_frontend_has_flags_that_dynamo_knows_and_the_environment_of_up(
     monkeypatch.setattr(sys, "argv", ["frontend", *spec["args"]])
     frontend, *_ = parse_args()
     assert (frontend.router_mode, frontend.event_plane) == ("kv", "zmq")
+    longest = longest_sequence(map(read_worker, workers_of("auto").values()))
+    assert longest is not None
     for each in spec["env"]:
-        assert TUNABLE_ENV[each["name"]] == each["value"]
+        assert (TUNABLE_ENV | {BODY_LIMIT: body_limit(longest)})[each["name"]] == each["value"]
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)

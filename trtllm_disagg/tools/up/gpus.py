@@ -160,6 +160,20 @@ def gpu_needs_of(config: WorkerConfig) -> GpuNeeds:
     )
 
 
+def longest_sequence(configs: Iterable[WorkerConfig]) -> int | None:
+    """The largest max_seq_len of these workers; None where none is known."""
+    # Imported here because `--help` does not need its libraries.
+    from trtllm_disagg.config.engine_args import build_engine_args
+    from trtllm_disagg.worker.model_facts import read_model_facts
+
+    longest = 0
+    for config in configs:
+        with suppress(ConfigError):  # the worker reports what is wrong
+            given = build_engine_args(config).get("max_seq_len")
+            longest = max(longest, given or read_model_facts(config.model).max_positions or 0)
+    return longest or None
+
+
 def shutdown_seconds(config: WorkerConfig) -> float:
     """How long a worker's engine may take to shut down. For the engine 0 means no limit; here there has to be one."""
     # Imported here because `--help` does not need its libraries.

@@ -20,7 +20,7 @@ from trtllm_disagg.processes import machine
 from trtllm_disagg.processes.exits import EXIT_CODES, ONE_INTERRUPT_SECONDS, ExitCode, is_wanted
 from trtllm_disagg.strategies import spec_of
 from trtllm_disagg.tools.up.command_socket import serving_commands
-from trtllm_disagg.tools.up.gpus import gpus_of, worker_configs
+from trtllm_disagg.tools.up.gpus import gpus_of, longest_sequence, worker_configs
 from trtllm_disagg.tools.up.managed_process import ManagedProcess
 from trtllm_disagg.tools.up.plan import (
     DeploymentConfig,
@@ -54,6 +54,7 @@ def prepare(config: DeploymentConfig, status: Status) -> Supervisor:
         worker.engine_spec.require_installed()
     config = replace(
         config,
+        max_seq_len=longest_sequence(configs),
         longest_drain=max((worker.drain_seconds for worker in configs), default=None),
         gpus=gpus_of(workers, config.gpu_devices, os.environ),
     )

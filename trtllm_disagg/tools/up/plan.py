@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pwd
 from collections.abc import Iterable, Iterator, Mapping
@@ -57,6 +58,8 @@ TUNABLE_ENV: Mapping[str, str] = {
     "DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS": "500",
     # A stream survives the death of its worker, if another worker can continue it.
     "DYN_MIGRATION_LIMIT": "3",
+    # No client may change from which load on the frontend refuses requests (POST /busy_threshold).
+    "DYN_DISABLE_FRONTEND_ADMIN_API": "1",
     # Each health check of a loading worker gets 503, which would be a line in its log.
     "DYN_LOG": "info,tower_http=off",
     "DYN_SDK_DISABLE_ANSI_LOGGING": "1",
@@ -64,6 +67,8 @@ TUNABLE_ENV: Mapping[str, str] = {
     "DYN_SKIP_SGLANG_LOG_FORMATTING": "1",
     "OMP_NUM_THREADS": "1",
 }
+
+BODY_LIMIT = "DYN_HTTP_BODY_LIMIT_MB"
 
 KEY_VARIABLE = SETTINGS["admin_key_file"].variables[0]
 
@@ -120,6 +125,8 @@ class DeploymentConfig:
     drain_seconds: float | None = None
     #: The most that a worker has, by its own arguments too. None until the deployment is prepared.
     longest_drain: float | None = None
+    #: The longest sequence of its engines. None where unknown, and until the deployment is prepared.
+    max_seq_len: int | None = None
     #: None: after the workers have drained, BEYOND_DRAIN_SECONDS and the time of an engine with GPUs to shut down.
     stop_timeout: float | None = None
     #: Whether `up` starts dead processes again, and with which delays.
@@ -268,6 +275,7 @@ def shared_env(config: DeploymentConfig, environ: Mapping[str, str]) -> dict[str
     """Discovery and planes: equal in all processes, and on loopback as far as Dynamo allows. Without a broker, ZMQ
     publishers bind every interface; `DYN_EVENT_PLANE_HOST` sets only the address that they advertise.
     """
+    tunable = dict(TUNABLE_ENV) | ({BODY_LIMIT: body_limit(config.max_seq_len)} if config.max_seq_len else {})
     where = PLANES | {"namespace": config.namespace, "prefill_dispatch": config.prefill_dispatch}
     return {
         **SAFE_PATH,
@@ -283,8 +291,15 @@ def shared_env(config: DeploymentConfig, environ: Mapping[str, str]) -> dict[str
         "DYN_TCP_RESPONSE_STREAM_HOST": LOOPBACK,
         "DYN_EVENT_PLANE_HOST": LOOPBACK,
         **broker_env(config.run_dir),
-        **{name: environ.get(name, default) for name, default in TUNABLE_ENV.items()},
+        **{name: environ.get(name, default) for name, default in tunable.items()},
     }
+
+
+def body_limit(max_seq_len: int) -> str:
+    """In MB. The frontend tokenises a body before it looks at its length, and needs 125 bytes for each of it. A token
+    of text, escapes included, takes less than 32 of them. The least is for schemas and several prompts.
+    """
+    return str(max(2, math.ceil(max_seq_len / 2**15)))
 
 
 def _home_of_user(otherwise: Path) -> str:

@@ -16,6 +16,7 @@ from trtllm_disagg.strategies import STRATEGIES, spec_of, worker_side
 from trtllm_disagg.tools.up.lifecycle import prepare
 from trtllm_disagg.tools.up.plan import (
     BEYOND_DRAIN_SECONDS,
+    BODY_LIMIT,
     DeploymentConfig,
     ProcessSpec,
     num_system_ports,
@@ -73,6 +74,26 @@ def test_all_processes_share_discovery_and_planes_whatever_the_environment_says(
         )
         assert (spec.env["OMP_NUM_THREADS"], spec.env["DYN_MIGRATION_LIMIT"]) == ("4", "0")
     assert specs_of(config)["frontend"].env["DYN_MIGRATION_LIMIT"] == "3"
+    assert specs_of(config)["frontend"].env["DYN_DISABLE_FRONTEND_ADMIN_API"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("longest", "given", "megabytes"),
+    [
+        (2048, {}, "2"),
+        (131_072, {}, "4"),
+        (131_073, {}, "5"),
+        (None, {}, None),
+        (2048, {BODY_LIMIT: "45"}, "45"),
+    ],
+)
+def test_the_frontend_takes_no_body_that_is_much_longer_than_a_prompt(
+    config: DeploymentConfig, longest: int | None, given: dict[str, str], megabytes: str | None
+) -> None:
+    """It tokenises a body before it looks at its length."""
+    assert (
+        specs_of(replace(config, max_seq_len=longest), **given)["frontend"].env.get(BODY_LIMIT) == megabytes
+    )
 
 
 @pytest.mark.parametrize("environ", [{}, {"HOME": ""}])

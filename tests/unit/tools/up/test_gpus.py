@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.tools.up.gpus import NO_GPUS, Gpus, gpus_of, present_gpus
+from trtllm_disagg.tools.up.gpus import NO_GPUS, Gpus, gpus_of, longest_sequence, present_gpus, worker_configs
 from trtllm_disagg.tools.up.plan import (
     BEYOND_DRAIN_SECONDS,
     GPU_STARTUP_SECONDS,
@@ -152,3 +152,15 @@ def test_gpus_of_the_machine_are_those_of_nvidia_smi_else_of_the_driver(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("trtllm_disagg.tools.up.gpus._DRIVER", tmp_path / "driver")
     assert present_gpus() == found
+
+
+@pytest.mark.parametrize(("given", "longest"), [({"decode": 4096}, 4096), ({}, None)])
+def test_the_longest_sequence_is_that_of_the_worker_with_the_longest(
+    tmp_path: Path, given: dict[str, int], longest: int | None
+) -> None:
+    arguments = worker_arguments(config_of(tmp_path, worker_args=("--max-seq-len", "99") if given else ()))
+    for role, length in given.items():
+        arguments[role] += ("--max-seq-len", str(length))
+    configs = [config for _, config in worker_configs(arguments, {})]
+    assert len(configs) == 2
+    assert longest_sequence(configs) == longest
