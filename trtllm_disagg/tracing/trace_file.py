@@ -176,24 +176,28 @@ _NO_OTLP = (msgspec.MsgspecError, RecursionError, KeyError, TypeError, ValueErro
 
 
 def read_spans(path: Path) -> Iterator[ReadSpan]:
-    """Raises ConfigError for a file that is no OTLP/JSON. A last line that is only partly written is left out."""
+    """Raises ConfigError for a file that is no OTLP/JSON. A last line that is only partly written is left out, and with
+    a warning so are others, if some can be read.
+    """
     try:
         text = path.read_bytes()
     except OSError as error:
         raise ConfigError.bad_value(
             "trace file", str(path), f"one that can be read ({error.strerror})"
         ) from None
-    lines = text.splitlines()
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    refused: list[ConfigError] = []
+    for number, line in lines:
         try:
-            yield from _decoded(msgspec.json.decode(line))
+            yield from [*_decoded(msgspec.json.decode(line))]
         except _NO_OTLP as error:
-            if number == len(lines) and not text.endswith(b"\n"):
-                return
-            allowed = f"lines of OTLP/JSON, each with resourceSpans; line {number} is none ({error!r})"
-            raise ConfigError.bad_value("trace file", str(path), allowed) from None
+            if number < lines[-1][0] or text.endswith(b"\n"):
+                allowed = f"lines of OTLP/JSON, each with resourceSpans; line {number} is none ({error!r})"
+                refused.append(ConfigError.bad_value("trace file", str(path), allowed))
+    if refused and len(refused) == len(lines):
+        raise refused[0]
+    if refused:
+        log.warning("%d of %d lines are left out: %s", len(refused), len(lines), refused[0])
 
 
 def _decoded(batch: dict[str, Any]) -> Iterator[ReadSpan]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import resource
 from dataclasses import replace
 from pathlib import Path
@@ -134,6 +136,17 @@ def test_a_number_that_json_does_not_have_is_read_as_text(said: str, tmp_path: P
     (read,) = read_spans(file)
     assert read.data.attributes["share"] in ("inf", "nan")
     json.dumps(read.data.attributes, allow_nan=False)
+
+
+def test_a_line_that_cannot_be_read_is_left_out_with_a_notice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """JSON has no number for NaN: it is written as null."""
+    file = tmp_path / "a.jsonl"
+    write(file, [ROOT], [replace(ROOT, attributes={"temperature": math.nan})], [CHILD])
+    assert [each.data for each in read_spans(file)] == [ROOT, CHILD]
+    (told,) = (record.getMessage() for record in caplog.records)
+    assert re.match(r"1 of 3 lines are left out: .*a\.jsonl.* line 2 is none", told)
 
 
 def test_a_time_beyond_64_bits_is_refused(tmp_path: Path) -> None:

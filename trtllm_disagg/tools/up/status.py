@@ -259,8 +259,9 @@ def death_report(process: ManagedProcess, when: str) -> str:
     what = end if cause is None else f"{cause} ({end})"
     if any(NO_INOTIFY in line for line in process.last_lines(SEARCHED_LINES)):
         what += f"; `{NO_INOTIFY}` is said of inotify instances, too: sudo sysctl {INOTIFY_KEY}=1024"
-    if shutil.disk_usage(process.log.parent).free < LEAST_FREE_BYTES:
-        what += f"; the disk of {process.log.parent} is full"
+    with suppress(OSError):  # the run directory is gone, too
+        if shutil.disk_usage(process.log.parent).free < LEAST_FREE_BYTES:
+            what += f"; the disk of {process.log.parent} is full, so the log may be cut off"
     lines = [line for line in process.last_lines(SEARCHED_LINES) if not LOGGED_INFO.match(line)]
     lines = lines[-LOG_LINES:] or ["(the log is empty)"]
     return "\n".join(
