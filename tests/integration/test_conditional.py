@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -128,6 +129,32 @@ def test_requests_are_kept_while_decode_counts_as_full(never_free: Served, oracl
     reasons = worker.labels("trtllm_disagg_requests_total", "reason")
     assert reasons >= {"load_unknown", "decode_busy", "decode_free"}
     never_free.wait_until_idle()
+
+
+@pytest.fixture
+def bypassing(tmp_path: Path) -> Iterator[Served]:
+    policy = {"policy": "isl_bounding", "eff_isl_threshold": LIMIT, "eff_isl_ratio_threshold": 0.9}
+    arguments = ("--router-conditional-disagg", "--router-conditional-disagg-config", json.dumps(policy))
+    with served(demo_config("router", tmp_path / "run", frontend_args=arguments)) as deployment:
+        yield deployment
+
+
+def test_dynamos_frontend_sends_prompts_that_decode_has_cached_past_prefill(
+    bypassing: Served,
+    oracle: Oracle,  # noqa: F811
+) -> None:
+    (prefill,) = (worker for worker in bypassing.workers if worker.role == "prefill")
+
+    def prefills_for(prompt: list[int]) -> int:
+        before = prefill.num_requests()
+        took(bypassing, oracle, prompt, "frontend")
+        bypassing.wait_until_idle()
+        return int(prefill.num_requests() - before)
+
+    prompt = ids(2 * LIMIT, seed=4000)
+    assert prefills_for(prompt) == 1
+    wait_until(lambda: prefills_for(prompt) == 0, "the frontend knows what decode has cached")
+    assert prefills_for(ids(2 * LIMIT, seed=4001)) == 1
 
 
 def command(*args: str) -> subprocess.CompletedProcess[str]:

@@ -7,7 +7,10 @@ import itertools
 import json
 import re
 import secrets
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -66,47 +69,108 @@ def on_the_embedded_engine(component: Manifest) -> None:
         each["value"] = given.get(each["name"], each["value"])
 
 
-def test_pods_of_a_manifest_find_each_other_answer_and_are_switched(cluster: Cluster, tmp_path: Path) -> None:
-    graph = components(rendered(ROOT / "deploy" / "k8s" / "decode_first"))
+@dataclass(frozen=True)
+class Graph:
+    """The deployment of a manifest, whose workers have a model."""
+
+    kubelet: Kubelet
+    cluster: Cluster
+    components: dict[str, Manifest]
+    client: httpx.Client
+
+    def start_workers(self, suffix: str = OF_WORKERS["DYN_NAMESPACE_WORKER_SUFFIX"]) -> list[Pod]:
+        """Of one generation: the operator gives each a namespace of its own."""
+        env = OF_OPERATOR | OF_WORKERS | {"DYN_NAMESPACE_WORKER_SUFFIX": suffix}
+        ports = zip(("prefill", "decode"), free_system_ports(2), strict=True)
+        pods = [self.kubelet.start(self.components[role], port, env) for role, port in ports]
+        become_ready(pods, self.cluster)
+        return pods
+
+    def ask(self, prompt: str, count: int = 8) -> None:
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": count, "ignore_eos": True}
+        answer = self.client.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == count
+
+
+@pytest.fixture
+def graph(cluster: Cluster, tmp_path: Path) -> Iterator[Graph]:
+    of_manifest = components(rendered(ROOT / "deploy" / "k8s" / "decode_first"))
     kubelet = Kubelet(cluster, {"trtllm-disagg-admin-key": {"key": secrets.token_bytes(32)}}, tmp_path)
     http_port = free_http_port(LOOPBACK, 0)
     try:
-        kubelet.start(graph["frontend"], http_port, OF_OPERATOR | OF_FRONTENDS)
-        for role, port in zip(("prefill", "decode"), free_system_ports(2), strict=True):
-            on_the_embedded_engine(graph[role])
-            kubelet.start(graph[role], port, OF_OPERATOR | OF_WORKERS)
-        become_ready(kubelet.pods[1:], cluster)
-        decode = kubelet.pods[-1]
+        kubelet.start(of_manifest["frontend"], http_port, OF_OPERATOR | OF_FRONTENDS)
+        for role in ("prefill", "decode"):
+            on_the_embedded_engine(of_manifest[role])
         with httpx.Client(base_url=f"http://{LOOPBACK}:{http_port}", timeout=60.0) as client:
-            wait_until(lambda: client.get("/v1/models").json()["data"], "a model", START_SECONDS)
-            prompts = (f"About a list of {n}:" for n in itertools.count())
-
-            def crosses_both_stages() -> bool:
-                """Decode may learn of prefill a moment after the frontend has learned of decode."""
-                body = {"model": MODEL, "prompt": next(prompts), "max_tokens": 8, "ignore_eos": True}
-                answer = client.post("/v1/completions", json=body)
-                assert answer.status_code == 200, answer.text
-                assert answer.json()["usage"]["completion_tokens"] == 8
-                return pulls(decode) > 0
-
-            wait_until(crosses_both_stages, "KV has moved")
-            steps = tmp_path / "steps.jsonl"
-            with kubelet.also_running(decode, *reader_of_steps("prefill", steps)):
-                wait_until(lambda: crosses_both_stages() and has_prefilled(steps), "the Planner sees prefill")
-            switch = decode.exec("-m", "trtllm_disagg", "switch", "--to", "prefill_first")
-            assert switch.returncode == 0, switch.stderr
-            before = pulls(decode)
-            assert crosses_both_stages()
-            # The engine tells the worker's page of it a moment after the answer.
-            wait_until(lambda: pulls(decode) > before, "KV has moved in the other order")
-        assert cluster.names(WORKERS) >= {"prefill-0", "decode-0"}
-        decode.process.terminate()
-        grace_seconds = graph["decode"]["podTemplate"]["spec"]["terminationGracePeriodSeconds"]
-        assert decode.process.wait(grace_seconds) == 0, decode.log.read_text()[-2000:]
-        assert '"part":"decode/decode_first"' in decode.log.read_text()
-        assert '"part":"decode/prefill_first"' in decode.log.read_text()
+            yield Graph(kubelet, cluster, of_manifest, client)
     finally:
         kubelet.close()
+
+
+def has_model(graph: Graph) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return bool(graph.client.get("/v1/models").json()["data"])
+    return False
+
+
+def stop(graph: Graph, pod: Pod) -> None:
+    pod.process.terminate()
+    component = graph.components[pod.name.rpartition("-")[0]]
+    grace_seconds = component["podTemplate"]["spec"]["terminationGracePeriodSeconds"]
+    assert pod.process.wait(grace_seconds) == 0, pod.log.read_text()[-2000:]
+
+
+def test_pods_of_a_manifest_find_each_other_answer_and_are_switched(graph: Graph, tmp_path: Path) -> None:
+    _, decode = graph.start_workers()
+    wait_until(lambda: has_model(graph), "a model", START_SECONDS)
+    prompts = (f"About a list of {n}:" for n in itertools.count())
+
+    def crosses_both_stages() -> bool:
+        """Decode may learn of prefill a moment after the frontend has learned of decode."""
+        graph.ask(next(prompts))
+        return pulls(decode) > 0
+
+    wait_until(crosses_both_stages, "KV has moved")
+    steps = tmp_path / "steps.jsonl"
+    with graph.kubelet.also_running(decode, *reader_of_steps("prefill", steps)):
+        wait_until(lambda: crosses_both_stages() and has_prefilled(steps), "the Planner sees prefill")
+    switch = decode.exec("-m", "trtllm_disagg", "switch", "--to", "prefill_first")
+    assert switch.returncode == 0, switch.stderr
+    before = pulls(decode)
+    assert crosses_both_stages()
+    # The engine tells the worker's page of it a moment after the answer.
+    wait_until(lambda: pulls(decode) > before, "KV has moved in the other order")
+    assert graph.cluster.names(WORKERS) >= {"prefill-0", "decode-0"}
+    stop(graph, decode)
+    assert '"part":"decode/decode_first"' in decode.log.read_text()
+    assert '"part":"decode/prefill_first"' in decode.log.read_text()
+
+
+def test_the_workers_of_an_update_replace_those_before_without_a_failed_request(graph: Graph) -> None:
+    old = graph.start_workers()
+    wait_until(lambda: has_model(graph), "a model", START_SECONDS)
+    is_over = threading.Event()
+
+    def ask_always(client: int) -> int:
+        for number in itertools.count():
+            graph.ask(f"{client}: about a list of {number}:", 64)
+            if is_over.is_set():
+                return number
+        raise AssertionError
+
+    with ThreadPoolExecutor(3) as clients:
+        asking = [clients.submit(ask_always, client) for client in range(3)]
+        try:
+            new = graph.start_workers("5e6f7a8b")
+            wait_until(lambda: pulls(new[-1]) > 0, "the new workers answer, too")
+            for pod in old:
+                stop(graph, pod)
+            before = pulls(new[-1])
+            wait_until(lambda: pulls(new[-1]) > before + 3, "the new workers answer alone")
+        finally:
+            is_over.set()
+        assert all(each.result() > 3 for each in asking)
 
 
 def reader_of_steps(component: str, out: Path) -> Sequence[str]:

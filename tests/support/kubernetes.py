@@ -247,7 +247,7 @@ class Kubelet:
 
     def start(self, component: Manifest, port: int, of_operator: Mapping[str, str]) -> Pod:
         spec = container(component)
-        pod = f"{component['name']}-0"
+        pod = f"{component['name']}-{sum(each.name.startswith(component['name']) for each in self.pods)}"
         self._mount(component["podTemplate"]["spec"].get("volumes", []), spec.get("volumeMounts", []))
         env = {
             **of_operator,

@@ -120,7 +120,19 @@ def test_frontend_has_flags_that_dynamo_knows_and_the_environment_of_up(
     longest = longest_sequence(map(read_worker, workers_of("auto").values()))
     assert longest is not None
     for each in spec["env"]:
-        assert (TUNABLE_ENV | {BODY_LIMIT: body_limit(longest)})[each["name"]] == each["value"]
+        assert ({**TUNABLE_ENV, BODY_LIMIT: body_limit(longest)})[each["name"]] == each["value"]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_an_update_starts_the_new_pod_first_and_lets_the_old_one_finish(overlay: str) -> None:
+    manifest = next(each for each in rendered(K8S / overlay) if each["kind"] == "DynamoGraphDeployment")
+    pace = {
+        name.rpartition("-rolling-update-")[2]: each for name, each in manifest["spec"]["annotations"].items()
+    }
+    assert pace == {"max-surge": "1", "max-unavailable": "0"}
+    frontend = components(rendered(K8S / overlay))["frontend"]
+    sleep = container(frontend)["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert 0 < sleep < frontend["podTemplate"]["spec"]["terminationGracePeriodSeconds"]
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
