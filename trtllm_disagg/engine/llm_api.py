@@ -37,6 +37,9 @@ _BY_WORDS: tuple[tuple[str, type[DisaggError]], ...] = (
     # The same files, for kv_transfer_timeout_ms: "Request 12 timed out".
     ("timed out", KvTransferError),
     ("default_max_tokens", InvalidRequestError),  # executor/base_worker.py, _deduce_max_tokens
+    # The same after 1.3.0rc29 (PR 19457), in OpenAI's words.
+    ("maximum context length", InvalidRequestError),
+    ("context_length_exceeded", InvalidRequestError),
     ("should not exceed max_num_tokens", InvalidRequestError),  # llmapi/llm.py, _check_arguments
     ("must be greater than 0", InvalidRequestError),  # executor/base_worker.py, about max_tokens
     # The type of an option (its Python binding), and its range (cpp/tensorrt_llm/executor/samplingConfig.cpp).

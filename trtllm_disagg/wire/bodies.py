@@ -356,6 +356,9 @@ class _EngineParams(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.ctx_info_endpoint is not None:
             msgspec.structs.force_setattr(self, "ctx_info_endpoint", one_endpoint(self.ctx_info_endpoint))
+        if self.ctx_info_endpoint and self.ctx_request_id is None:
+            # TensorRT-LLM asserts it in the loop of its Python transceiver (native/transfer.py).
+            raise ValueError("ctx_info_endpoint without ctx_request_id")
 
 
 def require_readable(result: PrefillResult) -> None:

@@ -277,6 +277,9 @@ async def test_the_engines_own_refusal_is_the_callers_fault(length: int) -> None
         (CONTEXT_TRANSFER_ERROR, KvTransferError),
         *((message, KvTransferError) for message in OTHER_TRANSFER_ERRORS),
         ("`default_max_tokens` (-1) must be greater than 0, ...", InvalidRequestError),
+        # Of releases after 1.3.0rc29.
+        ("This model's maximum context length is 2048 tokens. However, ...", InvalidRequestError),
+        ("Error code: context_length_exceeded", InvalidRequestError),
         (
             "The sum of prompt length (9.0), query length (0) should not exceed max_num_tokens (8)",
             InvalidRequestError,

@@ -224,7 +224,7 @@ def test_a_handoff_crosses_whole(api: Any, data: st.DataObject) -> None:
     given_params = api.DisaggregatedParams(
         request_type="context_only",
         first_gen_tokens=data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=2)),
-        ctx_request_id=data.draw(st.none() | st.integers(0, 2**62)),
+        ctx_request_id=data.draw(st.integers(0, 2**62)),
         opaque_state=data.draw(st.binary(min_size=1)),
         draft_tokens=data.draw(st.none() | st.lists(st.integers(0, 9))),
         disagg_request_id=data.draw(st.none() | st.integers(0, 2**62)),
@@ -296,6 +296,7 @@ def test_keys_added_by_routers_are_dropped_from_a_handoff() -> None:
         ({"opaque_state": "not base64!"}, "not readable"),
         ({"opaque_state": "é"}, "not readable"),
         (READABLE | {"unheard_of": 1}, "unheard_of"),
+        (READABLE | {"ctx_info_endpoint": "tcp://a:1"}, "ctx_info_endpoint without ctx_request_id"),
         (READABLE | {"first_gen_tokens": []}, "first_gen_tokens has no token"),
         ({"opaque_state": "a3Y="}, "first_gen_tokens has no token"),
         ({"opaque_state": "a3Y=", "first_gen_log_probs": [[{"logprob": 1}]]}, "token_id"),
