@@ -153,7 +153,9 @@ class LocalPrefill:
         if self._drain is None:
             self._engine.abort(result)
         elif not handoff.is_fetched_for_a_client_that_left(context):
-            self._drain(request.only_fetching(handoff))
+            fetching = request.only_fetching(handoff)
+            if self._engine.handoffs.may_be_drained(fetching):
+                self._drain(fetching)
 
     def _release_unanswered(self, request: GenerateRequest, result: RequestOutput, guard: AbortGuard) -> None:
         """Release the KV of a prefill that has finished without an answer to its caller."""
@@ -288,6 +290,8 @@ class LocalDecode:
         """Fetch and drop an unused handoff, which frees its sender's blocks: a decode of one token, in the background.
         It works on every engine; a release message would not. `request`: as `only_fetching` makes it.
         """
+        if not self._engine.handoffs.may_be_drained(request):
+            return
 
         async def fetch() -> None:
             try:

@@ -4,6 +4,7 @@ Dynamo's keys. Unknown keys of a request are ignored here and forwarded as they 
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -274,6 +275,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     prefill_result: PrefillResult | None = None
     #: A decode was called with this handoff: that its drain finds no KV says nothing about the worker that is asked.
     kv_may_be_fetched: bool = False
+    #: For a drain: the handoff's `made_at`.
+    kv_made_at: float | None = None
     rendezvous: Rendezvous | None = None
     phase_request: PhaseRequest | None = None
     #: The instance of each role that the caller asks for.
@@ -356,6 +359,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
             phase_request=None,
             prefill_result=handoff.result,
             kv_may_be_fetched=bool(receivers),
+            kv_made_at=handoff.made_at,
             avoid=self.avoid | receivers if handoff.is_being_fetched else self.avoid,
             skipped=self.skipped | receivers,
         )
@@ -433,6 +437,8 @@ class Handoff:
     of_prompt: dict[str, Any] | None = None
     #: The instance that has the KV; None: this worker, or not known.
     sender: int | None = None
+    #: About when its lease began.
+    made_at: float = field(default_factory=time.monotonic)
 
     @classmethod
     def not_ours(cls) -> Handoff:

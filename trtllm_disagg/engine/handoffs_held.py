@@ -9,12 +9,16 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from trtllm_disagg.types import GenerateRequest
+
 #: A record of statistics arrives within this time after the step that it describes.
 _DELAY_SECONDS = 1.0
 #: A handoff is forgotten after this time, even if its lease is longer.
 _LONGEST_SECONDS = 600.0
 #: Handoffs that are made between two removals of the expired ones: most never end in any other way.
 _BETWEEN_REMOVALS = 1024
+#: A drain begins within this share of the lease, so that it has time to fetch.
+_DRAINED_SHARE = 0.75
 _DEFAULT_LEASE_MS = 60_000
 
 
@@ -25,6 +29,7 @@ class HandoffsHeld:
 
     def __init__(self, lease_seconds: float = math.inf, clock: Callable[[], float] = time.monotonic) -> None:
         self.lease_seconds = min(lease_seconds, _LONGEST_SECONDS)
+        self._drain_seconds = lease_seconds * _DRAINED_SHARE
         self._clock = clock
         self._ids = itertools.count()
         #: Number of a handoff -> when it was made.
@@ -33,6 +38,11 @@ class HandoffsHeld:
         self._holds_none: dict[Any, bool] = {}
         #: When the newest record came, if no rank holds any KV.
         self._quiet_since: float | None = None
+
+    def may_be_drained(self, request: GenerateRequest) -> bool:
+        """False near the end of its lease: a decode that finds no KV waits for its own timeout, or for ever."""
+        made_at = request.kv_made_at
+        return made_at is None or self._clock() - made_at < self._drain_seconds
 
     def hold(self) -> Callable[[], None]:
         """Count one handoff. Returns a function that ends it, and may be called more than once."""

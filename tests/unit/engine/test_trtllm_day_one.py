@@ -249,6 +249,19 @@ async def test_a_prefill_that_is_finished_when_its_client_leaves_is_fetched() ->
     assert with_kv.prefill_result is not None
 
 
+@pytest.mark.parametrize(("age", "drains"), [(44.0, True), (46.0, False)], ids=["fresh", "near its end"])
+async def test_a_handoff_is_drained_only_well_before_its_lease_ends(age: float, drains: bool) -> None:
+    engine, asked = opened(), request()
+    drained: list[GenerateRequest] = []
+    handoff = await LocalPrefill(engine, drained.append)(asked, FakeContext())
+    handoff.made_at -= age
+    fetching = asked.only_fetching(handoff)
+    handoff.release()
+    LocalDecode(engine, repeats_first_token=False).drain(fetching)
+    await until(lambda: not num_in_background())
+    assert (len(drained), len(engine.llm.results)) == ((1, 2) if drains else (0, 1))
+
+
 # -- the caller's faults and KV transfers
 
 
