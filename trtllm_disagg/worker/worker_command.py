@@ -98,9 +98,10 @@ def read_settings(namespace: argparse.Namespace) -> tuple[WorkerConfig, dict[str
     # Only a check: the file may change while the engine loads, so it is read again afterwards.
     if (policy := config.policy_file) is not None:
         Thresholds.of(config).changed(read_mapping(Path(policy), flag_of("policy_file")), policy)
-    if config.engine_spec.is_tensorrt_llm:
-        # As in Dynamo's own worker: all ranks of the engine must compute the same hashes.
-        os.environ.setdefault("PYTHONHASHSEED", "0")
+    # As in Dynamo's own worker: all ranks of TensorRT-LLM must compute the same hashes. The other engines have threads of
+    # their own, beside which those of OpenMP would compete for the cores.
+    name, value = ("PYTHONHASHSEED", "0") if config.engine_spec.is_tensorrt_llm else ("OMP_NUM_THREADS", "1")
+    os.environ.setdefault(name, value)
     api = load_api(config.engine)
     check_model(config.engine, engine_args)
     return config, engine_args, api

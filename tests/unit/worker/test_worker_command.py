@@ -100,26 +100,35 @@ def test_a_worker_that_has_lost_its_engine_ends_whatever_its_threads_do(
     assert done.stderr.splitlines()[-len(errors) :] == errors
 
 
+SEED, THREADS = "PYTHONHASHSEED", "OMP_NUM_THREADS"
+
+
 @pytest.mark.parametrize(
-    ("engine", "given", "seed"),
-    [("tensorrt_llm", None, "0"), ("tensorrt_llm", "42", "42"), ("recording", None, None)],
+    ("engine", "given", "expected"),
+    [
+        ("tensorrt_llm", {}, {SEED: "0"}),
+        ("tensorrt_llm", {SEED: "42", THREADS: "8"}, {SEED: "42", THREADS: "8"}),
+        ("recording", {}, {THREADS: "1"}),
+        ("recording", {THREADS: "8"}, {THREADS: "8"}),
+    ],
 )
-def test_tensorrt_llms_ranks_have_one_hash_seed(
+def test_tensorrt_llms_ranks_have_one_hash_seed_and_only_other_engines_have_one_thread(
     engine: str,
-    given: str | None,
-    seed: str | None,
+    given: dict[str, str],
+    expected: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
     tensorrt_llm: ModuleType,
 ) -> None:
-    """As under Dynamo's own worker. They inherit it."""
-    monkeypatch.setenv("PYTHONHASHSEED", given or "")
-    if given is None:
-        monkeypatch.delenv("PYTHONHASHSEED")
+    """As under Dynamo's own worker. Ranks inherit it, and weights are loaded with all cores."""
+    for name in (SEED, THREADS):
+        monkeypatch.setenv(name, given.get(name, ""))
+        if name not in given:
+            monkeypatch.delenv(name)
     monkeypatch.setattr(worker_command, "servable_model", lambda model, revision: model)
     parser = argparse.ArgumentParser()
     add_worker_arguments(parser)
     worker_command.read_settings(parser.parse_args(["--model", "org/model", "--engine", engine]))
-    assert os.environ.get("PYTHONHASHSEED") == seed
+    assert {name: os.environ[name] for name in (SEED, THREADS) if name in os.environ} == expected
 
 
 class FakeLeaving:

@@ -65,7 +65,6 @@ TUNABLE_ENV: Mapping[str, str] = {
     "DYN_SDK_DISABLE_ANSI_LOGGING": "1",
     # Otherwise each start of a frontend makes a temporary file, for an engine that is not used here.
     "DYN_SKIP_SGLANG_LOG_FORMATTING": "1",
-    "OMP_NUM_THREADS": "1",
 }
 
 BODY_LIMIT = "DYN_HTTP_BODY_LIMIT_MB"
