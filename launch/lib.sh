@@ -4,6 +4,7 @@
 : "${STRATEGY:=decode_first}" # or prefill_first, auto, router; the same for all workers
 : "${ENGINE:=}"               # tensorrt_llm or embedded (the worker's default when unset)
 : "${ENGINE_CONFIGS:=}"       # directory with agg.yaml, or prefill.yaml and decode.yaml (no engine config when unset)
+: "${PUBLISH_METRICS:=yes}"   # no: steps are not measured, which costs a little less; /metrics, top and the Planner lack them
 : "${NAMESPACE:=dynamo}"      # a frontend sees the workers of its Dynamo namespace only
 : "${HTTP_HOST:=127.0.0.1}" "${HTTP_PORT:=8000}" "${PYTHON:=python3}" # HTTP_HOST=0.0.0.0: for clients on other machines
 # Also read: AGG_, PREFILL_ and DECODE_CUDA_VISIBLE_DEVICES (CUDA_VISIBLE_DEVICES when unset); DYN_SYSTEM_PORT, a worker's own;
@@ -20,6 +21,7 @@ fi
 exec_up() {
     [[ -z ${PREFILL_SYSTEM_PORT:-}${DECODE_SYSTEM_PORT:-} ]] ||
         fail "PREFILL_SYSTEM_PORT and DECODE_SYSTEM_PORT are gone since 0.2: RUN_DIR/processes.json has the ports that \`up\` chose"
+    [[ $PUBLISH_METRICS != no ]] || set -- --no-publish-metrics "$@"
     exec "$PYTHON" -P -m trtllm_disagg up --strategy "$STRATEGY" --model "$MODEL" --namespace "$NAMESPACE" \
         --http-host "$HTTP_HOST" --http-port "$HTTP_PORT" ${SERVED_MODEL_NAME:+--served-model-name "$SERVED_MODEL_NAME"} \
         ${ENGINE:+--engine "$ENGINE"} ${ENGINE_CONFIGS:+--engine-configs "$ENGINE_CONFIGS"} ${RUN_DIR:+--run-dir "$RUN_DIR"} \
@@ -52,8 +54,9 @@ join() {
 become_worker() {
     local devices="${1^^}_CUDA_VISIBLE_DEVICES" argv=(--model "$MODEL" --namespace "$NAMESPACE" --disaggregation-mode "$1")
     [[ -n $SERVED_MODEL_NAME || ! -d $MODEL ]] || SERVED_MODEL_NAME=$(basename "$(cd "$MODEL" && pwd)")
-    argv+=(--served-model-name "${SERVED_MODEL_NAME:-$MODEL}" --publish-events-and-metrics ${ENGINE:+--engine "$ENGINE"}
+    argv+=(--served-model-name "${SERVED_MODEL_NAME:-$MODEL}" --publish-kv-events ${ENGINE:+--engine "$ENGINE"}
         ${ENGINE_CONFIGS:+--extra-engine-args "$ENGINE_CONFIGS/$1.yaml"})
+    [[ $PUBLISH_METRICS == no ]] || argv+=(--publish-metrics)
     [[ $1 == agg ]] || argv+=(--disaggregation-strategy "$STRATEGY")
     [[ -z ${!devices:-} ]] || export CUDA_VISIBLE_DEVICES="${!devices}"
     export DYN_SYSTEM_PORT="${DYN_SYSTEM_PORT:-$2}"

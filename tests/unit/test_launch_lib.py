@@ -89,9 +89,10 @@ def test_disagg_script_is_up_with_its_settings(scripts: Scripts, strategy: str) 
 
 
 def test_agg_script_is_up_with_one_worker(scripts: Scripts) -> None:
-    argv, _ = scripts.started("agg.sh", ENGINE_CONFIGS="configs")
+    argv, _ = scripts.started("agg.sh", ENGINE_CONFIGS="configs", PUBLISH_METRICS="no")
     given = up_flags(argv)
-    assert (given.strategy, given.engine_configs, given.worker_args) == ("agg", Path("configs"), [])
+    assert (given.strategy, given.engine_configs) == ("agg", Path("configs"))
+    assert given.worker_args == ["--no-publish-metrics"]
 
 
 @pytest.mark.parametrize("name", ["PREFILL_SYSTEM_PORT", "DECODE_SYSTEM_PORT", "TRANSFER_HOST"])
@@ -102,16 +103,18 @@ def test_settings_of_earlier_versions_are_refused_by_name(scripts: Scripts, name
     assert "gone since 0.2" in refused.stderr
 
 
+@pytest.mark.parametrize("quiet", [False, True])
 @pytest.mark.parametrize("script", WORKERS)
-def test_workers_understand_what_the_scripts_give_them(scripts: Scripts, script: str) -> None:
+def test_workers_understand_what_the_scripts_give_them(scripts: Scripts, script: str, quiet: bool) -> None:
     given = {"STRATEGY": "prefill_first", "ENGINE": "recording", "ENGINE_CONFIGS": "configs"}
+    given |= {"PUBLISH_METRICS": "no"} if quiet else {}
     argv, environment = scripts.started(script, "--max-seq-len", "99", **given)
     assert argv[:2] == ["trtllm_disagg", "worker"]
     role = script.removesuffix(".sh").removesuffix("_worker")
     config = parse_worker_flags(argv[2:], environment, is_elsewhere=True)
     assert (config.role, config.engine, config.max_seq_len) == (role, "recording", 99)
     assert (config.extra_engine_args, config.served_model_name) == (f"configs/{role}.yaml", "m")
-    assert config.publish_kv_events
+    assert (config.publish_kv_events, config.publish_metrics) == (True, not quiet)
     assert role == "agg" or config.strategy == "prefill_first"
 
 

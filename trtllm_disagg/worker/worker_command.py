@@ -98,8 +98,8 @@ def read_settings(namespace: argparse.Namespace) -> tuple[WorkerConfig, dict[str
     # Only a check: the file may change while the engine loads, so it is read again afterwards.
     if (policy := config.policy_file) is not None:
         Thresholds.of(config).changed(read_mapping(Path(policy), flag_of("policy_file")), policy)
-    # As in Dynamo's own worker: all ranks of TensorRT-LLM must compute the same hashes. The other engines have threads of
-    # their own, beside which those of OpenMP would compete for the cores.
+    # All ranks of TensorRT-LLM must compute the same hashes (as in Dynamo's worker); the other engines have threads of
+    # their own, and those of OpenMP would compete with them for the cores.
     name, value = ("PYTHONHASHSEED", "0") if config.engine_spec.is_tensorrt_llm else ("OMP_NUM_THREADS", "1")
     os.environ.setdefault(name, value)
     api = load_api(config.engine)

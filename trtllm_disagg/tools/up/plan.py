@@ -351,7 +351,7 @@ def worker_spec(
         *("--disaggregation-mode", role),
         *(() if role == "agg" else ("--disaggregation-strategy", config.strategy)),
         # Also for a second stage: after a switch it is the first one, and the frontend then knows its cache.
-        "--publish-events-and-metrics",
+        *("--publish-kv-events", "--publish-metrics"),
         *_flag("--engine", config.engine),
         *_flag("--extra-engine-args", config.engine_configs.get(role)),
         *_flag("--kv-block-size", config.kv_block_size),

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from trtllm_disagg import DYNAMO_VERSION
+from trtllm_disagg.config.args import parse_worker_flags
 from trtllm_disagg.config.worker_config import SETTINGS
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.strategies import STRATEGIES, spec_of, worker_side
@@ -41,11 +42,13 @@ def flag(spec: ProcessSpec, name: str) -> str | None:
     return spec.argv[spec.argv.index(name) + 1] if name in spec.argv else None
 
 
+@pytest.mark.parametrize("quiet", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_deployment_has_a_frontend_and_workers_of_each_role_that_publish(
-    config: DeploymentConfig, strategy: str
+    config: DeploymentConfig, strategy: str, quiet: bool
 ) -> None:
-    specs = specs_of(replace(config, strategy=strategy, prefill_workers=2, agg_workers=2))
+    more = ("--no-publish-metrics",) if quiet else ()
+    specs = specs_of(replace(config, strategy=strategy, prefill_workers=2, agg_workers=2, worker_args=more))
     frontend, *workers = specs.values()
 
     names = ["agg-0", "agg-1"] if strategy == "agg" else ["prefill-0", "prefill-1", "decode-0"]
@@ -54,7 +57,8 @@ def test_deployment_has_a_frontend_and_workers_of_each_role_that_publish(
         assert flag(spec, "--disaggregation-mode") == spec.role
         assert flag(spec, "--disaggregation-strategy") == (None if strategy == "agg" else strategy)
         # Second stages too: after a switch the frontend routes to them.
-        assert "--publish-events-and-metrics" in spec.argv
+        worker = parse_worker_flags(spec.argv[len(config.worker_command) :], {})
+        assert (worker.publish_kv_events, worker.publish_metrics) == (True, not quiet)
         assert (spec.ports, spec.env["DYN_SYSTEM_PORT"]) == ({"system": port}, str(port))
         assert spec.env["DYN_SYSTEM_HOST"] == "127.0.0.1"
     assert frontend.ports == {"http": 8123}
