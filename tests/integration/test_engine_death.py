@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -13,9 +14,10 @@ from tests.support.dynamo_deployment import DynamoDeployment
 from tests.support.hard_worker import LOADS, NEVER_LOADS
 from tests.support.models import write_checkpoint
 from trtllm_disagg.engine.health import TIMES
+from trtllm_disagg.processes.machine import birth
 
-#: For what a loaded machine adds.
-MORE_SECONDS = 15.0
+#: From an engine's death to the end of its worker; and what a loaded machine may add.
+MOST_SECONDS, MORE_SECONDS = 5.0, 15.0
 
 Start = Callable[[str, str, str], DynamoDeployment]
 
@@ -41,7 +43,7 @@ def ended(deployment: DynamoDeployment, name: str, number: signal.Signals) -> st
     deployment.send(name, number)
     deployment.wait_until(lambda: deployment.exit_code(name) is not None, "it has ended", timeout=60)
     said = deployment.log(name)
-    assert deployment.exit_code(name) == (130 if number == signal.SIGINT else 1), said
+    assert deployment.exit_code(name) == {signal.SIGINT: 130, signal.SIGTERM: 143}.get(number, 1), said
     assert "Traceback" not in said
     return said
 
@@ -50,7 +52,7 @@ def test_a_worker_whose_engine_dies_ends_with_1_in_bounded_time(start: Start) ->
     deployment = start("agg", "", "worker ready")
     died = time.monotonic()
     said = ended(deployment, "agg", signal.SIGUSR1)
-    assert time.monotonic() - died < TIMES.between + TIMES.shutdown_dead + MORE_SECONDS
+    assert time.monotonic() - died < MOST_SECONDS + MORE_SECONDS
     assert "the engine is dead: RuntimeError: rank 3 is gone" in said
     assert f"the engine has not ended within {TIMES.shutdown_dead:g} s" in said
     assert "error: the engine died: " in said
@@ -61,6 +63,17 @@ def test_a_worker_whose_engine_dies_while_it_waits_for_the_other_stage_ends(star
     assert "error: the engine died" in ended(deployment, "decode", signal.SIGUSR1)
 
 
-def test_ctrl_c_ends_a_worker_whose_engine_still_loads(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_worker_whose_engine_still_loads_and_all_ranks(
+    start: Start, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
     monkeypatch.setenv(NEVER_LOADS, "1")
-    ended(start("agg", "", LOADS), "agg", signal.SIGINT)
+    deployment = start("agg", "", LOADS)
+    ranks = [int(pid) for pid in deployment.log("agg").partition(LOADS)[2].split()[:2]]
+    try:
+        assert len([pid for pid in ranks if birth(pid)]) == 2
+        ended(deployment, "agg", number)
+        deployment.wait_until(lambda: not any(map(birth, ranks)), "the ranks have ended")
+    finally:
+        for pid in filter(birth, ranks):
+            os.kill(pid, signal.SIGKILL)

@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -22,7 +23,7 @@ from trtllm_disagg.engines.recording.state import KvStore
 
 KV_DIRECTORY = "TEST_KV_DIRECTORY"
 NEVER_LOADS = "TEST_NEVER_LOADS"
-LOADS = "the engine loads, and does not end to"
+LOADS = "the engine loads, and does not end to; its ranks:"
 
 
 class KvFiles(KvStore):
@@ -69,12 +70,25 @@ def held_in(directory: Path) -> int:
     return sum(1 for _ in directory.glob("kv-*"))
 
 
+#: A rank that has started another one; no SIGTERM ends them.
+RANKS = """
+import os, signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if other := os.fork():
+    print(os.getpid(), other, flush=True)
+while True:
+    signal.pause()
+"""
+
+
 class NeverLoads:
-    """An LLM whose constructor keeps its thread, and another one that Python waits for at its end."""
+    """An LLM whose constructor keeps its thread, and another one that Python waits for at its end, and ranks."""
 
     def __init__(self, **engine_args: object) -> None:
         threading.Thread(target=threading.Event().wait).start()
-        print(LOADS, flush=True)
+        ranks = subprocess.Popen([sys.executable, "-c", RANKS], stdout=subprocess.PIPE, text=True)
+        assert ranks.stdout is not None
+        print(LOADS, ranks.stdout.readline(), flush=True)
         threading.Event().wait()
 
 

@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 
 #: The shortest time between two checks, and the longest between two looks at `Engine.fatal_error`.
 _LEAST_BETWEEN, _MOST_BETWEEN_LOOKS = 0.05, 0.5
-_SHUTDOWN_DEAD = 5.0
+#: With what finding the death takes, and the rest of the process, this ends a worker within 5 s of its engine's death.
+_SHUTDOWN_DEAD = 4.0
 
 #: Looks in one stall timeout. A process that is stopped, or has a blocked event loop, does not look, and so no stall is
 #: found then.

@@ -44,7 +44,7 @@ class Watch:
 
     def look(self) -> list[int]:
         """The processes that have been stopped for so many looks in a row that they must be killed."""
-        stopped = [pid for pid in _family(self._pid) if is_stopped(pid)]
+        stopped = [pid for pid in family(self._pid) if is_stopped(pid)]
         self._stopped = {pid: self._stopped.get(pid, 0) + 1 for pid in stopped}
         return [pid for pid, looks in self._stopped.items() if looks > self._most_looks]
 
@@ -57,7 +57,7 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
-def _family(pid: int) -> list[int]:
+def family(pid: int) -> list[int]:
     """The process and all its descendants."""
     family = [pid]
     for each in family:

@@ -6,7 +6,9 @@ import argparse
 import atexit
 import logging
 import os
+import signal
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +24,7 @@ from trtllm_disagg.model_directory import servable_model
 from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.processes.machine import check_limits, needs_of_worker
 from trtllm_disagg.processes.reports import reporter_of
-from trtllm_disagg.processes.watchdog import watch_over_this_process
+from trtllm_disagg.processes.watchdog import family, watch_over_this_process
 
 if TYPE_CHECKING:
     from trtllm_disagg.engine.llm_api import LlmApi
@@ -49,6 +51,8 @@ def run(namespace: argparse.Namespace) -> ExitCode:
 
         if config.frozen_seconds:
             watch_over_this_process(config.frozen_seconds)
+        # Until the engine is loaded; then the worker leaves its deployment on this signal (`Leaving`).
+        signal.signal(signal.SIGTERM, status.interrupt)
         uvloop.run(run_worker(config, engine_args, api))
     except (ConfigError, ModuleNotFoundError):
         status.value = ExitCode.WRONG_SETTING
@@ -62,12 +66,12 @@ def run(namespace: argparse.Namespace) -> ExitCode:
             if isinstance(shown, DisaggError):
                 print(f"{ERROR_PREFIX}{shown}", file=sys.stderr)
         # Not left to the exit handler: Python waits for the engine's threads before it runs any.
-        status.end()
+        status.end(config.engine_spec.is_tensorrt_llm)
         raise
     except KeyboardInterrupt:
-        status.value = ExitCode.INTERRUPTED
         # The engine may still be loading, and Python would wait for the threads that it has started.
-        status.end()
+        status.value = status.interrupted
+        status.end(config.engine_spec.is_tensorrt_llm)
         raise
     status.value = ExitCode.DONE
     return status.value
@@ -116,15 +120,31 @@ class ExitStatus:
 
     def __init__(self) -> None:
         self.value = ExitCode.FAILED
+        #: The status after an interrupt.
+        self.interrupted = ExitCode.INTERRUPTED
         atexit.register(self._end_unless_in_a_job)
 
-    def _end_unless_in_a_job(self) -> None:
-        if "mpi4py.MPI" not in sys.modules:
-            self.end()
-        # In an MPI job this process must finalise MPI, which happens later: the other ranks wait for it.
+    def interrupt(self, number: int, frame: object) -> None:
+        """Handles SIGTERM as Ctrl-C."""
+        self.interrupted = ExitCode.TERMINATED
+        signal.raise_signal(signal.SIGINT)
 
-    def end(self) -> None:
-        """End the process now, with `value` as its status."""
+    def _end_unless_in_a_job(self) -> None:
+        # `import tensorrt_llm` starts MPI, also where it is a job of one.
+        mpi = sys.modules.get("mpi4py.MPI")
+        if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+            if mpi.COMM_WORLD.size > 1:
+                return  # the other ranks wait until this one finalises MPI, which Python does later
+            mpi.Finalize()
+        self.end()
+
+    def end(self, with_engine: bool = False) -> None:
+        """End the process now, with `value` as its status. `with_engine`: kill what it has started, too. TensorRT-LLM's
+        ranks are processes that hold GPU memory until they notice.
+        """
+        for pid in family(os.getpid())[1:] if with_engine else ():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

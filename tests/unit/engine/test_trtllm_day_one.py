@@ -564,7 +564,7 @@ def test_health_check_times_follow_the_settings(
     )
     times = HealthTimes.of(config)
     assert times == expected
-    assert times.between_looks <= 0.5
+    assert times.between_looks + times.shutdown_dead <= 4.5, "a worker outlives its engine by 5 s at most"
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode", "both"])

@@ -16,6 +16,7 @@ from trtllm_disagg.config.args import add_worker_arguments
 from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.dynamo_runtime.shutdown import Leaving
 from trtllm_disagg.engine.health import HealthTimes
+from trtllm_disagg.engines.embedded.tensor_parallel.launch import mpiexec
 from trtllm_disagg.errors import EngineLostError
 from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.processes.interpreter import python
@@ -25,6 +26,8 @@ from trtllm_disagg.worker.worker import leave_when_dead, served_model
 #: Says what is done at its end, in order.
 ENDING = """
 import atexit, sys
+if "mpi" in sys.argv:
+    from mpi4py import MPI
 from trtllm_disagg.worker.worker_command import ExitStatus
 
 class Late:
@@ -46,11 +49,18 @@ def end(program: str, *argv: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("argv", [[], ["raise"]])
+@pytest.mark.parametrize("argv", [[], ["raise"], ["mpi"], ["mpi", "raise"]])
 def test_a_worker_ends_with_its_status_before_python_is_taken_apart(argv: list[str]) -> None:
+    """Also where MPI is imported, as TensorRT-LLM does for one process, too."""
     done = end(ENDING, *argv)
     assert (done.returncode, done.stdout) == (3, "exit handler\n")
-    assert ("RuntimeError: a bug" in done.stderr) is bool(argv)
+    assert ("RuntimeError: a bug" in done.stderr) is ("raise" in argv)
+
+
+def test_a_worker_in_a_job_of_two_leaves_its_end_to_mpi() -> None:
+    ranks = [str(mpiexec()), "-n", "2", *python("-c", ENDING, "mpi")]
+    done = subprocess.run(ranks, capture_output=True, text=True, check=False, timeout=120)
+    assert [done.stdout.count(words) for words in ("exit handler", "taken apart")] == [2, 2]
 
 
 #: A worker that has lost its engine, with a thread of it that never ends, as those of MPI. TensorRT-LLM registers the

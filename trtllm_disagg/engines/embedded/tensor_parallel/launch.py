@@ -146,7 +146,7 @@ def require_ranks(size: int, environment: Mapping[str, str]) -> Job | None:
             f"{job.size}, the number of ranks that mpiexec or srun has started "
             f"(start {size}, or start the worker without it)",
         )
-    if size > 1 and (importlib.util.find_spec("mpi4py") is None or not _mpiexec().is_file()):
+    if size > 1 and (importlib.util.find_spec("mpi4py") is None or not mpiexec().is_file()):
         raise ConfigError.bad_value(KEY, size, f"1 without {_EXTRA}")
     if size > 1 and job is None and (lack := lack_of_room(size * MPICH_PER_RANK, "mpich")):
         raise ConfigError.bad_value(KEY, size, f"1 while {lack}")
@@ -177,7 +177,7 @@ def core_launch(size: int, num_threads: int, environment: Mapping[str, str]) -> 
         # The way to the process manager goes to the core, which is the rank.
         fd = environment.get("PMI_FD")
         return Launch(python(*_CORE, IN_JOB), environment, () if fd is None else (int(fd),))
-    command = (str(_mpiexec()), *_MPIEXEC_OPTIONS, "-n", str(size), *python(*_CORE))
+    command = (str(mpiexec()), *_MPIEXEC_OPTIONS, "-n", str(size), *python(*_CORE))
     return Launch(command, environment, by_mpiexec=True)
 
 
@@ -197,7 +197,7 @@ def serve_as_rank(size: int, num_threads: int, environment: Mapping[str, str]) -
     return True
 
 
-def _mpiexec() -> Path:
+def mpiexec() -> Path:
     """mpiexec of the mpich that is installed beside mpi4py; one found in PATH may belong to another MPI."""
     return Path(sysconfig.get_path("scripts")) / "mpiexec"
 
