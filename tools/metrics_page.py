@@ -13,6 +13,7 @@ from trtllm_disagg.dynamo_runtime.metrics import (
     EngineMetrics,
     LoadMetrics,
     QueueMetrics,
+    StepMetrics,
     registry_of,
 )
 from trtllm_disagg.dynamo_runtime.request_metrics import (
@@ -21,6 +22,7 @@ from trtllm_disagg.dynamo_runtime.request_metrics import (
     RequestMetrics,
 )
 from trtllm_disagg.engine.handoffs_held import HandoffsHeld
+from trtllm_disagg.engine.llm_api import STEP_GAUGES
 from trtllm_disagg.handlers.admission import Queued
 from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker
 from trtllm_disagg.handlers.trace import RequestEnd
@@ -98,6 +100,10 @@ def registries() -> Iterator[tuple[str, str, CollectorRegistry]]:
         }
     )
     requests, of_engine, front = RequestMetrics(), EngineRequestMetrics("m"), FrontendRequests(config, 1)
+    of_engine.registry.register(steps := StepMetrics("m"))
+    ones = {part: dict.fromkeys(gauges.values(), 1) for part, gauges in STEP_GAUGES.items()}
+    windows = {"32": dict.fromkeys(("iterReusedBlocks", "secondaryMaxNumBlocks"), 1)}
+    steps.update(ones[""] | ones | {"iterLatencyMS": 1, "kvCacheIterationStats": windows})
     request = decode_request({"model": "m", "token_ids": [1]})
     request.trace.chose("decode_first", "default")
     requests.ended(RequestEnd(request, 1, False, 1.0))
@@ -120,7 +126,7 @@ def registries() -> Iterator[tuple[str, str, CollectorRegistry]]:
     yield (
         "As TensorRT-LLM's server shows them",
         "What the engine measured of requests that it finished, from its `metrics_dict`, under the names of "
-        "TensorRT-LLM's `MetricsCollector`.",
+        "TensorRT-LLM's `MetricsCollector`; and its last step (of the ranks of attention DP: the one that told last).",
         of_engine.registry,
     )
     yield (

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from trtllm_disagg.config.settings import COMPONENTS, parse_endpoint_id
 from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.engine.handoffs_held import HandoffsHeld
+from trtllm_disagg.engine.llm_api import step_gauges
 from trtllm_disagg.handlers.admission import Queued
 from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker
 from trtllm_disagg.handlers.trace import RequestEnd
@@ -179,6 +180,28 @@ class LabelValues:
             return OTHER
         self._values.add(value)
         return value
+
+
+class StepMetrics(Collector):
+    """The gauges of TensorRT-LLM's server, as of the engine's last step; with attention DP, of the last rank's."""
+
+    def __init__(self, model_name: str) -> None:
+        self._mode = {"model_name": model_name, "engine_type": "trtllm"}
+        self._values: dict[str, float] = {}
+
+    def update(self, stat: Mapping[str, Any]) -> None:
+        """One record of `get_stats_async`."""
+        self._values = self._values | step_gauges(stat)
+
+    def rest(self) -> None:
+        """The engine takes no steps, so nothing runs: TensorRT-LLM's last record is of the step before."""
+        self._values = self._values | {name: 0 for name in self._values if name.startswith("num_")}
+
+    def collect(self) -> Iterator[Metric]:
+        for name, value in self._values.items():
+            gauge = GaugeMetricFamily(f"trtllm_{name}", "Of the engine's last step", labels=list(self._mode))
+            gauge.add_metric(list(self._mode.values()), value)
+            yield gauge
 
 
 class EngineMetrics(Collector):

@@ -19,6 +19,7 @@ from trtllm_disagg.dynamo_runtime.metrics import (
     DynamoMetrics,
     EngineMetrics,
     LoadMetrics,
+    StepMetrics,
     expose,
     registry_of,
 )
@@ -176,7 +177,7 @@ async def create_publishers(
     if not config.reads_statistics:
         return [*events]
     sinks: list[StatsSink] = [engine.handoffs, live.occupancy]
-    exposed: list[EngineMetrics | DynamoMetrics] = []
+    exposed: list[EngineMetrics | DynamoMetrics | StepMetrics] = []
     if config.publish_metrics:
         exposed = _exposed(config, runtime.endpoint_for_frontends, engine, live, metrics)
     sinks += exposed
@@ -199,7 +200,7 @@ async def create_publishers(
     return [*events, stats, forward_pass]
 
 
-def _rest(live: LiveState, exposed: Sequence[EngineMetrics | DynamoMetrics]) -> None:
+def _rest(live: LiveState, exposed: Sequence[EngineMetrics | DynamoMetrics | StepMetrics]) -> None:
     live.occupancy.clear()
     for metrics in exposed:
         metrics.rest()
@@ -255,9 +256,10 @@ def _kv_events(
 
 def _exposed(
     config: WorkerConfig, endpoint: Any, engine: Engine, live: LiveState, metrics: DynamoMetrics
-) -> list[EngineMetrics | DynamoMetrics]:
+) -> list[EngineMetrics | DynamoMetrics | StepMetrics]:
     """Put all metrics on this worker's page. Returns the sinks that need the engine's statistics."""
     of_engine, load = EngineMetrics(engine.handoffs), LoadMetrics(live.queued, live.breaker)
+    steps = StepMetrics(config.model_name)
     requests = RequestMetrics(
         phase_of_frontends(config),
         decode_sends_all=config.schedule_style is ScheduleStyle.GENERATION_FIRST,
@@ -265,7 +267,7 @@ def _exposed(
     )
     engine_requests = EngineRequestMetrics(config.model_name)
     for registry in (
-        registry_of(of_engine, load),
+        registry_of(of_engine, load, steps),
         requests.registry,
         engine_requests.registry,
         metrics.registry,
@@ -276,4 +278,4 @@ def _exposed(
         at_front = FrontendRequests(config, endpoint.connection_id())
         at_front.expose(endpoint)
         live.sinks.append(at_front)
-    return [of_engine, metrics]
+    return [of_engine, metrics, steps]

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from tests.conftest import Checkpoints
 from tests.support.clock import Clock
 from tests.support.cores import Core
-from trtllm_disagg.dynamo_runtime.metrics import OTHER, EngineMetrics, LabelValues, LoadMetrics
+from trtllm_disagg.dynamo_runtime.metrics import OTHER, EngineMetrics, LabelValues, LoadMetrics, StepMetrics
 from trtllm_disagg.engine.handoffs_held import HandoffsHeld
 from trtllm_disagg.handlers.admission import Queued
 from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker
@@ -44,6 +44,26 @@ def step(context: int = 0, generating: int = 0, used: int = 0, **more: Any) -> d
         "numQueuedRequests": 2,
         **more,
     }
+
+
+def test_a_step_is_shown_under_tensorrt_llms_names_and_nothing_runs_at_rest() -> None:
+    metrics = StepMetrics("m")
+    metrics.update({"numActiveRequests": 3, "gpuMemUsage": 0, "iterLatencyMS": 12.0})
+    blocks = {"usedNumBlocks": 2, "maxNumBlocks": 8, "cacheHitRate": None}
+    windows = {"32": {"iterReusedBlocks": 3, "iterMissedBlocks": 1}, "64": {"iterReusedBlocks": 0}}
+    metrics.update({"numActiveRequests": 4, "kvCacheStats": blocks, "kvCacheIterationStats": windows})
+    expected = {
+        "trtllm_num_requests_running": 4,
+        "trtllm_gpu_memory_usage_bytes": 0,
+        "trtllm_iteration_latency_seconds": 0.012,
+        "trtllm_kv_cache_max_blocks": 8,
+        "trtllm_kv_cache_used_blocks": 2,
+        "trtllm_kv_cache_utilization": 0.25,
+        "trtllm_kv_cache_iter_reuse_rate": 0.75,
+    }
+    assert shown(metrics) == expected
+    metrics.rest()
+    assert shown(metrics) == expected | {"trtllm_num_requests_running": 0}
 
 
 def test_tokens_of_steps_are_summed_and_used_blocks_are_not() -> None:

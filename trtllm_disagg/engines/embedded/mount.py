@@ -32,6 +32,7 @@ from typing import Any, NoReturn
 import yaml
 from pydantic import BaseModel
 
+from trtllm_disagg.engine.llm_api import step_gauges
 from trtllm_disagg.engines.embedded.api.llm import LLM
 from trtllm_disagg.engines.embedded.api.perf_metrics import FINISHED_REASON, MetricNames
 from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs
@@ -308,22 +309,6 @@ def update_llm_args_with_extra_options(
 
 # -- metrics
 
-#: Prometheus name -> where its value is in the engine's statistics.
-_GAUGES = {
-    "num_requests_running": "numActiveRequests",
-    "num_requests_waiting": "numQueuedRequests",
-    "max_num_active_requests": "maxNumActiveRequests",
-    "kv_cache_hit_rate": "kvCacheStats.cacheHitRate",
-    "kv_cache_max_blocks": "kvCacheStats.maxNumBlocks",
-    "kv_cache_free_blocks": "kvCacheStats.freeNumBlocks",
-    "kv_cache_used_blocks": "kvCacheStats.usedNumBlocks",
-    "kv_cache_tokens_per_block": "kvCacheStats.tokensPerBlock",
-    "num_context_requests": "inflightBatchingStats.numContextRequests",
-    "num_generation_requests": "inflightBatchingStats.numGenRequests",
-    "num_scheduled_requests": "inflightBatchingStats.numScheduledRequests",
-    "total_context_tokens": "inflightBatchingStats.numCtxTokens",
-}
-
 #: Histograms of measured requests, in seconds.
 _HISTOGRAMS = {
     MetricNames.E2E: "e2e_request_latency_seconds",
@@ -348,10 +333,8 @@ class MetricsCollector:
         from prometheus_client import Counter, Gauge, Histogram
 
         self._labels = labels
-        self._gauges = {
-            name: Gauge(f"trtllm_{name}", path, labelnames=list(labels)).labels(**labels)
-            for name, path in {**_GAUGES, "kv_cache_utilization": "used blocks / all blocks"}.items()
-        }
+        self._gauge_class = Gauge
+        self._gauges: dict[str, Any] = {}
         self._histograms = {
             metric: Histogram(
                 f"trtllm_{name}", metric.value, labelnames=list(labels), buckets=_BUCKETS
@@ -368,15 +351,11 @@ class MetricsCollector:
         )
 
     def log_iteration_stats(self, iteration_stats: Mapping[str, Any]) -> None:
-        for name, path in _GAUGES.items():
-            value: Any = iteration_stats
-            for part in path.split("."):
-                value = value.get(part, {})
-            if isinstance(value, (int, float)):
-                self._gauges[name].set(value)
-        blocks = iteration_stats.get("kvCacheStats") or {}
-        if blocks.get("maxNumBlocks"):
-            self._gauges["kv_cache_utilization"].set(blocks["usedNumBlocks"] / blocks["maxNumBlocks"])
+        for name, value in step_gauges(iteration_stats).items():
+            if name not in self._gauges:
+                gauge = self._gauge_class(f"trtllm_{name}", "Of the last step", list(self._labels))
+                self._gauges[name] = gauge.labels(**self._labels)
+            self._gauges[name].set(value)
 
     def log_request_metrics_dict(self, metrics_dict: Mapping[Any, Any]) -> None:
         """Record the metrics of one result; they are empty when it was not measured."""
