@@ -4,6 +4,7 @@
 # make lint   ruff, mypy, shellcheck, hadolint, and the site, strictly
 # make docs   the site, in site/
 # make docs-serve   the site on http://127.0.0.1:8080, while you write
+# make next-dynamo   four deployments on Dynamo's newest pre-release, in an environment of its own; for CI: .ci/next-dynamo
 # make release   wheel and source distribution of the last commit, reproducible, with an SBOM, in dist/
 # Each of them first makes the virtual environment in .venv, once; all but demo then add their tools to it.
 
@@ -12,6 +13,8 @@ BIN := .venv/bin
 STAMP := .venv/installed
 TOOLS := .venv/tools-installed
 MODEL := .cache/demo-model
+NEXT := .cache/next-dynamo
+NEXT_TESTS ?= tests/integration/test_metrics_pages.py tests/integration/test_kv_routing.py
 SCRIPTS = $(filter-out %/lib.sh,$(wildcard launch/*.sh launch/slurm/*.sh))
 # Three processes (tests/support/groups.py), for a quarter of the time is spent waiting for other processes: two leave a
 # third of two processors idle. PYTEST_ARGS="-n 0" for one.
@@ -34,7 +37,7 @@ MKDOCS = NO_MKDOCS_2_WARNING=1 $(BIN)/python -P -m mkdocs
 # Says every few seconds that it is still at it; needs nothing installed.
 STEADILY = $(PYTHON) -I trtllm_disagg/processes/steadily.py
 
-.PHONY: help demo test test-fast test-levels lint format model venv wheel release docs docs-serve clean
+.PHONY: help demo test test-fast test-levels next-dynamo lint format model venv wheel release docs docs-serve clean
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
@@ -51,6 +54,15 @@ test-fast: $(TOOLS)
 # The engine's tests at the CPU levels below this machine's own; a part of `make test`.
 test-levels: $(TOOLS)
 	$(BIN)/python -m tests.levels
+
+# Everything but Dynamo is .venv's, so this takes seconds to set up.
+next-dynamo: $(TOOLS) model
+	@rm -rf $(NEXT) && $(BIN)/python -m venv --without-pip $(NEXT)
+	@$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' > $$(echo $(NEXT)/lib/python3*/site-packages)/rest.pth
+	@$(STEADILY) "Dynamo's newest" $(BIN)/python -m pip --disable-pip-version-check -q --python $(NEXT)/bin/python \
+		install --no-compile --no-deps --pre --upgrade ai-dynamo ai-dynamo-runtime
+	@$(NEXT)/bin/python -c 'from importlib.metadata import version; print("ai-dynamo", version("ai-dynamo"))'
+	$(NEXT)/bin/python -m pytest -n 0 $(NEXT_TESTS)
 
 lint: $(TOOLS)
 	$(BIN)/ruff check .

@@ -58,6 +58,9 @@ become_worker() {
         ${ENGINE_CONFIGS:+--extra-engine-args "$ENGINE_CONFIGS/$1.yaml"})
     [[ $PUBLISH_METRICS == no ]] || argv+=(--publish-metrics)
     [[ $1 == agg ]] || argv+=(--disaggregation-strategy "$STRATEGY")
+    while IFS='=' read -r name value; do # the model's variables; what is set already wins
+        [[ $name =~ ^(#.*)?$ || -n ${!name:-} ]] || export "$name=$value"
+    done < <([[ -z $ENGINE_CONFIGS ]] || cat "$ENGINE_CONFIGS"/worker.env 2>/dev/null)
     [[ -z ${!devices:-} ]] || export CUDA_VISIBLE_DEVICES="${!devices}"
     export DYN_SYSTEM_PORT="${DYN_SYSTEM_PORT:-$2}"
     export TRTLLM_DISAGG_ADMIN_KEY_FILE="${TRTLLM_DISAGG_ADMIN_KEY_FILE:-$("$PYTHON" -P -m trtllm_disagg.tools.admin.user_key)}"

@@ -118,6 +118,15 @@ def test_workers_understand_what_the_scripts_give_them(scripts: Scripts, script:
     assert role == "agg" or config.strategy == "prefill_first"
 
 
+def test_workers_get_the_variables_beside_their_engine_config_unless_they_are_set(scripts: Scripts) -> None:
+    given = {"ENGINE_CONFIGS": str(ROOT / "engine_configs" / "gpt-oss-120b"), "NCCL_GRAPH_REGISTER": "1"}
+    argv, environment = scripts.started("decode.sh", **given)
+    config = parse_worker_flags(argv[2:], environment, is_elsewhere=True)
+    assert (config.reasoning_parser, config.tool_call_parser) == ("gpt_oss", "harmony")
+    assert environment["OVERRIDE_QUANT_ALGO"] == "W4A8_MXFP4_MXFP8"
+    assert environment["NCCL_GRAPH_REGISTER"] == "1"
+
+
 def test_discovery_in_files_is_this_users_alone_where_no_directory_is_named(
     scripts: Scripts, tmp_path: Path
 ) -> None:

@@ -74,6 +74,7 @@ def build_engine_args(config: WorkerConfig) -> Args:
     _check_engine(args, config)
     _check_role(args, config)
     _set_up_events(args, config)
+    _check_statistics(args, config)
     return args
 
 
@@ -254,6 +255,16 @@ def _set_up_events(args: Args, config: WorkerConfig) -> None:
         _set(args, "kv_cache_config.event_buffer_max_size", KV_EVENT_BUFFER_SIZE)
     if _get(args, "kv_cache_config.enable_block_reuse") is False:
         log.warning("%s has little to tell: kv_cache_config.enable_block_reuse is false", flag)
+
+
+def _check_statistics(args: Args, config: WorkerConfig) -> None:
+    """Load, metrics and the drain read the statistics of steps."""
+    if config.reads_statistics and args.get("enable_iter_perf_stats") is False:
+        allowed = f"true with {flag_of('publish_metrics')}, which reads them"
+        raise ConfigError.bad_value("enable_iter_perf_stats", False, allowed)
+    interval = args.get("iter_perf_stats_interval")
+    if config.reads_statistics and interval not in (None, 1):
+        log.warning("iter_perf_stats_interval %s: load, metrics and drain see one of so many steps", interval)
 
 
 def _strip(args: Args) -> None:

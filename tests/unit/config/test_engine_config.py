@@ -248,6 +248,18 @@ def test_publishing_events_cannot_work_with_pushed_events_or_well_without_block_
     assert "kv_events_config.enable_kv_cache_events" in refusal(tmp_path, pushed, publish_kv_events=True)
 
 
+def test_statistics_that_metrics_read_cannot_be_off_and_are_better_of_every_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    off, rare = {"enable_iter_perf_stats": False}, {"iter_perf_stats_interval": 8}
+    build(tmp_path, off | rare, engine="tensorrt_llm")
+    assert caplog.text == ""
+    refused = refusal(tmp_path, off, engine="tensorrt_llm", publish_metrics=True)
+    assert "enable_iter_perf_stats: False is not allowed; expected true with --publish-metrics" in refused
+    build(tmp_path, rare, engine="tensorrt_llm", publish_metrics=True)
+    assert "iter_perf_stats_interval 8" in caplog.text
+
+
 def test_dynamo_decides_backend_and_postprocessing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     args = build(tmp_path, {"backend": "pytorch", "num_postprocess_workers": 4})
     assert "backend" not in args

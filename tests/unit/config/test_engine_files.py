@@ -156,9 +156,12 @@ def test_the_two_sides_of_a_pair_fit(model: str) -> None:
         assert getattr(prefill.kv_cache_config, name) == getattr(decode.kv_cache_config, name)
     assert prefill.cache_transceiver_config == decode.cache_transceiver_config
     for side in (prefill, decode):
+        assert side.cache_transceiver_config is not None
+        runtime = side.cache_transceiver_config.transceiver_runtime
+        expected = {"NIXL": "PYTHON", "UCX": "CPP"}[str(side.cache_transceiver_config.backend)]
+        assert runtime == ("auto" if model in ENGINES else expected), "of TensorRT-LLM's: named"
         assert side.enable_chunked_prefill
         assert side.max_seq_len is not None
-        assert side.cache_transceiver_config is not None
         buffer = side.cache_transceiver_config.max_tokens_in_buffer
         assert buffer is None or buffer >= side.max_seq_len
     assert prefill.disable_overlap_scheduler or model == "demo"

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,19 @@ def test_every_kind_of_refusal_is_the_callers_fault(error: Exception) -> None:
     engine.llm.generate_async = refuse
     with pytest.raises(InvalidRequestError, match="x"):
         engine.start_agg(request())
+
+
+def test_choices_without_sampling_are_the_callers_fault_in_the_engines_words() -> None:
+    """TensorRT-LLM's SamplingParams refuse n above 1 with temperature 0 unless that variable is set."""
+    engine = recording_engine()
+
+    def refuse(*, n: int, temperature: float, **others: Any) -> None:
+        assert (n, temperature) == (2, 0.0)
+        raise ValueError("Greedy decoding ... set an environment variable TLLM_ALLOW_N_GREEDY_DECODING=1")
+
+    engine.api = replace(engine.api, sampling_params=refuse)
+    with pytest.raises(InvalidRequestError, match="TLLM_ALLOW_N_GREEDY_DECODING=1"):
+        engine.start_agg(request(sampling_options={"n": 2, "temperature": 0.0}))
 
 
 def test_a_closed_engine_is_not_the_callers_fault() -> None:

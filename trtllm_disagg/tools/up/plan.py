@@ -52,7 +52,7 @@ def stop_order(strategy: str) -> tuple[tuple[ProcessRole, ...], ...]:
 
 
 # Settings that the user's environment may override.
-TUNABLE_ENV: Mapping[str, str] = {
+TUNABLE_ENV: dict[str, str] = {
     "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "1",
     # A stream that fails before its first token gets an HTTP status, in every strategy, instead of a 200.
     "DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS": "500",
@@ -290,7 +290,18 @@ def shared_env(config: DeploymentConfig, environ: Mapping[str, str]) -> dict[str
         "DYN_TCP_RESPONSE_STREAM_HOST": LOOPBACK,
         "DYN_EVENT_PLANE_HOST": LOOPBACK,
         **broker_env(config.run_dir),
-        **{name: environ.get(name, default) for name, default in tunable.items()},
+        **{name: environ.get(name, default) for name, default in (tunable | _of_model(config)).items()},
+    }
+
+
+def _of_model(config: DeploymentConfig) -> dict[str, str]:
+    """The variables in worker.env beside the engine configs; the user's environment may override them."""
+    files = {path.with_name("worker.env") for path in config.engine_configs.values()}
+    lines = [line for path in files if path.is_file() for line in path.read_text().splitlines()]
+    return {
+        name: value
+        for name, is_set, value in (line.partition("=") for line in lines)
+        if is_set and name[0] != "#"
     }
 
 

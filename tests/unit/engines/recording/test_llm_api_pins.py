@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -42,7 +43,9 @@ PINS = {
 OLD, NEW = "1.2.0rc", "1.3.0rc"
 #: What `pip install tensorrt-llm` brings, and the first release that `doctor` takes.
 STABLE, FIRST_TAKEN = "1.2.1", "1.3.0rc22"
-#: The newest release of which a class could be read.
+#: After the release that the project is written for: what could be read of them.
+NEXT, AFTER_NEXT = "1.4.0rc1", "1.4.0rc4"
+#: The newest release of which a class could be read whole, up to the one that the project is written for.
 NEWEST = {
     "DisaggregatedParams": "1.3.0rc29",
     "CompletionOutput": "1.3.0rc29",
@@ -117,7 +120,7 @@ def parameters(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def test_every_pin_has_its_version_and_source() -> None:
-    assert {OLD, NEW, STABLE, FIRST_TAKEN, *NEWEST.values()} == set(PINS)
+    assert {OLD, NEW, STABLE, FIRST_TAKEN, NEXT, AFTER_NEXT, *NEWEST.values()} == set(PINS)
     for version, pin in PINS.items():
         assert pin["version"] == version
         assert all(pin["source"].values())
@@ -386,6 +389,7 @@ def pinned_names(version: str, called: str) -> set[str]:
         *((name, version) for name, version in NEWEST.items() if not name.endswith("Output")),
         ("LLM", "1.3.0rc29"),
         ("DisaggregatedParams", FIRST_TAKEN),
+        ("DisaggregatedParams", AFTER_NEXT),
         ("generate_async", FIRST_TAKEN),
         ("SamplingParams", STABLE),
     ],
@@ -409,7 +413,18 @@ def test_releases_of_1_2_lack_what_a_split_request_needs(
     assert "disagg_request_id" in lacking
 
 
-@pytest.mark.parametrize("version", [FIRST_TAKEN, NEWEST["DisaggregatedParams"]])
+def test_the_next_release_has_every_key_of_a_transceiver_and_every_field_of_a_handoff() -> None:
+    used = [
+        yaml.safe_load(path.read_text()).get("cache_transceiver_config", {})
+        for path in (ROOT / "engine_configs").glob("*/*.yaml")
+    ]
+    assert {key for each in used for key in each} <= set(facts(NEXT, "CacheTransceiverConfig"))
+    older, newer = (facts(version, "DisaggregatedParams") for version in ("1.3.0rc29", AFTER_NEXT))
+    assert older.items() <= newer.items()
+    assert all(default == "None" for _, default in newer.values()), "a handoff without them is taken"
+
+
+@pytest.mark.parametrize("version", [FIRST_TAKEN, NEWEST["DisaggregatedParams"], AFTER_NEXT])
 def test_an_endpoint_is_one_string(version: str) -> None:
     assert facts(version, "DisaggregatedParams")["ctx_info_endpoint"] == ["Optional[str]", "None"]
     assert DisaggregatedParams(ctx_info_endpoint="tcp://a:1").ctx_info_endpoint == "tcp://a:1"

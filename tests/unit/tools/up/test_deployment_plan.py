@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.support.deployments import ROOT
 from trtllm_disagg import DYNAMO_VERSION
 from trtllm_disagg.config.args import parse_worker_flags
 from trtllm_disagg.config.worker_config import SETTINGS
@@ -26,6 +27,7 @@ from trtllm_disagg.tools.up.plan import (
     stop_order,
 )
 from trtllm_disagg.tools.up.status import Status
+from trtllm_disagg.tools.up.up_command import engine_configs_in
 
 
 @pytest.fixture
@@ -62,6 +64,17 @@ def test_deployment_has_a_frontend_and_workers_of_each_role_that_publish(
         assert (spec.ports, spec.env["DYN_SYSTEM_PORT"]) == ({"system": port}, str(port))
         assert spec.env["DYN_SYSTEM_HOST"] == "127.0.0.1"
     assert frontend.ports == {"http": 8123}
+
+
+def test_workers_get_the_variables_beside_their_engine_config_unless_they_are_set(
+    config: DeploymentConfig,
+) -> None:
+    files = engine_configs_in(ROOT / "engine_configs" / "gpt-oss-120b", "agg")
+    specs = specs_of(replace(config, strategy="agg", engine_configs=files), NCCL_GRAPH_REGISTER="1")
+    spec = specs["agg-0"]
+    worker = parse_worker_flags(spec.argv[len(config.worker_command) :], spec.env)
+    assert (worker.reasoning_parser, worker.tool_call_parser) == ("gpt_oss", "harmony")
+    assert (spec.env["OVERRIDE_QUANT_ALGO"], spec.env["NCCL_GRAPH_REGISTER"]) == ("W4A8_MXFP4_MXFP8", "1")
 
 
 def test_all_processes_share_discovery_and_planes_whatever_the_environment_says(
