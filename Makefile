@@ -60,7 +60,7 @@ next-dynamo: $(TOOLS) model
 	@rm -rf $(NEXT) && $(BIN)/python -m venv --without-pip $(NEXT)
 	@$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' > $$(echo $(NEXT)/lib/python3*/site-packages)/rest.pth
 	@$(STEADILY) "Dynamo's newest" $(BIN)/python -m pip --disable-pip-version-check -q --python $(NEXT)/bin/python \
-		install --no-compile --no-deps --pre --upgrade ai-dynamo ai-dynamo-runtime
+		install --no-compile --no-deps --pre --ignore-installed ai-dynamo ai-dynamo-runtime
 	@$(NEXT)/bin/python -c 'from importlib.metadata import version; print("ai-dynamo", version("ai-dynamo"))'
 	$(NEXT)/bin/python -m pytest -n 0 $(NEXT_TESTS)
 

@@ -29,6 +29,15 @@ _SLEEP_SECONDS = 2.0
 _POLL_SECONDS = 0.005
 
 
+def _is_computing(pid: int) -> bool:
+    """Whether any thread of the process is running or waiting for a core."""
+    for thread in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):
+            if thread.read_text().rpartition(")")[2].split()[0] == "R":
+                return True
+    return False
+
+
 class ChildProcess:
     """Raises EngineError, with the cause, if a call fails in the child or the child has ended."""
 
@@ -66,10 +75,8 @@ class ChildProcess:
 
     def await_sleep(self) -> None:
         """Waits until the child's thread pools no longer spin, which they do for up to 0.2 s after their work."""
-        from trtllm_disagg.processes.machine import is_computing
-
         deadline = time.monotonic() + _SLEEP_SECONDS
-        while is_computing(self.pid) and time.monotonic() < deadline:
+        while _is_computing(self.pid) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
 
     def close(self, seconds: float = _END_SECONDS) -> None:

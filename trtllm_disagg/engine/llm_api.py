@@ -53,40 +53,30 @@ _BY_WORDS: tuple[tuple[str, type[DisaggError]], ...] = (
 #: Parts of what a request is told once the engine's loop has ended (_torch/pyexecutor/executor_request_queue.py and
 #: py_executor.py, executor/base_worker.py). Its process may live on, and say that it is healthy.
 _END_MESSAGES = ("pyexecutor has already been shutdown", "event loop terminated", "event loop shut down")
-#: TensorRT-LLM's gauges of single steps, by the part of a record of `get_stats_async` that has their values: gauge ->
-#: key (metrics/collector.py; its names begin with `trtllm_`). `step_gauges` has those that are computed, too.
-STEP_GAUGES: Mapping[str, Mapping[str, str]] = {
-    "": {
-        "num_requests_running": "numActiveRequests",
-        "num_requests_waiting": "numQueuedRequests",
-        "max_num_active_requests": "maxNumActiveRequests",
-        "gpu_memory_usage_bytes": "gpuMemUsage",
-        "cpu_memory_usage_bytes": "cpuMemUsage",
-        "pinned_memory_usage_bytes": "pinnedMemUsage",
-        "max_batch_size_static": "maxBatchSizeStatic",
-        "max_batch_size_runtime": "maxBatchSizeRuntime",
-        "max_num_tokens_runtime": "maxNumTokensRuntime",
-    },
-    "kvCacheStats": {
-        "kv_cache_hit_rate": "cacheHitRate",
-        "kv_cache_max_blocks": "maxNumBlocks",
-        "kv_cache_free_blocks": "freeNumBlocks",
-        "kv_cache_used_blocks": "usedNumBlocks",
-        "kv_cache_tokens_per_block": "tokensPerBlock",
-    },
-    "inflightBatchingStats": {
-        "num_context_requests": "numContextRequests",
-        "num_generation_requests": "numGenRequests",
-        "num_paused_requests": "numPausedRequests",
-        "num_scheduled_requests": "numScheduledRequests",
-        "total_context_tokens": "numCtxTokens",
-        "avg_decoded_tokens_per_iter": "avgNumDecodedTokensPerIter",
-    },
-    "specDecodingStats": {
-        "spec_decode_acceptance_length": "acceptanceLength",
-        "spec_decode_draft_overhead": "draftOverhead",
-    },
+#: TensorRT-LLM's gauges of single steps (metrics/collector.py, where each name begins with `trtllm_`), as GAUGE=KEY, by
+#: the part of a record of `get_stats_async` that has the key. `step_gauges` has those that are computed, too.
+_GAUGES = {
+    "": """
+        num_requests_running=numActiveRequests num_requests_waiting=numQueuedRequests
+        max_num_active_requests=maxNumActiveRequests gpu_memory_usage_bytes=gpuMemUsage
+        cpu_memory_usage_bytes=cpuMemUsage pinned_memory_usage_bytes=pinnedMemUsage
+        max_batch_size_static=maxBatchSizeStatic max_batch_size_runtime=maxBatchSizeRuntime
+        max_num_tokens_runtime=maxNumTokensRuntime
+    """,
+    "kvCacheStats": """
+        kv_cache_hit_rate=cacheHitRate kv_cache_max_blocks=maxNumBlocks kv_cache_free_blocks=freeNumBlocks
+        kv_cache_used_blocks=usedNumBlocks kv_cache_tokens_per_block=tokensPerBlock
+    """,
+    "inflightBatchingStats": """
+        num_context_requests=numContextRequests num_generation_requests=numGenRequests
+        num_paused_requests=numPausedRequests num_scheduled_requests=numScheduledRequests
+        total_context_tokens=numCtxTokens avg_decoded_tokens_per_iter=avgNumDecodedTokensPerIter
+    """,
+    "specDecodingStats": """
+        spec_decode_acceptance_length=acceptanceLength spec_decode_draft_overhead=draftOverhead
+    """,
 }
+STEP_GAUGES = {part: dict(pair.split("=") for pair in pairs.split()) for part, pairs in _GAUGES.items()}
 #: The submodules of TensorRT-LLM with the names that are used here.
 _PARTS = (
     "sampling_params",

@@ -44,15 +44,6 @@ def own_mark() -> ProcessMark:
     return ProcessMark(os.getpid(), birth(os.getpid()))
 
 
-def is_computing(pid: int) -> bool:
-    """Whether any thread of the process is running or waiting for a core."""
-    for thread in Path(f"/proc/{pid}/task").glob("*/stat"):
-        with suppress(OSError):
-            if _fields(str(thread))[0] == b"R":
-                return True
-    return False
-
-
 def _fields(stat: str) -> list[bytes]:
     """The fields from the state on. The name before it may contain spaces and parentheses."""
     # Called before each pull of KV: unbuffered bytes take a third of the time of `Path.read_text`.

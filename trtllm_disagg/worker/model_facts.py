@@ -11,24 +11,12 @@ from pathlib import Path
 from typing import Any
 
 #: The keys of config.json that decide the size and meaning of one token's KV, and which tokens there are.
-_SHAPE = (
-    "architectures",
-    "model_type",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_size",
-    "kv_lora_rank",
-    "qk_rope_head_dim",
-    "qk_nope_head_dim",
-    "v_head_dim",
-    "sliding_window",
-    "layer_types",
-    "rope_theta",
-    "rope_scaling",
-    "vocab_size",
-)
+_KEYS = """
+    architectures model_type num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_size
+    kv_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim sliding_window layer_types rope_theta rope_scaling
+    vocab_size
+"""
+_SHAPE = tuple(_KEYS.split())
 _AUTO = "auto"
 
 
