@@ -35,6 +35,7 @@ from trtllm_disagg.tools.up.run_dir import scratch_directory
 
 ORDERS = ("agg", "prefill_first", "decode_first", "router")
 BARE, OURS = "bare ", ""
+PROGRAM = str(Path(__file__).resolve())
 #: The endpoints that a frontend expects of each role.
 COMPONENTS = {"agg": "backend", "prefill": "prefill", "decode": "backend"}
 
@@ -148,7 +149,7 @@ async def serve(arguments: list[str]) -> None:
 
 async def measure(tokens: int, rounds: int) -> Rounds:
     measured, load = Rounds(), Load.of(tokens, 32)
-    command = ("env", "DYN_SYSTEM_STARTING_HEALTH_STATUS=ready", sys.executable, str(Path(__file__).resolve()), "worker")
+    command = ("env", "DYN_SYSTEM_STARTING_HEALTH_STATUS=ready", sys.executable, PROGRAM, "worker")
     scratch_args = argparse.Namespace(tokens_per_step=1, step_ms=0.0)
     untraced = ("env", "OTEL_TRACES_SAMPLER=always_off")
     with progress("bare") as say, scratch_directory("trtllm-disagg-bare-") as scratch:
