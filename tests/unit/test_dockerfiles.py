@@ -112,6 +112,12 @@ def test_the_cpu_images_command_is_one_that_up_takes() -> None:
     assert values("Dockerfile.cpu", "EXPOSE") == ["8000"]
 
 
+def test_the_gpu_image_is_filled_by_root_and_runs_as_its_own_user() -> None:
+    """The base's environment is root's; as root, `LLM()` fails on Open MPI 5."""
+    names = [name if name != "USER" else f"USER {value}" for name, value in instructions("Dockerfile")]
+    assert names[1:] == ["FROM", "USER root", "RUN", "COPY", "COPY", "USER dynamo"]
+
+
 def test_the_cpu_image_does_not_run_as_root() -> None:
     last = instructions("Dockerfile.cpu")
     after_the_user = last[next(i for i, (name, _) in enumerate(last) if name == "USER") :]
