@@ -19,6 +19,7 @@ from trtllm_disagg.config.thresholds import Thresholds
 from trtllm_disagg.config.worker_config import WorkerConfig, flag_of
 from trtllm_disagg.config.yaml_file import read_mapping
 from trtllm_disagg.engine.engines import resolve_engine
+from trtllm_disagg.engine.mpi_start import keeping_cpus, require_start
 from trtllm_disagg.errors import ERROR_PREFIX, ConfigError, DisaggError, EngineLostError
 from trtllm_disagg.model_directory import servable_model
 from trtllm_disagg.processes.exits import ExitCode
@@ -106,7 +107,10 @@ def read_settings(namespace: argparse.Namespace) -> tuple[WorkerConfig, dict[str
     # their own, and those of OpenMP would compete with them for the cores.
     name, value = ("PYTHONHASHSEED", "0") if config.engine_spec.is_tensorrt_llm else ("OMP_NUM_THREADS", "1")
     os.environ.setdefault(name, value)
-    api = load_api(config.engine)
+    if config.engine_spec.is_tensorrt_llm:
+        require_start(engine_args, os.environ)
+    with keeping_cpus():
+        api = load_api(config.engine)
     check_model(config.engine, engine_args)
     return config, engine_args, api
 
