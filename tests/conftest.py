@@ -44,8 +44,7 @@ def _signals() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     """checkpoints("llama") -> its directory."""
-    import torch
-
+    torch = pytest.importorskip("torch")
     # As the engine's own process runs; sums are split the same way everywhere.
     torch.set_num_threads(1)
 
