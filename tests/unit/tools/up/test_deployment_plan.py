@@ -263,7 +263,7 @@ def test_without_dynamo_or_its_engine_a_deployment_is_refused_with_the_command_t
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = DeploymentConfig("agg", "m", "m", tmp_path / "run", engine="tensorrt_llm", http_port=0)
-    with pytest.raises(ConfigError, match=r"--engine: .* pip install 'trtllm-disagg\[tensorrt-llm\]'"):
+    with pytest.raises(ConfigError, match=r"'trtllm-disagg\[tensorrt-llm\]' on Python 3.12, with NVIDIA's p"):
         prepare(config, Status())
     monkeypatch.setattr("trtllm_disagg.tools.up.lifecycle.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=rf"pip install --no-deps ai-dynamo=={DYNAMO_VERSION} "):
