@@ -7,11 +7,13 @@ scaled without a device in common. A GPU is shared only where the workers' share
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +105,10 @@ def gpus_of(
     workers: Mapping[str, Sequence[str]],
     given: str | None,
     environ: Mapping[str, str],
-    present: Callable[[], tuple[str, ...]] | None = None,
+    present: Callable[[], Mapping[str, str]] | None = None,
 ) -> Gpus:
     """The GPUs for `workers` (role -> arguments of a worker): those of `given` (--gpus), else of each role's variable,
-    else of CUDA_VISIBLE_DEVICES, which may be empty, else all of the machine (`present`).
+    else of CUDA_VISIBLE_DEVICES, which may be empty, else all of the machine (`present`: see `present_gpus`).
 
     NO_GPUS when no engine runs on GPUs, or no GPU is found: then the engine reports that. Raises ConfigError.
     """
@@ -119,22 +121,23 @@ def gpus_of(
         if given:
             raise ConfigError.bad_value("--gpus", given, "an engine that gets GPUs: --engine tensorrt_llm")
         return NO_GPUS
+    machine = (present or present_gpus)()
     if given is not None:
-        devices = dict.fromkeys(on_gpus, parse_gpus("--gpus", given))
+        devices = dict.fromkeys(on_gpus, parse_gpus("--gpus", given, machine))
     else:
-        devices = _devices_in(environ, on_gpus, present or present_gpus)
+        devices = _devices_in(environ, on_gpus, machine)
     return Gpus(devices, {role: gpu_needs_of(config) for role, config in on_gpus.items() if devices[role]})
 
 
 def _devices_in(
-    environ: Mapping[str, str], roles: Iterable[str], present: Callable[[], tuple[str, ...]]
+    environ: Mapping[str, str], roles: Iterable[str], machine: Mapping[str, str]
 ) -> dict[str, tuple[str, ...]]:
-    shared = environ.get(VARIABLE)
-    everything = present() if shared is None else parse_gpus(VARIABLE, shared) if shared else ()
-    return {
-        role: parse_gpus(name, environ[name]) if environ.get(name := ROLE_VARIABLES[role]) else everything
-        for role in roles
-    }
+    devices = {}
+    for role in roles:
+        key = next((name for name in (ROLE_VARIABLES[role], VARIABLE) if environ.get(name)), VARIABLE)
+        given = environ.get(key)
+        devices[role] = tuple(machine) if given is None else parse_gpus(key, given, machine) if given else ()
+    return devices
 
 
 def worker_configs(
@@ -187,21 +190,41 @@ def num_ranks(engine_args: Mapping[str, Any]) -> int:
     return math.prod(int(engine_args.get(name) or 1) for name in PARALLEL_SIZES)
 
 
-def parse_gpus(key: str, text: str) -> tuple[str, ...]:
-    """A list of indices or UUIDs, as in CUDA_VISIBLE_DEVICES."""
-    devices = tuple(device.strip() for device in text.split(","))
-    if not all(devices) or len(set(devices)) != len(devices):
+def parse_gpus(key: str, text: str, machine: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """A list of indices or UUIDs, as in CUDA_VISIBLE_DEVICES: CUDA sees those before a -1. Raises ConfigError for one
+    that is there twice, or that is not in `machine`, its GPUs' UUIDs by index, if that is known.
+    """
+    devices = tuple(takewhile("-1".__ne__, (device.strip() for device in text.split(","))))
+    indices = [_index_of(device, machine or {}) for device in devices]
+    if not all(devices) or len(set(indices)) != len(indices):
         raise ConfigError.bad_value(key, text, "different GPUs, as in 0,1,2,3")
+    if None in indices:
+        raise ConfigError.bad_value(
+            key, text, f"GPUs of this machine: {','.join(machine or ())}, or their UUIDs"
+        )
     return devices
 
 
-def present_gpus() -> tuple[str, ...]:
-    """The GPUs of this machine, as nvidia-smi numbers them; without it, those of the driver's directory, which
-    containers may lack.
+def _index_of(device: str, machine: Mapping[str, str]) -> str | None:
+    """None for a GPU that is not there. A UUID may be cut while it is the only such one; a part of a GPU has its own."""
+    if not machine or device in machine or device.startswith("MIG-"):
+        return device
+    found = [index for index, uuid in machine.items() if uuid.startswith(device)]
+    return found[0] if len(found) == 1 else None
+
+
+def present_gpus() -> dict[str, str]:
+    """The UUIDs of this machine's GPUs by index, as nvidia-smi says; without it, those of the driver's directory, which
+    containers may lack. Neither knows CUDA_VISIBLE_DEVICES.
     """
-    command = ("nvidia-smi", "--query-gpu=index", "--format=csv,noheader")
+    command = ("nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader")
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_SECONDS, check=True)
+        said = subprocess.run(
+            command, capture_output=True, text=True, timeout=_SMI_SECONDS, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
-        return tuple(str(index) for index, _ in enumerate(_DRIVER.glob("*")))
-    return tuple(word for word in said.stdout.split() if word.isdecimal())
+        # Both count in the order of the bus.
+        files = sorted(_DRIVER.glob("*/information"))
+        uuids = (re.search(r"^GPU UUID:\s*(\S+)", file.read_text(), re.MULTILINE) for file in files)
+        return {str(index): found[1] if found else "" for index, found in enumerate(uuids)}
+    return dict(re.findall(r"^(\d+), *(\S+)$", said, re.MULTILINE))

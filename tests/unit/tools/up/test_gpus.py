@@ -50,7 +50,8 @@ def deployment(
 def gpus(
     config: DeploymentConfig, environ: dict[str, str] | None = None, present: tuple[str, ...] = ()
 ) -> Gpus:
-    return gpus_of(worker_arguments(config), config.gpu_devices, environ or {}, lambda: present)
+    machine = {index: f"GPU-{index}f" for index in present}
+    return gpus_of(worker_arguments(config), config.gpu_devices, environ or {}, lambda: machine)
 
 
 def planned(config: DeploymentConfig, **kwargs: Any) -> dict[str, str | None]:
@@ -69,7 +70,10 @@ def test_each_worker_gets_the_number_of_gpus_of_its_engine_config(tmp_path: Path
 def test_without_a_list_the_roles_variables_then_cudas_then_the_machine_decide(tmp_path: Path) -> None:
     config = deployment(tmp_path, {}, {})
     assert planned(config, present=("0", "1", "2")) == {"prefill-0": "0", "decode-0": "2"}
-    assert planned(config, environ={DEVICES: "4,5"}, present=("0",)) == {"prefill-0": "4", "decode-0": "5"}
+    assert planned(config, environ={DEVICES: "4,5"}, present=tuple("456")) == {
+        "prefill-0": "4",
+        "decode-0": "5",
+    }
     of_roles = {DEVICES: "4,5", "PREFILL_" + DEVICES: "1,2", "DECODE_" + DEVICES: "3"}
     assert planned(config, environ=of_roles) == {"prefill-0": "1", "decode-0": "3"}
     by_flag = replace(config, gpu_devices="6,7")
@@ -78,6 +82,31 @@ def test_without_a_list_the_roles_variables_then_cudas_then_the_machine_decide(t
     assert planned(config, environ={DEVICES: ""}, present=("0", "1")) == planned(config) == none
     shared = deployment(tmp_path, {"fraction": 0.4}, {"fraction": 0.45}, gpu_devices="0")
     assert planned(shared) == {"prefill-0": "0", "decode-0": "0"}
+
+
+@pytest.mark.parametrize(
+    ("exported", "prefill", "decode"),
+    [
+        (EIGHT, "0", "7"),
+        ("2,3,-1,5", "2", "3"),
+        ("GPU-2f,GPU-3", "GPU-2f", "GPU-3"),
+        ("MIG-1b,MIG-2b", "MIG-1b", "MIG-2b"),
+    ],
+    ids=["a node", "up to -1", "UUIDs", "parts"],
+)
+def test_each_worker_gets_its_share_of_the_gpus_that_are_exported(
+    exported: str, prefill: str, decode: str, tmp_path: Path
+) -> None:
+    shares = planned(deployment(tmp_path, {}, {}), environ={DEVICES: exported}, present=tuple(EIGHT[::2]))
+    assert shares == {"prefill-0": prefill, "decode-0": decode}
+
+
+@pytest.mark.parametrize("exported", ["0,8", "GPU-9f", "GPU-", "0,GPU-0f"])
+def test_an_exported_gpu_that_is_missing_unclear_or_there_twice_is_refused(
+    exported: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"{DEVICES}: '{exported}' is not allowed; expected .*GPUs"):
+        planned(deployment(tmp_path, {}, {}), environ={DEVICES: exported}, present=tuple(EIGHT[::2]))
 
 
 @pytest.mark.parametrize(
@@ -132,26 +161,22 @@ def test_with_gpus_a_deployment_has_more_time_to_load_and_to_end_its_engines(tmp
 
 
 @pytest.mark.parametrize(
-    ("smi", "found"),
-    [
-        ("printf '0\\n1\\n2\\n'", ("0", "1", "2")),
-        ("echo No devices were found; exit 6", ("0", "1")),
-        ("exit 9", ("0", "1")),
-        (None, ("0", "1")),
-    ],
+    "smi",
+    ["printf '0, GPU-a1\\n1, GPU-b2\\n'", "echo No devices were found; exit 6", "exit 9", None],
     ids=["as nvidia-smi says", "no devices", "no driver", "no nvidia-smi"],
 )
-def test_gpus_of_the_machine_are_those_of_nvidia_smi_else_of_the_driver(
-    smi: str | None, found: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_nvidia_smi_and_the_drivers_directory_tell_the_same_gpus(
+    smi: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("0000:01:00.0", "0000:02:00.0"):
+    for name, uuid in (("0000:02:00.0", "GPU-b2"), ("0000:01:00.0", "GPU-a1")):
         (tmp_path / "driver" / name).mkdir(parents=True)
+        (tmp_path / "driver" / name / "information").write_text(f"Model: \t A\nGPU UUID: \t {uuid}\n")
     if smi is not None:
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{smi}\n")
         (tmp_path / "nvidia-smi").chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("trtllm_disagg.tools.up.gpus._DRIVER", tmp_path / "driver")
-    assert present_gpus() == found
+    assert present_gpus() == {"0": "GPU-a1", "1": "GPU-b2"}
 
 
 @pytest.mark.parametrize(("given", "longest"), [({"decode": 4096}, 4096), ({}, None)])
