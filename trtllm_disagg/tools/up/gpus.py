@@ -206,7 +206,7 @@ def parse_gpus(key: str, text: str, machine: Mapping[str, str] | None = None) ->
 
 
 def _index_of(device: str, machine: Mapping[str, str]) -> str | None:
-    """None for a GPU that is not there. A UUID may be cut while it is the only such one; a part of a GPU has its own."""
+    """None for a GPU that is not there. Of a UUID its beginning is enough; a part of a GPU has a UUID of its own."""
     if not machine or device in machine or device.startswith("MIG-"):
         return device
     found = [index for index, uuid in machine.items() if uuid.startswith(device)]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import sys
+import sysconfig
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any, get_args
 from trtllm_disagg.config.args import argument_parser_of, parse_worker_flags, read_worker_flags
 from trtllm_disagg.config.worker_config import SETTINGS, choices_of, flag_of
 from trtllm_disagg.config.yaml_file import shipped
+from trtllm_disagg.engine.engines import resolve_engine
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.model_directory import servable_model
 from trtllm_disagg.processes.exits import ExitCode, ending_as_on_ctrl_c
@@ -44,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engine-configs",
         type=Path,
         metavar="DIR",
-        help="directory with agg.yaml, or prefill.yaml and decode.yaml (default: none)",
+        help="directory with agg.yaml, or prefill.yaml and decode.yaml (default: on TensorRT-LLM those that fit the "
+        "model's name, else none)",
     )
     add(
         "--kv-block-size",
@@ -160,21 +164,30 @@ def _serve(config: DeploymentConfig) -> ExitCode:
     # Imported only after the flags are checked; `--help` does not need them.
     import asyncio
 
-    from trtllm_disagg.config.engine_args import build_engine_args
-    from trtllm_disagg.engine.engines import resolve_engine
+    from trtllm_disagg.config.engine_args import ENGINE_KEYS, build_engine_args
     from trtllm_disagg.tools.up.lifecycle import serve
     from trtllm_disagg.tools.up.status import status_for
 
-    config = replace(config, model=str(servable_model(config.model)))
+    name, config = default_name(config.model), replace(config, model=str(servable_model(config.model)))
+    status = status_for(sys.stderr)
+    environ = {**os.environ, **shared_env(config, os.environ)}
     # Each worker would refuse the same, seconds after its start; of another name `up` would never hear.
-    for arguments in worker_arguments(config).values():
-        worker = parse_worker_flags(arguments, {**os.environ, **shared_env(config, os.environ)})
-        if worker.served_model_name != config.served_model_name:
-            raise ConfigError("--worker-args: --served-model-name is a flag of `up` itself")
+    workers = [parse_worker_flags(arguments, environ) for arguments in worker_arguments(config).values()]
+    if any(worker.served_model_name != config.served_model_name for worker in workers):
+        raise ConfigError("--worker-args: --served-model-name is a flag of `up` itself")
+    # A file would beat the engine's flags.
+    flags = ENGINE_KEYS.keys() - {"model"} | {"extra_engine_args"}
+    by_flags = any(worker.is_explicit(name) for worker in workers for name in flags)
+    if not by_flags and all(resolve_engine(worker.engine) == "tensorrt_llm" for worker in workers):
+        chosen, told = engine_configs_for(name, config.strategy)
+        config = replace(config, engine_configs=chosen)
+        status.note(told)
+        workers = [parse_worker_flags(arguments, environ) for arguments in worker_arguments(config).values()]
+    for worker in workers:
         build_engine_args(replace(worker, engine=resolve_engine(worker.engine)))
         if "chat" in worker.endpoint_types and worker.custom_jinja_template is None:
             _require_chat_template(Path(config.model))
-    return asyncio.run(serve(config, status_for(sys.stderr)))
+    return asyncio.run(serve(config, status))
 
 
 def _require_chat_template(model: Path) -> None:
@@ -248,3 +261,28 @@ def engine_configs_in(directory: Path, strategy: str) -> dict[ProcessRole, Path]
             "--engine-configs", str(directory), f"a directory with {' and '.join(missing)}"
         )
     return files
+
+
+#: In a checkout, and where the wheel puts them.
+_SHIPPED = Path(__file__).parents[3], Path(sysconfig.get_path("data"), "share", "trtllm-disagg")
+#: Folders of engine_configs that are no model of TensorRT-LLM's, and one for several models.
+_NO_MODELS, _MODELS = ("demo", "modelled"), {"qwen3": r"qwen3-(0\.6|1\.7|4|8|14)b"}
+#: What may follow a model's name: its tuning, its precision, its date.
+_VARIANT = r"(-(instruct|base|chat|thinking|hf|bf16|fp8|fp4|nvfp4|v?\d+))*"
+
+
+def engine_configs_for(model: str, strategy: str) -> tuple[dict[ProcessRole, Path], str]:
+    """The shipped files for a model of this name, and what a user should know: their machine, or the limits without."""
+    name = model.rpartition("/")[2].lower().removeprefix("meta-")
+    for folder in (folder for shipped in _SHIPPED for folder in sorted(shipped.glob("engine_configs/*"))):
+        known = _MODELS.get(folder.name, re.escape(folder.name.removesuffix("-fp8")))
+        if folder.name not in _NO_MODELS and re.fullmatch(known + _VARIANT, name):
+            files = engine_configs_in(folder, strategy)
+            made_for = next(iter(files.values())).read_text().partition(":")[0].removeprefix("# ")
+            return files, f"engine configs: {folder}, for {made_for}; --engine-configs DIR takes others"
+    default = {name: setting.default for name, setting in SETTINGS.items()}
+    return {}, (
+        f"no engine config fits {model}: a step has at most {default['max_batch_size']} requests and "
+        f"{default['max_num_tokens']} tokens, longer prompts get 400, KV takes {default['free_gpu_memory_fraction']:g} "
+        "of the free GPU memory and moves by TensorRT-LLM's default; --engine-configs DIR says otherwise"
+    )

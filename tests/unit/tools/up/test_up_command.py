@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.deployments import ROOT
 from trtllm_disagg.cli import run
 from trtllm_disagg.config.args import WHEREABOUTS, parse_worker_flags, whereabouts_of
 from trtllm_disagg.errors import ConfigError
@@ -21,6 +22,7 @@ from trtllm_disagg.tools.up import lifecycle, up_command
 from trtllm_disagg.tools.up.plan import PLANES, DeploymentConfig, plan, shared_env, worker_arguments
 
 ROOT = Path(__file__).parents[4]
+ENGINE_CONFIGS = ROOT / "engine_configs"
 
 
 @pytest.fixture
@@ -133,6 +135,50 @@ def test_engine_files_that_come_with_the_package_are_found_by_name(
     (tmp_path / name).mkdir(parents=True)  # your own is first
     with pytest.raises(ConfigError, match="a directory with agg"):
         config_of("--strategy=agg", f"--engine-configs={name}")
+
+
+@pytest.mark.parametrize(
+    ("model", "folder"),
+    [
+        ("Qwen/Qwen3-32B", "qwen3-32b-fp8"),
+        ("Qwen/Qwen3-8B-Base", "qwen3"),
+        ("Qwen/Qwen3-235B-A22B-Instruct-2507-FP8", "qwen3-235b-a22b-fp8"),
+        ("meta-llama/Meta-Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("nvidia/Llama-3.3-70B-Instruct-FP8", "llama-3.3-70b-fp8"),
+        ("openai/gpt-oss-120b", "gpt-oss-120b"),
+        ("DeepSeek-R1-0528-NVFP4-v2", "deepseek-r1"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", None),
+        ("Qwen/Qwen3-30B-A3B", None),
+        ("org/demo", None),
+    ],
+)
+def test_engine_configs_fit_the_models_name_or_the_limits_without_are_said(
+    model: str, folder: str | None
+) -> None:
+    files, told = up_command.engine_configs_for(model, "decode_first")
+    assert {file.parent.name for file in files.values()} == ({folder} if folder else set())
+    limits = "at most 2048 requests and 8192 tokens, longer prompts get 400"
+    assert (f"{folder}, for " if folder else limits) in told
+    assert "\n" not in told
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ([], "engine configs: "),
+        (["--engine=embedded"], ""),
+        (["--worker-args=--max-seq-len 8192"], ""),
+        ([f"--engine-configs={ENGINE_CONFIGS / 'qwen3'}"], ""),
+    ],
+    ids=["by name", "another engine", "flags", "given"],
+)
+def test_up_takes_engine_configs_by_name_unless_the_engine_or_its_arguments_are_given(
+    up: list[str], more: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*up, "--engine=tensorrt_llm", "--model=openai/gpt-oss-120b", *more]) is ExitCode.DONE
+    said = capsys.readouterr().err
+    assert said.startswith(told)
+    assert bool(said) is bool(told)
 
 
 def test_wrong_settings_leave_no_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
