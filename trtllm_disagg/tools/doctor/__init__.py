@@ -1,5 +1,5 @@
-"""`trtllm-disagg doctor`: do two engine YAML files make a pair, asked before a GPU is touched; or, with `--url`, does a
-deployment that serves do what it should?
+"""`trtllm-disagg doctor`: can this machine run TensorRT-LLM; do two engine YAML files make a pair, asked before a GPU
+is touched; or, with `--url`, does a deployment that serves do what it should?
 """
 
 from __future__ import annotations
@@ -80,6 +80,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --url: for one request (default: %(default)g)",
     )
     add("--json", action="store_true", help="print JSON instead of a table")
+    add(
+        "--report",
+        action="store_true",
+        help="print one text to paste, without secrets: this machine, its versions, and the files' engine arguments",
+    )
 
 
 def run(args: argparse.Namespace) -> ExitCode:
@@ -92,12 +97,29 @@ def run(args: argparse.Namespace) -> ExitCode:
         if files:
             raise ConfigError.bad_value("--url", args.url, "either a URL or two files")
         return _of_deployment(args)
-    if len(files) < len(_ROLES) and (files or not (args.prefill_flags and args.decode_flags)):
+    flags = [each for each in (args.prefill_flags, args.decode_flags) if each]
+    if not files and not flags:
+        return _of_machine(args)
+    if len(files) < len(_ROLES) and (files or len(flags) < len(_ROLES)):
         raise ConfigError(
             "doctor needs the YAML files of a prefill and a decode worker, or --prefill-flags and --decode-flags, "
-            "or --url"
+            "or --url; without any of them it looks at this machine"
         )
     return _of_files(args)
+
+
+def _of_machine(args: argparse.Namespace) -> ExitCode:
+    from trtllm_disagg.tools.doctor.diagnosis import has_errors, show, to_json
+    from trtllm_disagg.tools.doctor.machine import findings, report
+
+    found = findings(os.environ)
+    if args.report:
+        print(report(found, os.environ))
+    elif args.json:
+        print(to_json({}, found, _COUNTED))
+    else:
+        show(found, ("",), "this machine")
+    return ExitCode.FAILED if has_errors(found) else ExitCode.DONE
 
 
 def _of_deployment(args: argparse.Namespace) -> ExitCode:
@@ -122,6 +144,7 @@ def _of_deployment(args: argparse.Namespace) -> ExitCode:
 
 def _of_files(args: argparse.Namespace) -> ExitCode:
     from trtllm_disagg.tools.doctor.diagnosis import diagnose, has_errors, show, to_json
+    from trtllm_disagg.tools.doctor.machine import findings, report
     from trtllm_disagg.tools.doctor.pair import Pair, PlannedDeployment
 
     deployment = PlannedDeployment(
@@ -138,7 +161,11 @@ def _of_files(args: argparse.Namespace) -> ExitCode:
     )
     pair = Pair(prefill, decode, deployment)
     rows = diagnose(pair)
-    if args.json:
+    if args.report or installed_version():
+        rows += findings(os.environ)
+    if args.report:
+        print(report(rows, os.environ, pair))
+    elif args.json:
         about = {side.role.value: side.source for side in pair.sides}
         about |= {"trtllm_version": str(deployment.trtllm_version), "strategy": deployment.strategy}
         print(to_json(about, rows, _COUNTED))

@@ -9,12 +9,11 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.strategies import STRATEGIES, orders
-from trtllm_disagg.tools.doctor.rules import FINE, UNKNOWN, Finding, Severity
+from trtllm_disagg.tools.doctor.rules import Finding, Row
 from trtllm_disagg.tools.top.frontend import Answer, FrontendClient, ProbeFailedError, fresh_prompt
 from trtllm_disagg.tools.top.observers import Observer
 from trtllm_disagg.tools.top.snapshot import DEAD, SILENT, Snapshot
@@ -102,29 +101,12 @@ def _repeat(frontend: FrontendClient, model: str, prompt: str, seconds: float) -
         time.sleep(_POLL_SECONDS)
 
 
-class _Rule(NamedTuple):
-    name: str
-    why: str
-
-    def fine(self, value: str) -> Finding:
-        return Finding(self.name, FINE, {"value": value}, self.why)
-
-    def note(self, value: str, instead: str) -> Finding:
-        return Finding(self.name, Severity.NOTE.value, {"value": value}, self.why, instead)
-
-    def error(self, value: str, instead: str) -> Finding:
-        return Finding(self.name, Severity.ERROR.value, {"value": value}, self.why, instead)
-
-    def unknown(self, instead: str) -> Finding:
-        return Finding(self.name, UNKNOWN, {"value": ""}, self.why, instead)
-
-
 def findings(seen: Observed) -> list[Finding]:
     return [finding for find in FINDINGS for finding in find(seen)]
 
 
 def _answers(seen: Observed) -> Iterator[Finding]:
-    rule = _Rule("answers", "all else is read from the answers to requests")
+    rule = Row("answers", "all else is read from the answers to requests")
     if isinstance(seen.plain, ProbeFailedError):
         yield rule.error("no", f"{seen.plain}; the logs of the frontend and of the workers say more")
     else:
@@ -132,7 +114,7 @@ def _answers(seen: Observed) -> Iterator[Finding]:
 
 
 def _workers(seen: Observed) -> Iterator[Finding]:
-    rule = _Rule("workers", "a request crosses both stages only while there is a worker of each role")
+    rule = Row("workers", "a request crosses both stages only while there is a worker of each role")
     workers = [each for each in seen.snapshot.processes if each.role not in NO_WORKERS]
     value = ", ".join(each.name for each in workers)
     roles = {each.role for each in workers if each.state in _SERVING}
@@ -153,7 +135,7 @@ def _workers(seen: Observed) -> Iterator[Finding]:
 
 
 def _order(seen: Observed) -> Iterator[Finding]:
-    rule = _Rule(
+    rule = Row(
         "order", "what a worker was started with is not what a request meets when something is missing"
     )
     if isinstance(seen.plain, ProbeFailedError):
@@ -176,10 +158,10 @@ def _order(seen: Observed) -> Iterator[Finding]:
 
 def _stages(seen: Observed) -> Iterator[Finding]:
     """One request, and its KV."""
-    rule = _Rule(
+    rule = Row(
         "both stages", "a first stage that answers alone looks healthy, and is twice as loaded as planned"
     )
-    kv = _Rule("KV moved", "a decode worker without the KV computes the prompt once more")
+    kv = Row("KV moved", "a decode worker without the KV computes the prompt once more")
     answer = seen.crossing
     if isinstance(seen.plain, ProbeFailedError) or _is_one_stage(seen.plain):
         return
@@ -227,7 +209,7 @@ def _other_stage(answer: Answer) -> str:
 
 
 def _events(seen: Observed) -> Iterator[Finding]:
-    rule = _Rule(
+    rule = Row(
         "KV events", "the router sends a prompt to the worker that has its beginning, if it hears of blocks"
     )
     last, waited = seen.repeated, f"{seen.seconds:.1f} s"

@@ -49,6 +49,25 @@ class Finding:
     instead: str = ""
 
 
+class Row(NamedTuple):
+    """Makes the findings of one rule about what runs or is here, and not about a pair of files."""
+
+    name: str
+    why: str
+
+    def fine(self, value: str) -> Finding:
+        return Finding(self.name, FINE, {"value": value}, self.why)
+
+    def note(self, value: str, instead: str) -> Finding:
+        return Finding(self.name, Severity.NOTE.value, {"value": value}, self.why, instead)
+
+    def error(self, value: str, instead: str) -> Finding:
+        return Finding(self.name, Severity.ERROR.value, {"value": value}, self.why, instead)
+
+    def unknown(self, instead: str) -> Finding:
+        return Finding(self.name, UNKNOWN, {"value": ""}, self.why, instead)
+
+
 Check = Callable[[Pair], Problem | None]
 
 
