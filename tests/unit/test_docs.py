@@ -37,11 +37,11 @@ _CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"`([^`\n]+)`")
 #: Flags of other programs that pages name.
 _FOREIGN_FLAGS = {
-    *("--build-arg", "--hostname", "--network"),  # docker
+    *("--build-arg", "--gpus", "--hostname", "--ipc", "--network", "--ulimit", "--user"),  # docker
     *("--mpi", "--signal", "--batch"),  # srun and scancel
     "--migration-limit",  # Dynamo's frontend
     "--device",  # benchmarks/transfer.py
-    "--no-deps",  # pip
+    *("--extra-index-url", "--no-deps"),  # pip
     "--record-durations",  # pytest, by tests/support/durations.py
     *("--dry-run", "--only", "--source"),  # tools/
 }
@@ -98,6 +98,17 @@ def test_every_flag_in_backticks_on_a_page_exists(page: Path) -> None:
     # `--nats-tls-*` stands for several.
     unknown = [f for f in shown - known if not f.endswith("-") or not any(k.startswith(f) for k in known)]
     assert unknown == []
+
+
+def test_the_first_hour_has_ten_commands_each_with_what_it_prints_and_where_to_look_else() -> None:
+    _, *steps = re.split(r"^## \d+\. ", (DOCS / "how-to" / "first-hour.md").read_text(), flags=re.MULTILINE)
+    assert len(steps) == 10
+    for step in steps:
+        assert re.search(r"^    \S.*\n\n\*\*Prints\*\* .*\*\*Else\*\*: ", step, re.MULTILINE | re.DOTALL), (
+            step
+        )
+    for page in (ROOT / "README.md", DOCS / "index.md", DOCS / "how-to" / "index.md"):
+        assert "first-hour.md)" in page.read_text()
 
 
 def test_pages_that_the_code_names_exist() -> None:
