@@ -144,56 +144,28 @@ OF_THE_RUNTIME_CHECKED: Mapping[str, Allowed] = {
     "--tcp-tls-handshake-timeout": _ABOVE_ZERO,
 }
 
+
+def _flags(names: str) -> tuple[str, ...]:
+    return tuple(f"--{name}" for name in names.split())
+
+
 #: What a worker advertises in its model card for the frontend's router; Dynamo reads them, and their variables.
-OF_THE_ROUTER = (
-    "--router-mode",
-    "--router-session-affinity-ttl-secs",
-    "--router-session-affinity-mode",
-    "--active-decode-blocks-threshold",
-    "--active-prefill-tokens-threshold",
-    "--active-prefill-tokens-threshold-frac",
-    "--router-kv-overlap-score-credit",
-    "--router-kv-overlap-score-credit-decay",
-    "--router-kv-overlap-score-weight",
-    "--kv-overlap-score-weight",
-    "--router-prefill-load-scale",
-    "--router-decode-active-request-weight",
-    "--router-host-cache-hit-weight",
-    "--router-disk-cache-hit-weight",
-    "--router-temperature",
-    "--router-tracking-hash",
-    "--router-tracking-key-file",
-    "--router-tracking-key-id",
-    "--router-prefill-load-model",
-    "--router-ttl-secs",
-    "--router-approximate-cache-policy",
-    "--router-queue-threshold",
-    "--router-policy-config",
-    "--router-conditional-disagg-config",
-    "--router-prefill-policy",
-    "--router-decode-policy",
-    "--router-event-threads",
-    "--router-queue-policy",
-    "--shared-cache-multiplier",
-    "--shared-cache-type",
-    "--router-predicted-ttl-secs",
-)
-ROUTER_SWITCHES = (
-    "--load-aware",
-    "--router-kv-events",
-    "--kv-events",
-    "--router-replica-sync",
-    "--router-track-active-blocks",
-    "--track-active-blocks",
-    "--router-track-output-blocks",
-    "--track-output-blocks",
-    "--router-assume-kv-reuse",
-    "--assume-kv-reuse",
-    "--router-track-prefill-tokens",
-    "--router-conditional-disagg",
-    "--use-remote-indexer",
-    "--enable-session-prefix-index",
-)
+OF_THE_ROUTER = _flags("""
+    router-mode router-session-affinity-ttl-secs router-session-affinity-mode active-decode-blocks-threshold
+    active-prefill-tokens-threshold active-prefill-tokens-threshold-frac router-kv-overlap-score-credit
+    router-kv-overlap-score-credit-decay router-kv-overlap-score-weight kv-overlap-score-weight
+    router-prefill-load-scale router-decode-active-request-weight router-host-cache-hit-weight
+    router-disk-cache-hit-weight router-temperature router-tracking-hash router-tracking-key-file
+    router-tracking-key-id router-prefill-load-model router-ttl-secs router-approximate-cache-policy
+    router-queue-threshold router-policy-config router-conditional-disagg-config router-prefill-policy
+    router-decode-policy router-event-threads router-queue-policy shared-cache-multiplier shared-cache-type
+    router-predicted-ttl-secs
+""")
+ROUTER_SWITCHES = _flags("""
+    load-aware router-kv-events kv-events router-replica-sync router-track-active-blocks track-active-blocks
+    router-track-output-blocks track-output-blocks router-assume-kv-reuse assume-kv-reuse
+    router-track-prefill-tokens router-conditional-disagg use-remote-indexer enable-session-prefix-index
+""")
 
 #: Attributes of the namespace that hold the values of the flags above.
 ROUTER_FLAGS, RUNTIME_VARIABLES = "router_flags", "runtime_variables"

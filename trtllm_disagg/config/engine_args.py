@@ -35,21 +35,14 @@ _BLOCK_SIZE_KEY = "kv_cache_config.tokens_per_block"
 _MOST_SHOWN = 200
 
 #: Setting of WorkerConfig -> its engine argument.
-ENGINE_KEYS = {
-    "model": "model",
-    "load_format": "load_format",
-    "tensor_parallel_size": "tensor_parallel_size",
-    "pipeline_parallel_size": "pipeline_parallel_size",
+_SAME_KEYS = (
+    "model load_format tensor_parallel_size pipeline_parallel_size enable_attention_dp gpus_per_node max_batch_size "
+    "max_num_tokens max_seq_len max_beam_width guided_decoding_backend"
+)
+ENGINE_KEYS = {name: name for name in _SAME_KEYS.split()} | {
     "expert_parallel_size": "moe_expert_parallel_size",
-    "enable_attention_dp": "enable_attention_dp",
-    "gpus_per_node": "gpus_per_node",
-    "max_batch_size": "max_batch_size",
-    "max_num_tokens": "max_num_tokens",
-    "max_seq_len": "max_seq_len",
-    "max_beam_width": "max_beam_width",
     "kv_block_size": _BLOCK_SIZE_KEY,
     "free_gpu_memory_fraction": "kv_cache_config.free_gpu_memory_fraction",
-    "guided_decoding_backend": "guided_decoding_backend",
 }
 
 

@@ -6,7 +6,6 @@ import getpass
 import os
 import platform
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -75,11 +74,8 @@ def _gpus(environ: Mapping[str, str]) -> Iterator[Finding]:
     except ConfigError as error:
         yield row.error(exported or "", str(error))
         return
-    yield (
-        row.fine(",".join(seen))
-        if there and seen
-        else row.unknown("neither nvidia-smi nor the driver shows any")
-    )
+    unknown = row.unknown("neither nvidia-smi nor the driver shows any")
+    yield row.fine(",".join(seen)) if there and seen else unknown
 
 
 def _limits() -> Iterator[Finding]:
@@ -94,13 +90,14 @@ def _limits() -> Iterator[Finding]:
 
 def report(found: list[Finding], environ: Mapping[str, str], pair: Pair | None = None) -> str:
     """All that a question about a deployment needs; of `pair`, both engines' arguments."""
-    versions = (f"{name} {version}" for name in _PACKAGES.split() if (version := _version(name)))
+    installed = {each.name.replace("_", "-"): each.version for each in metadata.distributions()}
+    versions = (f"{name} {installed[name]}" for name in _PACKAGES.split() if name in installed)
     shown = (name for name in sorted(filter(_VARIABLES.match, environ)) if not _is_secret(name))
     lines = [
         f"trtllm-disagg {__version__}, Python {platform.python_version()}, {platform.platform()}",
         f"packages: {', '.join(versions)}",
         *(f"{program}: {_said_by(program, *arguments)}" for program, *arguments in _PROGRAMS),
-        *(f"{finding.verdict}: {finding.rule}: {_values(finding)} {finding.instead}" for finding in found),
+        *(f"{each.verdict}: {each.rule}: {[*each.values.values()]} {each.instead}" for each in found),
         *(f"{name}={harmless(environ[name])}" for name in shown),
     ]
     for side in pair.sides if pair else ():
@@ -130,10 +127,10 @@ def hidden(text: str, environ: Mapping[str, str]) -> str:
 
 def _without_secrets(content: Any) -> Any:
     if isinstance(content, Mapping):
-        return {
-            key: _HIDDEN if _is_secret(str(key)) else _without_secrets(value)
-            for key, value in content.items()
+        open_ones = {
+            key: _without_secrets(value) for key, value in content.items() if not _is_secret(str(key))
         }
+        return dict.fromkeys(content, _HIDDEN) | open_ones
     return [_without_secrets(each) for each in content] if isinstance(content, list) else content
 
 
@@ -141,20 +138,7 @@ def _is_secret(name: str) -> bool:
     return _SECRET_NAME.search(name) is not None
 
 
-def _values(finding: Finding) -> str:
-    return " / ".join(str(value) for value in finding.values.values() if value)
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
 def _said_by(program: str, *arguments: str) -> str:
-    if shutil.which(program) is None:
-        return "not there"
     try:
         done = subprocess.run((program, *arguments), capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.SubprocessError) as error:

@@ -1,10 +1,11 @@
-"""The rules for a prefill and a decode worker on TensorRT-LLM: one row of `RULES` each."""
+"""The rules for a prefill and a decode worker on TensorRT-LLM: one function each, or one line."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,6 +81,20 @@ class Rule(NamedTuple):
     check: Check
 
 
+#: In the order of the table.
+RULES: list[Rule] = []
+
+
+def _rule(name: str, value: Callable[[Side], Any], why: str = "") -> Callable[[Check], Check]:
+    """Adds a check to RULES; its docstring says why it matters, unless `why` does."""
+
+    def add(check: Check) -> Check:
+        RULES.append(Rule(name, why or " ".join((check.__doc__ or "").split()), value, check))
+        return check
+
+    return add
+
+
 def _error(instead: str) -> Problem:
     return Problem(Severity.ERROR, instead)
 
@@ -88,7 +103,9 @@ def _note(instead: str) -> Problem:
     return Problem(Severity.NOTE, instead)
 
 
+@_rule("keys", lambda side: ", ".join(bad.key for bad in side.bad_keys) or "all known")
 def _keys(pair: Pair) -> Problem | None:
+    """TensorRT-LLM refuses keys that it does not know and values that it does not take, after minutes of loading"""
     found = [(side, bad) for side in pair.sides for bad in side.bad_keys]
     wrong = [
         f"{side.role}: {bad.key}: {bad.value!r}: expected {bad.instead}" for side, bad in found if bad.instead
@@ -101,7 +118,9 @@ def _keys(pair: Pair) -> Problem | None:
     return None
 
 
+@_rule("flags", lambda side: f"{len(side.overruled)} overruled" if side.overruled else "")
 def _flags(pair: Pair) -> Problem | None:
+    """a file beats the flags, as in the worker"""
     overruled = [f"{side.role}: {sentence}" for side in pair.sides for sentence in side.overruled]
     return _note("; ".join(overruled)) if overruled else None
 
@@ -110,7 +129,9 @@ def _flags(pair: Pair) -> Problem | None:
 _COMMON = ("strategy", "schedule_style", "handoff_protocol", "prefill_dispatch")
 
 
+@_rule("strategy", lambda side: f"{side.config.strategy}, {side.config.schedule_style}")
 def _settings(pair: Pair) -> Problem | None:
+    """a worker calls the other one, and reads its answers, by these"""
     unequal = [
         BY_KEY[key].setting
         for key in _COMMON
@@ -119,7 +140,9 @@ def _settings(pair: Pair) -> Problem | None:
     return _error(f"the same {', '.join(unequal)} on both sides") if unequal else None
 
 
+@_rule("TensorRT-LLM", lambda side: side.fingerprint.trtllm_version)
 def _version(pair: Pair) -> Problem | None:
+    """older versions number handoffs in another way, and every disaggregated request would fail"""
     version = pair.deployment.trtllm_version
     if version < OLDEST_SERVED:
         return _error(
@@ -130,7 +153,9 @@ def _version(pair: Pair) -> Problem | None:
     return None
 
 
+@_rule("transceiver", lambda side: side.fingerprint.transceiver or "off")
 def _transceiver(pair: Pair) -> Problem | None:
+    """without cache_transceiver_config.backend KV cannot leave an engine"""
     if without := _roles(pair, lambda side: side.fingerprint.transceiver is None):
         return _error(f"{without}: cache_transceiver_config: {{backend: NIXL}}")
     if silent := _roles(pair, lambda side: not side.gave("cache_transceiver_config", "backend")):
@@ -160,13 +185,17 @@ def _roles(pair: Pair, are: Callable[[Side], bool]) -> str:
 def _of_transceivers(check: Check) -> Check:
     """`check`, for pairs with two transceivers. The row `transceiver` reports a missing one."""
 
+    @wraps(check)
     def checked(pair: Pair) -> Problem | None:
         return None if any(side.fingerprint.transceiver is None for side in pair.sides) else check(pair)
 
     return checked
 
 
+@_rule("backend", lambda side: side.fingerprint.transceiver)
+@_of_transceivers
 def _backend(pair: Pair) -> Problem | None:
+    """each side speaks the protocol of its own backend only, and MPI needs both workers in one MPI job"""
     if problem := _equal("transceiver", "the same cache_transceiver_config.backend on both sides")(pair):
         return problem
     if pair.prefill.fingerprint.transceiver == "MPI":
@@ -181,7 +210,10 @@ def _backend(pair: Pair) -> Problem | None:
     return None
 
 
+@_rule("transceiver_runtime", lambda side: side.fingerprint.transceiver_runtime)
+@_of_transceivers
 def _runtime(pair: Pair) -> Problem | None:
+    """the C++ and the Python transceiver do not understand each other; only PYTHON can start with generation"""
     prefill, decode = (side.fingerprint.transceiver_runtime for side in pair.sides)
     if pair.deployment.schedule_style == "generation_first" and "CPP" in (prefill, decode):
         return _error("cache_transceiver_config.transceiver_runtime: PYTHON on both sides, with backend NIXL")
@@ -225,7 +257,13 @@ def _is_too_small(side: Side, longest: int | None) -> bool:
     return longest is not None and buffer < longest
 
 
+@_rule("max_tokens_in_buffer", _buffer_of)
+@_of_transceivers
 def _buffer(pair: Pair) -> Problem | None:
+    """the C++ transceiver moves KV through a buffer of this size, and longer prompts fail on NIXL; the Python one
+    moves no more than this at once
+    """
+
     def fails(side: Side) -> bool:
         return is_small(side) and side.fingerprint.transceiver not in _TAKES_ANY_MEMORY
 
@@ -261,7 +299,10 @@ def _timeout_of(side: Side) -> str:
     return "unset"
 
 
+@_rule("kv_transfer_timeout_ms", _timeout_of)
+@_of_transceivers
 def _timeout(pair: Pair) -> Problem | None:
+    """KV that no decode worker fetches is held until then: without an end, for ever"""
     is_endless = {"None"} if pair.deployment.trtllm_version >= TRANSFERS_END_BY_DEFAULT else {"None", "unset"}
     if endless := _roles(pair, lambda side: _timeout_of(side) in is_endless):
         return _error(f"{endless}: cache_transceiver_config.kv_transfer_timeout_ms: 60000")
@@ -272,7 +313,9 @@ def _timeout(pair: Pair) -> Problem | None:
     return None
 
 
+@_rule("overlap scheduler", lambda side: "off" if side.args.disable_overlap_scheduler else "on")
 def _overlap(pair: Pair) -> Problem | None:
+    """context_only requests and overlapping steps exclude each other in older TensorRT-LLM"""
     if pair.prefill.args.disable_overlap_scheduler:
         return None
     if pair.deployment.trtllm_version < OLDEST_SERVED:
@@ -285,7 +328,29 @@ def _window_of(side: Side) -> str:
     return "model's" if window is None else str(window)
 
 
+_rule(
+    "KV dtype",
+    lambda side: side.fingerprint.kv_dtype,
+    "KV moves as it is stored: another dtype reads other numbers",
+)(
+    _equal(
+        "kv_dtype",
+        "the same kv_cache_config.dtype on both sides (`auto` is the model's: give --model to resolve it)",
+    )
+)
+
+_rule("dtype", lambda side: side.fingerprint.dtype, "the model's own KV dtype follows from it")(
+    _equal("dtype", "the same dtype on both sides")
+)
+
+_rule("attention window", _window_of, "KV pools are laid out by it, layer by layer")(
+    _same(_window_of, "kv_cache_config.max_attention_window")
+)
+
+
+@_rule("tokens_per_block", lambda side: side.fingerprint.block_size)
 def _block_size(pair: Pair) -> Problem | None:
+    """blocks are what moves, what is reused and what the router counts in"""
     prefill, decode = (side.fingerprint.block_size for side in pair.sides)
     if prefill != decode:
         return _error(f"kv_cache_config.tokens_per_block: {prefill} on both sides")
@@ -299,7 +364,10 @@ def _block_size(pair: Pair) -> Problem | None:
     return None
 
 
+@_rule("KV events", lambda side: "reuse on" if side.args.kv_cache_config.enable_block_reuse else "reuse off")
 def _reuse(pair: Pair) -> Problem | None:
+    """the worker that the frontend routes to tells which blocks it has"""
+
     def streams(side: Side) -> bool:
         events = side.args.kv_cache_config.kv_events_config
         return events is not None and bool(events.enable_kv_cache_events)
@@ -314,12 +382,31 @@ def _reuse(pair: Pair) -> Problem | None:
     return None
 
 
+@_rule("max_beam_width", lambda side: side.args.max_beam_width)
 def _beams(pair: Pair) -> Problem | None:
+    """a handoff carries the KV of one beam"""
     wide = _roles(pair, lambda side: side.args.max_beam_width != 1)
     return _error(f"{wide}: max_beam_width: 1") if wide else None
 
 
+_rule(
+    "speculative decoding",
+    lambda side: side.fingerprint.speculative or "off",
+    "draft layers have KV of their own, and a handoff carries the first draft tokens",
+)(
+    _equal(
+        "speculative",
+        "the same speculative_config on both sides, or on the Python transceiver at decode only",
+    )
+)
+
+
+@_rule(
+    "max_num_tokens",
+    lambda side: f"{side.args.max_num_tokens}{', chunked' if side.args.enable_chunked_prefill else ''}",
+)
 def _steps(pair: Pair) -> Problem | None:
+    """a prompt that fits no step is refused unless it may be cut"""
     args, longest = pair.prefill.args, pair.longest_prompt
     if args.enable_chunked_prefill or (longest is not None and longest <= args.max_num_tokens):
         return None
@@ -330,7 +417,9 @@ def _steps(pair: Pair) -> Problem | None:
     return _error(f"prefill: enable_chunked_prefill: true, or max_num_tokens: {longest}")
 
 
+@_rule("max_seq_len", lambda side: side.max_seq_len or "model's")
 def _lengths(pair: Pair) -> Problem | None:
+    """a prompt that prefill takes must fit where it is decoded"""
     prefill, decode = (side.longest for side in pair.sides)
     if prefill is not None and decode is not None and prefill > decode:
         return _error(f"decode: max_seq_len: {prefill}")
@@ -340,7 +429,9 @@ def _lengths(pair: Pair) -> Problem | None:
     return None
 
 
+@_rule("switch", lambda side: ", ".join(fixed_by(side.config)))
 def _switch(pair: Pair) -> Problem | None:
+    """after a switch the other worker is the first stage, and a frontend keeps one context length for a model"""
     if flags := ", ".join(flag for side in pair.sides for flag in fixed_by(side.config)):
         return _note(
             f"this pair cannot be switched: only workers at the usual endpoints can, without {flags}"
@@ -354,7 +445,9 @@ def _switch(pair: Pair) -> Problem | None:
     )
 
 
+@_rule("model", lambda side: side.model or "not given")
 def _model(pair: Pair) -> Problem | None:
+    """KV of one model means nothing to another"""
     sides = pair.prefill.described, pair.decode.described
     if pair.prefill.model == pair.decode.model and pair.prefill.revision != pair.decode.revision:
         return _error("the same revision on both sides")
@@ -367,6 +460,11 @@ def _model(pair: Pair) -> Problem | None:
     return _error("one model on both sides, or two precisions of it with one tokenizer")
 
 
+_rule("tokenizer", lambda side: side.given.get("tokenizer") or "model's", "both count the same tokens")(
+    _same(lambda side: side.given.get("tokenizer"), "tokenizer")
+)
+
+
 def _ranks_of(side: Side) -> str:
     args = side.args
     expert = f" EP{args.moe_expert_parallel_size}" if (args.moe_expert_parallel_size or 0) > 1 else ""
@@ -375,7 +473,9 @@ def _ranks_of(side: Side) -> str:
     return f"TP{args.tensor_parallel_size} PP{args.pipeline_parallel_size}{context}{expert}{dp}"
 
 
+@_rule("parallelism", _ranks_of)
 def _ranks(pair: Pair) -> Problem | None:
+    """it may differ; KV is cut anew on the way"""
     prefill, decode = (side.args for side in pair.sides)
     if prefill.context_parallel_size != 1:
         return _error("prefill: context_parallel_size: 1; only decode workers take more (cp_type: HELIX)")
@@ -390,7 +490,9 @@ def _ranks(pair: Pair) -> Problem | None:
     return None
 
 
+@_rule("GPUs", lambda side: ",".join(side.gpus) or "not given")
 def _gpus(pair: Pair) -> Problem | None:
+    """every worker takes the first GPUs that it sees"""
     if not all(side.gpus for side in pair.sides):
         return None
     few = [
@@ -425,7 +527,9 @@ def _graphs_of(side: Side) -> str:
     return "default" if most is None else f"up to {most}" if most else "off"
 
 
+@_rule("CUDA graphs", _graphs_of)
 def _graphs(pair: Pair) -> Problem | None:
+    """decode is bound by launches without them"""
     most, batch = _largest_graph(pair.decode), pair.decode.args.max_batch_size
     if most == 0:
         return _note("decode: without CUDA graphs every step pays for its launches")
@@ -436,166 +540,17 @@ def _graphs(pair: Pair) -> Problem | None:
     return None
 
 
+_rule(
+    "guided decoding",
+    lambda side: side.args.guided_decoding_backend or "off",
+    "prefill samples the first token of a guided answer",
+)(_same(lambda side: side.args.guided_decoding_backend, "guided_decoding_backend"))
+
+
+@_rule("NIXL plugins", lambda side: "")
 def _plugins(pair: Pair) -> Problem | None:
+    """NIXL loads its transports from there, and finds none in a directory that is not there"""
     folder = pair.deployment.environ.get("NIXL_PLUGIN_DIR")
     if not folder or Path(folder).is_dir():
         return None
     return _error(f"NIXL_PLUGIN_DIR: a directory that exists, or unset; not {folder}")
-
-
-RULES = (
-    Rule(
-        "keys",
-        "TensorRT-LLM refuses keys that it does not know and values that it does not take, after minutes of loading",
-        lambda side: ", ".join(bad.key for bad in side.bad_keys) or "all known",
-        _keys,
-    ),
-    Rule(
-        "flags",
-        "a file beats the flags, as in the worker",
-        lambda side: f"{len(side.overruled)} overruled" if side.overruled else "",
-        _flags,
-    ),
-    Rule(
-        "strategy",
-        "a worker calls the other one, and reads its answers, by these",
-        lambda side: f"{side.config.strategy}, {side.config.schedule_style}",
-        _settings,
-    ),
-    Rule(
-        "TensorRT-LLM",
-        "older versions number handoffs in another way, and every disaggregated request would fail",
-        lambda side: side.fingerprint.trtllm_version,
-        _version,
-    ),
-    Rule(
-        "transceiver",
-        "without cache_transceiver_config.backend KV cannot leave an engine",
-        lambda side: side.fingerprint.transceiver or "off",
-        _transceiver,
-    ),
-    Rule(
-        "backend",
-        "each side speaks the protocol of its own backend only, and MPI needs both workers in one MPI job",
-        lambda side: side.fingerprint.transceiver,
-        _of_transceivers(_backend),
-    ),
-    Rule(
-        "transceiver_runtime",
-        "the C++ and the Python transceiver do not understand each other; only PYTHON can start with generation",
-        lambda side: side.fingerprint.transceiver_runtime,
-        _of_transceivers(_runtime),
-    ),
-    Rule(
-        "max_tokens_in_buffer",
-        "the C++ transceiver moves KV through a buffer of this size, and longer prompts fail on NIXL; the Python one "
-        "moves no more than this at once",
-        _buffer_of,
-        _of_transceivers(_buffer),
-    ),
-    Rule(
-        "kv_transfer_timeout_ms",
-        "KV that no decode worker fetches is held until then: without an end, for ever",
-        _timeout_of,
-        _of_transceivers(_timeout),
-    ),
-    Rule(
-        "overlap scheduler",
-        "context_only requests and overlapping steps exclude each other in older TensorRT-LLM",
-        lambda side: "off" if side.args.disable_overlap_scheduler else "on",
-        _overlap,
-    ),
-    Rule(
-        "KV dtype",
-        "KV moves as it is stored: another dtype reads other numbers",
-        lambda side: side.fingerprint.kv_dtype,
-        _equal(
-            "kv_dtype",
-            "the same kv_cache_config.dtype on both sides (`auto` is the model's: give --model to resolve it)",
-        ),
-    ),
-    Rule(
-        "dtype",
-        "the model's own KV dtype follows from it",
-        lambda side: side.fingerprint.dtype,
-        _equal("dtype", "the same dtype on both sides"),
-    ),
-    Rule(
-        "attention window",
-        "KV pools are laid out by it, layer by layer",
-        _window_of,
-        _same(_window_of, "kv_cache_config.max_attention_window"),
-    ),
-    Rule(
-        "tokens_per_block",
-        "blocks are what moves, what is reused and what the router counts in",
-        lambda side: side.fingerprint.block_size,
-        _block_size,
-    ),
-    Rule(
-        "KV events",
-        "the worker that the frontend routes to tells which blocks it has",
-        lambda side: "reuse on" if side.args.kv_cache_config.enable_block_reuse else "reuse off",
-        _reuse,
-    ),
-    Rule(
-        "max_beam_width",
-        "a handoff carries the KV of one beam",
-        lambda side: side.args.max_beam_width,
-        _beams,
-    ),
-    Rule(
-        "speculative decoding",
-        "draft layers have KV of their own, and a handoff carries the first draft tokens",
-        lambda side: side.fingerprint.speculative or "off",
-        _equal(
-            "speculative",
-            "the same speculative_config on both sides, or on the Python transceiver at decode only",
-        ),
-    ),
-    Rule(
-        "max_num_tokens",
-        "a prompt that fits no step is refused unless it may be cut",
-        lambda side: f"{side.args.max_num_tokens}{', chunked' if side.args.enable_chunked_prefill else ''}",
-        _steps,
-    ),
-    Rule(
-        "max_seq_len",
-        "a prompt that prefill takes must fit where it is decoded",
-        lambda side: side.max_seq_len or "model's",
-        _lengths,
-    ),
-    Rule(
-        "switch",
-        "after a switch the other worker is the first stage, and a frontend keeps one context length for a model",
-        lambda side: ", ".join(fixed_by(side.config)),
-        _switch,
-    ),
-    Rule("model", "KV of one model means nothing to another", lambda side: side.model or "not given", _model),
-    Rule(
-        "tokenizer",
-        "both count the same tokens",
-        lambda side: side.given.get("tokenizer") or "model's",
-        _same(lambda side: side.given.get("tokenizer"), "tokenizer"),
-    ),
-    Rule("parallelism", "it may differ; KV is cut anew on the way", _ranks_of, _ranks),
-    Rule(
-        "GPUs",
-        "every worker takes the first GPUs that it sees",
-        lambda side: ",".join(side.gpus) or "not given",
-        _gpus,
-    ),
-    Rule("CUDA graphs", "decode is bound by launches without them", _graphs_of, _graphs),
-    Rule(
-        "guided decoding",
-        "prefill samples the first token of a guided answer",
-        lambda side: side.args.guided_decoding_backend or "off",
-        _same(lambda side: side.args.guided_decoding_backend, "guided_decoding_backend"),
-    ),
-    Rule(
-        "NIXL plugins",
-        "NIXL loads its transports from there, and finds none in a directory that is not there",
-        lambda side: "",
-        _plugins,
-    ),
-)

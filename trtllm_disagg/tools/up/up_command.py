@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import sys
-import sysconfig
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -263,8 +262,6 @@ def engine_configs_in(directory: Path, strategy: str) -> dict[ProcessRole, Path]
     return files
 
 
-#: In a checkout, and where the wheel puts them.
-_SHIPPED = Path(__file__).parents[3], Path(sysconfig.get_path("data"), "share", "trtllm-disagg")
 #: Folders of engine_configs that are no model of TensorRT-LLM's, and one for several models.
 _NO_MODELS, _MODELS = ("demo", "modelled"), {"qwen3": r"qwen3-(0\.6|1\.7|4|8|14)b"}
 #: What may follow a model's name: its tuning, its precision, its date.
@@ -274,7 +271,7 @@ _VARIANT = r"(-(instruct|base|chat|thinking|hf|bf16|fp8|fp4|nvfp4|v?\d+))*"
 def engine_configs_for(model: str, strategy: str) -> tuple[dict[ProcessRole, Path], str]:
     """The shipped files for a model of this name, and what a user should know: their machine, or the limits without."""
     name = model.rpartition("/")[2].lower().removeprefix("meta-")
-    for folder in (folder for shipped in _SHIPPED for folder in sorted(shipped.glob("engine_configs/*"))):
+    for folder in sorted(shipped(Path("engine_configs/demo")).parent.glob("*")):
         known = _MODELS.get(folder.name, re.escape(folder.name.removesuffix("-fp8")))
         if folder.name not in _NO_MODELS and re.fullmatch(known + _VARIANT, name):
             files = engine_configs_in(folder, strategy)

@@ -21,7 +21,6 @@ from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.tools.up import lifecycle, up_command
 from trtllm_disagg.tools.up.plan import PLANES, DeploymentConfig, plan, shared_env, worker_arguments
 
-ROOT = Path(__file__).parents[4]
 ENGINE_CONFIGS = ROOT / "engine_configs"
 
 
