@@ -7,7 +7,7 @@ import difflib
 import io
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from typing import Any, Literal
 import msgspec
 from dynamo._core import get_reasoning_parser_names, get_tool_parser_names
 from dynamo.common.configuration.groups.router_args import build_router_config, parse_worker_router_config
+from dynamo.common.model_taints import register_model_taint_route
 from dynamo.common.utils.topology import TopologyConfig, read_topology_config
 from packaging.version import Version
 
@@ -180,3 +181,32 @@ def _router(flags: Sequence[str]) -> Any:
         raise ConfigError(f"{' '.join(flags)}: {why}") from None
     except ValueError as error:
         raise ConfigError(f"{' '.join(flags) or 'DYN_ROUTER_MODE'}: {error}") from error
+
+
+Route = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+
+
+class Taints:
+    """The taints of this worker, which Dynamo's router compares with the `routing_constraints` of a request: told by
+    POST /engine/update/model_taints at the system port, as at Dynamo's own worker. Dynamo changes the model card that
+    is there now; what it was told is kept for a card that is made later, after a switch.
+    """
+
+    def __init__(self, runtime: Any, endpoint: Any) -> None:
+        self._runtime = runtime
+        self._told: set[str] = set()
+        # Dynamo's function takes this object as the runtime.
+        register_model_taint_route(self, endpoint)
+
+    def register_engine_route(self, path: str, update: Route) -> None:
+        async def update_and_keep(body: dict[str, Any]) -> dict[str, Any]:
+            answer = await update(body)
+            self._told = set(answer["taints"])
+            return answer
+
+        self._runtime.register_engine_route(path, update_and_keep)
+
+    def put_on(self, card: Any) -> None:
+        """`card`: Dynamo's ModelRuntimeConfig."""
+        if self._told:
+            card.taints = self._told

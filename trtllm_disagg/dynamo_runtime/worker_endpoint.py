@@ -27,7 +27,7 @@ from dynamo.runtime import DistributedRuntime
 from trtllm_disagg.admin.commands import DescribedInstance
 from trtllm_disagg.config.settings import endpoint_of, names_of_endpoint_types, parse_endpoint_id
 from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
-from trtllm_disagg.dynamo_runtime.advertised import NOTHING, Advertised
+from trtllm_disagg.dynamo_runtime.advertised import NOTHING, Advertised, Taints
 from trtllm_disagg.dynamo_runtime.discovery import (
     DiscoveryFiles,
     DynamoDirectory,
@@ -44,7 +44,6 @@ from trtllm_disagg.dynamo_runtime.handler import (
     health_check_payload,
 )
 from trtllm_disagg.dynamo_runtime.kv_events import EventSources
-from trtllm_disagg.dynamo_runtime.taints import Taints
 from trtllm_disagg.errors import ConfigError, PeerUnavailableError
 from trtllm_disagg.types import Generate
 
