@@ -246,7 +246,18 @@ def _streams_without_reader() -> list[int]:
 _OF_EMBEDDED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "numba", "llguidance", "tqdm")
 
 #: Needed by every command; another Python than that of the installation lacks them.
-_OF_ALL = ("aiohttp", "msgspec", "nats", "prometheus_client", "psutil", "pydantic", "rich", "uvloop", "yaml", "zmq")
+_OF_ALL = (
+    "aiohttp",
+    "msgspec",
+    "nats",
+    "prometheus_client",
+    "psutil",
+    "pydantic",
+    "rich",
+    "uvloop",
+    "yaml",
+    "zmq",
+)
 
 
 def _command_that_installs(module: str | None) -> str | None:

@@ -43,8 +43,7 @@ class MpiStart(msgspec.Struct, frozen=True):
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
     library: str = ""
-    is_done: bool = False
-    #: Its last words, or that it hung.
+    #: Its last words, or that it hung; empty for neither.
     failure: str = ""
 
     @classmethod
@@ -123,12 +122,6 @@ def try_start(environ: Mapping[str, str], seconds: float = SECONDS) -> MpiStart:
         return MpiStart.of(said.read(), hung)
 
 
-def is_spawned(engine_args: Mapping[str, Any], environ: Mapping[str, str]) -> bool:
-    """Whether the installed TensorRT-LLM starts its ranks by MPI, in this environment."""
-    by_ray = engine_args.get("orchestrator_type") == "ray" or environ.get("TLLM_DISABLE_MPI") == "1"
-    return installed_version() is not None and not by_ray and not any(map(environ.get, _RANKS_ARE_THERE))
-
-
 def has_two_mpis() -> bool:
     """Open MPI of the installed TensorRT-LLM, and mpich."""
     with suppress(metadata.PackageNotFoundError):
@@ -139,10 +132,11 @@ def has_two_mpis() -> bool:
 def require_start(
     engine_args: Mapping[str, Any], environ: Mapping[str, str], seconds: float = SECONDS
 ) -> None:
-    """Raises ConfigError where TensorRT-LLM could start no rank. Its import comes later."""
+    """Raises ConfigError where the installed TensorRT-LLM could start no rank. Its import comes later."""
     if has_two_mpis():
         raise ConfigError(f"--engine tensorrt_llm: {TWO_MPIS}")
-    if not is_spawned(engine_args, environ):
+    without_mpi = engine_args.get("orchestrator_type") == "ray" or environ.get("TLLM_DISABLE_MPI") == "1"
+    if installed_version() is None or without_mpi or any(map(environ.get, _RANKS_ARE_THERE)):
         return
     start = try_start(environ, seconds)
     log.info("MPI: %s", start)

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from tests.support.deployments import ROOT
+from tests.support.packages import install
 from trtllm_disagg.engine.mpi_start import MpiStart, keeping_cpus, try_start
 
 pytestmark = pytest.mark.process
@@ -86,12 +87,6 @@ def environ(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "mpi4py" / "MPI.py").write_text(STARTS_NOTHING)
     install(tmp_path, "tensorrt_llm")
     return {"PYTHONPATH": f"{tmp_path}:{ROOT}", "FOLDER": str(tmp_path)}
-
-
-def install(folder: Path, name: str) -> None:
-    metadata = folder / f"{name}-1.3.0rc29.dist-info" / "METADATA"
-    metadata.parent.mkdir()
-    metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.3.0rc29\n")
 
 
 def required(environ: dict[str, str], engine_args: str = "{}") -> str:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import argparse
 import os
 import subprocess
+from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
 import pytest
 
 from tests.conftest import Checkpoints
+from tests.support.packages import install
 from tests.support.recording_pair import recording_engine
 from trtllm_disagg.config.args import add_worker_arguments
 from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.dynamo_runtime.shutdown import Leaving
 from trtllm_disagg.engine.health import HealthTimes
 from trtllm_disagg.engines.embedded.tensor_parallel.launch import mpiexec
-from trtllm_disagg.errors import EngineLostError
+from trtllm_disagg.errors import ConfigError, EngineLostError
 from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.processes.interpreter import python
 from trtllm_disagg.worker import worker_command
@@ -139,6 +141,18 @@ def test_tensorrt_llms_ranks_have_one_hash_seed_and_only_other_engines_have_one_
     add_worker_arguments(parser)
     worker_command.read_settings(parser.parse_args(["--model", "org/model", "--engine", engine]))
     assert {name: os.environ[name] for name in (SEED, THREADS) if name in os.environ} == expected
+
+
+def test_a_worker_with_two_mpis_ends_before_tensorrt_llm_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, "mpich", "tensorrt_llm")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(worker_command, "servable_model", lambda model, revision: model)
+    parser = argparse.ArgumentParser()
+    add_worker_arguments(parser)
+    with pytest.raises(ConfigError, match="mpich is installed beside TensorRT-LLM"):
+        worker_command.read_settings(parser.parse_args(["--model", "org/model", "--engine", "tensorrt_llm"]))
 
 
 class FakeLeaving:

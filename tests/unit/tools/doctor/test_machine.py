@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support.packages import install
 from tests.unit.tools.doctor.conftest import Doctor, Files
 from tests.unit.tools.doctor.test_rules import DECODE, PREFILL
 from trtllm_disagg.tools.doctor.machine import findings, hidden
@@ -70,10 +71,7 @@ def test_with_tensorrt_llm_two_mpis_are_an_error_beside_the_rows_of_files(
     machine: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("mpich", "tensorrt_llm"):
-        metadata = machine / f"{name}-1.3.0rc29.dist-info" / "METADATA"
-        metadata.parent.mkdir()
-        metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.3.0rc29\n")
+    install(machine, "mpich", "tensorrt_llm")
     monkeypatch.syspath_prepend(machine)
     ended = doctor(*pair)
     assert ended.status == 1

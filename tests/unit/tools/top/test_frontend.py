@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from tests.support.pages import Pages
-from tests.unit.tools.doctor.test_command import status_of
+from tests.unit.tools.doctor.conftest import status_of
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.tools.top.frontend import (
     Answer,
