@@ -184,8 +184,8 @@ def test_a_listener_of_this_user_is_found_and_a_closed_port_is_not(pages: Pages)
         assert environ_of_listener(LOOPBACK, held.getsockname()[1]) == {}
 
 
-@pytest.mark.parametrize("argv", [[], ["prefill.yaml"], ["--url", "http://h", "a.yaml", "b.yaml"]])
-def test_doctor_with_neither_or_both_of_url_and_files_exits_with_2(
+@pytest.mark.parametrize("argv", [["--decode-flags=--x"], ["a.yaml"], ["--url=http://h", "a.yaml", "b.yaml"]])
+def test_doctor_with_one_worker_or_both_of_url_and_files_exits_with_2(
     argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert status_of(*argv) == 2
