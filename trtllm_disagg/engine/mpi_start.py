@@ -96,8 +96,8 @@ class MpiStart(msgspec.Struct, frozen=True):
 
 def ranges(cpus: tuple[int, ...]) -> str:
     """0-3,8; as the kernel writes it."""
-    starts = [cpu for cpu in cpus if cpu - 1 not in cpus]
-    ends = [cpu for cpu in cpus if cpu + 1 not in cpus]
+    starts = [cpu for cpu in sorted(cpus) if cpu - 1 not in cpus]
+    ends = [cpu for cpu in sorted(cpus) if cpu + 1 not in cpus]
     spans = (str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
     return ",".join(spans) or "none"
 
@@ -155,7 +155,7 @@ def keeping_cpus() -> Iterator[None]:
         for thread in os.listdir("/proc/self/task"):
             with suppress(OSError):  # it has ended
                 os.sched_setaffinity(int(thread), before)
-        log.warning("MPI had pinned this worker; it has its CPUs %s again", ranges(tuple(sorted(before))))
+        log.warning("the engine's import pinned this worker; it has its CPUs %s again", ranges(tuple(before)))
 
 
 def _tell(**facts: object) -> None:

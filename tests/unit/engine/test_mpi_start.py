@@ -148,4 +148,4 @@ def test_an_import_that_pins_leaves_every_thread_its_cpus(caplog: pytest.LogCapt
     go_on.set()
     thread.join()
     assert threads == [cpus, cpus]
-    assert "MPI had pinned this worker" in caplog.text
+    assert "import pinned this worker" in caplog.text
