@@ -50,15 +50,13 @@ class MpiStart(msgspec.Struct, frozen=True):
     def of(cls, said: str, hung: str = "") -> MpiStart:
         """`said`: the child's output, in which MPI has lines of its own. `hung`: after how long it was ended."""
         facts: dict[str, Any] = {}
-        lines = [line for line in said.splitlines() if line.strip()]
-        for line in lines:
-            with suppress(ValueError, TypeError):
+        words = "it ended without a word"
+        for line in filter(str.strip, said.splitlines()):
+            try:
                 facts |= json.loads(line)
-        words = [line for line in lines if not line.startswith("{")]
-        failure = (
-            "" if facts.get("is_done") and not hung else hung or (words or ["it ended without a word"])[-1]
-        )
-        return msgspec.convert(facts | {"failure": failure}, cls)
+            except (ValueError, TypeError):
+                words = line
+        return msgspec.convert(facts | {"failure": hung or ("" if "is_done" in facts else words)}, cls)
 
     @property
     def was_tried(self) -> bool:
@@ -68,9 +66,7 @@ class MpiStart(msgspec.Struct, frozen=True):
     def problem(self) -> str:
         """One sentence with what to do; empty where MPI does what TensorRT-LLM needs."""
         if not self.was_tried:
-            return (
-                "mpi4py is not installed here, so MPI was not tried: TensorRT-LLM's own requirements bring it"
-            )
+            return "mpi4py is not installed here, so MPI was not tried: TensorRT-LLM's requirements bring it"
         if self.failure and self.user == 0 and self.library.startswith("Open MPI v5"):
             return (
                 f"{self.library} starts no process as root ({self.failure}): run as another user, as `dynamo` of "
@@ -103,8 +99,9 @@ def ranges(cpus: tuple[int, ...]) -> str:
 
 
 def try_start(environ: Mapping[str, str], seconds: float = SECONDS) -> MpiStart:
+    """Takes up to `seconds`, and ends what is left of the child's process group."""
     # A file, no pipe: what MPI starts may hold it open for longer.
-    with tempfile.TemporaryFile("w+") as said:
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
         command = python("-m", __name__)
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environ, start_new_session=True
@@ -115,7 +112,7 @@ def try_start(environ: Mapping[str, str], seconds: float = SECONDS) -> MpiStart:
         except subprocess.TimeoutExpired:
             hung = f"no end after {seconds:g} s"
         finally:
-            with suppress(ProcessLookupError):  # also of what MPI has left
+            with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
         said.seek(0)
@@ -129,16 +126,14 @@ def has_two_mpis() -> bool:
     return False
 
 
-def require_start(
-    engine_args: Mapping[str, Any], environ: Mapping[str, str], seconds: float = SECONDS
-) -> None:
+def require_start(engine_args: Mapping[str, Any], environ: Mapping[str, str]) -> None:
     """Raises ConfigError where the installed TensorRT-LLM could start no rank. Its import comes later."""
     if has_two_mpis():
         raise ConfigError(f"--engine tensorrt_llm: {TWO_MPIS}")
     without_mpi = engine_args.get("orchestrator_type") == "ray" or environ.get("TLLM_DISABLE_MPI") == "1"
     if installed_version() is None or without_mpi or any(map(environ.get, _RANKS_ARE_THERE)):
         return
-    start = try_start(environ, seconds)
+    start = try_start(environ)
     log.info("MPI: %s", start)
     if start.was_tried and start.failure:
         raise ConfigError(f"--engine tensorrt_llm: {start.problem}")
