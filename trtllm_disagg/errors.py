@@ -121,7 +121,9 @@ class KvTransferError(PeerUnavailableError):
 
 
 class WorkerLeavingError(DisaggError):
-    """This worker ends before the request. With `--migration-limit` the frontend continues it on another one."""
+    """This worker ends before the request is finished: its engine died, or it was told to stop. With
+    `--migration-limit` the frontend continues the request on another worker.
+    """
 
     category = "Leaving"
     status = 503

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.engine.daemon_thread import in_daemon_thread
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.types import GenerateRequest
@@ -100,14 +99,13 @@ class HealthTimes:
     shutdown_dead: float = _SHUTDOWN_DEAD
 
     @classmethod
-    def of(cls, config: WorkerConfig) -> HealthTimes:
+    def of(cls, between: float, check: float, shutdown: float) -> HealthTimes:
         """From the flags, where 0 means no time between two checks, and no limit, as in Dynamo's worker."""
-        shutdown = config.engine_health_shutdown_timeout or math.inf
         return cls(
-            between=max(config.engine_health_check_interval, _LEAST_BETWEEN),
-            check=config.engine_health_check_timeout or math.inf,
-            shutdown=shutdown,
-            shutdown_dead=min(shutdown, _SHUTDOWN_DEAD),
+            between=max(between, _LEAST_BETWEEN),
+            check=check or math.inf,
+            shutdown=shutdown or math.inf,
+            shutdown_dead=min(shutdown or math.inf, _SHUTDOWN_DEAD),
         )
 
     @property

@@ -168,12 +168,12 @@ class _Worker:
             )
             leaving = Leaving(self.runtime, self.drain, engine, self.queue, config.drain_seconds)
             leaving.leave_on_signals()
-            async with leave_when_dead(engine, leaving, HealthTimes.of(config), config.stall_seconds):
+            async with leave_when_dead(engine, leaving, _health_times(config), config.stall_seconds):
                 await self._serve(engine, own, model, load_seconds)
         finally:
             await asyncio.to_thread(self.tracer.close)
             self.reporter.tell("ending the engine")
-            if not await close(engine, HealthTimes.of(config)):
+            if not await close(engine, _health_times(config)):
                 # Raised even while another error is: TensorRT-LLM's exit handler would wait without a limit.
                 raise EngineLostError(
                     "the engine did not shut down in time (--engine-health-shutdown-timeout)"
@@ -319,6 +319,14 @@ def _tune_garbage_collector() -> None:
 def _worker_label(role: Role, strategy: str) -> str:
     """A worker's role and strategy, as logs and traces show them."""
     return "agg" if role is Role.AGG else f"{role}/{strategy}"
+
+
+def _health_times(config: WorkerConfig) -> HealthTimes:
+    return HealthTimes.of(
+        config.engine_health_check_interval,
+        config.engine_health_check_timeout,
+        config.engine_health_shutdown_timeout,
+    )
 
 
 def _affinity(config: WorkerConfig) -> Affinity:

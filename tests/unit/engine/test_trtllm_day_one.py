@@ -28,7 +28,7 @@ from tests.support.sinks import (
     Stored,
 )
 from tests.support.stage_client import FakeContext
-from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.dynamo_runtime.handler import SMALLEST_REQUEST, as_dynamo_handler, health_check_payload
 from trtllm_disagg.dynamo_runtime.kv_events import EventsOfRank, KvEventForwarder
 from trtllm_disagg.dynamo_runtime.polling import PollingPublisher
@@ -555,14 +555,7 @@ async def test_process_ends_when_a_dead_engine_blocks_the_event_loop() -> None:
 def test_health_check_times_follow_the_settings(
     given: tuple[float, float, float], expected: HealthTimes
 ) -> None:
-    between, check, shutdown = given
-    config = WorkerConfig(
-        model="m",
-        engine_health_check_interval=between,
-        engine_health_check_timeout=check,
-        engine_health_shutdown_timeout=shutdown,
-    )
-    times = HealthTimes.of(config)
+    times = HealthTimes.of(*given)
     assert times == expected
     assert times.between_looks + times.shutdown_dead <= 4.5, "a worker outlives its engine by 5 s at most"
 
