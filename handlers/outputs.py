@@ -55,13 +55,13 @@ class OutputCursor:
         if output.logprobs:
             entries = output.logprobs[self._position : self._position + len(tokens)]
             log_probs, top_logprobs = _logprobs(tokens, entries)
-        is_first = self._position == 0
-        self._position += len(tokens)
         chunk = TokenChunk(list(tokens), output.index, log_probs, top_logprobs)
-        if is_first and reason is None and (cached := self._cached(result, output)[0]) < self._num_prompt:
-            # The frontend, which ends an answer at a stop string, then has no last chunk: it takes these from any.
+        is_first = self._position == 0 and reason is None
+        if is_first and (cached := self._cached(result, output)[0]) < self._num_prompt:
+            # The frontend, which ends an answer at a stop string, has no last chunk then: it takes these from any.
             usage = Usage.of(self._num_prompt, len(tokens), cached)
             chunk = msgspec.structs.replace(chunk, completion_usage=usage)
+        self._position += len(tokens)
         return (chunk,) if reason is None else (self._end(chunk, result, output, reason),)
 
     def _reason(self, output: CompletionOutput, result: RequestOutput) -> str | None:

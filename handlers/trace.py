@@ -31,9 +31,6 @@ ENGINE_DATA = "disagg"
 #: Dynamo's key of the cache hit in `engine_data` of the last chunk, for its KV router.
 KV_CACHE_HIT = "kv_cache_hit"
 
-#: The finish reason of an answer that the frontend ended behind a token: at a stop string, or because its client left.
-ENDED_BY_FRONTEND = "ended_by_frontend"
-
 #: The log line of every request starts with this.
 REQUEST_TRACE_PREFIX = "request_trace "
 #: Lines are collected for this long and then written together.
@@ -149,16 +146,12 @@ class LinesTogether:
             write_line(entry)
 
 
-def _no_part() -> str:
-    return ""
-
-
 @dataclass(slots=True)
 class RequestLog:
     """What every request of this worker is recorded with."""
 
     #: The worker's role and the strategy in force, for the log line.
-    part: Callable[[], str] = _no_part
+    part: Callable[[], str] = str
     #: May be extended later.
     sinks: list[RequestSink] = field(default_factory=list)
     tracer: Tracer = field(default_factory=Tracer)
@@ -241,7 +234,7 @@ class RequestRecord:
             self._trace = self._request.trace.to_json()
         is_aborted = self._finish_reason is None and self._context.is_stopped()
         if is_aborted and self._num_tokens and self._request.may_end_at_frontend:
-            is_aborted, self._finish_reason = False, ENDED_BY_FRONTEND
+            is_aborted, self._finish_reason = False, "ended_by_frontend"
         now = self._clock.now()
         taken = map(self._since_start, (now, *self._times))
         end = RequestEnd(self._request, self._num_tokens, is_aborted, *taken)

@@ -14,9 +14,6 @@ import msgspec
 
 from trtllm_disagg.tracing.spans import NO_SPAN, Span
 
-#: As Dynamo has them, in 32 bits; neither infinite nor NaN.
-Float32 = Annotated[float, msgspec.Meta(ge=-3.5e38, le=3.5e38)]
-
 
 class StopConditions(msgspec.Struct, frozen=True):
     max_tokens: int | None = None
@@ -84,11 +81,13 @@ class PrefillResult(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_tokens_details: PromptTokensDetails | None = None
 
 
-#: Bounds of values from the network: a host name, a TCP port, a number of 63 bits, a token or a rank, a block's index.
+#: Bounds of values from the network: a host name, a TCP port, a number of 63 bits, a token or a rank, a block's index,
+#: and Dynamo's numbers, neither infinite nor NaN.
 Host = Annotated[str, msgspec.Meta(min_length=1, max_length=253)]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 Number63 = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+Float32 = Annotated[float, msgspec.Meta(ge=-3.5e38, le=3.5e38)]
 BlockId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
@@ -308,9 +307,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
 
     @property
     def may_end_at_frontend(self) -> bool:
-        """The frontend looks for stop strings, and for the ids that no engine is told (`engine/sampling.py`), and
-        then stops the request as if its client had left.
-        """
+        """At a stop string, or an id that no engine is told, it stops the request as if its client had left."""
         stop = self.stop
         return bool(
             stop.stop or stop.stop_token_ids or stop.stop_token_ids_visible or self.output.no_stop_trim
@@ -409,11 +406,9 @@ class TokenChunk(msgspec.Struct, frozen=True, omit_defaults=True):
         return None if of_prompt is None else {PROMPT_LOGPROBS: of_prompt}
 
     def without_end(self) -> TokenChunk:
-        """The same tokens without finish reason, which a prefill phase's chunk always has."""
+        """The same tokens and usage, without what else the last chunk of a prefill phase has."""
         usage = self.completion_usage
-        return TokenChunk(
-            self.token_ids, self.index, self.log_probs, self.top_logprobs, completion_usage=usage
-        )
+        return TokenChunk(self.token_ids, self.index, self.log_probs, self.top_logprobs, None, None, usage)
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ class AdminKey:
         """Write a new key to `path`, readable by this user only, in place of any file there. Raises OSError."""
         path.unlink(missing_ok=True)
         secret = secrets.token_bytes(KEY_BYTES)
-        with open(path, "xb", opener=_only_for_this_user) as file:
+        with open(path, "xb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o600)) as file:
             file.write(secret)
         return cls(secret)
 
@@ -50,10 +50,6 @@ class AdminKey:
 
     def has_signed(self, text: str, signature: str) -> bool:
         return hmac.compare_digest(self.signature(text).encode(), signature.encode())
-
-
-def _only_for_this_user(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
 def read_private_file(path: Path, setting: str, expected: str, most_bytes: int) -> bytes:

@@ -384,13 +384,10 @@ def dump_config(config: WorkerConfig, engine_args: Mapping[str, Any]) -> None:
     # The same keys as in Dynamo's dump.
     content = {"version": __version__, "dynamo_args": worker, "engine_args": engine_args}
     try:
-        Path(os.path.expanduser(config.dump_config_to)).write_text(
-            json.dumps(content, indent=2, default=_plain) + "\n"
+        text = json.dumps(
+            content, indent=2, default=lambda each: sorted(each) if isinstance(each, frozenset) else str(each)
         )
+        Path(os.path.expanduser(config.dump_config_to)).write_text(f"{text}\n")
     except OSError as error:
         allowed = f"a file that can be written ({error.strerror})"
         raise ConfigError.bad_value(flag_of("dump_config_to"), config.dump_config_to, allowed) from error
-
-
-def _plain(value: object) -> Any:
-    return sorted(value) if isinstance(value, frozenset) else str(value)

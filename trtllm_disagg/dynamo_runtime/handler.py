@@ -66,10 +66,7 @@ def _read(given: str) -> dict[str, Any]:
     try:
         text = Path(os.path.expanduser(given[1:])).read_text() if given.startswith("@") else given
         payload = read_json(text)
-    except OSError as error:
-        allowed = f"JSON, or @FILE with a file that can be read ({error.strerror})"
-        raise ConfigError.bad_value(flag, given, allowed) from None
-    except (ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError.bad_value(flag, given, f"JSON, or @FILE with it ({error})") from None
     if not isinstance(payload, dict):
         raise ConfigError.bad_value(flag, given, "a JSON object")
@@ -207,8 +204,7 @@ class _First:
                 first.set_exception(error.with_traceback(None))
             callback(first)
 
-        asyncio.ensure_future(_begin(self._answers)).add_done_callback(done)
+        asyncio.ensure_future(self._begin()).add_done_callback(done)
 
-
-async def _begin(answers: AsyncGenerator[Answer, None]) -> Answer:
-    return await anext(answers)
+    async def _begin(self) -> Answer:
+        return await anext(self._answers)

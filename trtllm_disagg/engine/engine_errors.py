@@ -39,7 +39,8 @@ class EngineErrors:
         if death is not None:
             self._on_failure()
         if isinstance(error, asyncio.CancelledError):
-            if _is_cancelled():
+            task = asyncio.current_task()
+            if task is not None and task.cancelling() > 0:  # another task has cancelled this one
                 return
             if death is not None:
                 raise WorkerLeavingError(f"the engine is dead: {death}") from None
@@ -51,9 +52,3 @@ class EngineErrors:
             # TensorRT-LLM's result never becomes `finished` then, and reading on would hang.
             self._on_failure()
             raise await self._engine.failure(error) from error
-
-
-def _is_cancelled() -> bool:
-    """Another task has cancelled this one."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

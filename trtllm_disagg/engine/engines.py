@@ -46,7 +46,11 @@ class EngineSpec:
 
     def missing(self) -> str | None:
         """The first module that this engine needs and this environment lacks."""
-        return next((name for name in self.needs if not _is_installed(name)), None)
+        # A module that was put among the imported ones by hand may have no spec.
+        return next(
+            (name for name in self.needs if not (sys.modules.get(name) or importlib.util.find_spec(name))),
+            None,
+        )
 
     def require_installed(self) -> None:
         """Raises ConfigError that names the module that is missing and the command that installs it."""
@@ -118,8 +122,3 @@ def resolve_engine(name: str) -> str:
     if name != "auto":
         return name
     return "embedded" if ENGINES["tensorrt_llm"].missing() else "tensorrt_llm"
-
-
-def _is_installed(module: str) -> bool:
-    """A module that was put among the imported ones by hand may have no spec."""
-    return sys.modules.get(module) is not None or importlib.util.find_spec(module) is not None

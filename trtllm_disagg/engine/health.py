@@ -67,15 +67,11 @@ async def until_stalled(engine: Engine, seconds: float) -> str:
 
 
 async def probe(engine: Engine, request: GenerateRequest) -> None:
-    """Return when the engine has run `request`, or has given another request a token or its end: a probe may wait for
-    long behind prompts. Raises a DisaggError.
-    """
-    stall = Stall(engine)
+    """Run a request, or until another gets a token or its end: it may wait behind prompts. Raises a DisaggError."""
+    stall, running = Stall(engine), asyncio.ensure_future(engine.probe(request))
     stall.look()
-    running = asyncio.ensure_future(engine.probe(request))
     try:
-        while not running.done():
-            await asyncio.wait({running}, timeout=_LEAST_BETWEEN)
+        while not (await asyncio.wait({running}, timeout=_LEAST_BETWEEN))[0]:
             stall.look()
             if stall.num_looks == 0:
                 return

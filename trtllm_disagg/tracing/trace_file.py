@@ -176,9 +176,7 @@ _NO_OTLP = (msgspec.MsgspecError, RecursionError, KeyError, TypeError, ValueErro
 
 
 def read_spans(path: Path) -> Iterator[ReadSpan]:
-    """Raises ConfigError for a file that is no OTLP/JSON. A last line that is only partly written is left out, and with
-    a warning so are others, if some can be read.
-    """
+    """Raises ConfigError for a file without OTLP/JSON. An unfinished last line is left out, others with a warning."""
     try:
         text = path.read_bytes()
     except OSError as error:

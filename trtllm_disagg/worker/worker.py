@@ -153,7 +153,9 @@ class _Worker:
         self.reporter.tell("starting the engine")
         began = time.monotonic()
         machine_id = self.runtime.instance_id % 1021
-        load = partial(Engine.open, api, engine_args, machine_id, _affinity(config))
+        by_router = config.conversation_affinity_dp_rank_source == "dynamo"
+        affinity = Affinity(config.conversation_affinity, by_router=by_router)
+        load = partial(Engine.open, api, engine_args, machine_id, affinity)
         engine = await in_daemon_thread(load, "engine-load")
         load_seconds = time.monotonic() - began
         _tune_garbage_collector()
@@ -327,11 +329,6 @@ def _health_times(config: WorkerConfig) -> HealthTimes:
         config.engine_health_check_timeout,
         config.engine_health_shutdown_timeout,
     )
-
-
-def _affinity(config: WorkerConfig) -> Affinity:
-    by_router = config.conversation_affinity_dp_rank_source == "dynamo"
-    return Affinity(config.conversation_affinity, by_router=by_router)
 
 
 def _verifier(config: WorkerConfig, instance_id: int) -> Verifier:

@@ -282,15 +282,10 @@ def run(args: argparse.Namespace) -> ExitCode:
 
     async def change(workers: Workers, up: Up) -> ExitCode:
         change_new_workers = partial(up.change_new_workers, Switch(args.to))
-        outcome = await switch(
-            workers, _knows_of(args, up), args.to, args.timeout, client.say, change_new_workers
-        )
+        url = up.url or args.frontend
+        knows = as_frontend_says(url.rstrip("/")) if url else as_assumed_after(args.settle)
+        outcome = await switch(workers, knows, args.to, args.timeout, client.say, change_new_workers)
         print(json.dumps(asdict(outcome)) if args.json else outcome)
         return ExitCode.DONE
 
     return client.change_deployment(args, change)
-
-
-def _knows_of(args: argparse.Namespace, up: Up) -> Knows:
-    url = up.url or args.frontend
-    return as_frontend_says(url.rstrip("/")) if url else as_assumed_after(args.settle)

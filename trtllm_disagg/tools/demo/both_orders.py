@@ -147,7 +147,7 @@ def _ask(
             config.served_model_name,
             args.question,
             max_tokens=args.max_tokens,
-            on_text=_show,
+            on_text=lambda text: print(text.replace("\n", f"\n{_INDENT}"), end="", flush=True),
         )
         print("\n")
         if (trace := trace_of(deployment, answer)) is not None:
@@ -171,10 +171,6 @@ def trace_of(deployment: Deployment, answer: ChatAnswer) -> Trace | None:
                 return trace
         time.sleep(0.02)
     return None
-
-
-def _show(text: str) -> None:
-    print(text.replace("\n", f"\n{_INDENT}"), end="", flush=True)
 
 
 def _say(text: str) -> None:

@@ -45,12 +45,13 @@ COLUMNS: tuple[Column, ...] = (
     Column("state", lambda p, h: Text(p.state, style=_STYLES.get(p.state, "")), is_number=False),
     _count("batch", "batch"),
     _count("queue", "queued"),
-    Column("KV", lambda p, h: _share(p.load.kv_use)),
+    Column("KV", lambda p, h: _ABSENT if p.load.kv_use is None else f"{p.load.kv_use:.0%}"),
     _count("held", "handoffs_held"),
     _rate("in/s", "prefill_tokens"),
     _rate("out/s", "decode_tokens"),
     _count("open", "breakers_open"),
-    Column("doing", lambda p, h: _doing(p), is_number=False),
+    # While it serves its numbers tell more.
+    Column("doing", lambda p, h: "" if p.state == "ready" else p.doing, is_number=False),
 )
 _DOING = COLUMNS[-1]
 
@@ -151,11 +152,6 @@ def to_json(seen: Snapshot) -> str:
     )
 
 
-def _doing(process: Process) -> str:
-    """The process's activity; empty while it serves, when its numbers tell more."""
-    return "" if process.state == "ready" else process.doing
-
-
 def _latency(measured: Latency | None) -> str:
     return _ABSENT if measured is None else f"{_ms(measured.p50)} p99 {_ms(measured.p99)}"
 
@@ -168,7 +164,3 @@ def _shown(value: float | None) -> str:
     if value is None:
         return _ABSENT
     return f"{value:.0f}" if value < 10_000 else f"{value / 1000:.0f}k"
-
-
-def _share(value: float | None) -> str:
-    return _ABSENT if value is None else f"{value:.0%}"

@@ -204,7 +204,9 @@ class RunDirObserver:
         port = record.ports.get("http", record.ports.get("system"))
         if port is None or record.role == "nats":
             return seen, ""
-        page = await _page(_host(self._described, record), port)
+        # The frontend's host is its user's choice, workers listen on loopback.
+        url = self._described.get("url", "") if record.role == "frontend" else ""
+        page = await _page(urlsplit(str(url)).hostname or LOOPBACK, port)
         if page is None:
             return replace(seen, state=SILENT if record.state == "ready" else record.state), ""
         return (seen if record.role in NO_WORKERS else replace(seen, load=load_of(page))), page
@@ -223,12 +225,6 @@ class RunDirObserver:
         with path.open("rb") as log:
             log.seek(max(begin if begin <= size else 0, size - _MOST_LOG_BYTES))
             return log.read(_MOST_LOG_BYTES).decode(errors="replace").splitlines()
-
-
-def _host(described: Mapping[str, Any], record: ProcessRecord) -> str:
-    """The host of /metrics: the frontend's is its user's choice, workers listen on loopback."""
-    host = urlsplit(str(described.get("url", ""))).hostname if record.role == "frontend" else None
-    return host or LOOPBACK
 
 
 class FrontendObserver:

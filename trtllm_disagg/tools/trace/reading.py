@@ -66,7 +66,7 @@ def _note_line(line: bytes, chosen: dict[str, int], stays: dict[str, Stay]) -> N
     if at is None or asked is None:
         return
     try:
-        moment = _nanoseconds(at[0])
+        moment = round(datetime.fromisoformat(at[0].decode()).timestamp() * 1e6) * 1000
     except ValueError:  # no time, though it looks like one
         return
     request_id = asked[1].decode(errors="replace")
@@ -76,10 +76,6 @@ def _note_line(line: bytes, chosen: dict[str, int], stays: dict[str, Stay]) -> N
         start, choice = moment - int(elapsed[1]) * 1_000_000, chosen.get(request_id)
         # `elapsed_ms` is rounded down.
         stays[request_id] = Stay(start if choice is None else min(start, choice), choice, moment)
-
-
-def _nanoseconds(at: bytes) -> int:
-    return round(datetime.fromisoformat(at.decode()).timestamp() * 1e6) * 1000
 
 
 @dataclass(slots=True)

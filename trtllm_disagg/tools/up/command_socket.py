@@ -195,7 +195,8 @@ def send_to_up(
         stream.flush()
         while line := _line_of(stream, run_dir, seconds):
             try:
-                kind, what = _part_of(line, _ANSWERS[type(command)])
+                ((kind, raw),) = msgspec.json.decode(line, type=dict[str, Any]).items()
+                what: Any = msgspec.convert(raw, _ANSWERS[type(command)] if kind == "done" else str)
             except UNREADABLE as error:
                 raise DisaggError(
                     f"the `up` of {run_dir} does not answer as one of version {__version__}: {error}"
@@ -218,12 +219,6 @@ def _line_of(stream: Iterator[bytes], run_dir: Path, seconds: float | None) -> b
         why = f"the `up` of {run_dir} has not answered for {seconds:g} s; it may be stopped (Ctrl-Z)"
         raise StageTimeoutError(why) from None
     return line if line.endswith(b"\n") else b""
-
-
-def _part_of(line: bytes, answer: Any) -> tuple[str, Any]:
-    """(kind, content) of a line of an answer, of which the last line has an `answer`. Raises UNREADABLE."""
-    ((kind, what),) = msgspec.json.decode(line, type=dict[str, Any]).items()
-    return kind, msgspec.convert(what, answer if kind == "done" else str)
 
 
 @contextmanager

@@ -165,7 +165,6 @@ def gpu_needs_of(config: WorkerConfig) -> GpuNeeds:
 
 def longest_sequence(configs: Iterable[WorkerConfig]) -> int | None:
     """The largest max_seq_len of these workers; None where none is known."""
-    # Imported here because `--help` does not need its libraries.
     from trtllm_disagg.config.engine_args import build_engine_args
     from trtllm_disagg.worker.model_facts import read_model_facts
 

@@ -342,7 +342,9 @@ class Supervisor:
         if await is_ready(process.spec, self.config):
             return not await self._is_unknown(process)
         # A restarted frontend lists no model while no worker is there that registers one.
-        return self._is_back_alone(process) and await answers(process.spec, self.config)
+        first_stage = spec_of(self.config.strategy).kv_routed_roles
+        is_served = any(each.role in first_stage and each.state == "ready" for each in self.processes)
+        return process.restarts > 0 and not is_served and await answers(process.spec, self.config)
 
     async def _is_unknown(self, process: ManagedProcess) -> bool:
         """It is to be the only first stage, and a frontend that serves has not noticed it yet."""
@@ -350,11 +352,6 @@ class Supervisor:
             return False
         serving = [each for each in self.processes if each.role == "frontend" and each.state == "ready"]
         return any([await lacks_model(each.spec, self.config) for each in serving])
-
-    def _is_back_alone(self, process: ManagedProcess) -> bool:
-        first_stage = spec_of(self.config.strategy).kv_routed_roles
-        is_served = any(each.role in first_stage and each.state == "ready" for each in self.processes)
-        return process.restarts > 0 and not is_served
 
     async def _stop(
         self, waves: Iterable[Sequence[ProcessRole]], timeout: float, hurry: asyncio.Event | None
