@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(compared)).decode())
         return ExitCode.DONE
-    console = Console(paper=100)
+    console = Console(paper=110)
     for each in compared:
         alone = f"a lone request has {each.ttft_alone:.3g} / {each.tpot_alone:.3g}"
         console.paragraph(
@@ -91,15 +91,13 @@ def run(args: argparse.Namespace) -> ExitCode:
 def _at_rates(compared: LayoutComparison) -> Table:
     from rich.table import Table
 
-    table = Table("requests/s", box=None)
+    table = Table("requests/s", box=None, pad_edge=False)
     for each in next(iter(compared.layouts.values())).at:
         table.add_column(f"{each.rate:.3g}", justify="right")
     for header in ("up to", "tok/s/GPU"):
         table.add_column(header, justify="right")
     for name, result in compared.layouts.items():
-        times = (
-            f"{each.ttft:.0f} / {each.tpot:.3g}{' ' if each.keeps_limits else '*'}" for each in result.at
-        )
+        times = map(_times, result.at)
         most = (f"{result.rate:.3g}", f"{result.tokens_s_gpu:.0f}") if result.rate else ("none", "")
         table.add_row(name, *times, *most)
     return table

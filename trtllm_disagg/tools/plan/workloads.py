@@ -85,7 +85,7 @@ class Traffic:
         """The first `count` requests by arrival, at `rate` requests a second. Arrival times are scaled to exactly that
         rate: a few random arrivals may have quite another one.
         """
-        stream = self.source(rate, random.Random(self.name))
+        stream = self.source(rate, random.Random(str(self.shape)))
         *asks, beyond = islice(stream, count + 1)
         if len(asks) < count:  # the end of a trace, which has the rate by itself
             return (*asks, beyond)

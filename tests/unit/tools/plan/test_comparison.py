@@ -65,8 +65,8 @@ def test_plan_says_what_is_compared_its_times_at_each_rate_and_what_to_run(
     rates, agg, pair = output.splitlines()[3:6]
     assert rates.split() == ["requests/s", "0.5", "4", "up", "to", "tok/s/GPU"]
     # Agg's tokens wait for other prompts, so at four requests a second it does not keep the limits.
-    assert re.match(r" 2 agg +\d{3} / 8\.\d+ +\d+ / \d\d\.\d\* +[\d.]+ +\d+ *$", agg)
-    assert re.match(r" 1P1D +\d{3} / 8\.\d+ +", pair)
+    assert re.match(r"2 agg +\d{3} / 8\.\d+ +\d+ / [\d.]+\* +[\d.]+ +\d+ *$", agg)
+    assert re.match(r"1P1D +\d{3} / 8\.\d+ +", pair)
     *_, own, chat = output.splitlines()
     subject = (
         f"2 GPUs ({tmp_path.name}; 8192:256: 8192 tokens in, 256 out; TTFT 5000 ms and TPOT 13 ms): run "
