@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from statistics import median
 
 from trtllm_disagg.tools.plan.layouts import Layout, one_of_each
@@ -229,14 +230,16 @@ def compare_layouts(
     workloads: Sequence[Traffic],
     slo: Slo,
     rates: Sequence[float] = (),
+    by_limits: bool = False,
 ) -> list[LayoutComparison]:
-    """One comparison for each workload and number of workers, at `rates`, or at shares of the best layout's.
-
-    Raises ConfigError for what no table covers.
+    """One comparison for each workload and number of workers, at `rates`, or at shares of the best layout's; with
+    `by_limits` also under other limits, which takes ten times as long. Raises ConfigError for what no table covers.
     """
     workers = engines.workers()
     return [
-        _compare(engines, count, traffic, workers, slo, rates) for traffic in workloads for count in counts
+        _compare(engines, count, traffic, workers, slo, rates, by_limits)
+        for traffic in workloads
+        for count in counts
     ]
 
 
@@ -247,10 +250,12 @@ def _compare(
     workers: Mapping[str, ModelledWorker],
     slo: Slo,
     rates: Sequence[float],
+    by_limits: bool,
 ) -> LayoutComparison:
     layouts = one_of_each(count, engines.gpus_per_worker)
     simulated = LayoutSimulation(layouts, traffic, workers)
-    limits = [simulated.slo(first, token) for first in FIRST_TOKEN_FACTORS for token in TOKEN_FACTORS]
+    factors = product(FIRST_TOKEN_FACTORS, TOKEN_FACTORS) if by_limits else ()
+    limits = [simulated.slo(first, token) for first, token in factors]
     return LayoutComparison(
         model=engines.model_name,
         gpu=engines.gpu,
