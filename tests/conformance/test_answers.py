@@ -233,11 +233,7 @@ INTERVAL = 4
 
 @pytest.fixture(scope="module")
 def told_llm(make_llm: Callable[..., Any]) -> Iterator[Any]:
-    with make_llm(
-        stream_interval=INTERVAL,
-        enable_chunked_prefill=True,
-        max_num_tokens=64,
-    ) as llm:
+    with make_llm(stream_interval=INTERVAL, enable_chunked_prefill=True, max_num_tokens=64) as llm:
         yield llm
 
 

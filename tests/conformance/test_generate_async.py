@@ -215,9 +215,7 @@ async def test_parameters_made_once_serve_many(llm: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "values",
-    [{"temperature": 0.0, "top_p": 0.5}, {"top_k": 1, "temperature": 1.0}, {"top_p": None}],
-    ids=str,
+    "values", [{"temperature": 0.0, "top_p": 0.5}, {"top_k": 1, "temperature": 1.0}, {"top_p": None}], ids=str
 )
 async def test_greedy_spellings_give_the_same_tokens(llm: Any, values: dict[str, Any]) -> None:
     greedy = await tokens_of(llm.generate_async(PROMPT, sampling()))

@@ -10,15 +10,7 @@ from typing import Any
 import pytest
 
 from tests.parity.answers import Api, Question, Refusal, ask
-from tests.support.deployments import (
-    DEMO_CONFIGS,
-    DISAGGREGATED,
-    FIXED,
-    Fleet,
-    Served,
-    demo_config,
-    served,
-)
+from tests.support.deployments import DEMO_CONFIGS, DISAGGREGATED, FIXED, Fleet, Served, demo_config, served
 from trtllm_disagg.tools.up.plan import DeploymentFailedError
 from trtllm_disagg.tools.up.run_dir import read_processes
 

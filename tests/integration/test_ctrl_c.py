@@ -128,8 +128,7 @@ def test_ctrl_c_ends_a_command_that_waits_for_an_answer(words: str, silent: Sile
 
 
 @pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGINT, ExitCode.INTERRUPTED), (signal.SIGTERM, ExitCode.TERMINATED)],
+    ("number", "code"), [(signal.SIGINT, ExitCode.INTERRUPTED), (signal.SIGTERM, ExitCode.TERMINATED)]
 )
 def test_a_signal_ends_the_live_screen_and_gives_the_terminal_back(
     number: signal.Signals, code: ExitCode, tmp_path: Path

@@ -133,10 +133,7 @@ async def test_streams_continue_when_their_first_stage_is_lost(
         drain_seconds=drain_seconds,
         worker_args=("--frozen-seconds", "1"),
     )
-    async with (
-        running_deployment(setting) as deployment,
-        httpx.AsyncClient(timeout=SECONDS) as client,
-    ):
+    async with running_deployment(setting) as deployment, httpx.AsyncClient(timeout=SECONDS) as client:
         clients = Clients(client, deployment)
         one, two, three = deployment.of_role(first)
         await clients.begin()

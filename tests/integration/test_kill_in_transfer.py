@@ -74,10 +74,7 @@ def survives(engine: EngineProcess, prefill: EngineProcess, decode: EngineProces
 
 
 def push(
-    prefill: EngineProcess,
-    decode: EngineProcess,
-    tokens: list[int],
-    kill: Kill | None = None,
+    prefill: EngineProcess, decode: EngineProcess, tokens: list[int], kill: Kill | None = None
 ) -> dict[str, Any]:
     """Decode's answer; `kill` is armed in prefill, which has still to answer."""
     request = (1 << 41) + next(_numbers)

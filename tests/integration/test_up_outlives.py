@@ -31,9 +31,7 @@ async def until(condition: Callable[[], Awaitable[object]]) -> None:
         await asyncio.sleep(0.05)
 
 
-async def test_killed_worker_and_frontend_restart_and_up_leaves_no_process(
-    tmp_path: Path,
-) -> None:
+async def test_killed_worker_and_frontend_restart_and_up_leaves_no_process(tmp_path: Path) -> None:
     # A short path, as a user's is; the one of pytest would be too long for a socket's name.
     tmp = Path(tempfile.mkdtemp(prefix="up-"))
     run_dir, log = tmp_path / "run", tmp_path / "up.log"

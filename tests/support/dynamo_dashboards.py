@@ -21,10 +21,7 @@ _SECONDS = "dynamo_component_request_duration_seconds"
 
 #: Of workers, by role.
 OF_ROLE = {
-    "prefill": [
-        *_of(_SECONDS, _HISTOGRAM, _PREFILL),
-        f"dynamo_component_requests_total{{{_PREFILL}}}",
-    ],
+    "prefill": [*_of(_SECONDS, _HISTOGRAM, _PREFILL), f"dynamo_component_requests_total{{{_PREFILL}}}"],
     "backend": [
         *_of(_SECONDS, _DONE, f'{_BACKEND}, dynamo_endpoint="generate"'),
         *_of(_SECONDS, _DONE, _BACKEND),

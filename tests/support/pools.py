@@ -28,11 +28,7 @@ class Pool:
     """`kv[block, layer, k|v, ...]`, filled with numbers that say where they are."""
 
     def __init__(
-        self,
-        backend: str,
-        num_blocks: int,
-        name: str,
-        transport: StagingTransport | None = None,
+        self, backend: str, num_blocks: int, name: str, transport: StagingTransport | None = None
     ) -> None:
         """`transport`: instead of one of this backend."""
         self.transport = transport or create_transport(backend)

@@ -23,11 +23,7 @@ MAX_SEQ_LEN = 512
 
 def recording_engine(**engine_args: Any) -> Engine:
     """An Engine on a scripted LLM; `engine.llm` is that."""
-    args = {
-        "model": "org/model",
-        "max_seq_len": MAX_SEQ_LEN,
-        "cache_transceiver_config": {"backend": "NIXL"},
-    }
+    args = {"model": "org/model", "max_seq_len": MAX_SEQ_LEN, "cache_transceiver_config": {"backend": "NIXL"}}
     return Engine.open(load_api("recording"), args | engine_args, machine_id=0)
 
 

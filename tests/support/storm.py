@@ -42,10 +42,7 @@ def start(model: Path, backend: str, **more: Any) -> LLM:
     }
     settings: dict[str, Any] = {
         "kv_cache_config": kv_cache,
-        "cache_transceiver_config": {
-            "backend": backend,
-            "kv_transfer_timeout_ms": int(LEASE_SECONDS * 1000),
-        },
+        "cache_transceiver_config": {"backend": backend, "kv_transfer_timeout_ms": int(LEASE_SECONDS * 1000)},
         "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
         "enable_chunked_prefill": True,
         "max_num_tokens": 64,

@@ -42,13 +42,7 @@ def as_stranger(
     above, and `packages`.
     """
     done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            _BECOME + program,
-            *arguments,
-            str(uid),
-        ],
+        [sys.executable, "-c", _BECOME + program, *arguments, str(uid)],
         capture_output=True,
         text=True,
         timeout=seconds,

@@ -173,11 +173,7 @@ def test_a_wrong_setting_is_one_line_and_status_2(command: Any, capsys: pytest.C
 
 @pytest.mark.parametrize(
     "words",
-    [
-        "worker --model m --engine recording",
-        "switch --to prefill_first",
-        "set --max-queued-requests 4",
-    ],
+    ["worker --model m --engine recording", "switch --to prefill_first", "set --max-queued-requests 4"],
 )
 def test_a_command_without_dynamo_names_the_command_that_installs_it(words: str, tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()

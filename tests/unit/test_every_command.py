@@ -95,15 +95,7 @@ def test_broken_pipe_of_a_child_process_exits_with_1(
 
 #: Each takes longer to load than all that `--help` needs.
 LIBRARIES = (
-    *(
-        "dynamo",
-        "huggingface_hub",
-        "numpy",
-        "prometheus_client",
-        "pydantic",
-        "rich",
-        "tensorrt_llm",
-    ),
+    *("dynamo", "huggingface_hub", "numpy", "prometheus_client", "pydantic", "rich", "tensorrt_llm"),
     *("tokenizers", "torch", "transformers", "uvloop", "zmq"),
 )
 LOADED = f"""

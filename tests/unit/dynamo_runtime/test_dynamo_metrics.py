@@ -15,12 +15,7 @@ from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.kv_events import EventsOfRank, KvEventForwarder
 from trtllm_disagg.dynamo_runtime.metrics import DynamoMetrics
 from trtllm_disagg.engine.capabilities import event_buffer_of
-from trtllm_disagg.handlers.trace import (
-    KV_TRANSFER_BYTES,
-    KV_TRANSFER_MS,
-    RequestEnd,
-    RequestSink,
-)
+from trtllm_disagg.handlers.trace import KV_TRANSFER_BYTES, KV_TRANSFER_MS, RequestEnd, RequestSink
 from trtllm_disagg.types import TokenChunk
 
 BLOCKS = {"model": "llama", "dynamo_component": "backend"}

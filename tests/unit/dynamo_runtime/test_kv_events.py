@@ -173,9 +173,7 @@ async def test_events_are_polled_from_start_to_stop() -> None:
     assert llm.calls_of("get_kv_cache_events_async")[0] == {"timeout": 0.0}
 
 
-async def test_an_event_that_makes_no_sense_does_not_end_publishing(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_an_event_that_makes_no_sense_does_not_end_publishing(caplog: pytest.LogCaptureFixture) -> None:
     sink = RecordingEventSink()
     publisher = KvEventForwarder(llm_with({"data": {}}, removed(5)), [EventsOfRank([sink], BLOCK)])
     await publisher.start()

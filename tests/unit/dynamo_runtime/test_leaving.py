@@ -179,9 +179,7 @@ async def test_leaving_worker_gives_an_idle_engine_a_step_to_get_a_statistic(
         assert engine.handoffs.count() == 0
 
 
-async def test_leaving_worker_waits_while_statistics_show_held_kv(
-    tensorrt_llm: ModuleType,
-) -> None:
+async def test_leaving_worker_waits_while_statistics_show_held_kv(tensorrt_llm: ModuleType) -> None:
     async with stages() as engines:
         place, engine = Place(), engines[Role.PREFILL]
         held = await prefilled(engine)

@@ -98,11 +98,7 @@ async def test_an_engine_that_hangs_with_requests_keeps_its_load_until_they_have
     llm = LLM("m", enable_iter_perf_stats=True)
     llm.stats = [stat(90, 0)]
     publisher = StatsForwarder(
-        llm,
-        load,
-        has_requests=lambda: bool(requests),
-        on_rest=lambda: rests.append(clock.now),
-        clock=clock,
+        llm, load, has_requests=lambda: bool(requests), on_rest=lambda: rests.append(clock.now), clock=clock
     )
     for _ in range(3):
         await publisher.poll()

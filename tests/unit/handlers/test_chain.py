@@ -21,13 +21,7 @@ from trtllm_disagg.errors import (
     StageTimeoutError,
 )
 from trtllm_disagg.handlers.chain import Chain, PrefillService
-from trtllm_disagg.types import (
-    GenerateRequest,
-    Handoff,
-    PrefillResult,
-    RequestContext,
-    TokenChunk,
-)
+from trtllm_disagg.types import GenerateRequest, Handoff, PrefillResult, RequestContext, TokenChunk
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

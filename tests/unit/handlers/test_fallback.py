@@ -155,8 +155,7 @@ async def test_error_category_decides_whether_the_next_fallback_step_runs(
     seen: Seen = []
     asked = request(5)
     climbing = collect(
-        trying([Attempt("a", way(seen, after, failing(error))), Attempt("b", way(seen))]),
-        asked,
+        trying([Attempt("a", way(seen, after, failing(error))), Attempt("b", way(seen))]), asked
     )
     if goes_on:
         assert tokens_of(await climbing) == expected_tokens(5)

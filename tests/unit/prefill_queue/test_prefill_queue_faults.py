@@ -19,13 +19,7 @@ from trtllm_disagg.errors import EngineError, InvalidRequestError, PeerUnavailab
 from trtllm_disagg.handlers.circuit_breaker import QUEUE_ID, CircuitBreaker, StreamTimeouts
 from trtllm_disagg.handlers.peers import PREFILL, Peers
 from trtllm_disagg.prefill_queue.broker import QueueLimits
-from trtllm_disagg.prefill_queue.messages import (
-    MAX_BYTES,
-    Item,
-    UnreadableError,
-    decode,
-    encode,
-)
+from trtllm_disagg.prefill_queue.messages import MAX_BYTES, Item, UnreadableError, decode, encode
 from trtllm_disagg.types import GenerateRequest, RequestContext, TokenChunk
 from trtllm_disagg.wire.bodies import encode_request
 

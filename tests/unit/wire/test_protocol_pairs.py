@@ -14,12 +14,7 @@ from tests.support.stage_client import RecordingStageClient
 from tests.unit.wire.test_protocol_refusals import forge, forged
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
 from trtllm_disagg.engine.engine import Engine
-from trtllm_disagg.errors import (
-    DisaggError,
-    InvalidRequestError,
-    OverloadedError,
-    PeerUnavailableError,
-)
+from trtllm_disagg.errors import DisaggError, InvalidRequestError, OverloadedError, PeerUnavailableError
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 from trtllm_disagg.wire.kv_handle import join_endpoint

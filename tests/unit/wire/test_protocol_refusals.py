@@ -13,12 +13,7 @@ from tests.support.recording_pair import make_pair
 from tests.unit.wire.test_protocol_bodies import ASKING, HANDED_OVER, PARAMS
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
 from trtllm_disagg.engines.recording.llm import LLM, RequestError, Script
-from trtllm_disagg.errors import (
-    ConfigError,
-    HandoffRefusedError,
-    InvalidRequestError,
-    PeerUnavailableError,
-)
+from trtllm_disagg.errors import ConfigError, HandoffRefusedError, InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.types import PrefillResult, TokenChunk
 from trtllm_disagg.wire.bodies import decode_request
 from trtllm_disagg.wire.handoff_formats import result_of
@@ -248,10 +243,7 @@ async def test_errors_keep_their_category(
 
 @pytest.mark.parametrize(
     ("protocol", "style", "needed"),
-    [
-        ("bootstrap", "context_first", "generation_first"),
-        ("two_phase", "generation_first", "context_first"),
-    ],
+    [("bootstrap", "context_first", "generation_first"), ("two_phase", "generation_first", "context_first")],
 )
 def test_a_protocol_of_the_other_style_is_refused(protocol: str, style: str, needed: str) -> None:
     with pytest.raises(ConfigError, match=rf"--handoff-protocol: '{protocol}' .*--schedule-style {needed}"):

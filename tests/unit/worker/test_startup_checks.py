@@ -40,13 +40,7 @@ def guard(*others: dict[str, Any]) -> ModelNameGuard:
 
 @pytest.mark.parametrize(
     "other",
-    [
-        {},
-        {"token_ids": []},
-        {"model": "tiny"},
-        said(MINE),
-        said(replace(MINE, source="/copies/of/a")),
-    ],
+    [{}, {"token_ids": []}, {"model": "tiny"}, said(MINE), said(replace(MINE, source="/copies/of/a"))],
 )
 async def test_workers_of_other_names_or_roles_are_not_compared(other: dict[str, Any]) -> None:
     await guard(other).require_same()

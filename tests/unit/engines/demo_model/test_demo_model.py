@@ -264,9 +264,6 @@ def test_progress_is_a_line_every_few_seconds(capsys: pytest.CaptureFixture[str]
         report(step, 100, 5 - step / 50)
         now += 0.25
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == [
-        "demo-model: step 1/100, loss 4.98",
-        "demo-model: step 21/100, loss 4.58, 20 s left",
-    ]
+    assert lines[:2] == ["demo-model: step 1/100, loss 4.98", "demo-model: step 21/100, loss 4.58, 20 s left"]
     assert lines[-1] == "demo-model: step 100/100, loss 3.00, 0 s left"
     assert len(lines) == 6

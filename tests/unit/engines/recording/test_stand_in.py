@@ -40,11 +40,7 @@ def handoff_of(result: RequestOutput) -> DisaggregatedParams:
 
 
 def test_an_unknown_keyword_is_refused() -> None:
-    unknown: list[dict[str, Any]] = [
-        {"max_num_token": 1},
-        {"embedded": {}},
-        {"kv_cache_config": {"xyz": 1}},
-    ]
+    unknown: list[dict[str, Any]] = [{"max_num_token": 1}, {"embedded": {}}, {"kv_cache_config": {"xyz": 1}}]
     for kwargs in unknown:
         with pytest.raises(ValueError):
             LLM("m", **kwargs)

@@ -61,10 +61,7 @@ class FakeDeployment:
             raise PeerUnavailableError("it is gone")
         if isinstance(command, Switch):
             said = self.said[instance_id]
-            said |= {
-                "strategy": command.to,
-                "registered": said["role"] == spec_of(command.to).entry_role,
-            }
+            said |= {"strategy": command.to, "registered": said["role"] == spec_of(command.to).entry_role}
         same = self.told.get(instance_id) == command
         self.told[instance_id] = command
         return {"changed": [] if same else ["max_local_prefill_length: 1000 -> 500"]}

@@ -7,12 +7,7 @@ from scenarios import two_cores
 
 from trtllm_disagg import cli
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.tools.bench.report import (
-    Figure,
-    paired_ratios,
-    progress,
-    spread,
-)
+from trtllm_disagg.tools.bench.report import Figure, paired_ratios, progress, spread
 
 
 @pytest.mark.parametrize(

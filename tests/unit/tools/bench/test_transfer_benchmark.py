@@ -137,18 +137,12 @@ def test_it_measures_every_shape_and_transport(
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (
-            ["--transport", "SHARED_MEMORY"],
-            "--transport: expected with --device cuda: NIXL",
-        ),
+        (["--transport", "SHARED_MEMORY"], "--transport: expected with --device cuda: NIXL"),
         ([], "--device: expected cpu; torch sees no CUDA"),
     ],
 )
 def test_what_reaches_no_gpu_is_refused_before_anything_starts(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    expected: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):

@@ -118,7 +118,10 @@ def test_a_picture_has_a_point_for_each_layout_at_each_rate(flags: list[str], tm
 
 def test_a_script_gets_rates_and_leads_as_json(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     limits = "ttft=5000,tpot=13"
-    assert cli.run([*flags, "--json", "--by-limits", "--workloads", "rag", "--workers", "2", "--slo", limits]) == 0
+    assert (
+        cli.run([*flags, "--json", "--by-limits", "--workloads", "rag", "--workers", "2", "--slo", limits])
+        == 0
+    )
     (compared,) = json.loads(capsys.readouterr().out)
     assert (compared["workload"], compared["gpus"], compared["slo"]["tpot"]) == ("rag", 2, 13.0)
     assert compared["layouts"]["1P1D"]["rate"] > compared["layouts"]["2 agg"]["rate"] > 0

@@ -296,11 +296,7 @@ def test_names_and_ids_of_a_file_are_as_harmless_as_its_values(
 
 
 @pytest.mark.parametrize(
-    "attributes",
-    [
-        {"kv_transfer.bytes": 5},
-        {"kv_transfer.bytes": "many", "kv_transfer.gb_per_second": 1.0},
-    ],
+    "attributes", [{"kv_transfer.bytes": 5}, {"kv_transfer.bytes": "many", "kv_transfer.gb_per_second": 1.0}]
 )
 def test_transfer_of_another_version_is_left_out(
     attributes: dict[str, Value], run_dir: Path, capsys: pytest.CaptureFixture[str]

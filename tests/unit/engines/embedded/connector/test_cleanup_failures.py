@@ -48,10 +48,7 @@ def test_a_failed_pull_leaks_no_block_although_cleaning_up_fails(
 
     answer = duo.decode.run(duo.decode.add_decode(tokens, handoff))
 
-    assert (answer.category, answer.error) == (
-        "Unavailable",
-        "ZeroDivisionError: division by zero",
-    )
+    assert (answer.category, answer.error) == ("Unavailable", "ZeroDivisionError: division by zero")
     duo.assert_idle()
 
 

@@ -184,16 +184,10 @@ def test_prompt_fully_cached_on_decode_moves_no_kv(duo: Duo) -> None:
 
 
 def test_a_card_is_loaded_once_and_messages_do_not_grow_with_the_pool(duo: Duo) -> None:
-    loads = (
-        duo.prefill.connector.peers.metadata.loads,
-        duo.decode.connector.peers.metadata.loads,
-    )
+    loads = (duo.prefill.connector.peers.metadata.loads, duo.decode.connector.peers.metadata.loads)
     for i in range(10):
         duo.generate(prompt(10, salt=160 + i), 2)
-    now = (
-        duo.prefill.connector.peers.metadata.loads,
-        duo.decode.connector.peers.metadata.loads,
-    )
+    now = (duo.prefill.connector.peers.metadata.loads, duo.decode.connector.peers.metadata.loads)
     assert [b - a for a, b in zip(loads, now, strict=True)] in ([0, 0], [1, 1])
 
 

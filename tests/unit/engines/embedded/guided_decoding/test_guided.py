@@ -9,17 +9,7 @@ import msgspec
 import pytest
 
 from tests.support.cores import Core
-from tests.support.guiding import (
-    BYTES,
-    PROMPT,
-    guide_of,
-    guided,
-    regex,
-    run,
-    run_split,
-    text_of,
-    tokens_of,
-)
+from tests.support.guiding import BYTES, PROMPT, guide_of, guided, regex, run, run_split, text_of, tokens_of
 from tests.support.models import EOS
 from trtllm_disagg.engines.embedded.ipc.messages import SamplingSpec
 from trtllm_disagg.engines.embedded.params.request_params import GuidedDecodingParams

@@ -9,22 +9,9 @@ import pytest
 
 from tests.conftest import Checkpoints
 from tests.support.cores import Core
-from tests.support.guiding import (
-    PROMPT,
-    guide_of,
-    guided,
-    regex,
-    run,
-    run_split,
-    text_of,
-    tokens_of,
-)
+from tests.support.guiding import PROMPT, guide_of, guided, regex, run, run_split, text_of, tokens_of
 from tests.support.models import EOS
-from trtllm_disagg.engines.embedded.model.guided_decoding import (
-    Guides,
-    GuideTokenizer,
-    read_guide_tokenizer,
-)
+from trtllm_disagg.engines.embedded.model.guided_decoding import Guides, GuideTokenizer, read_guide_tokenizer
 from trtllm_disagg.engines.embedded.params.request_params import GuidedDecodingParams
 from trtllm_disagg.errors import ConfigError, InvalidRequestError
 

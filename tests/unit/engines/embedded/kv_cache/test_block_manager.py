@@ -121,9 +121,7 @@ step = st.tuples(
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(step, min_size=30, max_size=60))
-def test_block_states_and_events_are_consistent_after_any_operations(
-    steps: list[tuple[str, int]],
-) -> None:
+def test_block_states_and_events_are_consistent_after_any_operations(steps: list[tuple[str, int]]) -> None:
     simulation = Simulation()
     for action, which in steps:
         getattr(simulation, action)(which)

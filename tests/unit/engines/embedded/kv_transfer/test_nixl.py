@@ -251,12 +251,7 @@ def test_a_late_read_ends_although_the_next_pull_from_that_peer_fails() -> None:
     endpoint = "tcp://127.0.0.1:1"
     with pool_in_a_child("NIXL", "tcp") as (card, process):
         receiver = Pool("NIXL", 8, "late-receiver-3", TcpTransport())
-        peers = Peers(
-            receiver.transport,
-            LAYOUT,
-            timeouts=KvTimeouts(control=0.2),
-            on_change=lambda: None,
-        )
+        peers = Peers(receiver.transport, LAYOUT, timeouts=KvTimeouts(control=0.2), on_change=lambda: None)
         peers.metadata.known[endpoint] = card
         receiver.read(card, [0], [0])
         stop(process)

@@ -20,12 +20,7 @@ from tests.support.meeting import wait_until
 from tests.support.pools import DIM, HEADS, LAYERS, LAYOUT, SLOTS
 from trtllm_disagg.engines.embedded.ipc.sockets import Listener, directory
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvTimeouts
-from trtllm_disagg.engines.embedded.kv_transfer.peers import (
-    LateTransfer,
-    LateTransfers,
-    Peers,
-    PeerThreads,
-)
+from trtllm_disagg.engines.embedded.kv_transfer.peers import LateTransfer, LateTransfers, Peers, PeerThreads
 from trtllm_disagg.engines.embedded.kv_transfer.pull import KvReceiver, KvSender, Pull
 from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.wire.kv_handle import KvHandle, decode_handle
@@ -56,25 +51,14 @@ class Stalled:
 
 @pytest.fixture
 def sender() -> Iterator[KvSender]:
-    made = KvSender(
-        transport(),
-        LAYOUT,
-        8,
-        timeouts=KvTimeouts(),
-        on_lease_ended=lambda: None,
-    )
+    made = KvSender(transport(), LAYOUT, 8, timeouts=KvTimeouts(), on_lease_ended=lambda: None)
     made.start()
     yield made
     made.close()
 
 
 def peers_with(timeouts: KvTimeouts) -> Peers:
-    return Peers(
-        transport(),
-        LAYOUT,
-        timeouts=timeouts,
-        on_change=lambda: None,
-    )
+    return Peers(transport(), LAYOUT, timeouts=timeouts, on_change=lambda: None)
 
 
 @pytest.fixture

@@ -23,10 +23,7 @@ from trtllm_disagg.engines.embedded.kv_transfer.control import (
     Withdraw,
     new_ticket,
 )
-from trtllm_disagg.engines.embedded.kv_transfer.peers import (
-    PeerMetadataCache,
-    Peers,
-)
+from trtllm_disagg.engines.embedded.kv_transfer.peers import PeerMetadataCache, Peers
 from trtllm_disagg.engines.embedded.kv_transfer.push import Expected, PushReceiver
 
 ENDPOINT = "prefill"
@@ -42,12 +39,7 @@ class ScriptedPeers(Peers):
     """
 
     def __init__(self, is_done: bool) -> None:
-        super().__init__(
-            FakeTransport(),
-            LAYOUT,
-            timeouts=KvTimeouts(ask=0.01),
-            on_change=lambda: None,
-        )
+        super().__init__(FakeTransport(), LAYOUT, timeouts=KvTimeouts(ask=0.01), on_change=lambda: None)
         self.metadata.known[ENDPOINT] = METADATA
         self.receiver = PushReceiver(self, on_news=lambda: None, on_busy=lambda: None)
         self.answered = Event()
@@ -79,12 +71,7 @@ class LostPrefill(Peers):
 
     def __init__(self, endpoint: str, dead: float = 0.5) -> None:
         timeouts, self.changed = KvTimeouts(ask=0.01, dead=dead), Event()
-        super().__init__(
-            FakeTransport(),
-            LAYOUT,
-            timeouts=timeouts,
-            on_change=self.changed.set,
-        )
+        super().__init__(FakeTransport(), LAYOUT, timeouts=timeouts, on_change=self.changed.set)
         self.metadata.known[endpoint] = METADATA
         self.receiver = PushReceiver(self, on_news=self.changed.set, on_busy=lambda: None)
         self.endpoint = endpoint

@@ -222,9 +222,7 @@ def test_a_cuda_that_no_package_is_for_is_refused_on_a_gpu(monkeypatch: pytest.M
 # -- UCX
 
 
-def test_ucx_tls_of_the_environment_is_ignored(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_ucx_tls_of_the_environment_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
     for chosen in ("tcp", "cma,tcp", "all", "posix,cma,self,rc"):
         caplog.clear()
         assert ucx_settings("cpu", {"UCX_TLS": chosen})["UCX_TLS"] == "posix,cma,self"

@@ -102,10 +102,7 @@ def solos() -> dict[tuple[str, str], Logits]:
 
 @pytest.fixture
 def solo(
-    way: tuple[str, str],
-    make_core: MakeCore,
-    recorder: Recorder,
-    solos: dict[tuple[str, str], Logits],
+    way: tuple[str, str], make_core: MakeCore, recorder: Recorder, solos: dict[tuple[str, str], Logits]
 ) -> Logits:
     """Each prompt alone, in one piece, with nothing in the cache."""
     if way not in solos:
@@ -233,9 +230,7 @@ def test_logits_of_chunks_by_turns_have_the_bits_of_solo_requests(
     make_core: MakeCore, recorder: Recorder, solo: Logits, policy: str
 ) -> None:
     core = make_core(
-        max_num_tokens=100,
-        enable_chunked_prefill=True,
-        scheduler_config={"context_chunking_policy": policy},
+        max_num_tokens=100, enable_chunked_prefill=True, scheduler_config={"context_chunking_policy": policy}
     )
     core.run(*(core.add(prompt, NEW_TOKENS) for prompt in PROMPTS))
     assert_same_bits(recorder.take(), solo)

@@ -66,10 +66,7 @@ def engine(request: pytest.FixtureRequest, family: str, checkpoints: Checkpoints
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(core_module, "this_cpu", lambda: cpu)
         core = Core(
-            checkpoints(family),
-            max_num_tokens=64,
-            enable_chunked_prefill=True,
-            embedded={"forward": forward},
+            checkpoints(family), max_num_tokens=64, enable_chunked_prefill=True, embedded={"forward": forward}
         )
     yield core
     core.assert_idle()
@@ -92,10 +89,7 @@ def test_greedy_tokens_are_those_of_transformers_when_all_run_together(
 
 
 def test_transformers_modules_forward_gives_the_expected_tokens(
-    family: str,
-    checkpoints: Checkpoints,
-    expected: dict[int, list[int]],
-    monkeypatch: pytest.MonkeyPatch,
+    family: str, checkpoints: Checkpoints, expected: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Simulated on the CPU: transformers' modules as they are, and torch's attention for decode rows too."""
     plan = ForwardPlan(read_config(checkpoints(family)), "modules", torch.float32)

@@ -61,11 +61,7 @@ class Both:
 @pytest.mark.parametrize(("dtype", "weights"), KINDS)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
 def test_every_step_has_the_bits_of_the_unfused_one(
-    family: str,
-    dtype: str,
-    weights: str,
-    threads: int,
-    checkpoints: Checkpoints,
+    family: str, dtype: str, weights: str, threads: int, checkpoints: Checkpoints
 ) -> None:
     core = Core(checkpoints(family), dtype=dtype, embedded={"weights": weights})
     model: Any = core.engine.model

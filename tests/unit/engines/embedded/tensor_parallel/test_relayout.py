@@ -100,10 +100,7 @@ class Engine:
 def engines(
     backend: str, theirs: int, ours: int, agents: ScriptedAgents | None = None
 ) -> Iterator[tuple[Engine, Engine]]:
-    pair = (
-        Engine(backend, "prefill", theirs, THEIRS, agents),
-        Engine(backend, "decode", ours, OURS, agents),
-    )
+    pair = (Engine(backend, "prefill", theirs, THEIRS, agents), Engine(backend, "decode", ours, OURS, agents))
     try:
         pair[0].fill(torch.randn(THEIRS, LAYERS, 2, SLOTS, HEADS, DIM))
         yield pair
