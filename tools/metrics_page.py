@@ -22,7 +22,7 @@ from trtllm_disagg.dynamo_runtime.request_metrics import (
     RequestMetrics,
 )
 from trtllm_disagg.engine.handoffs_held import HandoffsHeld
-from trtllm_disagg.engine.llm_api import STEP_GAUGES
+from trtllm_disagg.engine.trtllm_version import STEP_GAUGES
 from trtllm_disagg.handlers.admission import Queued
 from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker
 from trtllm_disagg.handlers.trace import RequestEnd

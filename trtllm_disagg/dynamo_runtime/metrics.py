@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from trtllm_disagg.config.settings import COMPONENTS, parse_endpoint_id
 from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.engine.handoffs_held import HandoffsHeld
-from trtllm_disagg.engine.llm_api import step_gauges
+from trtllm_disagg.engine.trtllm_version import step_gauges
 from trtllm_disagg.handlers.admission import Queued
 from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker
 from trtllm_disagg.handlers.trace import RequestEnd

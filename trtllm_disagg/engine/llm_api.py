@@ -53,30 +53,6 @@ _BY_WORDS: tuple[tuple[str, type[DisaggError]], ...] = (
 #: Parts of what a request is told once the engine's loop has ended (_torch/pyexecutor/executor_request_queue.py and
 #: py_executor.py, executor/base_worker.py). Its process may live on, and say that it is healthy.
 _END_MESSAGES = ("pyexecutor has already been shutdown", "event loop terminated", "event loop shut down")
-#: TensorRT-LLM's gauges of single steps (metrics/collector.py, where each name begins with `trtllm_`), as GAUGE=KEY, by
-#: the part of a record of `get_stats_async` that has the key. `step_gauges` has those that are computed, too.
-_GAUGES = {
-    "": """
-        num_requests_running=numActiveRequests num_requests_waiting=numQueuedRequests
-        max_num_active_requests=maxNumActiveRequests gpu_memory_usage_bytes=gpuMemUsage
-        cpu_memory_usage_bytes=cpuMemUsage pinned_memory_usage_bytes=pinnedMemUsage
-        max_batch_size_static=maxBatchSizeStatic max_batch_size_runtime=maxBatchSizeRuntime
-        max_num_tokens_runtime=maxNumTokensRuntime
-    """,
-    "kvCacheStats": """
-        kv_cache_hit_rate=cacheHitRate kv_cache_max_blocks=maxNumBlocks kv_cache_free_blocks=freeNumBlocks
-        kv_cache_used_blocks=usedNumBlocks kv_cache_tokens_per_block=tokensPerBlock
-    """,
-    "inflightBatchingStats": """
-        num_context_requests=numContextRequests num_generation_requests=numGenRequests
-        num_paused_requests=numPausedRequests num_scheduled_requests=numScheduledRequests
-        total_context_tokens=numCtxTokens avg_decoded_tokens_per_iter=avgNumDecodedTokensPerIter
-    """,
-    "specDecodingStats": """
-        spec_decode_acceptance_length=acceptanceLength spec_decode_draft_overhead=draftOverhead
-    """,
-}
-STEP_GAUGES = {part: dict(pair.split("=") for pair in pairs.split()) for part, pairs in _GAUGES.items()}
 #: The submodules of TensorRT-LLM with the names that are used here.
 _PARTS = (
     "sampling_params",
@@ -103,28 +79,6 @@ def tells_its_end(error: Exception) -> bool:
     """The engine answers no request any more."""
     text = str(error).lower()
     return any(words in text for words in _END_MESSAGES)
-
-
-def step_gauges(stat: Mapping[str, Any]) -> dict[str, float]:
-    """The values of TensorRT-LLM's gauges in one record of `get_stats_async`, without those that it lacks."""
-    known: dict[str, float] = {}
-    for part, gauges in STEP_GAUGES.items():
-        values = (stat.get(part) or {}) if part else stat
-        known |= {name: values[key] for name, key in gauges.items() if values.get(key) is not None}
-    if (latency := stat.get("iterLatencyMS")) is not None:
-        known["iteration_latency_seconds"] = latency / 1000
-    blocks = stat.get("kvCacheStats") or {}
-    windows = (stat.get("kvCacheIterationStats") or {}).values()
-    reused, missed, held, room = (
-        sum(window.get(key, 0) for window in windows)
-        for key in ("iterReusedBlocks", "iterMissedBlocks", "secondaryUsedNumBlocks", "secondaryMaxNumBlocks")
-    )
-    shares = {
-        "kv_cache_utilization": (blocks.get("usedNumBlocks", 0), blocks.get("maxNumBlocks")),
-        "kv_cache_host_utilization": (held, room),
-        "kv_cache_iter_reuse_rate": (reused, reused + missed),
-    }
-    return known | {name: part / whole for name, (part, whole) in shares.items() if whole}
 
 
 class CompletionOutput(Protocol):

@@ -117,7 +117,7 @@ async def test_both_phases_give_tensorrt_llm_the_expected_calls(strategy: str) -
             first_gen_log_probs=made.first_gen_log_probs,
             ctx_request_id=disagg_id,
             disagg_request_id=disagg_id,
-            opaque_state=made.opaque_state,
+            ctx_info_endpoint=made.ctx_info_endpoint,
         ),
     }
     assert made.first_gen_log_probs == [{expected_tokens(1)[0]: recording.Logprob(-1.0, 1)}]

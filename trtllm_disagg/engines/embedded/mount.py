@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 import yaml
 from pydantic import BaseModel
 
-from trtllm_disagg.engine.llm_api import step_gauges
+from trtllm_disagg.engine.trtllm_version import step_gauges
 from trtllm_disagg.engines.embedded.api.llm import LLM
 from trtllm_disagg.engines.embedded.api.perf_metrics import FINISHED_REASON, MetricNames
 from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs
