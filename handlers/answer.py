@@ -6,19 +6,15 @@ import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Protocol
 
 from trtllm_disagg.errors import DisaggError, PeerUnavailableError
 from trtllm_disagg.handlers.attempts import Plan
 from trtllm_disagg.handlers.delivered import Delivered, Limits, Replays, resumed
+from trtllm_disagg.handlers.recall import Recalls
 from trtllm_disagg.handlers.run import Run, RunCounts
-from trtllm_disagg.types import GenerateRequest, PhaseRequest, RequestContext, TokenChunk
+from trtllm_disagg.types import GenerateRequest, RequestContext, TokenChunk
 
 log = logging.getLogger(__name__)
-
-
-class Noticed(Protocol):
-    def receive(self, notice: PhaseRequest) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +28,7 @@ class AnsweringWorker:
     limits: Limits
     counts: RunCounts
     #: Gets notices of other workers; None: this worker has no use for any.
-    notices: Noticed | None = None
+    notices: Recalls | None = None
 
     def __call__(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         return answer(self, request, context)

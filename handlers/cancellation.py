@@ -20,7 +20,7 @@ from trtllm_disagg.types import RequestContext
 
 log = logging.getLogger(__name__)
 
-_running: set[asyncio.Task[None]] = set()
+_running: set[asyncio.Task[object]] = set()
 
 
 def num_in_background() -> int:
@@ -28,7 +28,7 @@ def num_in_background() -> int:
     return len(_running)
 
 
-def in_background(work: Coroutine[Any, Any, None], what: str) -> None:
+def in_background(work: Coroutine[Any, Any, object], what: str) -> None:
     """Run `work`, which may outlive the answer that it is for. If it fails, the log names it as `what`."""
     task = asyncio.create_task(work, name=what)
     # The event loop has only weak references: without this one a task could be collected while it waits.
@@ -36,7 +36,7 @@ def in_background(work: Coroutine[Any, Any, None], what: str) -> None:
     task.add_done_callback(_ended)
 
 
-def _ended(task: asyncio.Task[None]) -> None:
+def _ended(task: asyncio.Task[object]) -> None:
     _running.discard(task)
     if not task.cancelled() and (error := task.exception()) is not None:
         log.error("background work %r failed", task.get_name(), exc_info=error)

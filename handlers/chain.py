@@ -8,10 +8,11 @@ from contextlib import aclosing
 import msgspec
 
 from trtllm_disagg.errors import KvTransferError, StageTimeoutError
+from trtllm_disagg.handlers.peers import PREFILL
+from trtllm_disagg.handlers.recall import Recalls
 from trtllm_disagg.types import (
     DecodePhase,
     GenerateRequest,
-    Handoff,
     PrefillPhase,
     RequestContext,
     TokenChunk,
@@ -69,37 +70,26 @@ class Chain:
             handoff.release()
 
 
-class DecodeService:
-    """The decode phase as a service, for a first stage or Dynamo's router, which sends the handoff and releases it."""
-
-    def __init__(self, decode: DecodePhase) -> None:
-        self._decode = decode
-
-    def __call__(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        return self._decode(request, context, Handoff.not_ours())
-
-
-#: Called for each handoff that was delivered to the caller: (its request, a function that takes it back).
-OnDelivered = Callable[[GenerateRequest, Callable[[], None]], None]
-
-
 class PrefillService:
-    """The prefill phase as a service: one chunk, with the first token and the handoff."""
+    """The prefill phase as a service, for another worker or Dynamo's router: one chunk, with the first token and the
+    handoff.
+    """
 
-    def __init__(
-        self,
-        prefill: PrefillPhase,
-        protocol: HandoffProtocol = DYNAMO,
-        on_delivered: OnDelivered = lambda request, take_back: None,
-    ) -> None:
+    def __init__(self, prefill: PrefillPhase, recalls: Recalls, protocol: HandoffProtocol = DYNAMO) -> None:
         self._prefill = prefill
+        self._recalls = recalls
         self._protocol = protocol
-        self._on_delivered = on_delivered
 
     async def __call__(
         self, request: GenerateRequest, context: RequestContext
     ) -> AsyncGenerator[TokenChunk, None]:
-        handoff = await self._prefill(request, context)
+        asked, recalls = request.phase_request or PREFILL, self._recalls
+        recalls.taken(asked.taken)
+        recalls.begin(asked.attempts)
+        try:
+            handoff = await self._prefill(request, context)
+        finally:
+            recalls.end(asked.attempts)
         delivered = False
         try:
             with request.span.child("handoff"):
@@ -107,5 +97,5 @@ class PrefillService:
             delivered = not context.is_stopped()
         finally:
             if delivered and not handoff.is_final:
-                self._on_delivered(request, handoff.caller_has_it())
+                recalls.answered(asked, handoff.caller_has_it())
             handoff.release()

@@ -210,8 +210,10 @@ class LocalDecode:
         self._max_batch_size = max_batch_size
 
     async def __call__(
-        self, request: GenerateRequest, context: RequestContext, handoff: Handoff
+        self, request: GenerateRequest, context: RequestContext, handoff: Handoff | None = None
     ) -> AsyncGenerator[TokenChunk, None]:
+        """`handoff` None: the worker that has sent it releases it."""
+        handoff = handoff or Handoff.not_ours()
         engine, began = self._engine, time.monotonic()
         has_begun, waits = False, engine.answering.count >= self._max_batch_size
         with request.span.child("decode") as span:

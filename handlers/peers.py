@@ -204,7 +204,7 @@ class Call:
 
     def __init__(self, peers: Peers, instance: StageInstance, request: GenerateRequest) -> None:
         self._peers = peers
-        self._instance = instance
+        self.instance = instance
         self._span = request.trace.root
         self._tokens = len(request.token_ids)
         # A drain may find KV that was fetched already: no failure of the instance that is asked.
@@ -213,7 +213,7 @@ class Call:
     @property
     def instance_id(self) -> int:
         """It may change: the prefill queue hands the request on."""
-        return self._instance.instance_id
+        return self.instance.instance_id
 
     def __enter__(self) -> Call:
         return self
@@ -231,9 +231,6 @@ class Call:
             self._peers.breaker.failed(blamed)
             _note_failure(self._span, blamed, error)
 
-    async def notify(self, notice: dict[str, Any]) -> None:
-        await self._instance.notify(notice)
-
     async def answers(
         self, body: dict[str, Any], context: RequestContext | None
     ) -> AsyncGenerator[dict[str, Any], None]:
@@ -244,7 +241,7 @@ class Call:
         leave = peers.in_flight.enter(self.instance_id, self._tokens)
         try:
             with IdleTimer(lambda: self.instance_id) as timer:
-                async with aclosing(self._instance.call(body, context)) as answers:
+                async with aclosing(self.instance.call(body, context)) as answers:
                     timer.arm(f"answer to {kind}", timeouts.first)
                     with peers.unanswered:
                         answer = await anext(answers, None)

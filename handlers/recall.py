@@ -14,25 +14,16 @@ import logging
 import math
 import random
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 from trtllm_disagg.errors import DisaggError, EngineError, InvalidRequestError, OverloadedError
 from trtllm_disagg.handlers.cancellation import in_background
-from trtllm_disagg.handlers.chain import PrefillService
-from trtllm_disagg.types import (
-    MOST_ATTEMPTS,
-    GenerateRequest,
-    Handoff,
-    PhaseRequest,
-    PrefillPhase,
-    RequestContext,
-    TokenChunk,
-)
+from trtllm_disagg.handlers.circuit_breaker import QUEUE_ID
+from trtllm_disagg.handlers.select import StageInstance
+from trtllm_disagg.types import MOST_ATTEMPTS, PhaseRequest
 from trtllm_disagg.wire.bodies import encode_notice
-from trtllm_disagg.wire.handoff_protocols import DYNAMO, HandoffProtocol
 
 log = logging.getLogger(__name__)
 
@@ -69,58 +60,53 @@ TIMES = RecallTimes()
 # -- on the decode worker
 
 
-class Notifiable(Protocol):
-    """The prefill worker that was called (`remote.StageInstance`)."""
-
-    @property
-    def instance_id(self) -> int: ...
-
-    async def notify(self, notice: dict[str, Any]) -> None: ...
-
-
 class Notices:
-    def __init__(self, sender: int | None, times: RecallTimes = TIMES) -> None:
-        """`sender`: this worker's instance id. None: `taken` is not reported."""
+    """The notices to prefill workers that this worker has called, directly or through the prefill queue."""
+
+    def __init__(
+        self, sender: int | None, times: RecallTimes = TIMES, *, recalls_unused: bool = False
+    ) -> None:
+        """`sender`: this worker's instance id. None: `taken` is not reported. `recalls_unused`: an answer that no
+        decode fetches is recalled, not drained: a drain needs a decode worker, and there may be none.
+        """
         self._sender = sender
         self._times = times
+        self._recalls_unused = recalls_unused
         #: By instance: attempts to be reported as taken.
-        self._taken: dict[int, tuple[Notifiable, list[str]]] = {}
+        self._taken: dict[int, tuple[StageInstance, list[str]]] = {}
         self._is_scheduled = False
         #: Instances of older versions, which refuse notices, and until when they get none: others may have their ids.
         self._without_notices: dict[int, float] = {}
 
-    def new_attempt(self, instance: Notifiable) -> PhaseRequest:
+    def new_attempt(self, instance: StageInstance) -> PhaseRequest:
         """Its phase request, which carries the collected `taken` reports."""
         _, taken = self._taken.pop(instance.instance_id, (instance, ()))
         attempt = f"{_ids.getrandbits(64):016x}"
         return PhaseRequest("prefill", attempts=(attempt,), sender=self._sender, taken=tuple(taken))
 
-    @contextmanager
-    def recalled_if_lost(
-        self, answers: Collection[Handoff], instance: Notifiable, asked: PhaseRequest
-    ) -> Iterator[None]:
-        """The call of the prefill worker runs inside. If `answers` is empty after it, the attempt is recalled."""
-        is_refused = False
-        try:
-            yield
-        except _REFUSALS:
-            is_refused = True
-            raise
-        finally:
-            if not answers:
-                # The prefill worker may not have got this request, nor the reports in it.
-                self._report_later(instance, asked.taken)
-            if not answers and not is_refused:
-                in_background(self._send(instance, PhaseRequest("recall", attempts=asked.attempts)), "recall")
+    def lost(self, instance: StageInstance, asked: PhaseRequest, error: BaseException) -> None:
+        """No answer has come. The prefill worker may not have got this request, nor the reports in it."""
+        self._report_later(instance, asked.taken)
+        if instance.instance_id != QUEUE_ID and not isinstance(error, _REFUSALS):
+            in_background(self._send(instance, PhaseRequest("recall", attempts=asked.attempts)), "recall")
 
-    def taken(self, instance: Notifiable, asked: PhaseRequest) -> None:
+    def taken(self, instance: StageInstance, asked: PhaseRequest) -> None:
         self._report_later(instance, asked.attempts)
 
-    def take_back(self, instance: Notifiable, asked: PhaseRequest, drain: Callable[[], None]) -> None:
-        """Free the KV of an answer that has arrived and that no decode fetches: `drain` works on every engine."""
-        drain()
+    def free(self, instance: StageInstance, asked: PhaseRequest, drain: Callable[[], None]) -> None:
+        """Free the KV of an answer that has arrived and that no decode fetches."""
+        if self._recalls_unused:
+            in_background(self._recall_or(drain, instance, asked), "recall of a queued prefill")
+        else:
+            drain()
 
-    def _report_later(self, instance: Notifiable, attempts: Sequence[str]) -> None:
+    async def _recall_or(
+        self, drain: Callable[[], None], instance: StageInstance, asked: PhaseRequest
+    ) -> None:
+        if await self._send(instance, PhaseRequest("recall", attempts=asked.attempts)) is not None:
+            drain()
+
+    def _report_later(self, instance: StageInstance, attempts: Sequence[str]) -> None:
         refuses_until = self._without_notices.get(instance.instance_id, 0.0)
         if not attempts or self._sender is None or time.monotonic() < refuses_until:
             return
@@ -137,63 +123,17 @@ class Notices:
         for instance, attempts in taken.values():
             in_background(self._send(instance, PhaseRequest("taken", attempts=tuple(attempts))), "taken")
 
-    async def _send(self, instance: Notifiable, notice: PhaseRequest) -> None:
-        if isinstance(await _delivered(instance, notice, self._times.notice), InvalidRequestError):
-            self._without_notices[instance.instance_id] = time.monotonic() + _REFUSES_SECONDS
-
-
-async def _delivered(instance: Notifiable, notice: PhaseRequest, seconds: float) -> Exception | None:
-    """Why the notice was not delivered; best effort: the lease ends by itself."""
-    try:
-        async with asyncio.timeout(seconds):
-            await instance.notify(encode_notice(notice))
-    except (DisaggError, TimeoutError) as error:
-        log.info("instance %x did not accept the notice %r: %s", instance.instance_id, notice.kind, error)
-        return error
-    return None
-
-
-class NoNotices:
-    """For the prefill queue of decode workers: its own messages confirm that an answer has arrived."""
-
-    def new_attempt(self, instance: Notifiable) -> PhaseRequest:
-        return PhaseRequest("prefill")
-
-    @contextmanager
-    def recalled_if_lost(
-        self, answers: Collection[Handoff], instance: Notifiable, asked: PhaseRequest
-    ) -> Iterator[None]:
-        yield
-
-    def taken(self, instance: Notifiable, asked: PhaseRequest) -> None: ...
-
-    def take_back(self, instance: Notifiable, asked: PhaseRequest, drain: Callable[[], None]) -> None:
-        drain()
-
-
-class QueueRecalls(Notices):
-    """For the prefill queue of prefill workers: an answer that no decode worker fetches is recalled from the worker
-    that has prefilled. A drain needs a decode worker, and there may be none: that may be why the answer is not fetched.
-    """
-
-    def new_attempt(self, instance: Notifiable) -> PhaseRequest:
-        """The worker that will take it is not known yet, so it carries no reports."""
-        return PhaseRequest("prefill", attempts=(f"{_ids.getrandbits(64):016x}",), sender=self._sender)
-
-    @contextmanager
-    def recalled_if_lost(
-        self, answers: Collection[Handoff], instance: Notifiable, asked: PhaseRequest
-    ) -> Iterator[None]:
-        """The queue's own messages confirm that an answer has arrived."""
-        yield
-
-    def take_back(self, instance: Notifiable, asked: PhaseRequest, drain: Callable[[], None]) -> None:
-        in_background(self._recall(instance, asked, drain), "recall of a queued prefill")
-
-    async def _recall(self, instance: Notifiable, asked: PhaseRequest, drain: Callable[[], None]) -> None:
-        recall = PhaseRequest("recall", attempts=asked.attempts)
-        if await _delivered(instance, recall, self._times.notice) is not None:
-            drain()
+    async def _send(self, instance: StageInstance, notice: PhaseRequest) -> Exception | None:
+        """Why the notice was not delivered; best effort: the lease ends by itself."""
+        try:
+            async with asyncio.timeout(self._times.notice):
+                await instance.notify(encode_notice(notice))
+        except (DisaggError, TimeoutError) as error:
+            log.info("instance %x did not accept the notice %r: %s", instance.instance_id, notice.kind, error)
+            if isinstance(error, InvalidRequestError):
+                self._without_notices[instance.instance_id] = time.monotonic() + _REFUSES_SECONDS
+            return error
+        return None
 
 
 # -- on the prefill worker
@@ -253,17 +193,19 @@ class Recalls:
         self._missing: set[int] = set()
         self._is_scheduled = False
 
-    @contextmanager
-    def running(self, attempts: Collection[str]) -> Iterator[None]:
-        """The prefill runs inside. A recall of it is remembered until its end, however late."""
+    def begin(self, attempts: Collection[str]) -> None:
+        """A recall of a prefill that runs is remembered until `end`, however late."""
         self._running.update(attempts)
-        try:
-            yield
-        finally:
-            self._running.difference_update(attempts)
-            for attempt in self._recalled_running.intersection(attempts):
-                self._recalled_running.discard(attempt)
-                self._recalled.add(attempt)
+
+    def end(self, attempts: Collection[str]) -> None:
+        self._running.difference_update(attempts)
+        for attempt in self._recalled_running.intersection(attempts):
+            self._recalled_running.discard(attempt)
+            self._recalled.add(attempt)
+
+    def receive(self, notice: PhaseRequest) -> None:
+        self.taken(notice.taken)
+        (self.recall if notice.kind == "recall" else self.taken)(notice.attempts)
 
     def answered(self, asked: PhaseRequest, take_back: Callable[[], None]) -> None:
         for attempt in asked.attempts:
@@ -325,33 +267,3 @@ class Recalls:
         self._is_scheduled = False
         self.check_senders()
         self._check_later()
-
-
-class RecallablePrefill:
-    """The prefill phase as a service for decode workers, which takes their notices too."""
-
-    def __init__(self, prefill: PrefillPhase, recalls: Recalls, protocol: HandoffProtocol = DYNAMO) -> None:
-        self._prefill = prefill
-        self._recalls = recalls
-        self._service = PrefillService(self._run, protocol, self._delivered)
-        self._on_notice = {"recall": recalls.recall, "taken": recalls.taken}
-
-    def __call__(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        self._recalls.taken(_asked(request).taken)
-        return self._service(request, context)
-
-    def receive(self, notice: PhaseRequest) -> None:
-        self._recalls.taken(notice.taken)
-        self._on_notice[notice.kind](notice.attempts)
-
-    async def _run(self, request: GenerateRequest, context: RequestContext) -> Handoff:
-        with self._recalls.running(_asked(request).attempts):
-            return await self._prefill(request, context)
-
-    def _delivered(self, request: GenerateRequest, take_back: Callable[[], None]) -> None:
-        self._recalls.answered(_asked(request), take_back)
-
-
-def _asked(request: GenerateRequest) -> PhaseRequest:
-    assert request.phase_request is not None, "only another worker asks for a phase"
-    return request.phase_request

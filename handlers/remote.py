@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from functools import partial
 
 from trtllm_disagg.errors import (
@@ -18,7 +18,7 @@ from trtllm_disagg.errors import (
 from trtllm_disagg.handlers.cancellation import in_background
 from trtllm_disagg.handlers.circuit_breaker import QUEUE_ID
 from trtllm_disagg.handlers.peers import DECODE, Call, Peers, dispatch_span, select_instance
-from trtllm_disagg.handlers.recall import NoNotices, Notices
+from trtllm_disagg.handlers.recall import Notices
 from trtllm_disagg.handlers.select import NEXT
 from trtllm_disagg.types import (
     Fallback,
@@ -41,16 +41,16 @@ class RemotePrefill:
         self,
         peers: Peers,
         drain: Callable[[GenerateRequest], None],
+        notices: Notices,
         protocol: HandoffProtocol = DYNAMO,
-        notices: Notices | NoNotices | None = None,
     ) -> None:
-        """`drain` frees the KV of a handoff that no decode was started for, by a decode that only fetches it, unless
-        `notices` has the prefill worker take it back. `notices` None: `peers` is the prefill queue of decode workers.
+        """`peers`: prefill workers, or the prefill queue. `drain` frees the KV of a handoff that no decode was started
+        for, by a decode that only fetches it, unless `notices` has the prefill worker take it back.
         """
         self._peers = peers
         self._drain = drain
+        self._notices = notices
         self._protocol = protocol
-        self._notices = notices or NoNotices()
 
     async def __call__(self, request: GenerateRequest, context: RequestContext) -> Handoff:
         with request.span.child("remote_prefill") as span:
@@ -58,17 +58,23 @@ class RemotePrefill:
             call = await select_instance(self._peers, request)
             if call.instance_id != QUEUE_ID:  # otherwise the worker's claim records its id
                 request.trace.facts["prefill_instance"] = f"{call.instance_id:x}"
-            asked = self._notices.new_attempt(call)
+            asked = self._notices.new_attempt(call.instance)
             handoffs: list[Handoff] = []
-            with call, _released_on_error(handoffs):
-                with self._notices.recalled_if_lost(handoffs, call, asked):
+            with call:
+                try:
                     await self._receive(handoffs, call, asked, request, context)
-                if context.is_stopped():
-                    raise RequestCancelledError("the client left during remote prefill")
-                if len(handoffs) != 1:
-                    raise PeerUnavailableError(
-                        f"the prefill worker sent {len(handoffs)} answers instead of one"
-                    )
+                    if context.is_stopped():
+                        raise RequestCancelledError("the client left during remote prefill")
+                    if len(handoffs) != 1:
+                        raise PeerUnavailableError(
+                            f"the prefill worker sent {len(handoffs)} answers instead of one"
+                        )
+                except BaseException as error:
+                    if not handoffs:
+                        self._notices.lost(call.instance, asked, error)
+                    for handoff in handoffs:
+                        handoff.release()
+                    raise
             handoffs[0].sender = call.instance_id
             return handoffs[0]
 
@@ -112,25 +118,16 @@ class RemotePrefill:
 
         def release(handoff: Handoff) -> None:
             if not handoff.is_fetched_for_a_client_that_left(context):
-                self._notices.take_back(call, asked, partial(self._drain, request.only_fetching(handoff)))
+                drain = partial(self._drain, request.only_fetching(handoff))
+                self._notices.free(call.instance, asked, drain)
 
         return Handoff(
             chunk.without_end(),
             result,
             on_release=release,
-            on_end=partial(self._notices.taken, call, asked),
+            on_end=partial(self._notices.taken, call.instance, asked),
             of_prompt=chunk.of_prompt,
         )
-
-
-@contextmanager
-def _released_on_error(handoffs: list[Handoff]) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        for handoff in handoffs:
-            handoff.release()
-        raise
 
 
 class RemoteDecode:

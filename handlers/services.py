@@ -17,7 +17,7 @@ from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.handlers.admission import Admission, FallbackBudget, Queued, most_tokens
 from trtllm_disagg.handlers.answer import AnsweringWorker
 from trtllm_disagg.handlers.attempts import Attempt, OneStrategy, Routes, WorkerSidePlan
-from trtllm_disagg.handlers.chain import DecodeService
+from trtllm_disagg.handlers.chain import PrefillService
 from trtllm_disagg.handlers.circuit_breaker import (
     CircuitBreaker,
     first_decode_token_seconds,
@@ -38,7 +38,7 @@ from trtllm_disagg.handlers.local import LocalAgg, LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.outputs import FewTurnsLater, at_once
 from trtllm_disagg.handlers.pair_facts import PairFacts
 from trtllm_disagg.handlers.peers import Peers
-from trtllm_disagg.handlers.recall import RecallablePrefill, Recalls
+from trtllm_disagg.handlers.recall import Recalls
 from trtllm_disagg.handlers.remote import RemoteAnswer, RemoteDrain
 from trtllm_disagg.handlers.run import RunCounts
 from trtllm_disagg.handlers.select import InFlight, QueueStageClient, StageClient
@@ -308,7 +308,7 @@ def build_strategy(name: str, parts: StrategyParts) -> Generate:
     return spec_of(name).load_builder()(parts)
 
 
-def _phase(parts: StrategyParts) -> tuple[Generate, RecallablePrefill | None]:
+def _phase(parts: StrategyParts) -> tuple[Generate, Recalls | None]:
     """(this role's phase as a service for workers of the other role, what gets their notices)"""
     if parts.role is Role.DECODE:
         # The prefill worker has streamed the first token, so no client waits for the first one from here, and each
@@ -319,10 +319,9 @@ def _phase(parts: StrategyParts) -> tuple[Generate, RecallablePrefill | None]:
             notify=at_once if parts.pushes else FewTurnsLater(),
             max_batch_size=parts.max_batch_size,
         )
-        return DecodeService(decode), None
+        return decode, None
     if parts.pushes:
         return PushService(LocalPush(parts.engine, parts.protocol)), None
     recalls = Recalls(parts.peers.instance_ids, parts.engine.handoffs.lease_seconds)
     prefill = LocalPrefill(parts.engine, RemoteDrain(parts.peers, parts.protocol))
-    service = RecallablePrefill(prefill, recalls, parts.protocol)
-    return service, service
+    return PrefillService(prefill, recalls, parts.protocol), recalls

@@ -21,10 +21,9 @@ def build(parts: StrategyParts) -> Generate:
     )
     if parts.pushes:
         return Concurrent(RemotePush(parts.peers, parts.engine, parts.protocol), decode)
-    prefill: PrefillPhase = RemotePrefill(
-        parts.peers, decode.drain, parts.protocol, Notices(parts.instance_id)
-    )
+    notices = Notices(parts.instance_id)
+    prefill: PrefillPhase = RemotePrefill(parts.peers, decode.drain, notices, parts.protocol)
     if parts.prefill_queue is not None:
-        through_queue = RemotePrefill(parts.prefill_queue, decode.drain, parts.protocol)
+        through_queue = RemotePrefill(parts.prefill_queue, decode.drain, notices, parts.protocol)
         prefill = QueuedPrefill(through_queue, prefill, bypasses_queue=names_prefill)
     return Chain(prefill, decode)

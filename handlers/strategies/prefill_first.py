@@ -3,7 +3,7 @@
 from trtllm_disagg.handlers.chain import Chain
 from trtllm_disagg.handlers.concurrent import Concurrent, LocalPush
 from trtllm_disagg.handlers.local import LocalPrefill
-from trtllm_disagg.handlers.recall import QueueRecalls
+from trtllm_disagg.handlers.recall import Notices
 from trtllm_disagg.handlers.remote import QueuedPrefill, RemoteDecode, RemoteDrain, RemotePrefill
 from trtllm_disagg.handlers.services import StrategyParts
 from trtllm_disagg.types import Generate, PrefillPhase
@@ -23,5 +23,5 @@ def _prefill(parts: StrategyParts) -> PrefillPhase:
     here = LocalPrefill(parts.engine, drain, seconds=parts.prefill_timeout)
     if parts.prefill_queue is None:
         return here
-    recalls = QueueRecalls(parts.instance_id)
-    return QueuedPrefill(RemotePrefill(parts.prefill_queue, drain, parts.protocol, recalls), here)
+    notices = Notices(parts.instance_id, recalls_unused=True)
+    return QueuedPrefill(RemotePrefill(parts.prefill_queue, drain, notices, parts.protocol), here)

@@ -3,8 +3,9 @@
 from collections.abc import AsyncGenerator
 
 from trtllm_disagg.config.worker_config import Role
-from trtllm_disagg.handlers.chain import DecodeService, PrefillService
+from trtllm_disagg.handlers.chain import PrefillService
 from trtllm_disagg.handlers.local import LocalAgg, LocalDecode, LocalPrefill
+from trtllm_disagg.handlers.recall import Recalls
 from trtllm_disagg.handlers.remote import RemoteDrain
 from trtllm_disagg.handlers.services import StrategyParts
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
@@ -15,7 +16,8 @@ def build(parts: StrategyParts) -> Generate:
         return DecodeOrAgg(parts)
     # A decode worker runs a drain like any request with a handoff: as a decode.
     drain = RemoteDrain(parts.peers)
-    return PrefillService(LocalPrefill(parts.engine, drain, sees_callers_max_tokens=False))
+    prefill = LocalPrefill(parts.engine, drain, sees_callers_max_tokens=False)
+    return PrefillService(prefill, Recalls(tuple, parts.engine.handoffs.lease_seconds))
 
 
 class DecodeOrAgg:
@@ -24,9 +26,8 @@ class DecodeOrAgg:
     """
 
     def __init__(self, parts: StrategyParts) -> None:
-        self._decode = DecodeService(LocalDecode(parts.engine, repeats_first_token=True))
+        self._decode = LocalDecode(parts.engine, repeats_first_token=True)
         self._agg = LocalAgg(parts.engine)
 
     def __call__(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        phase = self._agg if request.prefill_result is None else self._decode
-        return phase(request, context)
+        return (self._agg if request.prefill_result is None else self._decode)(request, context)

@@ -54,7 +54,6 @@ from trtllm_disagg.errors import (
     WorkerLeavingError,
 )
 from trtllm_disagg.handlers.cancellation import POLL_SECONDS, num_in_background
-from trtllm_disagg.handlers.chain import DecodeService
 from trtllm_disagg.handlers.decide import CachedPrefixes
 from trtllm_disagg.handlers.local import LocalAgg, LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.peers import DECODE, PREFILL
@@ -342,7 +341,7 @@ async def test_a_decode_that_may_make_one_token_answers_with_one(ends: bool) -> 
     engine = opened()
     if ends:
         engine.llm.scripts.append(Script(tokens=[*expected_tokens(1), 7]))
-    decode = DecodeService(LocalDecode(engine, repeats_first_token=True))
+    decode = LocalDecode(engine, repeats_first_token=True)
     chunks = await collect(decode, asked.with_handoff(handoff))
     assert engine.llm.results[0].outputs[0].finish_reason == ("stop" if ends else "length")
     assert tokens_of(chunks) == expected_tokens(1)

@@ -21,6 +21,7 @@ from trtllm_disagg.errors import (
     StageTimeoutError,
 )
 from trtllm_disagg.handlers.chain import Chain, PrefillService
+from trtllm_disagg.handlers.recall import Recalls
 from trtllm_disagg.types import GenerateRequest, Handoff, PrefillResult, RequestContext, TokenChunk
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -119,15 +120,15 @@ async def test_a_final_handoff_is_the_whole_answer() -> None:
 
 async def test_a_PrefillService_keeps_the_kv_of_a_delivered_answer_only() -> None:
     phases = Phases()
-    (chunk,) = await collect(PrefillService(phases.prefill), request())
+    (chunk,) = await collect(PrefillService(phases.prefill, Recalls(tuple, 60.0)), request())
     assert chunk.disaggregated_params == {"opaque_state": "eA=="}
     assert phases.releases == 0
-    dropped = PrefillService(phases.prefill)(request(), FakeContext())
+    dropped = PrefillService(phases.prefill, Recalls(tuple, 60.0))(request(), FakeContext())
     await anext(dropped)
     await dropped.aclose()
     assert phases.releases == 1
     context = FakeContext()
-    stopped = PrefillService(phases.prefill)(request(), context)
+    stopped = PrefillService(phases.prefill, Recalls(tuple, 60.0))(request(), context)
     await anext(stopped)
     context.stop()
     assert [chunk async for chunk in stopped] == []

@@ -34,6 +34,7 @@ from trtllm_disagg.handlers.circuit_breaker import (
     stream_timeouts_of,
 )
 from trtllm_disagg.handlers.peers import Peers
+from trtllm_disagg.handlers.recall import Notices
 from trtllm_disagg.handlers.remote import RemoteAnswer, RemoteDecode, RemotePrefill
 from trtllm_disagg.handlers.services import LiveState, build_generate
 from trtllm_disagg.types import Generate, GenerateRequest, Handoff, RequestContext
@@ -244,7 +245,7 @@ async def test_client_leaving_a_silent_instance_does_not_reset_its_failures() ->
 
 
 async def read_prefill(stage: Peers) -> object:
-    return await RemotePrefill(stage, drain=lambda asked: None)(request(), FakeContext())
+    return await RemotePrefill(stage, lambda asked: None, Notices(None))(request(), FakeContext())
 
 
 async def read_decode(stage: Peers) -> object:

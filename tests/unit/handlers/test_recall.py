@@ -30,14 +30,13 @@ from trtllm_disagg.errors import (
 )
 from trtllm_disagg.handlers.admission import Admission, Queued
 from trtllm_disagg.handlers.cancellation import num_in_background
+from trtllm_disagg.handlers.chain import PrefillService
 from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker, StreamTimeouts
 from trtllm_disagg.handlers.local import LocalPrefill
 from trtllm_disagg.handlers.peers import Peers
 from trtllm_disagg.handlers.recall import (
     TIMES,
     Notices,
-    QueueRecalls,
-    RecallablePrefill,
     Recalls,
     RecallTimes,
 )
@@ -84,8 +83,9 @@ class Lossy:
         way = self.both.clients[Role.DECODE]
         peers = peers_of(WorkerConfig(model="m", role=Role.PREFILL), way)
         phase = LocalPrefill(self.both.engines[Role.PREFILL], RemoteDrain(peers))
-        prefill = RecallablePrefill(phase, Recalls(lambda: way.instance_ids(), 60.0, clock, times))
-        self._way.serve_by(replace(trying(prefill, resumes=False), notices=prefill))
+        recalls = Recalls(lambda: way.instance_ids(), 60.0, clock, times)
+        prefill = PrefillService(phase, recalls)
+        self._way.serve_by(replace(trying(prefill, resumes=False), notices=recalls))
 
     async def prefill(self, attempt: str, sender: int | None = INSTANCES[Role.DECODE]) -> Raw:
         """As a decode worker asks for it; what comes of the answer is the test's."""
@@ -223,8 +223,7 @@ async def test_taken_report_is_repeated_when_its_prefill_request_fails() -> None
     notices.taken(instance, before := notices.new_attempt(instance))
     asked = notices.new_attempt(instance)
     assert asked.taken == before.attempts
-    with pytest.raises(OverloadedError), notices.recalled_if_lost([], instance, asked):
-        raise OverloadedError("no room")
+    notices.lost(instance, asked, OverloadedError("no room"))
     assert notices.new_attempt(instance).taken == before.attempts
 
 
@@ -271,17 +270,15 @@ class Prefiller:
         return self.num_taken_back
 
 
-class Unreachable:
-    instance_id = 5
-
+class Unreachable(RecordingStageClient):
     async def notify(self, notice: Raw) -> None:
         raise PeerUnavailableError("gone")
 
 
 async def test_queued_prefill_whose_worker_does_not_confirm_its_recall_is_drained() -> None:
-    recalls, drained = QueueRecalls(sender=1), asyncio.Event()
+    recalls, drained = Notices(sender=1, recalls_unused=True), asyncio.Event()
     instance = Unreachable()
-    recalls.take_back(instance, recalls.new_attempt(instance), drained.set)
+    recalls.free(instance, recalls.new_attempt(instance), drained.set)
     async with asyncio.timeout(5):
         await drained.wait()
 
@@ -342,7 +339,7 @@ async def test_notice_is_handled_by_a_worker_that_refuses_requests(caplog: pytes
         def ended(self, end: RequestEnd) -> None:
             self.ended_requests += 1
 
-    class Listener:
+    class Listener(Recalls):
         def receive(self, notice: PhaseRequest) -> None:
             heard.append(notice)
 
@@ -350,7 +347,7 @@ async def test_notice_is_handled_by_a_worker_that_refuses_requests(caplog: pytes
     sink = Sink()
     admission = Admission(Live(Thresholds.of(config)), Queued(requests=1))
     counts = counts_of(RequestLog(sinks=[sink]), admission=admission)
-    serve = replace(trying([], counts=counts), notices=Listener())
+    serve = replace(trying([], counts=counts), notices=Listener(tuple, 60.0))
     notice = decode_request({"token_ids": [], "errand": {"stage": "recall", "attempts": ["a"]}})
     assert await collect(serve, notice) == []
     assert (len(heard), sink.ended_requests, caplog.text) == (1, 0, "")
@@ -370,7 +367,7 @@ async def test_delivered_notices_do_not_reset_the_failures_of_an_instance() -> N
         instance = await client.pick(request())
         with pytest.raises(StageTimeoutError), instance:
             await anext(instance.answers(raw_request(errand={"stage": "prefill"}), None))
-        await instance.notify({"token_ids": [], "errand": {"stage": "recall"}})
+        await instance.instance.notify({"token_ids": [], "errand": {"stage": "recall"}})
     assert len(silent.notices) == 2
     assert breaker.num_open() == 1
 

@@ -24,6 +24,7 @@ from trtllm_disagg.handlers.cancellation import num_in_background, when_stopped
 from trtllm_disagg.handlers.chain import Chain
 from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker, StreamTimeouts
 from trtllm_disagg.handlers.peers import Peers
+from trtllm_disagg.handlers.recall import Notices
 from trtllm_disagg.handlers.remote import RemoteDecode, RemoteDrain, RemotePrefill
 from trtllm_disagg.handlers.services import build_generate, peers_of
 from trtllm_disagg.types import (
@@ -79,7 +80,7 @@ class Prefill:
         self.client = RecordingStageClient(answers=answers, error=error)
         self.drained: list[GenerateRequest] = []
         config = WorkerConfig(model="m", role=Role.DECODE)
-        self.phase = RemotePrefill(peers_of(config, self.client), self.drained.append)
+        self.phase = RemotePrefill(peers_of(config, self.client), self.drained.append, Notices(None))
 
     async def __call__(self, context: FakeContext | None = None) -> Handoff:
         return await self.phase(request(), context or FakeContext())
@@ -94,7 +95,9 @@ async def test_remote_prefill_answer_becomes_a_handoff_that_is_drained_once() ->
     usage = Usage.of(3, 1, 2)
     assert handoff.first == TokenChunk([7], log_probs=[-0.5], completion_usage=usage)
     assert handoff.result == PrefillResult(PARAMS, PromptTokensDetails(2))
-    assert prefill.client.requests == [raw_request(errand={"stage": "prefill"})]
+    (asked,) = prefill.client.requests
+    assert asked.pop("errand").pop("stage") == "prefill"
+    assert asked == raw_request()
     assert prefill.drained == []
     handoff.release()
     handoff.release()
@@ -170,7 +173,7 @@ async def test_a_client_that_leaves_before_the_answer_is_there_cancels_the_prefi
     drained: list[GenerateRequest] = []
     peers = peers_of(WorkerConfig(model="m", role=Role.DECODE), RecordingStageClient(serve))
     with pytest.raises(RequestCancelledError):
-        await RemotePrefill(peers, drained.append)(request(), context)
+        await RemotePrefill(peers, drained.append, Notices(None))(request(), context)
     assert before or len(drained) == 1
 
 

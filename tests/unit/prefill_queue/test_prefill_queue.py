@@ -28,8 +28,9 @@ from trtllm_disagg.errors import (
     PeerUnavailableError,
     StageTimeoutError,
 )
+from trtllm_disagg.handlers.chain import PrefillService
 from trtllm_disagg.handlers.local import LocalPrefill
-from trtllm_disagg.handlers.recall import RecallablePrefill, Recalls
+from trtllm_disagg.handlers.recall import Recalls
 from trtllm_disagg.handlers.select import NoStage
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.prefill_queue.broker import Broker, NatsClient, QueueLimits
@@ -96,8 +97,9 @@ async def test_in_prefill_first_the_prefill_worker_is_told_that_decode_has_the_k
     """Else it would keep what it needs for a recall until the lease ends."""
     async with queueing(nats, "prefill_first") as queue:
         kinds: list[str] = []
-        prefill = RecallablePrefill(LocalPrefill(recording_engine()), Recalls(tuple, 60.0))
-        serve = replace(trying(prefill, resumes=False), notices=prefill)
+        recalls = Recalls(tuple, 60.0)
+        prefill = PrefillService(LocalPrefill(recording_engine()), recalls)
+        serve = replace(trying(prefill, resumes=False), notices=recalls)
 
         def heard(asked: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
             assert asked.phase_request is not None
@@ -144,8 +146,9 @@ async def test_in_prefill_first_a_handoff_that_no_decode_worker_fetches_is_recal
             return handoff
 
         pushing = await queue.pusher(stage=RecordingStageClient(raising(PeerUnavailableError("gone"))))
-        service = RecallablePrefill(prefill, Recalls(tuple, 60.0))
-        await queue.puller(serve=replace(trying(service, resumes=False), notices=service))
+        recalls = Recalls(tuple, 60.0)
+        service = trying(PrefillService(prefill, recalls), resumes=False)
+        await queue.puller(serve=replace(service, notices=recalls))
 
         with pytest.raises(PeerUnavailableError):
             await collect(pushing.generate, request(6))
