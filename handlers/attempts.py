@@ -80,45 +80,34 @@ class Routes:
     alone: Attempt | None
 
 
+@dataclass(frozen=True, slots=True)
 class WorkerSidePlan:
     """Chooses the order of each request, on a worker that calls, or is called by, workers of the other role."""
 
-    def __init__(
-        self,
-        role: str,
-        phase: Attempt,
-        routes: Routes,
-        deciders: tuple[Decider, Decider],
-        strategy: Live[str],
-        peers: Peers,
-        facts: PairFacts,
-        has_room: Callable[[], bool],
-        *,
-        gets_prompt_logprobs: bool,
-    ) -> None:
-        """`phase`: this role's, for workers of the other role. `deciders`: for a fixed order, and for `auto`.
-        `has_room`: one more answer fits into the batch of this worker's engine.
-        """
-        self._role = role
-        self._phase = phase
-        self._routes = routes
-        self._decide, self._decide_auto = deciders
-        self._strategy = strategy
-        self._peers = peers
-        self._facts = facts
-        self._has_room = has_room
-        self._gets_prompt_logprobs = gets_prompt_logprobs
+    role: str
+    #: This role's phase, for workers of the other role.
+    phase: Attempt
+    routes: Routes
+    decide: Decider
+    #: For the strategy `auto`.
+    decide_auto: Decider
+    strategy: Live[str]
+    peers: Peers
+    facts: PairFacts
+    #: One more answer fits into the batch of this worker's engine.
+    has_room: Callable[[], bool]
+    gets_prompt_logprobs: bool
 
     async def attempts(self, request: GenerateRequest) -> Sequence[Attempt]:
-        require_splittable(request, gets_prompt_logprobs=self._gets_prompt_logprobs)
+        require_splittable(request, gets_prompt_logprobs=self.gets_prompt_logprobs)
         asked = request.phase_request
         if asked is not None and asked.kind != "whole":
-            if asked.kind != self._role:
-                raise PeerUnavailableError(f"a {self._role} worker was asked for the phase {asked.kind}")
-            return (self._phase,)
-        self._peers.check(request)
-        await self._peers.learn()
-        alone = self._facts.why_not_alone(request)
+            if asked.kind != self.role:
+                raise PeerUnavailableError(f"a {self.role} worker was asked for the phase {asked.kind}")
+            return (self.phase,)
+        self.peers.check(request)
+        await self.peers.learn()
+        alone = self.facts.why_not_alone(request)
         attempts = self._chosen(request, alone)
         if alone is None:
             return attempts
@@ -134,15 +123,15 @@ class WorkerSidePlan:
         elif (named := self._annotated(request)) is not None:
             name, reason = named, "annotation"
         else:
-            name, reason = self._strategy.value, "default"
+            name, reason = self.strategy.value, "default"
         if name == AUTO:
             return self._auto(request, alone)
         if reason == "default":
             with request.span.child("decide"):
-                decision = self._decide(request)
+                decision = self.decide(request)
             name, reason = name if decision.both_stages else LOCAL, decision.reason
         trace.chose(*self._possible(request, name, reason, alone))
-        return self._routes.by_name[trace.strategy]
+        return self.routes.by_name[trace.strategy]
 
     def _possible(
         self, request: GenerateRequest, name: str, reason: str, alone: str | None
@@ -150,13 +139,13 @@ class WorkerSidePlan:
         """The choice, or the other one where an engine cannot take the request. Raises InvalidRequestError where no
         choice is left.
         """
-        if name not in (LOCAL, self._routes.own) or (name == LOCAL and alone is None):
+        if name not in (LOCAL, self.routes.own) or (name == LOCAL and alone is None):
             return name, reason
-        in_a_pair = self._facts.why_not_in_a_pair(request)
+        in_a_pair = self.facts.why_not_in_a_pair(request)
         if name == LOCAL and in_a_pair is None:
             if reason == "annotation":
                 request.trace.fell_back(Fallback.OTHER_INSTANCE, f"not by this worker alone: {alone}")
-            return self._routes.own, "not_alone"
+            return self.routes.own, "not_alone"
         if name != LOCAL and in_a_pair is not None and alone is None:
             return LOCAL, "not_in_a_pair"
         if (why := alone if name == LOCAL else in_a_pair) is not None:
@@ -171,20 +160,20 @@ class WorkerSidePlan:
         as first stage; the other order when this worker's engine decodes as much as fits into its batch, so that
         another decode worker can be found.
         """
-        routes, trace = self._routes, request.trace
+        routes, trace = self.routes, request.trace
         with request.span.child("decide"):
-            decision = self._decide_auto(request)
+            decision = self.decide_auto(request)
         name, reason = self._possible(
             request, routes.own if decision.both_stages else LOCAL, decision.reason, alone
         )
-        if name != LOCAL and self._peers.num_healthy() == 0:
+        if name != LOCAL and self.peers.num_healthy() == 0:
             reason = "no_peer"
             if routes.alone is not None and alone is None:
                 trace.chose(LOCAL, f"{AUTO}_{reason}")
                 # Counted as in the other orders: an alert is about it.
                 trace.fell_back(Fallback.LOCAL, NoInstanceError("no instance of the other stage is healthy"))
                 return (routes.alone,)
-        elif name != LOCAL and not self._has_room():
+        elif name != LOCAL and not self.has_room():
             trace.chose(routes.relayed, f"{AUTO}_busy")
             return routes.busy
         trace.chose(name, f"{AUTO}_{reason}")
@@ -192,7 +181,7 @@ class WorkerSidePlan:
 
     @property
     def _names(self) -> Collection[str]:
-        return {*self._routes.by_name, AUTO}
+        return {*self.routes.by_name, AUTO}
 
     def _annotated(self, request: GenerateRequest) -> str | None:
         """The strategy that the request's annotations name. Raises InvalidRequestError when they name two."""

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.errors import (
@@ -19,10 +19,8 @@ from trtllm_disagg.errors import (
 )
 from trtllm_disagg.handlers.cancellation import AbortGuard
 from trtllm_disagg.handlers.chain import KV_NOT_ARRIVED
-from trtllm_disagg.handlers.local import finished
-from trtllm_disagg.handlers.outputs import OutputCursor, record_engine
+from trtllm_disagg.handlers.local import finished, only_chunk
 from trtllm_disagg.handlers.peers import PREFILL, Call, Peers, dispatch_span, select_instance
-from trtllm_disagg.handlers.trace import record_cache_hit
 from trtllm_disagg.types import (
     DecodePhase,
     GenerateRequest,
@@ -43,18 +41,12 @@ class Opened(NamedTuple):
     push: Push
     #: The instance that prefills; None: this worker.
     sender: int | None = None
+    #: Called when its KV did not arrive.
+    on_lost: Callable[[], None] = lambda: None
 
 
-class PushPhase(Protocol):
-    """A prefill phase that writes into a decode engine's blocks, while that engine's decode phase waits for them."""
-
-    async def open_rendezvous(self, request: GenerateRequest) -> Opened:
-        """Return where decode finds the prefill engine, and the push that will run on that engine."""
-        ...
-
-    def kv_was_lost(self, sender: int | None) -> None:
-        """The KV of a request with this `Opened.sender` did not arrive."""
-        ...
+#: Returns where decode finds the prefill engine, and the push that will run there while decode waits for it.
+Open = Callable[[GenerateRequest], Awaitable[Opened]]
 
 
 class LocalPush:
@@ -73,26 +65,23 @@ class LocalPush:
 
     async def open_rendezvous(self, request: GenerateRequest) -> Opened:
         self._engine.require_fit(request)
-        return Opened(self._protocol.adapt(self._engine.rendezvous(self._endpoint, self._rank)), self)
+        return Opened(self._protocol.adapt(self._engine.rendezvous(self._endpoint, self._rank)), self.push)
 
-    def kv_was_lost(self, sender: int | None) -> None:
-        """It is this worker's own."""
+    async def __call__(
+        self, request: GenerateRequest, context: RequestContext
+    ) -> AsyncGenerator[TokenChunk, None]:
+        """For a decode worker that waits for the KV."""
+        yield await self.push(request, context)
 
-    async def __call__(self, request: GenerateRequest, context: RequestContext) -> TokenChunk:
+    async def push(self, request: GenerateRequest, context: RequestContext) -> TokenChunk:
         with request.span.child("prefill") as span:
-            return await self._run(request.within(span), context)
-
-    async def _run(self, request: GenerateRequest, context: RequestContext) -> TokenChunk:
-        result = self._engine.start_prefill(request)
-        await finished(self._engine, result, AbortGuard(self._engine, result, context))
-        chunks = OutputCursor(len(request.token_ids)).advance(result)
-        if not chunks or chunks[0].finish_reason == "cancelled":
+            request = request.within(span)
+            result = self._engine.start_prefill(request)
+            await finished(self._engine, result, AbortGuard(self._engine, result, context))
             if context.is_stopped():
                 raise RequestCancelledError("the client left during prefill")
-            raise KvTransferError("the engine has abandoned the prefill")
-        record_cache_hit(request, result)
-        record_engine(self._engine, request, result)
-        return chunks[0]
+            abandoned = KvTransferError("the engine has abandoned the prefill")
+            return only_chunk(self._engine, request, result, abandoned)
 
 
 class RemotePush:
@@ -112,7 +101,8 @@ class RemotePush:
         with call:
             endpoint, rank = self._peers.meeting_place(call)
         rendezvous = self._protocol.adapt(self._engine.rendezvous(endpoint, rank))
-        return Opened(rendezvous, partial(self._push, call), call.instance_id)
+        forget = partial(self._peers.forget, call.instance_id)
+        return Opened(rendezvous, partial(self._push, call), call.instance_id, forget)
 
     async def _push(self, call: Call, request: GenerateRequest, context: RequestContext) -> None:
         with call, dispatch_span(call, request) as dispatch:
@@ -122,22 +112,6 @@ class RemotePush:
             if num_answers != 1 and not context.is_stopped():
                 raise PeerUnavailableError(f"the prefill worker sent {num_answers} answers instead of one")
 
-    def kv_was_lost(self, sender: int | None) -> None:
-        if sender is not None:
-            self._peers.forget(sender)
-
-
-class PushService:
-    """The push phase as a service, for a decode worker that waits for the KV."""
-
-    def __init__(self, push: LocalPush) -> None:
-        self._push = push
-
-    async def __call__(
-        self, request: GenerateRequest, context: RequestContext
-    ) -> AsyncGenerator[TokenChunk, None]:
-        yield await self._push(request, context)
-
 
 class Concurrent:
     """prefill_first: Concurrent(local push, remote decode); decode_first: Concurrent(remote push, local decode).
@@ -146,15 +120,15 @@ class Concurrent:
     the other is cancelled.
     """
 
-    def __init__(self, prefill: PushPhase, decode: DecodePhase) -> None:
-        self._prefill = prefill
+    def __init__(self, open_rendezvous: Open, decode: DecodePhase) -> None:
+        self._open = open_rendezvous
         self._decode = decode
 
     async def __call__(
         self, request: GenerateRequest, context: RequestContext
     ) -> AsyncGenerator[TokenChunk, None]:
         with request.span.child("meet") as span:
-            opened = await self._prefill.open_rendezvous(request.within(span))
+            opened = await self._open(request.within(span))
         request = request.with_rendezvous(opened.rendezvous)
         pushing = asyncio.ensure_future(opened.push(request, context))
         try:
@@ -168,7 +142,7 @@ class Concurrent:
                     yield chunk
         except KV_NOT_ARRIVED as error:
             error.blame(opened.sender)
-            self._prefill.kv_was_lost(opened.sender)
+            opened.on_lost()
             raise
         finally:
             await _end(pushing)

@@ -11,7 +11,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from trtllm_disagg.config.deciders import ALWAYS, BY_OCCUPANCY, DECIDERS, Decision, Facts, Occupancy
 from trtllm_disagg.config.thresholds import Live, Thresholds
@@ -139,19 +139,14 @@ class OwnOccupancy:
         return sum(ranks) / len(ranks) if ranks else 0.0
 
 
-class Occupancies:
-    """The occupancy of the other role's workers; always unknown for a worker that does not ask them."""
-
-    def now(self) -> Occupancy | None:
-        """None when it is not known. Never waits."""
-        return None
+#: The occupancy of the other role's workers; None when it is not known. Never waits.
+OtherOccupancy = Callable[[], Occupancy | None]
 
 
-class StageOccupancy(Occupancies):
+class StageOccupancy:
     """The mean occupancy of the other role's workers that have answered lately.
 
-    `now` starts to ask them in the background, so that a decision never waits. The first decision after a pause finds
-    it unknown.
+    `now` is an `OtherOccupancy`: it asks them in the background. The first decision after a pause finds it unknown.
     """
 
     def __init__(self, directory: Directory, clock: Callable[[], float] = time.monotonic) -> None:
@@ -198,12 +193,6 @@ class StageOccupancy(Occupancies):
             self._shares[instance.instance_id] = float(share), self._clock()
 
 
-class QueueDepth(Protocol):
-    def depth(self) -> int:
-        """The number of requests that wait for the other role, without those that its workers run. Never waits."""
-        ...
-
-
 #: Decides whether a request goes to a worker of the other role, too.
 Decider = Callable[[GenerateRequest], Decision]
 
@@ -214,25 +203,25 @@ class FactSources:
 
     role: Role
     cached: CachedPrefixes
-    queue: QueueDepth
+    #: The number of requests that wait for the other role, without those that its workers run. Never waits.
+    depth: Callable[[], int]
     own: OwnOccupancy = field(default_factory=OwnOccupancy)
-    other: Occupancies = field(default_factory=Occupancies)
+    other: OtherOccupancy = lambda: None
     kept: RequestCount = field(default_factory=RequestCount)
 
     def facts(self, request: GenerateRequest) -> Facts:
         num_prompt = len(request.token_ids)
         num_cached = self.cached.num_cached(request.token_ids, request.cache_salt, request.dp_rank)
-        other = self.other.now()
         return Facts(
             num_prompt,
             num_prompt - num_cached,
-            self.queue.depth(),
+            self.depth(),
             is_prefill_worker=self.role is Role.PREFILL,
             most_tokens=most_tokens(request),
             num_kept=self.kept.requests,
             kept_tokens=self.kept.tokens,
             own_occupancy=self.own.share,
-            other_occupancy=other,
+            other_occupancy=self.other(),
         )
 
 

@@ -110,12 +110,8 @@ class LocalPrefill:
         return Handoff(chunk, None)
 
     def _first(self, request: GenerateRequest, result: RequestOutput) -> TokenChunk:
-        chunks = OutputCursor(len(request.token_ids)).advance(result)
-        if not chunks or chunks[0].finish_reason == "cancelled":
-            raise EngineError("the engine ended the prefill without a token")
-        record_cache_hit(request, result)
-        record_engine(self._engine, request, result)
-        return chunks[0]
+        error = EngineError("the engine ended the prefill without a token")
+        return only_chunk(self._engine, request, result, error)
 
     def _handoff(self, request: GenerateRequest, context: RequestContext, result: RequestOutput) -> Handoff:
         try:
@@ -171,6 +167,18 @@ async def finished(engine: Engine, result: RequestOutput, guard: AbortGuard) -> 
     """Wait until the engine has finished a request; `guard` aborts it when its client leaves."""
     with guard:
         await engine.finished(result, guard.failed)
+
+
+def only_chunk(
+    engine: Engine, request: GenerateRequest, result: RequestOutput, otherwise: DisaggError
+) -> TokenChunk:
+    """The one chunk of a finished prefill. Raises `otherwise` when there is none."""
+    chunks = OutputCursor(len(request.token_ids)).advance(result)
+    if not chunks or chunks[0].finish_reason == "cancelled":
+        raise otherwise
+    record_cache_hit(request, result)
+    record_engine(engine, request, result)
+    return chunks[0]
 
 
 #: context_only ends with one of these after its one token; they say nothing about the end of the answer.

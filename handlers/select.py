@@ -122,6 +122,19 @@ class QueueStageClient(StageClient, Protocol):
         ...
 
 
+class SharedQueue(Protocol):
+    """The prefill queue (`prefill_queue.PrefillQueue`)."""
+
+    @property
+    def client(self) -> QueueStageClient | None:
+        """The client of the first prefill worker with room; None where there is no queue."""
+        ...
+
+    def depth(self) -> int:
+        """The number of prefills that no worker has begun; never waits."""
+        ...
+
+
 class NoStage:
     """The StageClient of a worker that calls no other."""
 
@@ -176,12 +189,19 @@ class RoundRobin:
         self._last_turns: dict[int, int] = {}
 
     async def choose(self, request: GenerateRequest, candidates: Sequence[int]) -> int:
-        chosen = min(sorted(candidates), key=lambda each: self._last_turns.get(each, -1))
+        costs = await self._costs(request, candidates)
+        least = min(costs.values())
+        cheapest = sorted(each for each in candidates if costs[each] == least)
+        chosen = min(cheapest, key=lambda each: self._last_turns.get(each, -1))
         self._last_turns.pop(chosen, None)
         self._last_turns[chosen] = next(self._turns)
         if len(self._last_turns) > _REMEMBERED:
             del self._last_turns[next(iter(self._last_turns))]
         return chosen
+
+    async def _costs(self, request: GenerateRequest, candidates: Sequence[int]) -> Mapping[int, int]:
+        """Only the cheapest get a turn."""
+        return dict.fromkeys(candidates, 0)
 
 
 class Random:
@@ -192,22 +212,22 @@ class Random:
         return self._numbers.choice(candidates)
 
 
-class LeastLoaded:
+class LeastLoaded(RoundRobin):
     """Chooses the instance with the fewest prompt tokens in flight from this worker; among equals, in turn."""
 
     def __init__(self, in_flight: InFlight) -> None:
+        super().__init__()
         self._in_flight = in_flight
-        self._turns = RoundRobin()
 
-    async def choose(self, request: GenerateRequest, candidates: Sequence[int]) -> int:
-        return await _cheapest(request, candidates, self._in_flight.__getitem__, self._turns)
+    async def _costs(self, request: GenerateRequest, candidates: Sequence[int]) -> Mapping[int, int]:
+        return {each: self._in_flight[each] for each in candidates}
 
 
 #: Returns how many tokens of the prompt each instance has in its cache. May fail.
 Overlaps = Callable[[GenerateRequest], Awaitable[Mapping[int, int]]]
 
 
-class BestCached:
+class BestCached(LeastLoaded):
     """Chooses the instance with the least work: the uncached part of this prompt, plus the prompt tokens in flight."""
 
     def __init__(
@@ -218,20 +238,17 @@ class BestCached:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`seconds`: time for the KV router's answer, which usually takes less than a thousandth of that."""
+        super().__init__(in_flight)
         self._overlaps = overlaps
         self._seconds = seconds
         self._clock = clock
-        self._in_flight = in_flight
-        self._turns = RoundRobin()
         self._is_failing = False
         #: A router that hangs would cost each request `seconds`.
         self._asked_again_at = 0.0
 
-    async def choose(self, request: GenerateRequest, candidates: Sequence[int]) -> int:
+    async def _costs(self, request: GenerateRequest, candidates: Sequence[int]) -> Mapping[int, int]:
         cached = await self._cached(request)
-        return await _cheapest(
-            request, candidates, lambda each: self._in_flight[each] - cached.get(each, 0), self._turns
-        )
+        return {each: self._in_flight[each] - cached.get(each, 0) for each in candidates}
 
     async def _cached(self, request: GenerateRequest) -> Mapping[int, int]:
         """Empty when the KV router fails: the request must not fail for that."""
@@ -249,14 +266,6 @@ class BestCached:
             return {}
         self._is_failing = False
         return cached
-
-
-async def _cheapest(
-    request: GenerateRequest, candidates: Sequence[int], cost: Callable[[int], int], turns: RoundRobin
-) -> int:
-    costs = {each: cost(each) for each in candidates}
-    least = min(costs.values())
-    return await turns.choose(request, [each for each in candidates if costs[each] == least])
 
 
 class Selection:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from trtllm_disagg.config.thresholds import Live, Thresholds
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig, flag_of
@@ -18,18 +18,13 @@ from trtllm_disagg.handlers.admission import Admission, FallbackBudget, Queued, 
 from trtllm_disagg.handlers.answer import AnsweringWorker
 from trtllm_disagg.handlers.attempts import Attempt, OneStrategy, Routes, WorkerSidePlan
 from trtllm_disagg.handlers.chain import PrefillService
-from trtllm_disagg.handlers.circuit_breaker import (
-    CircuitBreaker,
-    first_decode_token_seconds,
-    stream_timeouts_of,
-)
-from trtllm_disagg.handlers.concurrent import LocalPush, PushService
+from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker, stream_timeouts_of
+from trtllm_disagg.handlers.concurrent import LocalPush
 from trtllm_disagg.handlers.decide import (
     CachedPrefixes,
     FactSources,
-    Occupancies,
+    OtherOccupancy,
     OwnOccupancy,
-    QueueDepth,
     create_auto_decider,
     create_decider,
 )
@@ -41,11 +36,11 @@ from trtllm_disagg.handlers.peers import Peers
 from trtllm_disagg.handlers.recall import Recalls
 from trtllm_disagg.handlers.remote import RemoteAnswer, RemoteDrain
 from trtllm_disagg.handlers.run import RunCounts
-from trtllm_disagg.handlers.select import InFlight, QueueStageClient, StageClient
+from trtllm_disagg.handlers.select import InFlight, SharedQueue, StageClient
 from trtllm_disagg.handlers.trace import RequestSink
 from trtllm_disagg.strategies import orders, spec_of
 from trtllm_disagg.types import Fallback, Generate, GenerateRequest, InProgress
-from trtllm_disagg.wire.handoff_protocols import DYNAMO, HandoffProtocol, choose_protocol
+from trtllm_disagg.wire.handoff_protocols import HandoffProtocol, choose_protocol
 
 log = logging.getLogger(__name__)
 
@@ -65,12 +60,11 @@ class LiveState:
     sinks: list[RequestSink] = field(default_factory=list)
     queued: Queued = field(default_factory=Queued)
     occupancy: OwnOccupancy = field(default_factory=OwnOccupancy)
-    #: The occupancy of the other role's workers.
-    other_occupancy: Occupancies = field(default_factory=Occupancies)
+    other_occupancy: OtherOccupancy = lambda: None
 
     @classmethod
     def of(
-        cls, config: WorkerConfig, block_size: int, other_occupancy: Occupancies | None = None
+        cls, config: WorkerConfig, block_size: int, other_occupancy: OtherOccupancy = lambda: None
     ) -> LiveState:
         """`block_size` in tokens. Raises ConfigError when the policy file is wrong."""
         live = cls(
@@ -78,7 +72,7 @@ class LiveState:
             Live(Thresholds.of(config)),
             CachedPrefixes(block_size),
             CircuitBreaker(config.breaker_failures, config.breaker_seconds),
-            other_occupancy=other_occupancy or Occupancies(),
+            other_occupancy=other_occupancy,
         )
         if config.policy_file is not None:
             live.set_thresholds(
@@ -126,16 +120,9 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 class StrategyParts:
     """What a strategy's builder gets: this worker's engine, and the workers of the other role."""
 
-    role: Role
+    config: WorkerConfig
     engine: Engine
     peers: Peers
-    style: ScheduleStyle = ScheduleStyle.CONTEXT_FIRST
-    #: Seconds, for a prefill on this worker's engine.
-    prefill_timeout: float = 120.0
-    #: Seconds, for a decode on this worker's engine.
-    first_decode_token_timeout: float = 60.0
-    max_batch_size: int = 1
-    protocol: HandoffProtocol = DYNAMO
     #: The prefill queue, under --prefill-dispatch queue.
     prefill_queue: Peers | None = None
     #: This worker's id in discovery.
@@ -144,16 +131,11 @@ class StrategyParts:
     @property
     def pushes(self) -> bool:
         """Both phases are dispatched at once, and prefill writes into decode's blocks."""
-        return self.style is ScheduleStyle.GENERATION_FIRST
-
-
-class SharedQueue(QueueDepth, Protocol):
-    """The prefill queue, as a request path uses it (`prefill_queue.PrefillQueue`)."""
+        return self.config.schedule_style is ScheduleStyle.GENERATION_FIRST
 
     @property
-    def client(self) -> QueueStageClient | None:
-        """The client of the first prefill worker with room; None where there is no queue."""
-        ...
+    def protocol(self) -> HandoffProtocol:
+        return choose_protocol(self.config.handoff_protocol)
 
 
 def peers_of(
@@ -188,13 +170,11 @@ def build_generate(
     if config.role is not Role.AGG and spec.is_worker_side:
         parts = _parts(config, engine, peers, queue, instance_id)
         phase, notices = _phase(parts)
-        plan = _worker_side_plan(config, parts, phase, live, facts, queue)
+        plan = _worker_side_plan(parts, phase, live, facts, queue)
         return AnsweringWorker(plan, replays, True, facts, counts, notices)
     name = "agg" if config.role is Role.AGG else config.strategy
-    attempt = Attempt(
-        Fallback.OTHER_INSTANCE, build_strategy(name, StrategyParts(config.role, engine, peers))
-    )
-    one = OneStrategy(name, attempt, is_split=config.role is not Role.AGG)
+    answer = build_strategy(name, StrategyParts(config, engine, peers))
+    one = OneStrategy(name, Attempt(Fallback.OTHER_INSTANCE, answer), is_split=config.role is not Role.AGG)
     # Under router, Dynamo's migration link goes from the prefill to the decode worker: it is not for us.
     return AnsweringWorker(one, replays, config.role is Role.AGG, facts, counts)
 
@@ -213,22 +193,10 @@ def _parts(
         if config.role is not Role.PREFILL and _may_answer_alone(config):
             queue.client.require(peers)
         through_queue = peers_of(config, queue.client, peers.breaker)
-    return StrategyParts(
-        config.role,
-        engine,
-        peers,
-        style=config.schedule_style,
-        prefill_timeout=config.prefill_timeout,
-        first_decode_token_timeout=first_decode_token_seconds(config),
-        max_batch_size=config.max_batch_size,
-        protocol=choose_protocol(config.handoff_protocol),
-        prefill_queue=through_queue,
-        instance_id=instance_id,
-    )
+    return StrategyParts(config, engine, peers, through_queue, instance_id)
 
 
 def _worker_side_plan(
-    config: WorkerConfig,
     parts: StrategyParts,
     phase: Generate,
     live: LiveState,
@@ -238,8 +206,9 @@ def _worker_side_plan(
     """The attempts: `local`, each order of the two phases with its fallback steps, and `auto`. A deployment's own
     order has the decider before it, which may keep a request on this worker.
     """
-    waiting = parts.peers if parts.prefill_queue is None or queue is None else queue
-    sources = FactSources(config.role, live.cached, waiting, live.occupancy, live.other_occupancy)
+    config = parts.config
+    depth = parts.peers.depth if parts.prefill_queue is None or queue is None else queue.depth
+    sources = FactSources(config.role, live.cached, depth, live.occupancy, live.other_occupancy)
     thresholds, prefilling = live.thresholds, InProgress()
 
     def has_room() -> bool:
@@ -248,11 +217,9 @@ def _worker_side_plan(
     return WorkerSidePlan(
         config.role.value,
         Attempt(Fallback.OTHER_INSTANCE, phase),
-        _routes(config, parts, FallbackBudget(thresholds), sources, prefilling),
-        (
-            create_decider(config.prefill_decider, sources, thresholds),
-            create_auto_decider(config.prefill_decider, sources, thresholds),
-        ),
+        _routes(parts, FallbackBudget(thresholds), sources, prefilling),
+        create_decider(config.prefill_decider, sources, thresholds),
+        create_auto_decider(config.prefill_decider, sources, thresholds),
         live.strategy,
         parts.peers,
         facts,
@@ -262,23 +229,19 @@ def _worker_side_plan(
 
 
 def _routes(
-    config: WorkerConfig,
-    parts: StrategyParts,
-    budget: FallbackBudget,
-    sources: FactSources,
-    prefilling: InProgress,
+    parts: StrategyParts, budget: FallbackBudget, sources: FactSources, prefilling: InProgress
 ) -> Routes:
     """`prefilling` counts requests that a peer prefills, and that this worker's engine will decode."""
-    local, to = LocalAgg(parts.engine), Fallback.OTHER_INSTANCE
-    own_orders = [order.name for order in orders() if order.entry_role == parts.role]
-    relayed_orders = [order.name for order in orders() if order.entry_role != parts.role]
+    config, local, to = parts.config, LocalAgg(parts.engine), Fallback.OTHER_INSTANCE
+    own_orders = [order.name for order in orders() if order.entry_role == config.role]
+    relayed_orders = [order.name for order in orders() if order.entry_role != config.role]
     own, relayed = own_orders[0], relayed_orders[0]
     # In place of the other stage; and what answers a request that has lost this worker's engine.
     alone = [Attempt(Fallback.LOCAL, local, "local", enter=budget.enter)] if _may_answer_alone(config) else []
     other_stage = RemoteAnswer(parts.peers, relayed)
     lost = [Attempt(Fallback.OTHER_STAGE, other_stage, relayed, without_engine=True)] * config.max_tries
     # A full prefill worker can still prefill.
-    full = parts.instance_id if parts.role is Role.DECODE else None
+    full = parts.instance_id if config.role is Role.DECODE else None
 
     def route(first: Attempt) -> list[Attempt]:
         return [first] * config.max_tries + alone + lost
@@ -310,18 +273,18 @@ def build_strategy(name: str, parts: StrategyParts) -> Generate:
 
 def _phase(parts: StrategyParts) -> tuple[Generate, Recalls | None]:
     """(this role's phase as a service for workers of the other role, what gets their notices)"""
-    if parts.role is Role.DECODE:
+    if parts.config.role is Role.DECODE:
         # The prefill worker has streamed the first token, so no client waits for the first one from here, and each
         # chunk saved here is saved there and in the frontend.
         decode = LocalDecode(
             parts.engine,
             repeats_first_token=parts.pushes,
             notify=at_once if parts.pushes else FewTurnsLater(),
-            max_batch_size=parts.max_batch_size,
+            max_batch_size=parts.config.max_batch_size,
         )
         return decode, None
     if parts.pushes:
-        return PushService(LocalPush(parts.engine, parts.protocol)), None
+        return LocalPush(parts.engine, parts.protocol), None
     recalls = Recalls(parts.peers.instance_ids, parts.engine.handoffs.lease_seconds)
     prefill = LocalPrefill(parts.engine, RemoteDrain(parts.peers, parts.protocol))
     return PrefillService(prefill, recalls, parts.protocol), recalls

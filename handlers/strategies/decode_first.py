@@ -1,6 +1,7 @@
 """decode_first: the frontend routes requests to decode workers, by their caches; these call prefill workers."""
 
 from trtllm_disagg.handlers.chain import Chain
+from trtllm_disagg.handlers.circuit_breaker import first_decode_token_seconds
 from trtllm_disagg.handlers.concurrent import Concurrent, RemotePush
 from trtllm_disagg.handlers.local import LocalDecode
 from trtllm_disagg.handlers.recall import Notices
@@ -15,12 +16,12 @@ def build(parts: StrategyParts) -> Generate:
     decode = LocalDecode(
         parts.engine,
         repeats_first_token=parts.pushes,
-        first_token_seconds=parts.first_decode_token_timeout,
+        first_token_seconds=first_decode_token_seconds(parts.config),
         arrivals=parts.peers,
-        max_batch_size=parts.max_batch_size,
+        max_batch_size=parts.config.max_batch_size,
     )
     if parts.pushes:
-        return Concurrent(RemotePush(parts.peers, parts.engine, parts.protocol), decode)
+        return Concurrent(RemotePush(parts.peers, parts.engine, parts.protocol).open_rendezvous, decode)
     notices = Notices(parts.instance_id)
     prefill: PrefillPhase = RemotePrefill(parts.peers, decode.drain, notices, parts.protocol)
     if parts.prefill_queue is not None:

@@ -13,14 +13,14 @@ def build(parts: StrategyParts) -> Generate:
     """On a prefill worker."""
     decode = RemoteDecode(parts.peers, parts.protocol)
     if parts.pushes:
-        return Concurrent(LocalPush(parts.engine, parts.protocol), decode)
+        return Concurrent(LocalPush(parts.engine, parts.protocol).open_rendezvous, decode)
     return Chain(_prefill(parts), decode, decode.require_instance)
 
 
 def _prefill(parts: StrategyParts) -> PrefillPhase:
     """On this worker; with the queue, on the first prefill worker with room, which may be this one."""
     drain = RemoteDrain(parts.peers, parts.protocol)
-    here = LocalPrefill(parts.engine, drain, seconds=parts.prefill_timeout)
+    here = LocalPrefill(parts.engine, drain, seconds=parts.config.prefill_timeout)
     if parts.prefill_queue is None:
         return here
     notices = Notices(parts.instance_id, recalls_unused=True)

@@ -12,7 +12,7 @@ from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, Token
 
 
 def build(parts: StrategyParts) -> Generate:
-    if parts.role is Role.DECODE:
+    if parts.config.role is Role.DECODE:
         return DecodeOrAgg(parts)
     # A decode worker runs a drain like any request with a handoff: as a decode.
     drain = RemoteDrain(parts.peers)

@@ -23,6 +23,7 @@ ASIDE = (
     "instance_id",
     "dispatch_span",
     "finished",
+    "only_chunk",
     "goes_on",
 )
 

@@ -35,7 +35,7 @@ from trtllm_disagg.engine.trtllm_version import installed_version
 from trtllm_disagg.errors import EngineLostError
 from trtllm_disagg.handlers.admission import Admission
 from trtllm_disagg.handlers.cancellation import WorkerDrain
-from trtllm_disagg.handlers.decide import Occupancies, StageOccupancy
+from trtllm_disagg.handlers.decide import OtherOccupancy, StageOccupancy
 from trtllm_disagg.handlers.peers import Peers
 from trtllm_disagg.handlers.run import RunCounts
 from trtllm_disagg.handlers.select import (
@@ -212,12 +212,12 @@ class _Worker:
             for publisher in publishers:
                 await publisher.stop()
 
-    async def _occupancies(self) -> Occupancies:
+    async def _occupancies(self) -> OtherOccupancy:
         """How full the workers of the other role are."""
         endpoint_id = self.config.peer_endpoint_id
         if endpoint_id is None or not self.config.reads_occupancy:
-            return Occupancies()
-        return StageOccupancy(await self.runtime.stage(endpoint_id))
+            return lambda: None
+        return StageOccupancy(await self.runtime.stage(endpoint_id)).now
 
     async def _open_peers(self, own: dict[str, Any], live: LiveState) -> Peers:
         """The workers of the other role that this one can serve with."""

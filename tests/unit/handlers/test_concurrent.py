@@ -134,13 +134,10 @@ class ScriptedPush:
         self.error = error
         self.ended = asyncio.Event()
         self.met: list[Rendezvous | None] = []
-        self.lost_senders: list[int | None] = []
+        self.lost_senders: list[int] = []
 
     async def open_rendezvous(self, request: GenerateRequest) -> Opened:
-        return Opened(Rendezvous(5, ["tcp://here:1"]), self._run, sender=7)
-
-    def kv_was_lost(self, sender: int | None) -> None:
-        self.lost_senders.append(sender)
+        return Opened(Rendezvous(5, ["tcp://here:1"]), self._run, 7, lambda: self.lost_senders.append(7))
 
     async def _run(self, request: GenerateRequest, context: RequestContext) -> None:
         self.met.append(request.rendezvous)
@@ -162,7 +159,7 @@ async def two_tokens(
 
 async def test_concurrent_push_ends_when_decode_ends() -> None:
     push = ScriptedPush()
-    answer = await collect(Concurrent(push, two_tokens), request())
+    answer = await collect(Concurrent(push.open_rendezvous, two_tokens), request())
     assert tokens_of(answer) == [1, 2]
     assert push.ended.is_set() or push.met == []
 
@@ -179,7 +176,7 @@ async def test_a_decode_that_fails_ends_the_push() -> None:
         yield TokenChunk([])
 
     with pytest.raises(KvTransferError, match="lost") as error:
-        await collect(Concurrent(push, fail), request())
+        await collect(Concurrent(push.open_rendezvous, fail), request())
     assert push.ended.is_set()
     assert error.value.peer == 7, "the sender of the KV"
     assert push.lost_senders == [7]
@@ -197,8 +194,9 @@ async def test_a_push_that_fails_closes_decode() -> None:
         finally:
             closed.set()
 
+    push = ScriptedPush(RequestCancelledError("given up"))
     with pytest.raises(RequestCancelledError, match="given up"):
-        await collect(Concurrent(ScriptedPush(RequestCancelledError("given up")), wait), request())
+        await collect(Concurrent(push.open_rendezvous, wait), request())
     assert closed.is_set()
 
 
@@ -220,7 +218,9 @@ async def test_prefill_worker_that_cannot_be_met_raises_peer_unavailable(descrip
 async def test_a_prompt_that_is_too_long_is_refused_before_a_stage_is_asked() -> None:
     cannot_be_met = RemotePush(decode_peers({}), recording_engine())
     with pytest.raises(InvalidRequestError, match="leaves room"):
-        await collect(Concurrent(cannot_be_met, two_tokens), request(token_ids=[1] * MAX_SEQ_LEN))
+        await collect(
+            Concurrent(cannot_be_met.open_rendezvous, two_tokens), request(token_ids=[1] * MAX_SEQ_LEN)
+        )
 
 
 @pytest.mark.parametrize(("role", "strategy"), [(Role.AGG, "decode_first"), (Role.DECODE, "router")])

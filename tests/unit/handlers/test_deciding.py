@@ -26,20 +26,12 @@ SHORT, LONG = (False, "short"), (True, "long")
 OF_QUEUE = {"max_local_prefill_length": 10, "max_prefill_queue_size": 2}
 
 
-class Queue:
-    def __init__(self, depth: int = 0) -> None:
-        self._depth = depth
-
-    def depth(self) -> int:
-        return self._depth
-
-
 def thresholds(**values: Any) -> Thresholds:
     return Thresholds.of(WorkerConfig(model="m", role=Role.DECODE)).changed(values, "test")
 
 
 def decider(name: str, depth: int = 0, cached: CachedPrefixes | None = None, **values: Any) -> Decider:
-    known = FactSources(Role.DECODE, cached or CachedPrefixes(BLOCK), Queue(depth))
+    known = FactSources(Role.DECODE, cached or CachedPrefixes(BLOCK), lambda: depth)
     return create_decider(name, known, Live(thresholds(**values)))
 
 
@@ -143,7 +135,7 @@ def live_state(**settings: Any) -> LiveState:
 def test_a_change_is_seen_by_the_next_decision_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     live = live_state()
-    rule = create_decider("length", FactSources(Role.DECODE, live.cached, Queue()), live.thresholds)
+    rule = create_decider("length", FactSources(Role.DECODE, live.cached, lambda: 0), live.thresholds)
     assert not rule(prompt(500)).both_stages
     changes = live.set_thresholds({"max_local_prefill_length": 499}, "policy.yaml")
     assert changes == ["max_local_prefill_length: 1000 -> 499"]

@@ -26,7 +26,6 @@ from trtllm_disagg.handlers.decide import (
     CachedPrefixes,
     Decider,
     FactSources,
-    Occupancies,
     OwnOccupancy,
     StageOccupancy,
     create_decider,
@@ -39,21 +38,6 @@ from trtllm_disagg.types import Fallback, Generate, GenerateRequest, RequestCont
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 NAME = "decode_occupancy"
-
-
-@dataclass
-class Told(Occupancies):
-    """The other stage's occupancy, as a test wants it."""
-
-    occupancy: Occupancy | None
-
-    def now(self) -> Occupancy | None:
-        return self.occupancy
-
-
-class NoQueue:
-    def depth(self) -> int:
-        return 0
 
 
 def used(share: float) -> OwnOccupancy:
@@ -74,8 +58,8 @@ def decider(
     kept: RequestCount | None = None,
     **values: Any,
 ) -> Decider:
-    told = Told(None if decode is None else Occupancy(decode, age=0.1))
-    known = FactSources(role, CachedPrefixes(4), NoQueue(), used(own), told, kept or RequestCount())
+    told = None if decode is None else Occupancy(decode, age=0.1)
+    known = FactSources(role, CachedPrefixes(4), lambda: 0, used(own), lambda: told, kept or RequestCount())
     return create_decider(NAME, known, live(**values))
 
 
@@ -137,7 +121,8 @@ def deciding(decide: Decider, kept: RequestCount, local: Generate, remote: Gener
         Role.PREFILL.value,
         alone,
         Routes(routes, "prefill_first", "decode_first", [], None),
-        (decide, decide),
+        decide,
+        decide,
         Live("prefill_first"),
         peers_of(config, RecordingStageClient()),
         PairFacts(Role.PREFILL, EngineFacts()),
@@ -187,7 +172,7 @@ def worker(
         publish_metrics=True,
         **settings,
     )
-    live = LiveState.of(config, config.kv_block_size, Told(told))
+    live = LiveState.of(config, config.kv_block_size, lambda: told)
     return build_generate(config, recording_engine(), stage, live)
 
 
