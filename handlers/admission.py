@@ -63,17 +63,15 @@ class Admission:
         self._quiet_until = clock()
 
     def enter(self, tokens: int) -> Callable[[], None]:
-        """Count a waiting request with so many prompt tokens, until the result is called. Raises OverloadedError."""
-        self._require_room(tokens)
-        return self._queued.enter(tokens)
-
-    def _require_room(self, tokens: int) -> None:
-        """Raises OverloadedError. When no other request waits, the prompt may be of any length."""
+        """Count a waiting request with so many prompt tokens, until the result is called. Raises OverloadedError. When
+        no other request waits, the prompt may be of any length.
+        """
         limits, queued = self._thresholds.value, self._queued
         if 0 < limits["max_queued_requests"] <= queued.requests:
             self._refuse(f"--max-queued-requests {limits['max_queued_requests']}")
         if queued.requests and 0 < limits["max_queued_tokens"] < queued.tokens + tokens:
             self._refuse(f"--max-queued-tokens {limits['max_queued_tokens']}")
+        return queued.enter(tokens)
 
     def _refuse(self, bound: str) -> None:
         self._queued.num_refused += 1

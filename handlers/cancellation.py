@@ -79,10 +79,10 @@ class AbortGuard:
         self._abort_if_due()
 
     def may_abort(self) -> None:
-        """Call this at each output. It checks the context too."""
-        self._allowed = True
-        self._wanted = self._wanted or self._context.is_stopped()
-        self._abort_if_due()
+        """Call this at each output."""
+        if not self._allowed:
+            self._allowed = True
+            self._abort_if_due()
 
     def failed(self) -> None:
         """The engine has raised for this request, or has died: from now on nothing is aborted or read on."""

@@ -23,10 +23,6 @@ from trtllm_disagg.wire.handoff_protocols import DYNAMO, HandoffProtocol
 KV_NOT_ARRIVED = (KvTransferError, StageTimeoutError)
 
 
-def _nothing(request: GenerateRequest) -> None:
-    """Every request may begin."""
-
-
 class Chain:
     """prefill_first: Chain(local prefill, remote decode); decode_first: Chain(remote prefill, local decode).
 
@@ -38,7 +34,7 @@ class Chain:
         self,
         prefill: PrefillPhase,
         decode: DecodePhase,
-        require: Callable[[GenerateRequest], None] = _nothing,
+        require: Callable[[GenerateRequest], None] | None = None,
     ) -> None:
         """`require` raises a DisaggError before the prefill begins when no decode could follow it."""
         self._prefill = prefill
@@ -48,7 +44,8 @@ class Chain:
     async def __call__(
         self, request: GenerateRequest, context: RequestContext
     ) -> AsyncGenerator[TokenChunk, None]:
-        self._require(request)
+        if self._require is not None:
+            self._require(request)
         handoff = await self._prefill(request, context)
         try:
             if handoff.is_final:

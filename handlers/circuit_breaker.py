@@ -45,14 +45,9 @@ class CircuitBreaker:
         self.times_opened = 0
 
     def open(self) -> frozenset[int]:
-        """Instances to skip now."""
+        """Instances to skip now. May be called from any thread."""
         now = self._clock()
-        return frozenset(i for i, until in self._open_until.items() if now < until)
-
-    def num_open(self) -> int:
-        """The number of instances that are skipped now. May be called from any thread."""
-        now = self._clock()
-        return sum(now < until for until in list(self._open_until.values()))
+        return frozenset(i for i, until in list(self._open_until.items()) if now < until)
 
     def failed(self, instance_id: int, sign: Sign = Sign.ANSWERS) -> None:
         count = self._failures[instance_id, sign] = self._failures.get((instance_id, sign), 0) + 1

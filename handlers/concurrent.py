@@ -96,8 +96,7 @@ class RemotePush:
     async def open_rendezvous(self, request: GenerateRequest) -> Opened:
         # Refused here, before either phase is dispatched.
         self._engine.require_fit(request, computes_prompt=False)
-        call = await select_instance(self._peers, request)
-        request.trace.facts["prefill_instance"] = f"{call.instance_id:x}"
+        call = await select_instance(self._peers, request, "prefill_instance")
         with call:
             endpoint, rank = self._peers.meeting_place(call)
         rendezvous = self._protocol.adapt(self._engine.rendezvous(endpoint, rank))

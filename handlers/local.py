@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import Protocol
 
 import msgspec
 
@@ -34,6 +33,7 @@ from trtllm_disagg.handlers.outputs import (
     newest_states,
     record_engine,
 )
+from trtllm_disagg.handlers.peers import Peers
 from trtllm_disagg.handlers.trace import record_cache_hit, record_transfer
 from trtllm_disagg.types import (
     GenerateRequest,
@@ -185,14 +185,6 @@ def only_chunk(
 _ENDS_OF_EVERY_PREFILL = ("length", "not_finished", None)
 
 
-class KvArrivals(Protocol):
-    """Learns whether the KV of a peer's prefill arrives (`peers.Peers`)."""
-
-    def kv_arrived(self, sender: int) -> None: ...
-
-    def kv_was_lost(self, sender: int, request: GenerateRequest, error: KvTransferError) -> None: ...
-
-
 class LocalDecode:
     """generation_only: fetches the KV and generates from the first token on."""
 
@@ -203,18 +195,19 @@ class LocalDecode:
         repeats_first_token: bool,
         notify: Notify = at_once,
         first_token_seconds: float | None = None,
-        arrivals: KvArrivals | None = None,
+        prefill_workers: Peers | None = None,
         max_batch_size: float = math.inf,
     ) -> None:
         """`repeats_first_token`: the client gets prefill's token from here; the engine's answer starts with it.
         `notify`: as for `newest_states`. After `first_token_seconds`, KV transfer included, without a token the decode
-        ends with StageTimeoutError. A request beyond `max_batch_size` waits in the engine's queue.
+        ends with StageTimeoutError. `prefill_workers`: blamed for KV that does not arrive. A request beyond
+        `max_batch_size` waits in the engine's queue.
         """
         self._engine = engine
         self._skip = 0 if repeats_first_token else 1
         self._notify = notify
         self._first_token_seconds = first_token_seconds
-        self._arrivals = arrivals
+        self._prefill_workers = prefill_workers
         self._max_batch_size = max_batch_size
 
     async def __call__(
@@ -282,8 +275,8 @@ class LocalDecode:
         record_engine(self._engine, request, result)
 
     def _kv_arrived(self, handoff: Handoff) -> None:
-        if self._arrivals is not None and handoff.sender:  # neither unknown nor QUEUE_ID
-            self._arrivals.kv_arrived(handoff.sender)
+        if self._prefill_workers is not None and handoff.sender:  # neither unknown nor QUEUE_ID
+            self._prefill_workers.kv_arrived(handoff.sender)
 
     def _kv_was_lost(
         self, handoff: Handoff, request: GenerateRequest, error: KvTransferError, *, waited: bool
@@ -293,8 +286,8 @@ class LocalDecode:
         """
         if waited:
             raise OverloadedError(f"the batch had no room before the lease ended: {error}") from error
-        if self._arrivals is not None and handoff.sender:
-            self._arrivals.kv_was_lost(handoff.sender, request, error)
+        if self._prefill_workers is not None and handoff.sender:
+            self._prefill_workers.kv_was_lost(handoff.sender, request, error)
 
     def drain(self, request: GenerateRequest) -> None:
         """Fetch and drop an unused handoff, which frees its sender's blocks: a decode of one token, in the background.

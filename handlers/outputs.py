@@ -28,11 +28,11 @@ class OutputCursor:
         skip: int = 0,
         cached_tokens: int | None = None,
         was_fetched: bool = False,
-        choice: int = 0,
+        choice: int | None = None,
         most_tokens: int | None = None,
     ) -> None:
         """`skip`: number of tokens that the client has already. `cached_tokens`: replaces this engine's count, which
-        after a KV transfer (`was_fetched`) may be the whole prompt. `choice`: index in the result's `outputs`.
+        after a KV transfer (`was_fetched`) may be the whole prompt. `choice`: of several ones, its index.
         `most_tokens`: what the answer's length is limited to. A decode of TensorRT-LLM makes two tokens where one is
         allowed.
         """
@@ -40,7 +40,8 @@ class OutputCursor:
         self._position = skip
         self._cached_tokens = cached_tokens
         self._was_fetched = was_fetched
-        self._choice = choice
+        self._choice = choice or 0
+        self._is_one_of_several = choice is not None
         self._most_tokens = most_tokens
         self._has_ended = False
 
@@ -48,7 +49,13 @@ class OutputCursor:
         """The tokens since the last call, in one chunk or none. Raises StageTimeoutError."""
         output = result.outputs[self._choice]
         tokens = output.token_ids[self._position : self._most_tokens]
-        reason = self._reason(output, result)
+        reason = output.finish_reason
+        if self._is_one_of_several:
+            # TensorRT-LLM gives a finish reason to the choice that ends last, and to no other.
+            if reason is None and result.finished:
+                reason = "length" if len(output.token_ids) == self._most_tokens else "stop"
+        elif reason == "stop" and self._most_tokens == 1:
+            reason = "length"  # the second token would have been the end: it is none of the answer
         if self._has_ended or not (tokens or reason):
             return ()
         log_probs, top_logprobs = None, None
@@ -63,11 +70,6 @@ class OutputCursor:
             chunk = msgspec.structs.replace(chunk, completion_usage=usage)
         self._position += len(tokens)
         return (chunk,) if reason is None else (self._end(chunk, result, output, reason),)
-
-    def _reason(self, output: CompletionOutput, result: RequestOutput) -> str | None:
-        if self._most_tokens == 1 and output.finish_reason == "stop":
-            return "length"  # the second token would have been the end: it is none of the answer
-        return output.finish_reason
 
     def _end(
         self, chunk: TokenChunk, result: RequestOutput, output: CompletionOutput, reason: str
@@ -105,24 +107,14 @@ class OutputCursor:
         }
 
 
-class _ChoiceCursor(OutputCursor):
-    """One of several choices. TensorRT-LLM gives a finish reason to the choice that ends last, and to no other."""
-
-    def __init__(self, num_prompt: int, choice: int, most_tokens: int | None) -> None:
-        super().__init__(num_prompt, choice=choice, most_tokens=most_tokens)
-
-    def _reason(self, output: CompletionOutput, result: RequestOutput) -> str | None:
-        if output.finish_reason is not None or not result.finished:
-            return output.finish_reason
-        return "length" if len(output.token_ids) == self._most_tokens else "stop"
-
-
 class ChoicesCursor:
     """An OutputCursor for a request with several choices: a chunk for each choice with new tokens."""
 
     def __init__(self, num_prompt: int, num_choices: int, most_tokens: int | None) -> None:
         """`most_tokens`: what the length of each answer is limited to."""
-        self._cursors = [_ChoiceCursor(num_prompt, choice, most_tokens) for choice in range(num_choices)]
+        self._cursors = [
+            OutputCursor(num_prompt, choice=choice, most_tokens=most_tokens) for choice in range(num_choices)
+        ]
 
     def advance(self, result: RequestOutput) -> Sequence[TokenChunk]:
         return [chunk for cursor in self._cursors for chunk in cursor.advance(result)]

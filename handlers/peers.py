@@ -272,10 +272,13 @@ def _note_failure(span: Span, instance_id: int, error: DisaggError) -> None:
     span.event("breaker_failure", {"instance": f"{instance_id:x}", "because": str(error)})
 
 
-async def select_instance(peers: Peers, request: GenerateRequest) -> Call:
+async def select_instance(peers: Peers, request: GenerateRequest, fact: str) -> Call:
+    """`fact`: its name in the request trace."""
     with request.span.child("select") as span:
         call = await peers.pick(request.within(span))
         span.note({"instance": f"{call.instance_id:x}"})
+        if call.instance_id != QUEUE_ID:  # otherwise the worker's claim records its id
+            request.trace.facts[fact] = f"{call.instance_id:x}"
         return call
 
 

@@ -16,7 +16,6 @@ from trtllm_disagg.errors import (
     RequestCancelledError,
 )
 from trtllm_disagg.handlers.cancellation import in_background
-from trtllm_disagg.handlers.circuit_breaker import QUEUE_ID
 from trtllm_disagg.handlers.peers import DECODE, Call, Peers, dispatch_span, select_instance
 from trtllm_disagg.handlers.recall import Notices
 from trtllm_disagg.handlers.select import NEXT
@@ -55,9 +54,7 @@ class RemotePrefill:
     async def __call__(self, request: GenerateRequest, context: RequestContext) -> Handoff:
         with request.span.child("remote_prefill") as span:
             request = request.within(span)
-            call = await select_instance(self._peers, request)
-            if call.instance_id != QUEUE_ID:  # otherwise the worker's claim records its id
-                request.trace.facts["prefill_instance"] = f"{call.instance_id:x}"
+            call = await select_instance(self._peers, request, "prefill_instance")
             asked = self._notices.new_attempt(call.instance)
             handoffs: list[Handoff] = []
             with call:
@@ -147,8 +144,7 @@ class RemoteDecode:
     ) -> AsyncGenerator[TokenChunk, None]:
         with request.span.child("remote_decode") as span:
             request = request.within(span)
-            call = await select_instance(self._peers, request)
-            request.trace.facts["decode_instance"] = f"{call.instance_id:x}"
+            call = await select_instance(self._peers, request, "decode_instance")
             handoff.receiver, handoff.is_being_fetched = call.instance_id, True
             dispatch = dispatch_span(call, request)
             body = self._protocol.encode(request.within(dispatch), DECODE)
@@ -185,8 +181,7 @@ class RemoteAnswer:
             raise NoInstanceError("this request was relayed already")
         with request.span.child("other_stage") as span:
             request = request.within(span)
-            call = await select_instance(self._peers, request)
-            request.trace.facts["first_stage"] = f"{call.instance_id:x}"
+            call = await select_instance(self._peers, request, "first_stage")
             dispatch = dispatch_span(call, request)
             # Pins are for this worker's call, not for the call that the other worker makes.
             annotations = [each for each in request.annotations if not each.startswith(NEXT)]

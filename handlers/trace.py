@@ -151,7 +151,7 @@ class RequestLog:
     """What every request of this worker is recorded with."""
 
     #: The worker's role and the strategy in force, for the log line.
-    part: Callable[[], str] = str
+    part: Callable[[], str] = lambda: ""
     #: May be extended later.
     sinks: list[RequestSink] = field(default_factory=list)
     tracer: Tracer = field(default_factory=Tracer)

@@ -17,7 +17,7 @@ def build(parts: StrategyParts) -> Generate:
         parts.engine,
         repeats_first_token=parts.pushes,
         first_token_seconds=first_decode_token_seconds(parts.config),
-        arrivals=parts.peers,
+        prefill_workers=parts.peers,
         max_batch_size=parts.config.max_batch_size,
     )
     if parts.pushes:

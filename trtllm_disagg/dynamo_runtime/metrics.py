@@ -282,7 +282,7 @@ class LoadMetrics(Collector):
         yield _gauge("queued_requests", waiting, queued.requests)
         yield _gauge("queued_tokens", "Prompt tokens of those requests", queued.tokens)
         skipped = "Workers that this one skips now, because they failed several times in a row"
-        yield _gauge("breakers_open", skipped, self._breaker.num_open())
+        yield _gauge("breakers_open", skipped, len(self._breaker.open()))
         opened = "How often such a worker began to be skipped, or was skipped for longer"
         yield CounterMetricFamily(PREFIX + "breakers_opened", opened, value=self._breaker.times_opened)
 

@@ -150,7 +150,7 @@ async def test_a_decode_that_fails_after_its_fetch_counts_once_although_its_drai
     assert tokens_of(await collect(generate, request(5))) == expected_tokens(5)
     await both.day_one("prefill_first").quiet()
     assert kinds(both.engines[Role.DECODE].llm) == ["generation_only"] * 2
-    assert live.breaker.num_open() == 0
+    assert len(live.breaker.open()) == 0
 
 
 async def test_a_prefill_worker_whose_kv_never_arrives_is_skipped_although_it_answers(
@@ -164,7 +164,7 @@ async def test_a_prefill_worker_whose_kv_never_arrives_is_skipped_although_it_an
         if error is not None:
             decode.llm.scripts.append(Script(error=RequestError(error)))
         assert tokens_of(await collect(generate, request(5))) == expected_tokens(5)
-        counts.append(live.breaker.num_open())
+        counts.append(len(live.breaker.open()))
     assert counts == [0, 0, 0, 1], "what arrives between two failures makes them no row"
     await both.day_one("decode_first").quiet()
 

@@ -369,7 +369,7 @@ async def test_delivered_notices_do_not_reset_the_failures_of_an_instance() -> N
             await anext(instance.answers(raw_request(errand={"stage": "prefill"}), None))
         await instance.instance.notify({"token_ids": [], "errand": {"stage": "recall"}})
     assert len(silent.notices) == 2
-    assert breaker.num_open() == 1
+    assert len(breaker.open()) == 1
 
 
 async def test_worker_that_refuses_notices_gets_one() -> None:
