@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from trtllm_disagg.errors import DisaggError, PeerUnavailableError
 from trtllm_disagg.handlers.attempts import Plan
-from trtllm_disagg.handlers.delivered import Delivered, Limits, Replays, resumed
+from trtllm_disagg.handlers.delivered import Delivered, Replays, resumed
+from trtllm_disagg.handlers.pair_facts import PairFacts
 from trtllm_disagg.handlers.recall import Recalls
 from trtllm_disagg.handlers.run import Run, RunCounts
 from trtllm_disagg.types import GenerateRequest, RequestContext, TokenChunk
@@ -25,7 +26,7 @@ class AnsweringWorker:
     replays: Replays
     #: Dynamo's migration link is ours: a migrated request goes on where its client is.
     resumes: bool
-    limits: Limits
+    limits: PairFacts
     counts: RunCounts
     #: Gets notices of other workers; None: this worker has no use for any.
     notices: Recalls | None = None

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from trtllm_disagg.errors import EngineError
+from trtllm_disagg.handlers.pair_facts import PairFacts
 from trtllm_disagg.types import PROMPT_LOGPROBS, GenerateRequest, TokenChunk, Usage
 from trtllm_disagg.wire.migration_link import MigrationLink
 
@@ -146,24 +147,14 @@ def resumed(request: GenerateRequest, replays: Replays) -> tuple[GenerateRequest
     return request, delivered, MigrationLink(len(request.token_ids), seed)
 
 
-class Limits(Protocol):
-    """What the engines of a request can take (`pair_facts.PairFacts`)."""
-
-    def most_tokens(self, request: GenerateRequest) -> int | None:
-        """The number of tokens that end an answer; None where only the engine knows it."""
-        ...
-
-    def fits(self, request: GenerateRequest) -> bool: ...
-
-
 class Delivered:
     """What the client has of one answer. `begin` makes the request of an attempt, `new` drops what the client has."""
 
-    def __init__(self, tokens: list[int], replays: Replays, limits: Limits) -> None:
+    def __init__(self, tokens: list[int], replays: Replays, limits: PairFacts) -> None:
         self.tokens = list(tokens)
         self._replays = replays
         self._limits = limits
-        #: `Limits.most_tokens` of the engines that made the tokens.
+        #: `PairFacts.most_tokens` of the engines that made the tokens.
         self._most_tokens: int | None = None
         self._remainder: Remainder | None = None
 

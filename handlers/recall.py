@@ -146,28 +146,6 @@ class _Answered(NamedTuple):
     take_back: Callable[[], None]
 
 
-class _EarlyRecalls:
-    """Recalled attempts that this worker has not answered, each for `seconds`. Any worker may name any attempt: of too
-    many the oldest are forgotten, and their leases end by themselves.
-    """
-
-    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
-        self._seconds = seconds
-        self._clock = clock
-        #: By attempt, oldest first: when it is forgotten.
-        self._until: dict[str, float] = {}
-
-    def add(self, attempt: str) -> None:
-        now = self._clock()
-        self._until.pop(attempt, None)
-        self._until[attempt] = now + self._seconds
-        while self._until and (len(self._until) > _MOST_EARLY or next(iter(self._until.values())) <= now):
-            del self._until[next(iter(self._until))]
-
-    def __contains__(self, attempt: str) -> bool:
-        return self._until.get(attempt, -math.inf) > self._clock()
-
-
 class Recalls:
     """A prefill worker's record, by attempt, of answers that are not taken yet and of attempts that were recalled."""
 
@@ -183,10 +161,10 @@ class Recalls:
         self._lease_seconds = lease_seconds
         self._clock = clock
         self._times = times
-        self._running: set[str] = set()
-        #: Of the running ones.
-        self._recalled_running: set[str] = set()
-        self._recalled = _EarlyRecalls(times.notice, clock)
+        #: Of each running attempt: it was recalled.
+        self._running: dict[str, bool] = {}
+        #: Of recalled attempts that this worker has not answered, oldest first: when it is forgotten.
+        self._recalled: dict[str, float] = {}
         self._answered: dict[str, _Answered] = {}
         #: Senders that discovery has listed. A worker that has just started may send before that: it is not gone.
         self._seen: set[int] = set()
@@ -195,13 +173,12 @@ class Recalls:
 
     def begin(self, attempts: Collection[str]) -> None:
         """A recall of a prefill that runs is remembered until `end`, however late."""
-        self._running.update(attempts)
+        self._running.update(dict.fromkeys(attempts, False))
 
     def end(self, attempts: Collection[str]) -> None:
-        self._running.difference_update(attempts)
-        for attempt in self._recalled_running.intersection(attempts):
-            self._recalled_running.discard(attempt)
-            self._recalled.add(attempt)
+        for attempt in attempts:
+            if self._running.pop(attempt, False):
+                self._remember(attempt)
 
     def receive(self, notice: PhaseRequest) -> None:
         self.taken(notice.taken)
@@ -209,7 +186,7 @@ class Recalls:
 
     def answered(self, asked: PhaseRequest, take_back: Callable[[], None]) -> None:
         for attempt in asked.attempts:
-            if attempt in self._recalled:
+            if self._recalled.get(attempt, -math.inf) > self._clock():
                 take_back()
                 continue
             seconds = self._times.notice if asked.sender is None else self._lease_seconds
@@ -227,10 +204,20 @@ class Recalls:
         for attempt in attempts:
             if (answered := self._answered.pop(attempt, None)) is not None:
                 answered.take_back()
-                continue
-            # The recall may come before the answer of this worker that it is about.
-            early = self._recalled_running if attempt in self._running else self._recalled
-            early.add(attempt)
+            elif attempt in self._running:
+                self._running[attempt] = True
+            else:
+                self._remember(attempt)
+
+    def _remember(self, attempt: str) -> None:
+        """A recall may come before the answer that it is about. Any worker may name any attempt: of too many the oldest
+        are forgotten, and their leases end by themselves.
+        """
+        now, recalled = self._clock(), self._recalled
+        recalled.pop(attempt, None)
+        recalled[attempt] = now + self._times.notice
+        while recalled and (len(recalled) > _MOST_EARLY or next(iter(recalled.values())) <= now):
+            del recalled[next(iter(recalled))]
 
     def check_senders(self) -> None:
         """Recall the attempts of decode workers that two checks in a row, not one alone, have found missing. One that

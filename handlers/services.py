@@ -167,33 +167,27 @@ def build_generate(
     peers = stage if isinstance(stage, Peers) else peers_of(config, stage, live.breaker)
     replays = always_replay if engine.is_exact else replay_if_needed
     facts = PairFacts(config.role, engine.facts, peers.facts)
+    parts = StrategyParts(config, engine, peers, _through(queue, config, peers), instance_id)
     if config.role is not Role.AGG and spec.is_worker_side:
-        parts = _parts(config, engine, peers, queue, instance_id)
         phase, notices = _phase(parts)
         plan = _worker_side_plan(parts, phase, live, facts, queue)
         return AnsweringWorker(plan, replays, True, facts, counts, notices)
     name = "agg" if config.role is Role.AGG else config.strategy
-    answer = build_strategy(name, StrategyParts(config, engine, peers))
-    one = OneStrategy(name, Attempt(Fallback.OTHER_INSTANCE, answer), is_split=config.role is not Role.AGG)
+    attempt = Attempt(Fallback.OTHER_INSTANCE, build_strategy(name, parts))
+    one = OneStrategy(name, attempt, is_split=config.role is not Role.AGG)
     # Under router, Dynamo's migration link goes from the prefill to the decode worker: it is not for us.
     return AnsweringWorker(one, replays, config.role is Role.AGG, facts, counts)
 
 
-def _parts(
-    config: WorkerConfig,
-    engine: Engine,
-    peers: Peers,
-    queue: SharedQueue | None,
-    instance_id: int | None,
-) -> StrategyParts:
-    through_queue: Peers | None = None
-    if queue is not None and queue.client is not None:
-        # A request waits in the prefill queue while there is no prefill worker: not under `--on-missing-stage local`. A
-        # prefill worker needs no check: it pulls itself.
-        if config.role is not Role.PREFILL and _may_answer_alone(config):
-            queue.client.require(peers)
-        through_queue = peers_of(config, queue.client, peers.breaker)
-    return StrategyParts(config, engine, peers, through_queue, instance_id)
+def _through(queue: SharedQueue | None, config: WorkerConfig, peers: Peers) -> Peers | None:
+    """The prefill queue as a prefill is called through it; None under --prefill-dispatch direct."""
+    if queue is None or queue.client is None:
+        return None
+    # A request waits in the prefill queue while there is no prefill worker: not under `--on-missing-stage local`. A
+    # prefill worker needs no check: it pulls itself.
+    if config.role is not Role.PREFILL and _may_answer_alone(config):
+        queue.client.require(peers)
+    return peers_of(config, queue.client, peers.breaker)
 
 
 def _worker_side_plan(

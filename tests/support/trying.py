@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from trtllm_disagg.config.thresholds import Live, Thresholds
-from trtllm_disagg.config.worker_config import WorkerConfig
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.engine.engine_facts import EngineFacts
 from trtllm_disagg.handlers.admission import Admission, Queued
 from trtllm_disagg.handlers.answer import AnsweringWorker
 from trtllm_disagg.handlers.attempts import Attempt
 from trtllm_disagg.handlers.cancellation import WorkerDrain
-from trtllm_disagg.handlers.delivered import Limits, Replays, replay_if_needed
+from trtllm_disagg.handlers.delivered import Replays, replay_if_needed
+from trtllm_disagg.handlers.pair_facts import PairFacts
 from trtllm_disagg.handlers.run import RunCounts
 from trtllm_disagg.handlers.trace import RequestLog, RequestSink, Write, write_line
 from trtllm_disagg.tracing.tracer import Tracer
@@ -29,9 +31,11 @@ class Fixed:
 
 
 @dataclass(frozen=True, slots=True)
-class Unlimited:
-    """Limits of engines that take every request."""
+class Unlimited(PairFacts):
+    """Of engines that take every request."""
 
+    role: Role = Role.AGG
+    own: EngineFacts = field(default_factory=EngineFacts)
     most: int | None = None
 
     def most_tokens(self, request: GenerateRequest) -> int | None:
@@ -51,7 +55,7 @@ def counts_of(
 def trying(
     steps: Sequence[Attempt] | Generate,
     replays: Replays = replay_if_needed,
-    limits: Limits | None = None,
+    limits: PairFacts | None = None,
     counts: RunCounts | None = None,
     *,
     resumes: bool = True,

@@ -132,7 +132,7 @@ async def test_migrated_request_that_fills_the_engine_gets_only_its_end(replays:
     link = MigrationLink(len(PROMPT), 0).encode()
     asked = decode_request(raw_request(None, token_ids=[*PROMPT, 1, 2], migration_link=link))
     worker = Worker()
-    (end,) = await collect(trying(worker, replays, Unlimited(2)), asked)
+    (end,) = await collect(trying(worker, replays, Unlimited(most=2)), asked)
     assert untraced(end) == TokenChunk(
         [], finish_reason="length", completion_usage=Usage.of(len(PROMPT), 2, 0)
     )
