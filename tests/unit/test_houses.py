@@ -37,7 +37,7 @@ ROOMS = {
     "engines/embedded/tensor_parallel": 1_440,
     "engines/modelled": 1_040,
     "engines/recording": 1_150,
-    "handlers": 4_490,
+    "handlers": 4_270,
     "prefill_queue": 1_440,
     "processes": 610,
     "tools": 60,

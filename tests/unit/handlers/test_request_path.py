@@ -26,7 +26,7 @@ from trtllm_disagg.tools.bench.calls import LONG, SHORT, count, ours
 PAGE = Path(__file__).parents[3] / "docs" / "explanation" / "structure.md"
 
 #: Calls on both workers for an answer of 8 tokens, and for each further token: a tenth above what was counted.
-MOST_CALLS = {"agg": (533, 31), "prefill_first": (970, 12), "decode_first": (1155, 33), "router": (921, 31)}
+MOST_CALLS = {"agg": (506, 28), "prefill_first": (950, 10), "decode_first": (1118, 30), "router": (906, 28)}
 MOST_GENERATORS = 5
 
 

@@ -12,7 +12,7 @@ import pytest
 from nats.js import JetStreamContext
 from nats.js.api import PubAck
 
-from tests.support.handling import collect, expected_tokens, request, tokens_of, until
+from tests.support.handling import ORDERS, collect, expected_tokens, request, tokens_of, until
 from tests.support.nats_server import NatsServer
 from tests.support.queueing import Pushing, Queueing, queueing, raising
 from tests.support.recording_pair import recording_engine
@@ -93,9 +93,10 @@ async def test_in_prefill_first_any_prefill_worker_has_the_prefill_and_decode_ge
         await stage.idle()
 
 
-async def test_in_prefill_first_the_prefill_worker_is_told_that_decode_has_the_kv(nats: NatsServer) -> None:
+@pytest.mark.parametrize("strategy", ORDERS)
+async def test_the_prefill_worker_is_told_that_decode_has_the_kv(nats: NatsServer, strategy: str) -> None:
     """Else it would keep what it needs for a recall until the lease ends."""
-    async with queueing(nats, "prefill_first") as queue:
+    async with queueing(nats, strategy) as queue:
         kinds: list[str] = []
         recalls = Recalls(tuple, 60.0)
         prefill = PrefillService(LocalPrefill(recording_engine()), recalls)
@@ -106,7 +107,9 @@ async def test_in_prefill_first_the_prefill_worker_is_told_that_decode_has_the_k
             kinds.append(asked.phase_request.kind)
             return serve(asked, context)
 
-        stage = workers(Role.DECODE, "prefill_first")
+        stage = (
+            workers(Role.DECODE, "prefill_first") if strategy == "prefill_first" else RecordingStageClient()
+        )
         pushing = await queue.pusher(stage=stage)
         await queue.puller(serve=heard)
 
