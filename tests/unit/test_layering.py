@@ -62,6 +62,7 @@ LAYERS = (
 DYNAMO = (
     "dynamo_runtime",
     "tools.up.lifecycle",  # asks whether it is installed
+    "tools.bench.calls",  # runs Dynamo's own handlers beside ours
 )
 
 #: Import names of TensorRT-LLM. Whether it is installed is asked by the table of engines.

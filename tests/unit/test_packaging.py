@@ -106,7 +106,9 @@ def test_the_wheel_has_the_engine_files_and_the_launch_scripts(built: Built) -> 
     share = f"{PACKAGE}-{trtllm_disagg.__version__}.data/data/share/trtllm-disagg/"
     there = {name.removeprefix(share) for name in built.wheel_files if name.startswith(share)}
     folders = (ROOT / "engine_configs", ROOT / "launch")
-    files = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".yaml", ".sh")]
+    files = [
+        path for folder in folders for path in folder.rglob("*") if path.suffix in (".yaml", ".sh", ".env")
+    ]
     assert there == {str(path.relative_to(ROOT)) for path in files}
     with zipfile.ZipFile(built.wheel) as archive:
         assert archive.getinfo(f"{share}launch/disagg.sh").external_attr >> 16 & 0o111 == 0o111

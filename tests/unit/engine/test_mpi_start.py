@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
+import packaging
 import pytest
 
 from tests.support.deployments import ROOT
@@ -81,7 +82,8 @@ def test_mpich_starts_a_process_here_and_without_its_launcher_it_is_ended_after_
 @pytest.fixture
 def environ(tmp_path: Path) -> dict[str, str]:
     """Of processes that see TensorRT-LLM as far as its metadata goes, an MPI that starts nothing, and no mpich."""
-    (tmp_path / "msgspec").symlink_to(Path(msgspec.__file__).parent)
+    for needed in (msgspec, packaging):
+        (tmp_path / needed.__name__).symlink_to(Path(str(needed.__file__)).parent)
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py" / "__init__.py").touch()
     (tmp_path / "mpi4py" / "MPI.py").write_text(STARTS_NOTHING)

@@ -125,7 +125,8 @@ async def upstreams(*, is_disaggregated: bool) -> Handle:
     from dynamo.trtllm import engine
     from dynamo.trtllm.constants import DisaggregationMode
     from dynamo.trtllm.request_handlers import handler_base, handlers
-    from tensorrt_llm import SamplingParams
+
+    from trtllm_disagg.engines.recording.llm import SamplingParams
 
     async def worker(mode: Any) -> Handle:
         opened = engine.TensorRTLLMEngine(dict(_ENGINE_ARGS), mode)
