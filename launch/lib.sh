@@ -4,12 +4,11 @@
 : "${STRATEGY:=decode_first}" # or prefill_first, auto, router; the same for all workers
 : "${ENGINE:=}"               # tensorrt_llm or embedded (the worker's default when unset)
 : "${ENGINE_CONFIGS:=}"       # directory with agg.yaml, or prefill.yaml and decode.yaml (no engine config when unset)
-: "${PUBLISH_METRICS:=yes}"   # no: steps are not measured, which costs a little less; /metrics, top and the Planner lack them
+: "${PUBLISH_METRICS:=yes}"   # no: steps are not measured; /metrics, top and the Planner lack them
 : "${NAMESPACE:=dynamo}"      # a frontend sees the workers of its Dynamo namespace only
 : "${HTTP_HOST:=127.0.0.1}" "${HTTP_PORT:=8000}" "${PYTHON:=python3}" # HTTP_HOST=0.0.0.0: for clients on other machines
 # Also read: AGG_, PREFILL_ and DECODE_CUDA_VISIBLE_DEVICES (CUDA_VISIBLE_DEVICES when unset); DYN_SYSTEM_PORT, a worker's own;
-# RUN_DIR, STARTUP_TIMEOUT and STOP_TIMEOUT of agg.sh and disagg.sh; for several machines ETCD_ENDPOINTS=http://HOST:2379, and
-# TRTLLM_DISAGG_ADMIN_KEY_FILE, a copy of one key.
+# RUN_DIR, STARTUP_TIMEOUT, STOP_TIMEOUT of agg.sh and disagg.sh; for several machines ETCD_ENDPOINTS, TRTLLM_DISAGG_ADMIN_KEY_FILE.
 set -euo pipefail
 launch="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 fail() { echo "error: $*" >&2 && exit 1; }

@@ -14,16 +14,16 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trtllm_disagg"
 
 #: Lines.
-HOUSES = {"plugin": 18_000, "engines": 19_000, "tools": 10_500}
+HOUSES = {"plugin": 17_680, "engines": 19_000, "tools": 10_830}
 ROOMS = {
-    "(top)": 1_410,
-    "admin": 310,
-    "config": 2_350,
-    "dynamo_runtime": 2_830,
-    "engine": 1_590,
+    "(top)": 1_380,
+    "admin": 260,
+    "config": 2_220,
+    "dynamo_runtime": 2_780,
+    "engine": 1_750,
     "engines": 10,
     "engines/demo_model": 800,
-    "engines/embedded": 490,
+    "engines/embedded": 460,
     "engines/embedded/api": 1_200,
     "engines/embedded/connector": 780,
     "engines/embedded/core": 1_130,
@@ -37,23 +37,23 @@ ROOMS = {
     "engines/embedded/tensor_parallel": 1_440,
     "engines/modelled": 1_040,
     "engines/recording": 1_150,
-    "handlers": 4_270,
-    "prefill_queue": 1_440,
-    "processes": 610,
+    "handlers": 4_280,
+    "prefill_queue": 1_410,
+    "processes": 590,
     "tools": 60,
-    "tools/admin": 790,
-    "tools/bench": 1_650,
+    "tools/admin": 780,
+    "tools/bench": 1_890,
     "tools/demo": 230,
-    "tools/doctor": 1_400,
+    "tools/doctor": 1_540,
     "tools/plan": 1_410,
     "tools/top": 1_030,
-    "tools/trace": 650,
-    "tools/up": 3_160,
-    "tracing": 720,
-    "wire": 900,
-    "worker": 1_440,
+    "tools/trace": 680,
+    "tools/up": 3_250,
+    "tracing": 780,
+    "wire": 880,
+    "worker": 1_400,
 }
-MOST_FILES = 249
+MOST_FILES = 251
 MOST_WRAPPERS = 0
 
 
@@ -103,7 +103,7 @@ def test_there_are_no_more_files_than_a_reader_can_keep() -> None:
 
 @pytest.mark.parametrize(
     ("folder", "suffixes", "most"),
-    [("tests", {".py"}, 53_480), ("tools", {".py"}, 1_000), ("launch", {".sh", ".py", ".sbatch", ""}, 200)],
+    [("tests", {".py"}, 54_300), ("tools", {".py"}, 1_000), ("launch", {".sh", ".py", ".sbatch", ""}, 200)],
 )
 def test_what_stands_beside_the_package_keeps_its_budget(folder: str, suffixes: set[str], most: int) -> None:
     files = (path for path in (ROOT / folder).rglob("*") if path.is_file() and path.suffix in suffixes)

@@ -160,9 +160,7 @@ def _chained(prefill: Handle, decode: Handle) -> Handle:
 
 
 async def count_calls(strategies: Sequence[str], say: Say, *, with_upstream: bool) -> Section:
-    handles = {}
-    for strategy in strategies:
-        handles[strategy] = ours(strategy)
+    handles = {strategy: ours(strategy) for strategy in strategies}
     if with_upstream:
         for is_disaggregated in sorted({spec_of(each).is_disaggregated for each in strategies}):
             name = "dynamo.trtllm " + ("router" if is_disaggregated else "agg")
