@@ -227,6 +227,7 @@ def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:
     (model := tmp_path / "toy").mkdir()
     for file in ("config.json", "tokenizer.json"):
         (model / file).write_text("{}")
+    (model / "tokenizer_config.json").write_text('{"chat_template": ""}')
     with closing(socket.create_server((LOOPBACK, 0))) as taken:
         port = taken.getsockname()[1]
         flags = [
