@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -51,7 +52,12 @@ def end(program: str, *argv: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("argv", [[], ["raise"], ["mpi"], ["mpi", "raise"]])
+needs_mpi = pytest.mark.skipif(find_spec("mpi4py") is None, reason="the extra mpi is not installed")
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["raise"], *(pytest.param(["mpi", *more], marks=needs_mpi) for more in ([], ["raise"]))]
+)
 def test_a_worker_ends_with_its_status_before_python_is_taken_apart(argv: list[str]) -> None:
     """Also where MPI is imported, as TensorRT-LLM does for one process, too."""
     done = end(ENDING, *argv)
@@ -59,6 +65,7 @@ def test_a_worker_ends_with_its_status_before_python_is_taken_apart(argv: list[s
     assert ("RuntimeError: a bug" in done.stderr) is ("raise" in argv)
 
 
+@needs_mpi
 def test_a_worker_in_a_job_of_two_leaves_its_end_to_mpi() -> None:
     ranks = [str(mpiexec()), "-n", "2", *python("-c", ENDING, "mpi")]
     done = subprocess.run(ranks, capture_output=True, text=True, check=False, timeout=120)
