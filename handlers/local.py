@@ -310,8 +310,10 @@ class LocalDecode:
 class LocalAgg:
     """context_and_generation: the whole answer on this worker."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, notify: Notify = at_once) -> None:
+        """`notify`: as for `newest_states`."""
         self._engine = engine
+        self._notify = notify
 
     async def __call__(
         self, request: GenerateRequest, context: RequestContext
@@ -324,7 +326,7 @@ class LocalAgg:
             request = request.within(span)
             result = engine.start_agg(request)
             with engine.answering, AbortGuard(engine, result, context) as guard:
-                states = newest_states(result, guard.may_abort, engine.cancel_at_death)
+                states = newest_states(result, guard.may_abort, engine.cancel_at_death, self._notify)
                 async with EngineErrors(engine, guard.failed), aclosing(states):
                     async for state in states:
                         for chunk in cursor.advance(state):

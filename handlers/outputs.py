@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -168,30 +169,42 @@ Notify = Callable[[asyncio.Event], None]
 at_once: Notify = asyncio.Event.set
 
 
+#: So many turns of an idle loop take less than _IDLE_SECONDS.
+_IDLE_TURNS, _IDLE_SECONDS = 16, 50e-6
+#: For answers that go straight to a frontend, where each chunk costs more than its delay.
+MANY_TURNS = 128
+
+
 class FewTurnsLater:
     """A `Notify` that lets the event loop turn a few times, once for all answers. A busy loop does much in a turn, and
-    the answers grow meanwhile: fewer chunks for all processes on their way. An idle one turns in microseconds.
+    the answers grow meanwhile: fewer chunks for all processes on their way. An idle one is not waited for.
     """
 
-    def __init__(self, turns: int = 40) -> None:
+    def __init__(self, turns: int = 40, clock: Callable[[], float] = time.perf_counter) -> None:
         self._turns = turns
+        self._clock = clock
         self._left = 0
+        self._looked_at = 0.0
         self._waiting: set[asyncio.Event] = set()
 
     def __call__(self, event: asyncio.Event) -> None:
         if not self._waiting:
-            self._left = self._turns
+            self._left, self._looked_at = self._turns, self._clock()
             asyncio.get_running_loop().call_soon(self._turn)
         self._waiting.add(event)
 
     def _turn(self) -> None:
         self._left -= 1
-        if self._left > 0:
+        if self._left > 0 and not (self._left % _IDLE_TURNS == 0 and self._is_idle()):
             asyncio.get_running_loop().call_soon(self._turn)
             return
         waiting, self._waiting = self._waiting, set()
         for event in waiting:
             event.set()
+
+    def _is_idle(self) -> bool:
+        since, self._looked_at = self._looked_at, self._clock()
+        return self._looked_at - since < _IDLE_SECONDS
 
 
 async def newest_states(

@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.handlers.chain import PrefillService
 from trtllm_disagg.handlers.local import LocalAgg, LocalDecode, LocalPrefill
+from trtllm_disagg.handlers.outputs import MANY_TURNS, FewTurnsLater
 from trtllm_disagg.handlers.recall import Recalls
 from trtllm_disagg.handlers.remote import RemoteDrain
 from trtllm_disagg.handlers.services import StrategyParts
@@ -26,8 +27,8 @@ class DecodeOrAgg:
     """
 
     def __init__(self, parts: StrategyParts) -> None:
-        self._decode = LocalDecode(parts.engine, repeats_first_token=True)
-        self._agg = LocalAgg(parts.engine)
+        self._decode = LocalDecode(parts.engine, repeats_first_token=True, notify=FewTurnsLater(MANY_TURNS))
+        self._agg = LocalAgg(parts.engine, FewTurnsLater(MANY_TURNS))
 
     def __call__(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         return (self._agg if request.prefill_result is None else self._decode)(request, context)

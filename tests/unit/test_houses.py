@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trtllm_disagg"
 
 #: Lines.
-HOUSES = {"plugin": 17_680, "engines": 19_000, "tools": 10_830}
+HOUSES = {"plugin": 17_700, "engines": 19_000, "tools": 10_830}
 ROOMS = {
     "(top)": 1_380,
     "admin": 260,
@@ -37,7 +37,7 @@ ROOMS = {
     "engines/embedded/tensor_parallel": 1_440,
     "engines/modelled": 1_040,
     "engines/recording": 1_150,
-    "handlers": 4_280,
+    "handlers": 4_300,
     "prefill_queue": 1_410,
     "processes": 590,
     "tools": 60,

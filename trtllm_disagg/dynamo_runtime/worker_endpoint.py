@@ -236,8 +236,9 @@ class Runtime:
         probe: Probe = answers_by_itself,
     ) -> None:
         """Answer requests until the runtime is shut down. `describe`: what other workers ask for."""
-        # A prefill worker relays what a decode worker has already packed into chunks, so pushing them is worth it.
-        pushes = self._config.role is Role.PREFILL
+        # Cheaper than to be asked for each chunk. But a decode worker, whose chunks another worker may relay, makes
+        # fewer of them when it is asked.
+        pushes = self._config.role is not Role.DECODE or not self._config.strategy_spec.is_worker_side
         self._handler = as_dynamo_handler(
             generate,
             describe,

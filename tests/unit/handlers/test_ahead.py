@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from contextlib import aclosing
 from typing import Any
 
@@ -127,6 +128,16 @@ async def test_events_are_set_together_after_the_turns() -> None:
         assert not again.is_set()
         await asyncio.sleep(0)
     assert again.is_set()
+
+
+@pytest.mark.parametrize(("seconds", "turns"), [(1e-6, 16), (1e-3, 128)], ids=["idle", "busy"])
+async def test_a_busy_loop_turns_often_and_an_idle_one_is_not_waited_for(seconds: float, turns: int) -> None:
+    event, clock = asyncio.Event(), itertools.count()
+    FewTurnsLater(128, lambda: next(clock) * seconds)(event)
+    for _ in range(turns):
+        assert not event.is_set()
+        await asyncio.sleep(0)
+    assert event.is_set()
 
 
 async def test_outputs_of_a_few_turns_are_one_chunk_when_the_notice_is_late() -> None:

@@ -135,8 +135,8 @@ async def test_dynamos_router_asks_prefill_for_one_token_and_gets_it_from_decode
     assert prefilled["token_ids"] == expected_tokens(1)
     assert prefilled["finish_reason"] == "length"
     assert prefilled["disaggregated_params"]["first_gen_tokens"] == expected_tokens(1)
-    assert chunks[0].token_ids == expected_tokens(1)
-    assert chunks[0].log_probs == [-1.0]
+    assert chunks[0].token_ids[:1] == expected_tokens(1)
+    assert (chunks[0].log_probs or [])[:1] == [-1.0]
 
 
 @pytest.mark.parametrize("strategy", worker_side())
@@ -156,7 +156,7 @@ async def test_without_a_prefill_result_a_routed_decode_worker_does_it_all() -> 
     pair = make_pair("router")
     asked = request(annotations=["x-bypass-remote-prefill"])
     answers = [answer async for answer in pair.client.call(asked.raw, FakeContext())]
-    assert [answer["token_ids"][0] for answer in answers] == expected_tokens(5)
+    assert [token for answer in answers for token in answer["token_ids"]] == expected_tokens(5)
     assert request_types(pair.decode) == ["context_and_generation"]
     assert "disaggregated_params" not in pair.decode.calls_of("generate_async")[0]
 
