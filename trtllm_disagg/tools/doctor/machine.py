@@ -98,7 +98,7 @@ def report(found: list[Finding], environ: Mapping[str, str], pair: Pair | None =
         f"packages: {', '.join(versions)}",
         *(f"{program}: {_said_by(program, *arguments)}" for program, *arguments in _PROGRAMS),
         *(f"{each.verdict}: {each.rule}: {[*each.values.values()]} {each.instead}" for each in found),
-        *(f"{name}={harmless(environ[name])}" for name in shown),
+        *(f"{name}={harmless(environ[name])[:200]}" for name in shown),
     ]
     for side in pair.sides if pair else ():
         given = yaml.safe_dump(_without_secrets(side.given), sort_keys=False)

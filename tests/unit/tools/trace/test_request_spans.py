@@ -37,6 +37,12 @@ from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, Token
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
+def alone() -> Generate:
+    """A worker alone. It puts together what an engine gives at once: this one takes steps."""
+    engine = recording_engine(recording={"step_seconds": 0.005})
+    return build_generate(WorkerConfig(model="org/model"), engine, RecordingStageClient())
+
+
 class Traced:
     """Both workers of an order, each with a file of spans as `up` gives it one."""
 
@@ -107,8 +113,7 @@ async def test_decode_first_is_one_tree_over_both_workers(tmp_path: Path) -> Non
 
 async def test_one_worker_alone_has_one_span_for_its_engine() -> None:
     got = Batches()
-    generate = build_generate(WorkerConfig(model="org/model"), recording_engine(), RecordingStageClient())
-    await collect(logged(generate, "agg", tracer=tracer_into(got)), request())
+    await collect(logged(alone(), "agg", tracer=tracer_into(got)), request())
     assert [span.name for span in got.spans] == ["generate", "request"]
     told = got.named("request").attributes
     assert told.pop("gen_ai.latency.time_to_first_token") <= told.pop("gen_ai.latency.e2e")  # type: ignore[operator]
@@ -181,8 +186,7 @@ async def test_fallback_step_is_a_span_with_its_reason(tmp_path: Path) -> None:
 
 async def test_a_client_that_leaves_is_an_event_of_the_request() -> None:
     got = Batches()
-    generate = build_generate(WorkerConfig(model="org/model"), recording_engine(), RecordingStageClient())
-    traced = logged(generate, "agg", tracer=tracer_into(got))
+    traced = logged(alone(), "agg", tracer=tracer_into(got))
     context = FakeContext()
     chunks = traced(request(max_tokens=50), context)
     await anext(chunks)
