@@ -70,6 +70,11 @@ COMMANDS = {
         "trtllm_disagg.tools.admin.scale_command",
         "trtllm-disagg scale --run-dir DIR --prefill 2 --decode 3",
     ),
+    "autoscale": Command(
+        "keep the numbers of workers of a running `up` right as its load changes",
+        "trtllm_disagg.tools.admin.autoscale_command",
+        "trtllm-disagg autoscale --run-dir DIR --slo ttft=500,tpot=30 --most 8",
+    ),
     "plan": Command(
         "simulate in seconds which layout of modelled GPUs suits a model, traffic and limits",
         "trtllm_disagg.tools.plan",
@@ -277,20 +282,25 @@ def run(argv: list[str]) -> ExitCode:
     if argv[0] == "--version":
         print(__version__)
         return ExitCode.DONE
-    name, *arguments = argv
+    module, namespace = parsed(*argv)
+    _log_to_stderr()
+    status: ExitCode = module.run(namespace)
+    return status
+
+
+def parsed(name: str, *arguments: str) -> tuple[Any, argparse.Namespace]:
+    """The module of a command, and its arguments. Raises ConfigError for wrong ones."""
     command = _command(name)
     module = import_module(command.module)
     parser = parser_of(name, command)
     module.add_arguments(parser)
     prepare = getattr(module, "prepare", list)
-    namespace, unknown = parser.parse_known_args(prepare(_with_values(arguments)))
+    namespace, unknown = parser.parse_known_args(prepare(_with_values([*arguments])))
     if unknown:
         from trtllm_disagg.config.args import refuse_unknown_arguments
 
         refuse_unknown_arguments(parser, unknown)
-    _log_to_stderr()
-    status: ExitCode = module.run(namespace)
-    return status
+    return module, namespace
 
 
 def parser_of(name: str, command: Command) -> Parser:
@@ -316,7 +326,7 @@ def _with_values(arguments: list[str]) -> list[str]:
 
 
 #: Flags that take the flags of another program as value, of all commands.
-TAKE_FLAGS = ("--worker-args", "--frontend-args", "--prefill-flags", "--decode-flags")
+TAKE_FLAGS = ("--worker-args", "--frontend-args", "--prefill-flags", "--decode-flags", "--autoscale")
 
 
 #: Commands of earlier versions: what to use instead.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
+from dynamo._core import VirtualConnectorClient
 from dynamo.runtime import DistributedRuntime
 
 from trtllm_disagg.admin.commands import CONTROL, Command, DescribedInstance, Signer
@@ -14,7 +15,7 @@ from trtllm_disagg.config.settings import endpoint_of, parse_endpoint_id
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.dynamo_runtime.error_mapping import from_dynamo
 from trtllm_disagg.dynamo_runtime.handler import DESCRIBE
-from trtllm_disagg.errors import PeerUnavailableError, StageTimeoutError
+from trtllm_disagg.errors import ConfigError, PeerUnavailableError, StageTimeoutError
 
 _FOUND_SECONDS = 3.0
 _POLL_SECONDS = 0.15
@@ -88,5 +89,25 @@ async def controller(
             for endpoint in endpoints
         }
         yield Controller(clients, signer, timeout)
+    finally:
+        runtime.shutdown()
+
+
+async def planned_workers(namespace: str) -> AsyncGenerator[dict[str, int]]:
+    """The numbers of workers by role that Dynamo's planner decides on, as its virtual connector keeps them in etcd. A
+    decision is complete when the caller asks for the next one. Raises ConfigError without etcd.
+    """
+    try:
+        runtime = DistributedRuntime(asyncio.get_running_loop(), "etcd", "tcp", event_plane="zmq")
+    except Exception as error:
+        raise ConfigError(f"the planner's decisions are in etcd [ETCD_ENDPOINTS]: {error}") from None
+    try:
+        planner = VirtualConnectorClient(runtime, namespace)
+        while True:
+            await planner.wait()
+            decision = await planner.get()
+            numbers = {Role.PREFILL: decision.num_prefill_workers, Role.DECODE: decision.num_decode_workers}
+            yield {role.value: number for role, number in numbers.items() if number >= 0}  # -1: not decided
+            await planner.complete(decision)
     finally:
         runtime.shutdown()

@@ -113,6 +113,19 @@ def latency(now: Histogram, before: Histogram = EMPTY) -> Latency | None:
     return Latency(int(count), mean, _quantile(counts, 0.5), _quantile(counts, 0.99))
 
 
+def share_within(limit: float, now: Histogram, before: Histogram = EMPTY) -> float | None:
+    """The share of the measurements since `before` that were at most `limit`; None without any."""
+    old = dict(before.buckets)
+    lower, below, within = 0.0, 0.0, None
+    for bound, total in now.buckets:
+        count = total - old.get(bound, 0.0)
+        if within is None and bound >= limit:
+            part = 0.0 if bound == float("inf") else (limit - lower) / (bound - lower)
+            within = below + (count - below) * part
+        lower, below = bound, count
+    return within / below if within is not None and below > 0 else None
+
+
 def _quantile(counts: list[tuple[float, float]], share: float) -> float:
     """As Prometheus' histogram_quantile does: linear inside a bucket, the last finite bound beyond it."""
     rank = share * counts[-1][1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
@@ -18,6 +19,7 @@ from trtllm_disagg import INSTALL_DYNAMO
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes import machine
 from trtllm_disagg.processes.exits import EXIT_CODES, ONE_INTERRUPT_SECONDS, ExitCode, is_wanted
+from trtllm_disagg.processes.interpreter import python
 from trtllm_disagg.strategies import spec_of
 from trtllm_disagg.tools.up.command_socket import serving_commands
 from trtllm_disagg.tools.up.gpus import gpus_of, longest_sequence, worker_configs
@@ -93,7 +95,7 @@ async def _serve(supervisor: Supervisor, status: Status) -> ExitCode:
             was_ready = await interrupts.allow(supervisor.load())
             if was_ready:
                 # Commands must be served before the line is printed: a reader may send one at once.
-                async with serving_commands(supervisor):
+                async with serving_commands(supervisor), autoscaling(supervisor.config):
                     print(supervisor.config.ready_line, flush=True)
                     await interrupts.allow(supervisor.watch())
             status.note("stopping; interrupt again to kill at once")
@@ -107,6 +109,25 @@ async def _serve(supervisor: Supervisor, status: Status) -> ExitCode:
             return ExitCode.FAILED
         finally:
             await supervisor.kill()
+
+
+@asynccontextmanager
+async def autoscaling(config: DeploymentConfig) -> AsyncIterator[None]:
+    """Inside the block `trtllm-disagg autoscale` runs, where it is wanted. It sends commands as any client does, and
+    ends by itself when this process is killed.
+    """
+    if not config.autoscale:
+        yield
+        return
+    argv = python("-m", "trtllm_disagg", "autoscale", "--run-dir", str(config.run_dir), *config.autoscale)
+    with (config.run_dir / "autoscale.log").open("wb") as log:
+        child = await asyncio.create_subprocess_exec(*argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            child.terminate()
+        await child.wait()
 
 
 class Interrupts:
@@ -193,7 +214,7 @@ async def running_deployment(
                 await supervisor.abandon()
                 raise
         try:
-            async with serving_commands(supervisor):
+            async with serving_commands(supervisor), autoscaling(supervisor.config):
                 yield Deployment(supervisor)
         finally:
             async with status.showing(supervisor.processes):

@@ -114,6 +114,8 @@ class DeploymentConfig:
     #: Setting -> value, set while it runs (`trtllm-disagg set`), for workers that start later.
     thresholds: Mapping[str, int | float] = field(default_factory=dict)
     frontend_args: tuple[str, ...] = ()
+    #: The flags of `trtllm-disagg autoscale`, which runs beside the deployment; none: it does not.
+    autoscale: tuple[str, ...] = ()
     #: The value of `--gpus`, the GPUs that workers may use. None: those that `gpus_of` finds.
     gpu_devices: str | None = None
     #: `gpu_devices` resolved on this machine, when the deployment is prepared.

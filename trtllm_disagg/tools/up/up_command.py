@@ -12,6 +12,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
+from trtllm_disagg.cli import parsed
 from trtllm_disagg.config.args import argument_parser_of, parse_worker_flags, read_worker_flags
 from trtllm_disagg.config.worker_config import SETTINGS, choices_of, flag_of
 from trtllm_disagg.config.yaml_file import shipped
@@ -118,10 +119,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_worker_args(parser)
     _add_flags_for(parser, "--frontend-args", "dynamo.frontend")
+    _add_flags_for(
+        parser, "--autoscale", "`trtllm-disagg autoscale`, which then runs beside it", _check_autoscale
+    )
 
 
 def add_worker_args(parser: argparse.ArgumentParser) -> None:
     _add_flags_for(parser, "--worker-args", "every worker", read_worker_flags)
+
+
+def _check_autoscale(words: list[str]) -> None:
+    parsed("autoscale", "--run-dir", "", *words)
 
 
 def _add_flags_for(
@@ -228,6 +236,7 @@ def config_from(args: argparse.Namespace, run_dir: Path) -> DeploymentConfig:
             "engine_configs": configs,
             "worker_args": tuple(args.worker_args),
             "frontend_args": tuple(args.frontend_args),
+            "autoscale": tuple(args.autoscale),
             "drain_seconds": _or_variable("drain_seconds", args.drain_seconds, os.environ),
             "prefill_dispatch": _or_variable("prefill_dispatch", args.prefill_dispatch, os.environ)
             or DeploymentConfig.prefill_dispatch,
