@@ -66,7 +66,7 @@ class Ratio:
 
     def after(self, seen: Snapshot) -> Wanted | None:
         """What the deployment needs; None where that is what it has, or not known yet."""
-        if self._looks and _serving(seen).keys() != _serving(self._looks[-1]).keys():
+        if self._looks and _serving(seen) != _serving(self._looks[-1]):
             self.forget()
         self._looks.append(seen)
         if len(self._looks) <= self.num_looks:
