@@ -1,0 +1,193 @@
+"""A day of load on fixed ratios and on `up --autoscale`: `python benchmarks/day.py 2P3D 5agg auto5 --seconds 480`.
+
+The GPU is imagined (`modelled.measured`), everything else is real. In the morning documents are asked about (long
+prompts, short answers), in the evening people chat (short prompts, long answers), at night few do either. Printed are
+the share of requests that keep both limits, and the GPU seconds that were used for them. All layouts run side by side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import random
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiohttp
+import yaml
+
+from trtllm_disagg.tools.up.lifecycle import Deployment, running_deployment
+from trtllm_disagg.tools.up.plan import NO_WORKERS, DeploymentConfig
+from trtllm_disagg.tools.up.run_dir import scratch_directory
+from trtllm_disagg.tools.up.up_command import engine_configs_in
+
+#: A worker keeps the limits for some 3 documents a second, or some 2 chats.
+STEPS = {"step_ms": 12, "prefill_token_us": 90, "decode_token_us": 900, "kv_pool_tokens": 200_000}
+ENGINE = {
+    "max_seq_len": 4096,
+    "max_batch_size": 64,
+    "max_num_tokens": 8192,
+    "enable_chunked_prefill": True,
+    "kv_cache_config": {"tokens_per_block": 32},
+    "modelled": {"measured": STEPS | {"kv_bytes_per_token": 131_072}, "link_gb_per_second": 50},
+}
+TTFT, TPOT = 1.0, 0.030
+
+
+class Use(NamedTuple):
+    """Tokens of prompt and answer, and requests a second at its busiest and at its quietest time."""
+
+    prompt: int
+    answer: int
+    most: float
+    least: float
+    #: Of the day, when it is busiest.
+    peak: float
+
+
+USES = (Use(3000, 60, 5.0, 0.2, 0.35), Use(300, 350, 4.5, 0.3, 0.75))
+
+
+def arrivals(use: Use, seconds: float, dice: random.Random) -> Iterator[float]:
+    """Of a Poisson process whose rate is a hill around the peak."""
+    at = 0.0
+    while (at := at + dice.expovariate(use.most)) < seconds:
+        hill = math.exp(-(((at / seconds - use.peak) / 0.16) ** 2))
+        if dice.random() * use.most < use.least + (use.most - use.least) * hill:
+            yield at
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    at: float
+    ttft: float
+    tpot: float
+
+    @property
+    def is_in_time(self) -> bool:
+        return self.ttft <= TTFT and self.tpot <= TPOT
+
+
+async def ask(http: aiohttp.ClientSession, url: str, use: Use, at: float, began: float, seed: int) -> Answer:
+    """An answer that fails takes for ever."""
+    await asyncio.sleep(began + at - time.monotonic())
+    dice = random.Random(seed)
+    body = {
+        "model": "day",
+        "prompt": [dice.randrange(10, 400) for _ in range(use.prompt)],
+        "max_tokens": use.answer,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    asked, first, last = time.monotonic(), math.inf, math.inf
+    try:
+        async with http.post(f"{url}/v1/completions", json=body) as response:
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    last = time.monotonic()
+                    first = min(first, last)
+            if response.status != 200:
+                first = math.inf
+    except aiohttp.ClientError:
+        first = math.inf
+    return Answer(at, first - asked, (last - first) / (use.answer - 1) if first < math.inf else math.inf)
+
+
+async def gpu_seconds(deployment: Deployment, used: list[float], ratios: list[str]) -> None:
+    """Every process of a worker has a GPU, also while it starts and while it leaves. Never returns."""
+    seen_at = time.monotonic()
+    while True:
+        await asyncio.sleep(0.5)
+        now = time.monotonic()
+        workers = [each for each in deployment.processes if each.role not in NO_WORKERS and each.is_running]
+        used.append(len(workers) * (now - seen_at))
+        ratio = " ".join(sorted(each.role[0].upper() for each in workers))
+        ratios += [ratio] if ratios[-1:] != [ratio] else []
+        seen_at = now
+
+
+def config_of(layout: str, strategy: str, directory: Path) -> DeploymentConfig:
+    """`layout`: 2P3D, 5agg, or auto5: from one worker of each role to five workers."""
+    pair, alone, auto = (re.fullmatch(p, layout) for p in (r"(\d+)P(\d+)D", r"(\d+)agg", r"auto(\d+)"))
+    roles = ("agg",) if alone else ("prefill", "decode")
+    files = directory / f"{layout}-engines"
+    files.mkdir()
+    for role in roles:
+        transceiver = {} if alone else {"cache_transceiver_config": {"backend": "NIXL"}}
+        (files / f"{role}.yaml").write_text(yaml.safe_dump(ENGINE | transceiver))
+    settings: dict[str, Any] = {}
+    if pair:
+        settings = {"prefill_workers": int(pair[1]), "decode_workers": int(pair[2])}
+    if alone:
+        settings = {"agg_workers": int(alone[1])}
+    if auto:
+        slo = f"ttft={1000 * TTFT:g},tpot={1000 * TPOT:g}"
+        settings = {"autoscale": ("--slo", slo, "--most", auto[1], "--interval", "1")}
+    strategy = "agg" if alone else strategy
+    return DeploymentConfig(
+        strategy=strategy,
+        model=str(Path(__file__).parents[1] / ".cache" / "demo-model"),
+        served_model_name="day",
+        run_dir=directory / layout,
+        http_port=0,
+        engine="modelled",
+        engine_configs=engine_configs_in(files, strategy),
+        **settings,
+    )
+
+
+async def day(config: DeploymentConfig, layout: str, seconds: float, seed: int) -> dict[str, Any]:
+    dice = random.Random(seed)
+    plan = [(at, use) for use in USES for at in arrivals(use, seconds, dice)]
+    used: list[float] = []
+    ratios: list[str] = []
+    async with running_deployment(config) as deployment:
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(120)) as http:
+            began = time.monotonic()
+            watching = asyncio.create_task(gpu_seconds(deployment, used, ratios))
+            asking = (
+                ask(http, deployment.base_url, use, at, began, seed * 1_000_003 + i)
+                for i, (at, use) in enumerate(plan)
+            )
+            answers = await asyncio.gather(*asking)
+            watching.cancel()
+    return {
+        "layout": layout,
+        "requests": len(answers),
+        "in time": round(sum(each.is_in_time for each in answers) / len(answers), 4),
+        "failed": sum(each.ttft == math.inf for each in answers),
+        "GPU seconds": round(sum(used)),
+        "TTFT p95": round(sorted(each.ttft for each in answers)[int(0.95 * len(answers))], 3),
+        "TPOT p95": round(sorted(each.tpot for each in answers)[int(0.95 * len(answers))], 4),
+        "ratios": ratios,
+    }
+
+
+async def main(args: argparse.Namespace, directory: Path) -> None:
+    days = (
+        day(config_of(layout, args.strategy, directory), layout, args.seconds, args.seed)
+        for layout in args.layouts
+    )
+    for result in await asyncio.gather(*days):
+        print(json.dumps(result), flush=True)
+
+
+def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("layouts", nargs="+", help="2P3D, 5agg, auto5")
+    parser.add_argument("--strategy", default="decode_first")
+    parser.add_argument("--seconds", type=float, default=480.0, help="of a day")
+    parser.add_argument("--seed", type=int, default=1)
+    return parser.parse_args(words)
+
+
+if __name__ == "__main__":
+    with scratch_directory("day-") as scratch:
+        asyncio.run(main(parsed(), scratch.path))
