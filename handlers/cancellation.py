@@ -206,6 +206,8 @@ class WorkerDrain:
         self._reason: str | None = None
         #: Running requests end, and new ones are not begun.
         self.is_over = False
+        #: Requests counted so far.
+        self.num_entered = 0
         self._running: set[Wait] = set()
         self._none_runs = asyncio.Event()
         self._none_runs.set()
@@ -240,6 +242,7 @@ class WorkerDrain:
         if self.is_over:
             raise self.error()
         wait = Wait()
+        self.num_entered += 1
         self._running.add(wait)
         self._none_runs.clear()
         return wait

@@ -80,6 +80,13 @@ class LiveState:
             )
         return live
 
+    def in_another_role(self, config: WorkerConfig, other_occupancy: OtherOccupancy) -> LiveState:
+        """The same settings, and the same cache; nothing observed of requests and peers."""
+        breaker = CircuitBreaker(config.breaker_failures, config.breaker_seconds)
+        return LiveState(
+            self.strategy, self.thresholds, self.cached, breaker, other_occupancy=other_occupancy
+        )
+
     def set_thresholds(self, values: Mapping[str, Any], source: str) -> list[str]:
         """Set thresholds and return the differences as texts. Raises ConfigError without changing anything."""
         old = self.thresholds.value

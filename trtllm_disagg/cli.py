@@ -60,6 +60,11 @@ COMMANDS = {
         "trtllm_disagg.tools.admin.switch_command",
         "trtllm-disagg switch --run-dir DIR --to prefill_first",
     ),
+    "flip": Command(
+        "change the role of a running worker, prefill or decode, without loading its engine again",
+        "trtllm_disagg.tools.admin.flip_command",
+        "trtllm-disagg flip --run-dir DIR --instance 1a2b3c --to decode",
+    ),
     "set": Command(
         "change thresholds of a running deployment",
         "trtllm_disagg.tools.admin.set_command",

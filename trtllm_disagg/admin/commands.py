@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -40,13 +40,23 @@ class Set(msgspec.Struct, frozen=True, tag_field="command", tag="set", forbid_un
     values: dict[str, int | float | str | bool]
 
 
+class Flip(msgspec.Struct, frozen=True, tag_field="command", tag="flip", forbid_unknown_fields=True):
+    """A worker leaves, and serves again in the role `to` around the same engine; `up` restarts it in that role."""
+
+    to: Literal["prefill", "decode"]
+    #: Even the last worker of its role.
+    force: bool = False
+    #: For `up` alone: the name of the worker's process.
+    process: str = ""
+
+
 class Scale(msgspec.Struct, frozen=True, tag_field="command", tag="scale", forbid_unknown_fields=True):
     """For `up` alone: the number of workers to run, by role."""
 
     workers: dict[str, int]
 
 
-Command = Switch | Set
+Command = Switch | Set | Flip
 UpCommand = Describe | Command | Scale
 
 
@@ -59,7 +69,7 @@ def decode_command(raw: Any) -> Command:
     try:
         command: Command = msgspec.convert(raw, Command)
     except msgspec.ValidationError as error:
-        raise InvalidRequestError(f"{CONTROL}: {error}; expected a command of switch, set") from None
+        raise InvalidRequestError(f"{CONTROL}: {error}; expected a command of switch, set, flip") from None
     if isinstance(command, Switch):
         try:
             require_switchable(command.to, "to")
@@ -73,12 +83,12 @@ def decode_up_command(line: bytes) -> UpCommand:
     try:
         command: UpCommand = msgspec.json.decode(line, type=UpCommand)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"command: {error}; expected one of describe, switch, set, scale") from None
+        raise ConfigError(f"command: {error}; expected one of describe, switch, set, flip, scale") from None
     return command
 
 
 class Description(msgspec.Struct, frozen=True):
-    """The part of a worker's description that `switch` needs."""
+    """The part of a worker's description that `switch` and `flip` need."""
 
     role: Role
     strategy: str
@@ -89,6 +99,12 @@ class Description(msgspec.Struct, frozen=True):
     whole_requests: int = 0
     #: Flags of the worker's start that keep it from being switched.
     fixed_by: tuple[str, ...] = ()
+    #: The instance id that it had in the role before this one, hexadecimal; empty for one that was never flipped.
+    flipped_from: str = ""
+    #: The name of its process under `up`.
+    process: str = ""
+    #: It has found no other worker that conflicts with it, and stays.
+    settled: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import logging
 import threading
 from array import array
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import takewhile
@@ -48,8 +48,9 @@ class _StoredBlock(NamedTuple):
 
 
 class RenewableSource:
-    """An EventSource that can enter discovery again, for file discovery may drop it and Dynamo does not write its entry
-    again. The new entry's routers get all blocks that are stored now, because the engine tells of each block only once.
+    """An EventSource that can enter discovery again: file discovery may drop it, and Dynamo does not write its entry
+    again; or its worker enters another role. The new entry's routers get all blocks that are stored now, because the
+    engine tells of each block only once.
     """
 
     def __init__(self, open_source: Callable[[], EventSource]) -> None:
@@ -85,8 +86,10 @@ class RenewableSource:
             for block_hash in block_hashes:
                 self._blocks.pop(block_hash, None)
 
-    def renew(self) -> None:
+    def renew(self, open_source: Callable[[], EventSource] | None = None) -> None:
+        """`open_source`: opens the new source and later ones, in place of that which opened the first one."""
         with self._lock:
+            self._open = open_source or self._open
             with suppress(Exception):  # it may be shut down already, by a renewal that failed then
                 self._source.shutdown()
             self._source = self._open()
@@ -108,21 +111,33 @@ class RenewableSource:
 
 
 class EventSources:
-    """A worker's sources of cache events. One is renewable where discovery may drop it."""
+    """A worker's sources of cache events, which outlive its role as its engine's cache does."""
 
-    def __init__(self, *, may_be_dropped: bool) -> None:
-        self._may_be_dropped = may_be_dropped
-        self._renewable: list[RenewableSource] = []
+    def __init__(self, *, renewable: bool) -> None:
+        """`renewable`: where discovery may drop a source, and on a worker that may enter another role."""
+        self._is_renewable = renewable
+        self._renewable: dict[Hashable, RenewableSource] = {}
+        self._ranks: dict[int, EventsOfRank] = {}
 
-    def open(self, open_source: Callable[[], EventSource]) -> EventSink:
-        if not self._may_be_dropped:
+    def open(self, key: Hashable, open_source: Callable[[], EventSource]) -> EventSink:
+        """A sink for one listener, `key`. The listener of a later role begins with the blocks that are stored now."""
+        if not self._is_renewable:
             return open_source()
-        source = RenewableSource(open_source)
-        self._renewable.append(source)
+        if (source := self._renewable.get(key)) is not None:
+            source.renew(open_source)
+        else:
+            source = self._renewable[key] = RenewableSource(open_source)
         return source
 
+    def continued(self, rank: int, events: EventsOfRank) -> EventsOfRank:
+        """`events`, which go on where those of this rank ended in the role before."""
+        if (before := self._ranks.get(rank)) is not None:
+            events.continue_after(before)
+        self._ranks[rank] = events
+        return events
+
     def renew(self) -> None:
-        for source in self._renewable:
+        for source in self._renewable.values():
             source.renew()
 
 
@@ -176,6 +191,10 @@ class EventsOfRank:
         self._next_event_id: int | None = None
         self._window = 0
         self._warn = RateLimitedLog(log)
+
+    def continue_after(self, before: EventsOfRank) -> None:
+        self._unknown, self._window = before._unknown, before._window
+        self._next_event_id = before._next_event_id
 
     def forward(self, event: dict[str, Any]) -> None:
         """Publish one event in TensorRT-LLM's format."""

@@ -216,11 +216,13 @@ def _kv_events(
     sources: EventSources,
 ) -> list[KvEventForwarder]:
     """What publishes cache events to frontends, to peers, and to this worker's own decider, as the flags say."""
-    #: (endpoint, the endpoint that owns the KV state published there)
+    #: (endpoint, the endpoint that owns the KV state published there, whether it is for peers)
     listeners = (
-        [(runtime.endpoint_for_frontends, config.kv_state_endpoint)] if config.publish_kv_events else []
+        [(runtime.endpoint_for_frontends, config.kv_state_endpoint, False)]
+        if config.publish_kv_events
+        else []
     )
-    listeners += [(runtime.endpoint_for_workers, None)] if config.tells_peers else []
+    listeners += [(runtime.endpoint_for_workers, None, True)] if config.tells_peers else []
     if not listeners and not config.reads_kv_events:
         return []
     metrics.polls_events_of(event_buffer_of(engine.llm))
@@ -229,6 +231,7 @@ def _kv_events(
     def of_rank(rank: int) -> EventsOfRank:
         sinks = [
             sources.open(
+                (rank, is_for_peers),
                 partial(
                     KvEventPublisher,
                     endpoint,
@@ -236,9 +239,9 @@ def _kv_events(
                     dp_rank=rank,
                     enable_local_indexer=True,
                     kv_state_endpoint=owner,
-                )
+                ),
             )
-            for endpoint, owner in listeners
+            for endpoint, owner, is_for_peers in listeners
         ]
         cached_here = cached.of_rank(rank)
         if config.reads_kv_events:
@@ -248,7 +251,7 @@ def _kv_events(
             metrics.lost_events(num_lost)
             loop.call_soon_threadsafe(cached_here.clear)
 
-        return EventsOfRank(sinks, block_size, on_gap=forget)
+        return sources.continued(rank, EventsOfRank(sinks, block_size, on_gap=forget))
 
     ranks = [of_rank(rank) for rank in range(engine.num_ranks)]
     return [KvEventForwarder(engine.llm, ranks, metrics.polled_events)]

@@ -10,18 +10,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import time
-from collections.abc import Awaitable, Callable
-from typing import Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, Protocol
 
 from dynamo.common.utils.graceful_shutdown import get_grace_period_seconds
 
+from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.dynamo_runtime.handler import SMALLEST_REQUEST
 from trtllm_disagg.dynamo_runtime.worker_endpoint import Runtime
 from trtllm_disagg.engine.capabilities import COUNTS_REQUESTS
 from trtllm_disagg.engine.engine import Engine
-from trtllm_disagg.errors import DisaggError
+from trtllm_disagg.engine.health import EngineHealth, HealthTimes, until_stalled
+from trtllm_disagg.errors import DisaggError, EngineLostError
 from trtllm_disagg.handlers.cancellation import WorkerDrain, num_in_background
 from trtllm_disagg.wire.bodies import decode_request
 
@@ -33,6 +34,8 @@ _POLL_SECONDS = 0.05
 _LEAVE_SECONDS = 5.0
 #: Between two steps of an engine that reports fetched KV only during a step.
 _STEP_SECONDS = 1.0
+#: The part of the grace period without a request after which a worker that flips counts as known to have left.
+_UNCALLED = 0.25
 
 
 class Queue(Protocol):
@@ -60,24 +63,52 @@ class Leaving:
         self._drain_seconds = drain_seconds
         self._leave_seconds = leave_seconds
         self._leaving: asyncio.Task[None] | None = None
+        #: The role in which this worker serves next; None: it ends.
+        self.flips_to: Role | None = None
 
-    def leave_on_signals(self) -> None:
-        """On SIGTERM and SIGINT; a frontend may still send requests in the grace period after them."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.leave, "SIGTERM or SIGINT", get_grace_period_seconds())
+    async def leave_when(self, told_to_stop: asyncio.Event) -> None:
+        """A frontend may still send requests in the grace period after that."""
+        await told_to_stop.wait()
+        self.leave("SIGTERM or SIGINT", get_grace_period_seconds())
 
     def leave(self, reason: str, grace_seconds: float = 0.0) -> None:
-        """Begin to leave, unless this worker already does. Ends with the runtime's shutdown."""
-        if self._leaving is None:
-            self._drain.begin(reason)
-            self._leaving = asyncio.create_task(self._leave(reason, grace_seconds), name="leaving")
+        """Begin to leave for good, unless this worker already does. Ends with the runtime's shutdown."""
+        self.flips_to = None
+        self._begin(reason, asyncio.sleep(grace_seconds))
 
-    async def _leave(self, reason: str, grace_seconds: float) -> None:
+    def flip(self, to: Role) -> None:
+        """Begin to leave in order to serve in another role; a `leave` that comes meanwhile prevails. Raises
+        WorkerLeavingError when this worker leaves already.
+        """
+        if self._leaving is not None:
+            raise self._drain.error()
+        self.flips_to = to
+        self._begin(f"it becomes a {to} worker", self._until_uncalled(get_grace_period_seconds()))
+
+    def _begin(self, reason: str, grace: Coroutine[Any, Any, None]) -> None:
+        if self._leaving is not None:
+            grace.close()
+            return
+        self._drain.begin(reason)
+        self._leaving = asyncio.create_task(self._leave(reason, grace), name="leaving")
+
+    async def _until_uncalled(self, grace_seconds: float) -> None:
+        """Wait until callers know that this worker has left: for the grace period, or until no request has come for a
+        part of it. A request that comes later finds no worker, and is sent to another one.
+        """
+        now = quiet_since = began = time.monotonic()
+        seen = self._drain.num_entered
+        while now - began < grace_seconds and now - quiet_since < grace_seconds * _UNCALLED:
+            await asyncio.sleep(_POLL_SECONDS)
+            now = time.monotonic()
+            if seen != (seen := self._drain.num_entered):
+                quiet_since = now
+
+    async def _leave(self, reason: str, grace: Coroutine[Any, Any, None]) -> None:
         log.info("leaving: %s", reason)
         try:
             await self._leave_discovery()
-            await asyncio.sleep(grace_seconds)
+            await grace
             await self._wait_until_quiet()
             await self._drain.cut()
         finally:
@@ -133,6 +164,34 @@ class Leaving:
                 with contextlib.suppress(DisaggError):
                     await engine.probe(decode_request(SMALLEST_REQUEST))
             await asyncio.sleep(_STEP_SECONDS)
+
+
+async def _watch_for_stalls(engine: Engine, health: EngineHealth, seconds: float) -> None:
+    if seconds:
+        reason = await until_stalled(engine, seconds)
+        log.error("the engine is stalled: %s", reason)
+        health.declare_dead(reason)
+
+
+@contextlib.asynccontextmanager
+async def leave_when_dead(
+    engine: Engine, leaving: Leaving, times: HealthTimes, stall_seconds: float
+) -> AsyncIterator[None]:
+    """Leave the deployment when the engine has died. EngineLostError ends the block then, whatever else has failed."""
+    health = EngineHealth(engine, lambda reason: leaving.leave("its engine died"), times)
+    health.start()
+    stalls = asyncio.create_task(_watch_for_stalls(engine, health, stall_seconds), name="stalls")
+    try:
+        yield
+    except Exception as error:
+        if engine.death is None:
+            raise
+        log.info("a step of this worker failed after its engine's death: %s", error)
+    finally:
+        stalls.cancel()
+        health.stop()
+    if engine.death is not None:
+        raise EngineLostError(f"the engine died: {engine.death}")
 
 
 _POLL_DISCOVERY_SECONDS = 1.0

@@ -38,6 +38,21 @@ class EngineFacts(msgspec.Struct, frozen=True):
         except msgspec.ValidationError:
             return cls()
 
+    def why_less_than(self, other: EngineFacts, *, prefills: bool) -> str | None:
+        """Why this engine cannot take all that another one of its role takes, or None. A frontend keeps one context
+        length for a model, so a longer one is no better than a shorter one.
+        """
+        if None not in (self.max_seq_len, other.max_seq_len) and self.max_seq_len != other.max_seq_len:
+            return f"max_seq_len {other.max_seq_len}; here it is {self.max_seq_len}"
+        if prefills and self.longest_step is not None:
+            longest = other.longest_step or other.max_seq_len
+            if longest is None or longest > self.longest_step:
+                shown = "longer prompts" if longest is None else f"prompts of {longest} tokens"
+                return f"{shown}; max_num_tokens is {self.longest_step} here, without enable_chunked_prefill"
+        if other.has_guides and self.has_guides is False:
+            return "guided answers; guided_decoding_backend is not set here"
+        return None
+
     def why_unfit(self, request: GenerateRequest, *, computes_prompt: bool = True) -> str | None:
         """Why this engine refuses the request, or None. `computes_prompt`: false for a decode with another's KV."""
         count = len(request.token_ids)

@@ -1,25 +1,34 @@
-"""Whether a worker is the first or the second stage of its deployment, and how that changes while it serves."""
+"""Whether a worker is the first or the second stage of its deployment, how that changes while it serves, and whether it
+may serve in the other role instead.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from trtllm_disagg.admin.commands import Command, Set, Verifier
-from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.errors import InvalidRequestError, PeerUnavailableError
+from trtllm_disagg.admin.commands import Command, Flip, Set, Verifier
+from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
+from trtllm_disagg.engine.engine_facts import EngineFacts
+from trtllm_disagg.engine.trtllm_version import overlap_excludes_prefill
+from trtllm_disagg.errors import ConfigError, InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.handlers.decide import KV_OCCUPANCY
 from trtllm_disagg.handlers.services import LiveState
 from trtllm_disagg.strategies import spec_of
 from trtllm_disagg.types import InProgress
-from trtllm_disagg.worker.pairing import WAS_SWITCHED, fixed_by
+from trtllm_disagg.worker.pairing import WAS_SWITCHED, Description, fixed_by, require_pair
 
 if TYPE_CHECKING:
     from trtllm_disagg.dynamo_runtime.worker_endpoint import DynamoRegistration
     from trtllm_disagg.handlers.peers import Peers
 
 log = logging.getLogger(__name__)
+
+#: Of the other workers of a role's sizes, below which a worker that comes to them is much smaller.
+_MUCH_SMALLER = 0.5
 
 
 class StageState:
@@ -33,18 +42,24 @@ class StageState:
         peers: Peers,
         registration: DynamoRegistration,
         verifier: Verifier,
+        list_others: Callable[[], Awaitable[Sequence[Description]]],
+        flip: Callable[[Role], None],
     ) -> None:
-        """`own`: the constant part of this worker's description. `peers`: used only on workers that may switch."""
+        """`own`: the constant part of this worker's description. `peers`: used only on workers that may switch.
+        `list_others` describes all other workers of the model; `flip` begins to leave for another role.
+        """
         self._config = config
         self._own = own
         self._live = live
         self._peers = peers
         self._registration = registration
         self._verifier = verifier
+        self._list_others = list_others
+        self._begin_flip = flip
         #: The requests from frontends that run; `switch` waits until an old first stage has none.
         self.whole_requests = InProgress()
         #: Stays true after a switch back: workers that started in between have the strategy from before it.
-        self._was_switched = False
+        self._was_switched = live.strategy.value != config.strategy
         #: Held during a change of strategy or registration: one at a time.
         self._changing = asyncio.Lock()
 
@@ -106,6 +121,8 @@ class StageState:
     async def _execute(self, command: Command) -> dict[str, Any]:
         if isinstance(command, Set):
             return {"changed": self._live.set_thresholds(command.values, "set")}
+        if isinstance(command, Flip):
+            return {"warnings": await self._flip(command)}
         await self._switch(command.to)
         return self.describe()
 
@@ -140,6 +157,17 @@ class StageState:
         self._was_switched |= was != to
         log.info("switched from %s to %s: %s stage", was, to, "first" if self._is_first(to) else "second")
 
+    async def _flip(self, command: Flip) -> list[str]:
+        to = Role(command.to)
+        async with self._changing:
+            flipped(self._config, to)
+            own = self.describe() | {"role": to.value}
+            warnings = check_flip(own, await self._list_others(), force=command.force)
+            self._begin_flip(to)
+        for warning in warnings:
+            log.warning("as a %s worker: %s", to, warning)
+        return warnings
+
     async def _stand_by_again(self) -> None:
         """After an entry that failed: the KV routers of the other role have lost this worker's card."""
         try:
@@ -166,3 +194,70 @@ class StageState:
                 f"to: {to!r} is not allowed with max_seq_len {own} on this worker and {other} on the other role's; "
                 "expected the same: a frontend keeps one context length for a model"
             )
+
+
+def flipped(config: WorkerConfig, to: Role) -> WorkerConfig:
+    """The configuration of the same worker in another role. Raises InvalidRequestError, which names what ties it to its
+    own role.
+    """
+
+    def refuse(allowed: str) -> InvalidRequestError:
+        return InvalidRequestError(f"to: {to.value!r} is not allowed; expected {allowed}")
+
+    if config.role is Role.AGG:
+        raise refuse("no flip: a worker of mode agg runs both phases")
+    if config.role is to:
+        raise refuse(f"the other role: this worker is a {to} worker")
+    usual = replace(config, endpoint=None, next_endpoint=None, kv_state_endpoint=None)
+    places = ("endpoint_id", "next_endpoint_id", "kv_state_endpoint")
+    given = [
+        f"{flag_of(name)} {config.value_of(name)}"
+        for name, place in zip(("endpoint", "next_endpoint", "kv_state_endpoint"), places, strict=True)
+        if getattr(config, place) != getattr(usual, place)
+    ]
+    if given:
+        raise refuse(f"a worker at the usual endpoints; this one was started with {' and '.join(given)}")
+    try:
+        return replace(usual, role=to)
+    except ConfigError as error:
+        raise refuse(f"settings that a {to} worker may have: {error}") from None
+
+
+def check_flip(own: Description, others: Sequence[Description], *, force: bool) -> list[str]:
+    """Whether a worker can join the others of its new role; `own`: its description in that role, `others`: all other
+    workers of its model. Returns a sentence for each thing that would only be slow. Raises InvalidRequestError or
+    ConfigError for what would fail or be wrong.
+    """
+    to = own["role"]
+    alike = [each for each in others if each.get("role") == to]
+    peers = [each for each in others if each.get("role") not in (to, Role.AGG)]
+
+    def refuse(allowed: str) -> InvalidRequestError:
+        return InvalidRequestError(f"to: {to!r} is not allowed; expected {allowed}")
+
+    if not peers and not force:
+        raise refuse(
+            f"another worker of the role before: it is the last one, and a {to} worker needs a peer (--force)"
+        )
+    for each in peers:
+        require_pair(own, each)
+    if to == Role.PREFILL:
+        if overlap_excludes_prefill(own.get("trtllm_version"), overlaps=bool(own.get("overlap_scheduler"))):
+            raise refuse(
+                "disable_overlap_scheduler: true, which context_only requests of this TensorRT-LLM need"
+            )
+        if own.get("context_parallel_size", 1) != 1:
+            raise refuse("context_parallel_size 1; only decode workers take more")
+    facts = EngineFacts.described(own)
+    for each in alike:
+        if each.get("weights") != own.get("weights"):
+            raise refuse(
+                f"the model of the other {to} workers, {each.get('source')}; this one has {own.get('source')}"
+            )
+        if why := facts.why_less_than(EngineFacts.described(each), prefills=to == Role.PREFILL):
+            raise refuse(f"what the other {to} workers take: {why}")
+    return [
+        f"{key} is {own[key]} here, and {most} on another {to} worker: this one does less at once"
+        for key in ("max_batch_size", "max_num_tokens")
+        if own[key] < _MUCH_SMALLER * (most := max((each.get(key) or 0 for each in alike), default=0))
+    ]

@@ -7,10 +7,11 @@ import contextlib
 import gc
 import logging
 import os
+import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,13 @@ from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
 from trtllm_disagg.dynamo_runtime.advertised import Advertised
 from trtllm_disagg.dynamo_runtime.kv_events import EventSources
 from trtllm_disagg.dynamo_runtime.publishers import create_publishers
-from trtllm_disagg.dynamo_runtime.shutdown import Leaving, keep_in_discovery
+from trtllm_disagg.dynamo_runtime.shutdown import Leaving, keep_in_discovery, leave_when_dead
 from trtllm_disagg.dynamo_runtime.system_port import require_system_port
 from trtllm_disagg.dynamo_runtime.worker_endpoint import DynamoRegistration, Runtime, ServedModel
 from trtllm_disagg.engine.capabilities import block_size_of
 from trtllm_disagg.engine.daemon_thread import in_daemon_thread
 from trtllm_disagg.engine.engine import Engine
-from trtllm_disagg.engine.health import EngineHealth, HealthTimes, close, probe, until_stalled
+from trtllm_disagg.engine.health import HealthTimes, close, probe
 from trtllm_disagg.engine.llm_api import LlmApi, serve_as_rank
 from trtllm_disagg.engine.rank_placement import Affinity
 from trtllm_disagg.engine.trtllm_version import installed_version
@@ -64,7 +65,7 @@ from trtllm_disagg.worker.pairing import (
     require_callable,
     with_engine,
 )
-from trtllm_disagg.worker.stage_state import StageState
+from trtllm_disagg.worker.stage_state import StageState, flipped
 from trtllm_disagg.worker.startup_checks import ModelNameGuard, StartupChecks
 
 log = logging.getLogger(__name__)
@@ -79,32 +80,130 @@ async def run_worker(config: WorkerConfig, engine_args: dict[str, Any], api: Llm
 
     The start, in order, after the settings (worker_command.py): this worker's description, the prefill queue, Dynamo's
     runtime, the engine, the client of the peers, the request path, serving, registration. `StartupChecks` compares it
-    with other workers before the engine loads, before this worker enters discovery, and before it registers.
+    with other workers before the engine loads, before this worker enters discovery, and before it registers. A flip
+    does all of it again, in the other role, but for the engine.
     """
     reporter = reporter_of(os.environ)
     # On a rank other than 0 this call serves the engine until its end, and nothing else runs there.
     if serve_as_rank(config.engine, engine_args):
         return
-    dump_config(config, engine_args)
     if config.server_disable_gc:
         gc.disable()
-    advertised = await asyncio.to_thread(Advertised.of, config, engine_args)
-    identity, own = _describe(config, engine_args)
+    process = _Process(
+        config,
+        engine_args,
+        api,
+        reporter,
+        await asyncio.to_thread(Advertised.of, config, engine_args),
+        EventSources(renewable=config.discovery_backend == "file" or config.role is not Role.AGG),
+    )
+    try:
+        await _serve_in_roles(process, config)
+    finally:
+        await process.end()
+
+
+@dataclass(slots=True)
+class _Turn:
+    """One role of a worker, from its start in that role to its end."""
+
+    config: WorkerConfig
+    #: Its state; before its start that of the role before, None in the first one.
+    live: LiveState | None = None
+    #: The instance id in the role before, hexadecimal.
+    flipped_from: str = ""
+    is_ready: bool = False
+
+
+@dataclass(slots=True)
+class _Process:
+    """What outlives a worker's role: its engine, the events of its cache, and the order to stop."""
+
+    config: WorkerConfig
+    engine_args: dict[str, Any]
+    api: LlmApi
+    reporter: Reporter
+    advertised: Advertised
+    sources: EventSources
+    engine: Engine | None = None
+    load_seconds: float = 0.0
+    told_to_stop: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def load(self, machine_id: int) -> Engine:
+        """Load the engine, unless a role before has. From then on SIGTERM and SIGINT are the order to stop."""
+        if self.engine is not None:
+            return self.engine
+        config = self.config
+        label = _worker_label(config.role, config.strategy)
+        log.info("loading %s on the %s engine as %s", config.model, config.engine, label)
+        self.reporter.tell("starting the engine")
+        began = time.monotonic()
+        by_router = config.conversation_affinity_dp_rank_source == "dynamo"
+        affinity = Affinity(config.conversation_affinity, by_router=by_router)
+        load = partial(Engine.open, self.api, self.engine_args, machine_id, affinity)
+        engine = self.engine = await in_daemon_thread(load, "engine-load")
+        self.load_seconds = time.monotonic() - began
+        _tune_garbage_collector()
+        for missing in engine.capabilities.missing():
+            log.info("the engine cannot %s", missing)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self.told_to_stop.set)
+        return engine
+
+    async def end(self) -> None:
+        """Raises EngineLostError when the engine does not end in time."""
+        if self.engine is None:
+            return
+        self.reporter.tell("ending the engine")
+        if not await close(self.engine, _health_times(self.config)):
+            # Raised even while another error is: TensorRT-LLM's exit handler would wait without a limit.
+            raise EngineLostError("the engine did not shut down in time (--engine-health-shutdown-timeout)")
+
+
+async def _serve_in_roles(process: _Process, config: WorkerConfig) -> None:
+    """Serve in one role after another, until told to stop; from one that cannot be entered, back in the one before."""
+    turn, before = _Turn(config), None
+    while not process.told_to_stop.is_set():
+        try:
+            following = await _serve_as(process, turn)
+        except Exception as error:
+            is_lost = process.engine is None or process.engine.death is not None
+            if is_lost or before is None or turn.is_ready:
+                raise
+            log.error("this worker cannot be a %s worker: %s", turn.config.role, error)
+            turn, before = replace(before, flipped_from=turn.flipped_from, is_ready=False), None
+        else:
+            if following is None:
+                return
+            turn, before = following, turn
+
+
+async def _serve_as(process: _Process, turn: _Turn) -> _Turn | None:
+    """Serve in one role. Returns the next one; None when this worker was told to stop."""
+    config = turn.config
+    dump_config(config, process.engine_args)
+    identity, own = _describe(config, process.engine_args)
+    own |= {"flipped_from": turn.flipped_from, "process": process.reporter.name}
     async with aclosing(await open_prefill_queue(config, kind_of(own))) as queue:
         require_system_port(os.environ)
-        runtime = Runtime(config, advertised)
+        runtime = Runtime(config, process.advertised)
         own_endpoint_ids = {config.endpoint_id, config.worker_endpoint_id}
         names = ModelNameGuard(identity, runtime.instance_id, own_endpoint_ids, runtime.list_instances)
         worker = _Worker(
+            process,
+            turn,
             config,
             runtime,
             queue,
             StartupChecks(config, names, runtime),
             _verifier(config, runtime.instance_id),
-            reporter,
+            process.reporter,
             tracer_of(os.environ, _worker_label(config.role, config.strategy), f"{runtime.instance_id:x}"),
         )
-        await worker.run(api, engine_args, own)
+        to = await worker.run(own)
+    if to is None:
+        return None
+    return _Turn(flipped(config, to), turn.live, f"{runtime.instance_id:x}")
 
 
 def _describe(config: WorkerConfig, engine_args: dict[str, Any]) -> tuple[ModelIdentity, dict[str, Any]]:
@@ -123,13 +222,21 @@ def _describe(config: WorkerConfig, engine_args: dict[str, Any]) -> tuple[ModelI
     fingerprint = Fingerprint.of(
         config.engine, engine_args, config.kv_block_size, facts, installed_version(), os.environ
     )
-    return identity, describe_worker(config, fingerprint, identity)
+    of_role = {
+        "max_batch_size": config.max_batch_size,
+        "max_num_tokens": config.max_num_tokens,
+        "overlap_scheduler": not engine_args.get("disable_overlap_scheduler"),
+        "context_parallel_size": engine_args.get("context_parallel_size") or 1,
+    }
+    return identity, describe_worker(config, fingerprint, identity) | of_role
 
 
 @dataclass(frozen=True, slots=True)
 class _Worker:
-    """All parts of a worker but its engine, which is loaded only after everything else has been checked."""
+    """All parts of a worker in one role but its engine, which is loaded only after everything else has been checked."""
 
+    process: _Process
+    turn: _Turn
     config: WorkerConfig
     runtime: Runtime
     queue: PrefillQueue
@@ -140,60 +247,46 @@ class _Worker:
     drain: WorkerDrain = field(default_factory=WorkerDrain)
     lines: LinesTogether = field(default_factory=LinesTogether)
 
-    async def run(self, api: LlmApi, engine_args: dict[str, Any], own: dict[str, Any]) -> None:
-        """Load the engine, serve, and close it. `own`: this worker's description."""
+    async def run(self, own: dict[str, Any]) -> Role | None:
+        """Load the engine and serve. Returns the role to serve in next. `own`: this worker's description."""
         config = self.config
         await self.checks.before_loading()
-        log.info(
-            "loading %s on the %s engine as %s",
-            config.model,
-            config.engine,
-            _worker_label(config.role, config.strategy),
+        engine = await self.process.load(self.runtime.instance_id % 1021)
+        model = served_model(config, engine)
+        # TensorRT-LLM does not report what DEFAULT means there; `transceiver` resolves it.
+        transport = None if config.engine_spec.is_tensorrt_llm else engine.kv_transport
+        own = with_engine(
+            own, engine.facts, model.block_size, engine.ctx_info_endpoint, engine.ctx_dp_rank, transport
         )
-        self.reporter.tell("starting the engine")
-        began = time.monotonic()
-        machine_id = self.runtime.instance_id % 1021
-        by_router = config.conversation_affinity_dp_rank_source == "dynamo"
-        affinity = Affinity(config.conversation_affinity, by_router=by_router)
-        load = partial(Engine.open, api, engine_args, machine_id, affinity)
-        engine = await in_daemon_thread(load, "engine-load")
-        load_seconds = time.monotonic() - began
-        _tune_garbage_collector()
+        leaving = Leaving(self.runtime, self.drain, engine, self.queue, config.drain_seconds)
+        stopping = asyncio.create_task(leaving.leave_when(self.process.told_to_stop), name="stopping")
         try:
-            for missing in engine.capabilities.missing():
-                log.info("the engine cannot %s", missing)
-            model = served_model(config, engine)
-            # TensorRT-LLM does not report what DEFAULT means there; `transceiver` resolves it.
-            transport = None if config.engine_spec.is_tensorrt_llm else engine.kv_transport
-            own = with_engine(
-                own, engine.facts, model.block_size, engine.ctx_info_endpoint, engine.ctx_dp_rank, transport
-            )
-            leaving = Leaving(self.runtime, self.drain, engine, self.queue, config.drain_seconds)
-            leaving.leave_on_signals()
             async with leave_when_dead(engine, leaving, _health_times(config), config.stall_seconds):
-                await self._serve(engine, own, model, load_seconds)
+                await self._serve(engine, own, model, leaving)
         finally:
+            stopping.cancel()
             await asyncio.to_thread(self.tracer.close)
-            self.reporter.tell("ending the engine")
-            if not await close(engine, _health_times(config)):
-                # Raised even while another error is: TensorRT-LLM's exit handler would wait without a limit.
-                raise EngineLostError(
-                    "the engine did not shut down in time (--engine-health-shutdown-timeout)"
-                )
+        return leaving.flips_to
 
-    async def _serve(
-        self, engine: Engine, own: dict[str, Any], model: ServedModel, load_seconds: float
-    ) -> None:
-        config, runtime = self.config, self.runtime
+    async def _serve(self, engine: Engine, own: dict[str, Any], model: ServedModel, leaving: Leaving) -> None:
+        config, runtime, sources = self.config, self.runtime, self.process.sources
         self.reporter.tell("looking for the other stage")
+        occupancies = await self._occupancies()
+        if self.turn.live is None:
+            live = LiveState.of(config, model.block_size, occupancies)
+        else:
+            live = self.turn.live.in_another_role(config, occupancies)
+        self.turn.live = live
+        own = own | {"strategy": live.strategy.value}
         if not await self.checks.before_listing(own):
             return
-        live = LiveState.of(config, model.block_size, await self._occupancies())
         peers = await self._open_peers(own, live)
-        sources = EventSources(may_be_dropped=config.discovery_backend == "file")
         registration = DynamoRegistration(runtime, model, sources, tells_peers=config.tells_peers)
-        state = StageState(config, own, live, peers, registration, self.verifier)
+        state = StageState(
+            config, own, live, peers, registration, self.verifier, partial(self._others, own), leaving.flip
+        )
         generate = self._request_path(engine, peers, live, state)
+        load_seconds = self.process.load_seconds
         publishers = await create_publishers(config, runtime, engine, model, live, load_seconds, sources)
         for publisher in publishers:
             await publisher.start()
@@ -206,11 +299,17 @@ class _Worker:
                     engine.longest_prompt,
                     partial(probe, engine),
                 )
-                await _serve_and(self._register(own, state, generate, watchers), serving, runtime)
+                await _serve_and(self._register(own, state, generate, watchers, leaving), serving, runtime)
         finally:
             self.lines.flush()
             for publisher in publishers:
                 await publisher.stop()
+
+    async def _others(self, own: dict[str, Any]) -> list[dict[str, Any]]:
+        """The descriptions of all other workers of this one's model."""
+        by_id = {each.instance_id: each.description for each in await self.runtime.list_instances()}
+        by_id.pop(self.runtime.instance_id, None)
+        return [each for each in by_id.values() if each.get("model") == own["model"]]
 
     async def _occupancies(self) -> OtherOccupancy:
         """How full the workers of the other role are."""
@@ -242,12 +341,14 @@ class _Worker:
         state: StageState,
         generate: Generate,
         watchers: list[asyncio.Task[None]],
+        leaving: Leaving,
     ) -> None:
         config, runtime = self.config, self.runtime
         self.reporter.tell("registering")
         await state.apply(await self.checks.before_registering(own))
         await self.queue.start(generate, runtime.instance_id, runtime.endpoint_for_frontends)
-        watchers.append(asyncio.create_task(_report_load(self.reporter, self.drain), name="load"))
+        watchers.append(asyncio.create_task(_report_load(self.reporter, self.drain, leaving), name="load"))
+        self.turn.is_ready = True
         log.info(
             "worker ready: %s at %s, instance %x; discovery: %s",
             _worker_label(config.role, config.strategy),
@@ -342,10 +443,13 @@ def _weights(config: WorkerConfig) -> str:
     return fingerprint(directory) if (directory / "config.json").is_file() else config.model
 
 
-async def _report_load(reporter: Reporter, drain: WorkerDrain) -> None:
+async def _report_load(reporter: Reporter, drain: WorkerDrain, leaving: Leaving) -> None:
     """Report the number of running requests once a second, to the file that `up` reads."""
     while True:
-        reporter.tell(DRAINING if drain.has_begun else SERVING, requests=drain.num_running)
+        doing = SERVING
+        if drain.has_begun:
+            doing = DRAINING if leaving.flips_to is None else f"becoming {leaving.flips_to}:"
+        reporter.tell(doing, requests=drain.num_running)
         await asyncio.sleep(_LOAD_SECONDS)
 
 
@@ -366,31 +470,3 @@ async def _watching(
     finally:
         for watcher in watchers:
             watcher.cancel()
-
-
-async def _watch_for_stalls(engine: Engine, health: EngineHealth, seconds: float) -> None:
-    if seconds:
-        reason = await until_stalled(engine, seconds)
-        log.error("the engine is stalled: %s", reason)
-        health.declare_dead(reason)
-
-
-@contextlib.asynccontextmanager
-async def leave_when_dead(
-    engine: Engine, leaving: Leaving, times: HealthTimes, stall_seconds: float
-) -> AsyncIterator[None]:
-    """Leave the deployment when the engine has died. EngineLostError ends the block then, whatever else has failed."""
-    health = EngineHealth(engine, lambda reason: leaving.leave("its engine died"), times)
-    health.start()
-    stalls = asyncio.create_task(_watch_for_stalls(engine, health, stall_seconds), name="stalls")
-    try:
-        yield
-    except Exception as error:
-        if engine.death is None:
-            raise
-        log.info("a step of this worker failed after its engine's death: %s", error)
-    finally:
-        stalls.cancel()
-        health.stop()
-    if engine.death is not None:
-        raise EngineLostError(f"the engine died: {engine.death}")

@@ -78,7 +78,7 @@ def files_of_endpoints(directory: Path) -> list[Path]:
 
 
 def no_events() -> EventSources:
-    return EventSources(may_be_dropped=True)
+    return EventSources(renewable=True)
 
 
 async def no_tokens(*_: object) -> AsyncIterator[None]:

@@ -211,8 +211,8 @@ class Renewed:
 
     def __init__(self, *, may_be_dropped: bool = True) -> None:
         self.opened: list[RecordingEventSink] = []
-        self.sources = EventSources(may_be_dropped=may_be_dropped)
-        self.sink = self.sources.open(self._open)
+        self.sources = EventSources(renewable=may_be_dropped)
+        self.sink = self.sources.open("frontends", self._open)
 
     def _open(self) -> RecordingEventSink:
         self.opened.append(RecordingEventSink())

@@ -1,4 +1,4 @@
-"""The client of `switch` and `set`: finds the workers of a running deployment, and sends commands (`commands.py`),
+"""The client of `switch`, `set` and `flip`: finds the workers of a running deployment, and sends commands (`commands.py`),
 signed with the deployment's key, to them and to their `up`.
 
 A deployment is either that of an `up`, given by its run directory, or any other one, found by Dynamo's discovery.
@@ -55,6 +55,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"key of the workers, as in their {flag_of('admin_key_file')} (default: that in --run-dir, or "
         f"[{_KEY_VARIABLE}], or the one that the launch scripts make)",
     )
+
+
+def require_one_place(args: argparse.Namespace) -> None:
+    given = [f"no --{name}" for name in ("namespace", "frontend") if getattr(args, name, None)]
+    if args.run_dir is not None and given:
+        raise ConfigError(f"--run-dir says where everything is; give {' and '.join(given)} with it")
+
+
+def instance_id(text: str) -> int:
+    try:
+        return int(text, 16)
+    except ValueError:
+        allowed = "a hexadecimal instance id, as logs and answers have it"
+        raise ConfigError.bad_value("--instance", text, allowed) from None
 
 
 def say(text: str) -> None:

@@ -28,7 +28,8 @@ _POLL_SECONDS = 0.2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     client.add_arguments(parser)
-    parser.add_argument("--instance", metavar="ID", help="only this worker, hexadecimal (default: all)")
+    only = "only this worker, hexadecimal (default: all)"
+    parser.add_argument("--instance", metavar="ID", type=client.instance_id, help=only)
     for name in NAMES:
         parser.add_argument(
             flag_of(name),
@@ -51,9 +52,8 @@ def run(args: argparse.Namespace) -> ExitCode:
     values = {name: getattr(args, name) for name in NAMES if getattr(args, name) is not None}
     if not values:
         raise ConfigError(f"give at least one of {', '.join(map(flag_of, NAMES))}")
-    if args.run_dir is not None and args.namespace:
-        raise ConfigError("--run-dir says where everything is; give no --namespace with it")
-    instance = None if args.instance is None else _instance_id(args.instance)
+    client.require_one_place(args)
+    instance: int | None = args.instance
 
     async def change(workers: Workers, up: Up) -> ExitCode:
         say = (lambda text: None) if args.json else print
@@ -146,12 +146,3 @@ def _chosen(workers: Sequence[Worker], values: Values, instance: int | None) -> 
     if not chosen:
         raise ConfigError.bad_value("--instance", f"{instance:x}", f"one of {', '.join(map(str, takers))}")
     return chosen
-
-
-def _instance_id(text: str) -> int:
-    try:
-        return int(text, 16)
-    except ValueError:
-        raise ConfigError.bad_value(
-            "--instance", text, "a hexadecimal instance id, as logs and answers have it"
-        ) from None

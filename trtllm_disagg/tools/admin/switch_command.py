@@ -277,8 +277,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> ExitCode:
     """Returns 0 when switched; raises a DisaggError (1) for a failure midway, ConfigError (2) for a wrong setting."""
     require_switchable(args.to)
-    if args.run_dir is not None and (args.namespace or args.frontend):
-        raise ConfigError("--run-dir says where everything is; give no --namespace and no --frontend with it")
+    client.require_one_place(args)
 
     async def change(workers: Workers, up: Up) -> ExitCode:
         change_new_workers = partial(up.change_new_workers, Switch(args.to))

@@ -14,6 +14,7 @@ from trtllm_disagg.engine.trtllm_version import (
     OLDEST_SERVED,
     PYTHON_TRANSCEIVER_BY_DEFAULT,
     TRANSFERS_END_BY_DEFAULT,
+    overlap_excludes_prefill,
 )
 from trtllm_disagg.strategies import STRATEGIES
 from trtllm_disagg.tools.doctor.pair import DEFAULT_BLOCK_SIZE, Pair, Side
@@ -316,9 +317,10 @@ def _timeout(pair: Pair) -> Problem | None:
 @_rule("overlap scheduler", lambda side: "off" if side.args.disable_overlap_scheduler else "on")
 def _overlap(pair: Pair) -> Problem | None:
     """context_only requests and overlapping steps exclude each other in older TensorRT-LLM"""
-    if pair.prefill.args.disable_overlap_scheduler:
+    overlaps = not pair.prefill.args.disable_overlap_scheduler
+    if not overlaps:
         return None
-    if pair.deployment.trtllm_version < OLDEST_SERVED:
+    if overlap_excludes_prefill(str(pair.deployment.trtllm_version), overlaps=overlaps):
         return _error("prefill: disable_overlap_scheduler: true")
     return _note("fine since TensorRT-LLM PR 10755; older versions refuse context_only requests with it")
 

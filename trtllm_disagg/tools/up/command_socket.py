@@ -1,4 +1,4 @@
-"""The socket in the run directory of an `up`, by which `switch`, `set` and `scale` reach it; only its user may open it.
+"""The socket in the run directory of an `up`, by which `switch`, `set`, `flip` and `scale` reach it; only its user may open it.
 
 The request is one JSON line (`commands.UpCommand`). The answer is JSON lines: any number of {"said": ...}, then
 {"done": ...}, {"refused": ...} for a wrong setting or a line that is no command, or {"failed": ...}. A command that has
@@ -21,12 +21,12 @@ from typing import Any, TypedDict
 import msgspec
 
 from trtllm_disagg import __version__
-from trtllm_disagg.admin.commands import Describe, Scale, Set, Switch, UpCommand, decode_up_command
+from trtllm_disagg.admin.commands import Describe, Flip, Scale, Set, Switch, UpCommand, decode_up_command
 from trtllm_disagg.config.thresholds import check_thresholds
 from trtllm_disagg.errors import ConfigError, DisaggError, StageTimeoutError
 from trtllm_disagg.processes.machine import peer_process
 from trtllm_disagg.strategies import spec_of, switchable
-from trtllm_disagg.tools.up.plan import DISCOVERY_DIR
+from trtllm_disagg.tools.up.plan import DISCOVERY_DIR, NO_WORKERS
 from trtllm_disagg.tools.up.run_dir import is_alive, read_processes
 from trtllm_disagg.tools.up.scaler import Say, Scaler
 from trtllm_disagg.tools.up.supervisor import Supervisor
@@ -50,7 +50,13 @@ class DeploymentDescription(TypedDict):
     discovery: str
 
 
-_ANSWERS: Mapping[type, Any] = {Describe: DeploymentDescription, Switch: str, Set: str, Scale: dict[str, int]}
+_ANSWERS: Mapping[type, Any] = {
+    Describe: DeploymentDescription,
+    Switch: str,
+    Set: str,
+    Flip: str,
+    Scale: dict[str, int],
+}
 
 
 class NoUpError(ConfigError):
@@ -132,6 +138,8 @@ class CommandServer:
             return self._switch(command.to)
         if isinstance(command, Set):
             return self._set(command.values)
+        if isinstance(command, Flip):
+            return self._flip(command)
         async with self._one_at_a_time:
 
             def note(text: str) -> None:
@@ -148,6 +156,16 @@ class CommandServer:
         self._supervisor.config = replace(config, strategy=to)
         self._supervisor.note(f"strategy={to} from now on")
         return to
+
+    def _flip(self, command: Flip) -> str:
+        """The process runs in its new role already."""
+        workers = {each.name: each for each in self._supervisor.processes if each.role not in NO_WORKERS}
+        if (process := workers.get(command.process)) is None:
+            raise ConfigError.bad_value("process", command.process, f"one of {', '.join(workers)}")
+        process.spec = replace(process.spec, role=command.to)
+        self._supervisor.changed(process)
+        self._supervisor.note(f"{process.name} is a {command.to} worker from now on")
+        return process.name
 
     def _set(self, values: Mapping[str, Any]) -> str:
         """Start further workers with these thresholds; the running workers have them already."""

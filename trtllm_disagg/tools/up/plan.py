@@ -8,7 +8,7 @@ import pwd
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from trtllm_disagg.admin.keys import KEY_FILE
 from trtllm_disagg.config.args import NAMESPACE_SUFFIX
@@ -220,7 +220,9 @@ class DeploymentConfig:
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One process to start. `env` is added to the environment of `up`."""
+    """One process to start. `env` is added to the environment of `up`. A worker that was flipped keeps its name, its
+    engine's file and its GPUs.
+    """
 
     name: str
     role: ProcessRole
@@ -229,6 +231,11 @@ class ProcessSpec:
     system_port: int | None = None
     http_port: int | None = None
     nats_port: int | None = None
+
+    @property
+    def first_role(self) -> ProcessRole:
+        """The role that its engine and GPUs are for."""
+        return cast(ProcessRole, self.name.rpartition("-")[0] or self.name)
 
     @property
     def ports(self) -> dict[str, int]:
@@ -252,7 +259,7 @@ def plan(
 
 def devices_of(specs: Iterable[ProcessSpec]) -> Iterator[tuple[ProcessRole, Mapping[str, str]]]:
     """The role and environment of each process, for `Gpus.environment`."""
-    return ((spec.role, spec.env) for spec in specs)
+    return ((spec.first_role, spec.env) for spec in specs)
 
 
 def worker_arguments(config: DeploymentConfig) -> dict[str, tuple[str, ...]]:
@@ -353,9 +360,16 @@ def queue_env(services: Iterable[ProcessSpec]) -> dict[str, str]:
 
 
 def worker_spec(
-    config: DeploymentConfig, role: ProcessRole, index: int, env: Mapping[str, str], system_port: int
+    config: DeploymentConfig,
+    role: ProcessRole,
+    index: int,
+    env: Mapping[str, str],
+    system_port: int,
+    first_role: ProcessRole | None = None,
 ) -> ProcessSpec:
-    """One worker; `env` is `shared_env`, and the worker's queue and GPUs."""
+    """One worker; `env` is `shared_env`, and the worker's queue and GPUs. `first_role`: of one that was flipped."""
+    first_role = first_role or role
+    name = f"{first_role}-{index}"
     argv = (
         *config.worker_command,
         *("--namespace", config.namespace),
@@ -366,7 +380,7 @@ def worker_spec(
         # Also for a second stage: after a switch it is the first one, and the frontend then knows its cache.
         *("--publish-kv-events", "--publish-metrics"),
         *_flag("--engine", config.engine),
-        *_flag("--extra-engine-args", config.engine_configs.get(role)),
+        *_flag("--extra-engine-args", config.engine_configs.get(first_role)),
         *_flag("--kv-block-size", config.kv_block_size),
         *_flag("--next-router", config.next_router),
         *_flag(flag_of("drain_seconds"), config.drain_seconds),
@@ -374,15 +388,15 @@ def worker_spec(
         *(text for name, value in config.thresholds.items() for text in (flag_of(name), str(value))),
     )
     return ProcessSpec(
-        name=f"{role}-{index}",
+        name=name,
         role=role,
         argv=argv,
         env={
             **env,
             KEY_VARIABLE: str(config.run_dir / KEY_FILE),
             "DYN_SYSTEM_PORT": str(system_port),
-            ACTIVITY_VARIABLE: str(config.run_dir / f"{role}-{index}.activity"),
-            FILE_VARIABLE: str(config.run_dir / TRACES_DIR / f"{role}-{index}.jsonl"),
+            ACTIVITY_VARIABLE: str(config.run_dir / f"{name}.activity"),
+            FILE_VARIABLE: str(config.run_dir / TRACES_DIR / f"{name}.jsonl"),
         },
         system_port=system_port,
     )
@@ -400,7 +414,7 @@ def same_again(
     if VARIABLE in spec.env:
         env[VARIABLE] = spec.env[VARIABLE]
     index = int(spec.name.rpartition("-")[2])
-    return worker_spec(config, spec.role, index, env | queue_env(others), spec.system_port)
+    return worker_spec(config, spec.role, index, env | queue_env(others), spec.system_port, spec.first_role)
 
 
 def _flag(name: str, value: object | None) -> tuple[str, ...]:
