@@ -88,7 +88,7 @@ def decode_up_command(line: bytes) -> UpCommand:
 
 
 class Description(msgspec.Struct, frozen=True):
-    """The part of a worker's description that `switch` and `flip` need."""
+    """The part of a worker's description that `switch`, `flip` and `autoscale` need."""
 
     role: Role
     strategy: str
@@ -97,6 +97,10 @@ class Description(msgspec.Struct, frozen=True):
     registered: bool = False
     #: Number of requests from frontends that the worker is answering.
     whole_requests: int = 0
+    #: Number of requests that wait for their first token.
+    queued: int = 0
+    #: Share of its KV blocks in use; None where its engine does not say.
+    kv_occupancy: float | None = None
     #: Flags of the worker's start that keep it from being switched.
     fixed_by: tuple[str, ...] = ()
     #: The instance id that it had in the role before this one, hexadecimal; empty for one that was never flipped.

@@ -74,6 +74,7 @@ class StageState:
                 WAS_SWITCHED: self._was_switched,
                 "registered": self._registration.is_at_frontends,
                 "whole_requests": self.whole_requests.count,
+                "queued": self._live.queued.requests,
                 "fixed_by": fixed_by(self._config),
             }
         )

@@ -1,4 +1,6 @@
-"""`trtllm-disagg autoscale`: keeps the number of workers of each role right, as the load of a running `up` changes."""
+"""`trtllm-disagg autoscale`: keeps the number of workers of each role right, as the load changes. Workers change roles
+first; what is missing then an `up` starts, and what is too much it stops.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +8,42 @@ import argparse
 import asyncio
 import os
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
-from pathlib import Path
+from dataclasses import replace
+from functools import partial
+from typing import Literal
 
-from trtllm_disagg.admin.commands import Describe, Scale
+from trtllm_disagg.admin.commands import Describe, Flip, Scale
 from trtllm_disagg.config.settings import more_than_zero, positive_up_to
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.processes.exits import ExitCode, ending_as_on_ctrl_c
 from trtllm_disagg.tools.admin import client
+from trtllm_disagg.tools.admin.client import Up, Worker, Workers, all_workers
+from trtllm_disagg.tools.admin.flip_command import flip
 from trtllm_disagg.tools.admin.ratio import Goal, Ratio
 from trtllm_disagg.tools.plan.slo import DEFAULT_SLO as SLO
 from trtllm_disagg.tools.plan.slo import slo_of
-from trtllm_disagg.tools.top.observers import Observer, observer_of
+from trtllm_disagg.tools.top.frontend import FrontendClient
+from trtllm_disagg.tools.top.observers import ANSWER_SECONDS, FrontendObserver, Observer, observer_of
+from trtllm_disagg.tools.top.snapshot import Process, Snapshot, WorkerLoad
 from trtllm_disagg.tools.up.command_socket import NoUpError, send_to_up
 from trtllm_disagg.tools.up.plan import MOST_WORKERS
 
-_SECONDS, _ANSWER_SECONDS = 2.0, 30.0
+_INTERVAL, _FLIP_SECONDS = 2.0, 120.0
+#: (new role, old role)
+_FLIPS: tuple[tuple[Literal["prefill", "decode"], str], ...] = (("prefill", "decode"), ("decode", "prefill"))
+#: Numbers of workers by role.
+Numbers = Mapping[str, int]
+#: Has workers flip, start and stop until the numbers are there.
+Reach = Callable[[Numbers], Awaitable[None]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    client.add_arguments(parser)
     add, number = parser.add_argument, positive_up_to(2 * MOST_WORKERS)
-    add("--run-dir", type=Path, required=True, metavar="DIR", help="run directory of a running `up`")
+    add("--frontend", metavar="URL", help="without --run-dir: a frontend, whose times count")
     add("--slo", metavar="LIMITS", help=f"in milliseconds (default: ttft={SLO.ttft:g},tpot={SLO.tpot:g})")
     add("--least", type=number, default=1, metavar="N", help="workers of each role (default: 1)")
     add(
@@ -40,8 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--interval",
         type=more_than_zero,
-        default=_SECONDS,
-        help="seconds between looks (default: %(default)g)",
+        default=_INTERVAL,
+        metavar="SECONDS",
+        help="between looks (default: %(default)g)",
     )
     add(
         "--planner",
@@ -51,33 +68,85 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Until Ctrl-C; FAILED when its `up` has ended. Raises ConfigError for a wrong setting."""
+    """Until Ctrl-C; FAILED when the `up` has ended. Raises ConfigError for a wrong setting."""
     slo = slo_of(args.slo)
     if (args.planner and args.slo) or slo.ttft is None or slo.tpot is None or slo.latency:
         raise ConfigError.bad_value("--slo", args.slo, "both ttft and tpot, and not --planner")
-    goal = Goal(slo.ttft / 1000, slo.tpot / 1000, args.least, args.most)
-    described = send_to_up(args.run_dir, Describe())
-    try:
-        with ending_as_on_ctrl_c():
-            if args.planner:
-                with client.quiet_runtime(os.environ):
-                    asyncio.run(_follow_planner(described["namespace"], args.run_dir))
-            asyncio.run(_keep(observer_of(args.run_dir, None), Ratio(goal), args.run_dir, args.interval))
-    except NoUpError as error:
-        client.say(f"error: {error}")
-    return ExitCode.FAILED
+    client.require_one_place(args)
+    ratio = Ratio(Goal(slo.ttft / 1000, slo.tpot / 1000, args.least, args.most))
+    with ending_as_on_ctrl_c():
+        if args.run_dir is None:
+            return _of_fleet(args, ratio)
+        try:
+            asyncio.run(_of_up(args, ratio))
+        except NoUpError as error:
+            client.say(f"error: {error}")
+        return ExitCode.FAILED
 
 
-async def _keep(observer: Observer, ratio: Ratio, run_dir: Path, interval: float) -> None:
+async def _of_up(args: argparse.Namespace, ratio: Ratio) -> None:
+    """Never returns. Raises NoUpError when the `up` has ended."""
+    described = await asyncio.to_thread(send_to_up, args.run_dir, Describe())
+
+    async def reach(wanted: Numbers) -> None:
+        if len(wanted) > 1:
+            await asyncio.to_thread(client.change_deployment, args, partial(_flip_towards, wanted))
+        await asyncio.to_thread(send_to_up, args.run_dir, Scale({**wanted}), _say_below)
+
+    if args.planner:
+        with client.quiet_runtime(os.environ):
+            await _follow_planner(described["namespace"], reach)
+    await _keep(observer_of(args.run_dir, None), ratio, reach, args.interval)
+
+
+def _of_fleet(args: argparse.Namespace, ratio: Ratio) -> ExitCode:
+    if args.frontend is None and not args.planner:
+        raise ConfigError(
+            "--frontend is missing: the URL of a frontend, whose times count; or --run-dir of an `up`"
+        )
+
+    async def follow(workers: Workers, up: Up) -> ExitCode:
+        async def reach(wanted: Numbers) -> None:
+            await _flip_towards(wanted, workers, up)
+
+        if args.planner:
+            await _follow_planner(client.where_of_fleet(args)["namespace"], reach)
+        await _keep(_Fleet(workers, args.frontend), ratio, reach, args.interval)
+        return ExitCode.FAILED
+
+    return client.change_deployment(args, follow, waits="")
+
+
+class _Fleet:
+    """Observes workers that no `up` of this machine has started, by what they and a frontend say."""
+
+    def __init__(self, workers: Workers, url: str) -> None:
+        self._workers = workers
+        self._frontend = FrontendObserver(FrontendClient(url, ANSWER_SECONDS))
+
+    async def look(self) -> Snapshot:
+        seen, there = await asyncio.gather(self._frontend.look(), all_workers(self._workers))
+        return replace(seen, processes=tuple(_process(each) for each in there if each.is_.ready))
+
+
+def _process(worker: Worker) -> Process:
+    share = worker.is_.kv_occupancy
+    blocks = (None, None) if share is None else (round(1000 * share), 1000)
+    load = WorkerLoad(batch=worker.is_.queued, kv_blocks=blocks[0], kv_blocks_total=blocks[1])
+    return Process(str(worker), worker.is_.role, "ready", load=load)
+
+
+async def _keep(observer: Observer, ratio: Ratio, reach: Reach, interval: float) -> None:
     """Never returns. Raises NoUpError."""
     while True:
         seen = await observer.look()
         if seen.doubt:
-            await asyncio.to_thread(send_to_up, run_dir, Describe(), seconds=_ANSWER_SECONDS)
+            client.say(f"{_now()} {seen.doubt}")
+            ratio.forget()
         elif wanted := ratio.after(seen):
             client.say(f"{_now()} {_shown(wanted.workers)}: {wanted.why}")
             try:
-                await _scale(run_dir, wanted.workers)
+                await reach(wanted.workers)
             except NoUpError:
                 raise
             except DisaggError as error:  # no GPU is free, for example; the next looks may say the same
@@ -85,21 +154,38 @@ async def _keep(observer: Observer, ratio: Ratio, run_dir: Path, interval: float
         await asyncio.sleep(interval)
 
 
-async def _follow_planner(namespace: str, run_dir: Path) -> None:
+async def _follow_planner(namespace: str, reach: Reach) -> None:
     """Never returns. Raises NoUpError, and ConfigError when etcd cannot be reached or a number is not allowed."""
     from trtllm_disagg.dynamo_runtime.controller import planned_workers
 
     async with aclosing(planned_workers(namespace)) as decisions:
-        async for workers in decisions:
-            client.say(f"{_now()} {_shown(workers)}: the planner's decision")
-            await _scale(run_dir, workers)
+        async for wanted in decisions:
+            client.say(f"{_now()} {_shown(wanted)}: the planner's decision")
+            await reach(wanted)
 
 
-async def _scale(run_dir: Path, workers: Mapping[str, int]) -> None:
-    await asyncio.to_thread(send_to_up, run_dir, Scale({**workers}), lambda text: client.say(f"  {text}"))
+async def _flip_towards(wanted: Numbers, workers: Workers, up: Up) -> ExitCode:
+    """Workers with the fewest requests change roles, until one role has as many as are wanted."""
+    there = [each for each in await all_workers(workers) if each.is_.ready]
+    have = Counter(each.is_.role.value for each in there)
+    for to, of in _FLIPS:
+        while have[to] < wanted.get(to, 0) and have[of] > wanted.get(of, have[of]):
+            one = min(
+                (each for each in there if each.is_.role == of), key=lambda each: each.is_.whole_requests
+            )
+            outcome, worker = await flip(workers, one.instance_id, Flip(to), _FLIP_SECONDS)
+            up.change_new_workers(Flip(to, process=worker.is_.process))
+            _say_below(str(outcome))
+            there.remove(one)
+            have.update({to: 1, of: -1})
+    return ExitCode.DONE
 
 
-def _shown(workers: Mapping[str, int]) -> str:
+def _say_below(text: str) -> None:
+    client.say(f"  {text}")
+
+
+def _shown(workers: Numbers) -> str:
     return ", ".join(f"{number} {role}" for role, number in workers.items())
 
 

@@ -11,7 +11,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -173,29 +173,37 @@ class UpOfRunDir(Up):
 Change = Callable[[Workers, Up], Awaitable[ExitCode]]
 
 
-def change_deployment(args: argparse.Namespace, change: Change) -> ExitCode:
-    """Run `change`, while no other command changes the deployment of this run directory.
+def change_deployment(
+    args: argparse.Namespace, change: Change, waits: str = "waiting for the workers"
+) -> ExitCode:
+    """Run `change`, while no other command changes the deployment of this run directory. `waits`: what a silence means;
+    empty for a command that does not end.
 
     Returns the exit code of `change`, or 1 when it failed midway. Raises ConfigError for a wrong setting.
     """
     if args.run_dir is None:
-        # A whole name: no suffix is added.
-        given = {"namespace": argument_parser_of("namespace")(args.namespace)} if args.namespace else {}
-        return _change(args, Up(), whereabouts_of(os.environ) | given, change)
+        return _change(args, Up(), where_of_fleet(args), change, waits)
     from trtllm_disagg.tools.up.command_socket import send_to_up
     from trtllm_disagg.tools.up.plan import PLANES
     from trtllm_disagg.tools.up.run_dir import one_change_at_a_time
 
-    waits = partial(say, "waiting for another command that changes this deployment")
-    with one_change_at_a_time(args.run_dir, waits):
+    others = partial(say, "waiting for another command that changes this deployment")
+    with one_change_at_a_time(args.run_dir, others):
         described = send_to_up(args.run_dir, Describe(), seconds=_ANSWER_SECONDS)
         os.environ["DYN_FILE_KV"] = described["discovery"]
         where = PLANES | {"namespace": described["namespace"]}
-        return _change(args, UpOfRunDir(args.run_dir, described), where, change)
+        return _change(args, UpOfRunDir(args.run_dir, described), where, change, waits)
 
 
-def _change(args: argparse.Namespace, up: Up, where: Mapping[str, str], change: Change) -> ExitCode:
-    """`where`: the values of WHEREABOUTS."""
+def where_of_fleet(args: argparse.Namespace) -> Mapping[str, str]:
+    """The values of WHEREABOUTS without a run directory. --namespace is a whole name: no suffix is added."""
+    given = {"namespace": argument_parser_of("namespace")(args.namespace)} if args.namespace else {}
+    return whereabouts_of(os.environ) | given
+
+
+def _change(
+    args: argparse.Namespace, up: Up, where: Mapping[str, str], change: Change, waits: str
+) -> ExitCode:
     with_key = signer(args.run_dir, args.key_file, os.environ)
 
     async def run() -> ExitCode:
@@ -211,7 +219,7 @@ def _change(args: argparse.Namespace, up: Up, where: Mapping[str, str], change: 
                 timeout=_ANSWER_SECONDS,
             )
             async with connecting as workers:
-                with without_silence(say, "waiting for the workers"):
+                with without_silence(say, waits) if waits else nullcontext():
                     return await change(workers, up)
 
     try:
