@@ -1,4 +1,5 @@
-"""A deployment changes under steady load: another strategy, more workers, fewer, a dead one. No request notices.
+"""A deployment changes under steady load: another strategy, another role, more workers, fewer, a dead one. No request
+notices.
 
 Every answer, greedy or drawn with a seed, is compared with that of the same deployment before anything happened.
 """
@@ -14,15 +15,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.conftest import Checkpoints
 from tests.integration.test_faults import config
+from tests.support.deployments import Worker
 from tests.support.load import Load, bodies, first_stage
 from trtllm_disagg.admin.commands import CONTROL, Scale
 from trtllm_disagg.admin.keys import AdminKey
 from trtllm_disagg.processes.interpreter import python
 from trtllm_disagg.tools.up.command_socket import send_to_up
 from trtllm_disagg.tools.up.lifecycle import Deployment, running_deployment
+from trtllm_disagg.tools.up.managed_process import ManagedProcess
+from trtllm_disagg.tools.up.plan import ProcessRole
 
 SECONDS = 60.0
 
@@ -76,9 +81,62 @@ async def test_switch_scale_and_thresholds_under_load_fail_no_request(
     assert load.wrong == []
 
 
+#: A strategy, and the role of which there are two workers: one of these flips.
+FLIPS: list[tuple[str, ProcessRole]] = [
+    ("prefill_first", "prefill"),
+    ("decode_first", "decode"),
+    ("router", "prefill"),
+]
+
+
+@pytest.mark.parametrize(("strategy", "role"), FLIPS)
+async def test_a_worker_that_flips_there_and_back_under_load_fails_no_request(
+    checkpoints: Checkpoints, tmp_path: Path, strategy: str, role: ProcessRole
+) -> None:
+    other: ProcessRole = "decode" if role == "prefill" else "prefill"
+    async with loaded(checkpoints("llama"), tmp_path / "run", strategy, role) as (deployment, load):
+        (stays,) = deployment.of_role(other)
+        process = deployment.of_role(role)[-1]
+        with httpx.Client(timeout=SECONDS) as http:
+            for to in (other, role):
+                was = instance_of(process, http)
+                code, said = await flip(deployment, was, to)
+                assert (code, process.role) == (0, to), said
+                await load.answers(24)
+                # In its new role, on a page of its own.
+                assert Worker(process, http).num_requests() > 0
+                assert f"{instance_of(process, http):x}" in said
+            code, said = await flip(deployment, instance_of(stays, http), role)
+            assert (code, f"it is the last {other} worker" in said) == (1, True)
+            # The one that it was is gone.
+            code, said = await flip(deployment, was, role)
+            assert (code, "--instance" in said) == (2, True)
+    assert load.wrong == []
+
+
+def instance_of(process: ManagedProcess, http: httpx.Client) -> int:
+    return Worker(process, http).instance_id
+
+
+async def flip(deployment: Deployment, instance: int, to: str) -> tuple[int, str]:
+    """The exit code of the real command, and what it says."""
+    where = ("--run-dir", str(deployment.run_dir), "--instance", f"{instance:x}", "--to", to)
+    command = await asyncio.create_subprocess_exec(
+        *python("-m", "trtllm_disagg", "flip", *where),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    async with asyncio.timeout(SECONDS):
+        said, _ = await command.communicate()
+    assert command.returncode is not None
+    return command.returncode, said.decode()
+
+
 @asynccontextmanager
-async def loaded(model: Path, run_dir: Path) -> AsyncIterator[tuple[Deployment, Load]]:
-    setting = replace(config("decode_first", model, run_dir), frontend_args=("--migration-limit", "3"))
+async def loaded(
+    model: Path, run_dir: Path, strategy: str = "decode_first", twice: ProcessRole | None = None
+) -> AsyncIterator[tuple[Deployment, Load]]:
+    setting = replace(config(strategy, model, run_dir, twice), frontend_args=("--migration-limit", "3"))
     async with running_deployment(setting) as deployment, httpx.AsyncClient(timeout=SECONDS) as client:
         load = Load(client, deployment.base_url, bodies("tiny", 8))
         await load.learn()

@@ -34,6 +34,8 @@ _POLL_SECONDS = 0.05
 _LEAVE_SECONDS = 5.0
 #: Between two steps of an engine that reports fetched KV only during a step.
 _STEP_SECONDS = 1.0
+#: For the answer to the command of a flip: Dynamo drops the answers of a worker that has left discovery.
+_ANSWER_SECONDS = 0.1
 #: The part of the grace period without a request after which a worker that flips counts as known to have left.
 _UNCALLED = 0.25
 
@@ -74,7 +76,7 @@ class Leaving:
     def leave(self, reason: str, grace_seconds: float = 0.0) -> None:
         """Begin to leave for good, unless this worker already does. Ends with the runtime's shutdown."""
         self.flips_to = None
-        self._begin(reason, asyncio.sleep(grace_seconds))
+        self._begin(reason, asyncio.sleep(0), asyncio.sleep(grace_seconds))
 
     def flip(self, to: Role) -> None:
         """Begin to leave in order to serve in another role; a `leave` that comes meanwhile prevails. Raises
@@ -83,14 +85,17 @@ class Leaving:
         if self._leaving is not None:
             raise self._drain.error()
         self.flips_to = to
-        self._begin(f"it becomes a {to} worker", self._until_uncalled(get_grace_period_seconds()))
+        uncalled = self._until_uncalled(get_grace_period_seconds())
+        self._begin(f"it becomes a {to} worker", asyncio.sleep(_ANSWER_SECONDS), uncalled)
 
-    def _begin(self, reason: str, grace: Coroutine[Any, Any, None]) -> None:
+    def _begin(self, reason: str, *waits: Coroutine[Any, Any, None]) -> None:
+        """`waits`: before this worker leaves discovery, and after."""
         if self._leaving is not None:
-            grace.close()
+            for wait in waits:
+                wait.close()
             return
         self._drain.begin(reason)
-        self._leaving = asyncio.create_task(self._leave(reason, grace), name="leaving")
+        self._leaving = asyncio.create_task(self._leave(reason, *waits), name="leaving")
 
     async def _until_uncalled(self, grace_seconds: float) -> None:
         """Wait until callers know that this worker has left: for the grace period, or until no request has come for a
@@ -104,9 +109,12 @@ class Leaving:
             if seen != (seen := self._drain.num_entered):
                 quiet_since = now
 
-    async def _leave(self, reason: str, grace: Coroutine[Any, Any, None]) -> None:
+    async def _leave(
+        self, reason: str, before: Coroutine[Any, Any, None], grace: Coroutine[Any, Any, None]
+    ) -> None:
         log.info("leaving: %s", reason)
         try:
+            await before
             await self._leave_discovery()
             await grace
             await self._wait_until_quiet()

@@ -294,7 +294,7 @@ class _Worker:
             async with _watching(config, live, state) as watchers:
                 serving = runtime.serve(
                     generate,
-                    lambda: state.describe() | self.checks.described(),
+                    lambda: state.describe() | self.checks.described() | {"ready": self.turn.is_ready},
                     state.handle_command,
                     engine.longest_prompt,
                     partial(probe, engine),
