@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -13,7 +13,6 @@ import msgspec
 from packaging.version import Version
 
 from trtllm_disagg import __version__
-from trtllm_disagg.config.settings import endpoint_of
 from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
 from trtllm_disagg.engine.engine_facts import EngineFacts
 from trtllm_disagg.engine.engines import ENGINES, UNRESOLVED
@@ -263,14 +262,13 @@ def _dynamo_version() -> str | None:
 
 
 def fixed_by(config: WorkerConfig) -> list[str]:
-    """Flags that give this worker an endpoint other than the usual one; with any of them it cannot be switched."""
-    if not config.may_switch:
-        return []
-    role = config.role
-    usual = endpoint_of(config.namespace, None if config.is_first_stage else role)
-    other = endpoint_of(config.namespace, Role.PREFILL if role is Role.DECODE else Role.DECODE)
-    given = (("endpoint", config.endpoint, usual), ("next_endpoint", config.next_endpoint, other))
-    return [f"{flag_of(name)} {value}" for name, value, expected in given if value not in (None, expected)]
+    """Flags that give this worker an endpoint other than the usual one of its role, where it stays: with any of them it
+    can be neither switched nor flipped.
+    """
+    usual = replace(config, endpoint=None, next_endpoint=None)
+    places = {"endpoint": "endpoint_id", "next_endpoint": "next_endpoint_id"}
+    moved = [name for name, place in places.items() if getattr(config, place) != getattr(usual, place)]
+    return [f"{flag_of(name)} {config.value_of(name)}" for name in moved]
 
 
 def with_engine(

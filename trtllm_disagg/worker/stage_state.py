@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trtllm_disagg.admin.commands import Command, Flip, Set, Verifier
-from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.engine.engine_facts import EngineFacts
 from trtllm_disagg.errors import ConfigError, InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.handlers.decide import KV_OCCUPANCY
@@ -203,17 +203,12 @@ def flipped(config: WorkerConfig, to: Role) -> WorkerConfig:
         raise _refusal(to, "no flip: a worker of mode agg runs both phases")
     if config.role is to:
         raise _refusal(to, f"the other role: this worker is a {to} worker")
-    places = {
-        "endpoint": "endpoint_id",
-        "next_endpoint": "next_endpoint_id",
-        "kv_state_endpoint": "kv_state_endpoint",
-    }
-    usual = replace(config, endpoint=None, next_endpoint=None, kv_state_endpoint=None)
-    if tied := [name for name, place in places.items() if getattr(config, place) != getattr(usual, place)]:
-        flags = " and ".join(f"{flag_of(name)} {config.value_of(name)}" for name in tied)
-        raise _refusal(to, f"a worker at the usual endpoints; this one was started with {flags}")
+    if flags := fixed_by(config):
+        raise _refusal(
+            to, f"a worker at the usual endpoints; this one was started with {' and '.join(flags)}"
+        )
     try:
-        return replace(usual, role=to)
+        return replace(config, role=to, endpoint=None, next_endpoint=None)
     except ConfigError as error:
         raise _refusal(to, f"settings that a {to} worker may have: {error}") from None
 
