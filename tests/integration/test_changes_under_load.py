@@ -1,4 +1,5 @@
-"""A deployment changes under steady load: another strategy, more workers, fewer, a dead one. No request notices.
+"""A deployment changes under steady load: another strategy, another role, more workers, fewer, a dead one. No request
+notices.
 
 Every answer, greedy or drawn with a seed, is compared with that of the same deployment before anything happened.
 """
@@ -14,15 +15,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.conftest import Checkpoints
 from tests.integration.test_faults import config
-from tests.support.load import Load, bodies, first_stage
+from tests.support.deployments import Worker, wait_until
+from tests.support.load import Body, Load, bodies, first_stage
 from trtllm_disagg.admin.commands import CONTROL, Scale
 from trtllm_disagg.admin.keys import AdminKey
 from trtllm_disagg.processes.interpreter import python
 from trtllm_disagg.tools.up.command_socket import send_to_up
 from trtllm_disagg.tools.up.lifecycle import Deployment, running_deployment
+from trtllm_disagg.tools.up.managed_process import ManagedProcess
+from trtllm_disagg.tools.up.plan import ProcessRole
 
 SECONDS = 60.0
 
@@ -76,14 +81,94 @@ async def test_switch_scale_and_thresholds_under_load_fail_no_request(
     assert load.wrong == []
 
 
+#: A strategy, the role of which there are two workers, one of which flips there and back, and the strategy in between.
+FLIPS: list[tuple[str, ProcessRole, str | None]] = [
+    ("decode_first", "decode", "prefill_first"),
+    ("router", "prefill", None),
+]
+
+
+@pytest.mark.parametrize(("strategy", "role", "then"), FLIPS)
+async def test_a_worker_that_flips_there_and_back_under_load_fails_no_request_and_keeps_its_cache(
+    checkpoints: Checkpoints, tmp_path: Path, strategy: str, role: ProcessRole, then: str | None
+) -> None:
+    other: ProcessRole = "decode" if role == "prefill" else "prefill"
+    starting = deployed(checkpoints("llama"), tmp_path / "run", strategy, role)
+    with httpx.Client(timeout=SECONDS) as http:
+        async with starting as (deployment, load):
+            (stays,), (_, flips) = deployment.of_role(other), deployment.of_role(role)
+            held = bodies("tiny", 1)[0] | {"prompt": [*range(40, 140)], "max_tokens": 2}
+            async with load.running(at_once=4):
+                if then is not None:
+                    await load.ask(pinned(held, instance_of(flips, http)))
+                await flips_to(other, flips, deployment, load, http)
+                if then is not None:
+                    assert await switch(deployment, then) == 0
+                    # Cached in the role before, and yet known to the frontend's router.
+                    now = await load.ask(pinned(held, instance_of(flips, http)))
+                    assert now["timing"]["kv_hit_rate"] > 0.8
+                await flips_to(role, flips, deployment, load, http)
+                code, said = await flip(deployment, instance_of(stays, http), role)
+                assert (code, f"it is the last {other} worker" in said) == (1, True)
+            assert load.wrong == []
+            workers = [Worker(each, http) for each in (stays, *deployment.of_role(role))]
+            wait_until(lambda: not any(each.held_and_counted()[0] for each in workers), "all blocks are free")
+
+
+def pinned(body: Body, instance: int) -> Body:
+    return body | {"nvext": body["nvext"] | {"backend_instance_id": instance}}
+
+
+async def flips_to(
+    to: str, process: ManagedProcess, deployment: Deployment, load: Load, http: httpx.Client
+) -> None:
+    was = instance_of(process, http)
+    code, said = await flip(deployment, was, to)
+    assert (code, process.role) == (0, to), said
+    assert f"{instance_of(process, http):x}" in said
+    await load.answers(24)
+    # In its new role, on a page of its own.
+    assert Worker(process, http).num_requests() > 0
+    code, said = await flip(deployment, was, to)
+    assert (code, "--instance" in said) == (2, True), "the instance that it was is gone"
+
+
+def instance_of(process: ManagedProcess, http: httpx.Client) -> int:
+    return Worker(process, http).instance_id
+
+
+async def flip(deployment: Deployment, instance: int, to: str) -> tuple[int, str]:
+    """The exit code of the real command, and what it says."""
+    where = ("--run-dir", str(deployment.run_dir), "--instance", f"{instance:x}", "--to", to)
+    command = await asyncio.create_subprocess_exec(
+        *python("-m", "trtllm_disagg", "flip", *where),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    async with asyncio.timeout(SECONDS):
+        said, _ = await command.communicate()
+    assert command.returncode is not None
+    return command.returncode, said.decode()
+
+
 @asynccontextmanager
 async def loaded(model: Path, run_dir: Path) -> AsyncIterator[tuple[Deployment, Load]]:
-    setting = replace(config("decode_first", model, run_dir), frontend_args=("--migration-limit", "3"))
+    async with (
+        deployed(model, run_dir, "decode_first") as (deployment, load),
+        load.running(at_once=4),
+    ):
+        yield deployment, load
+
+
+@asynccontextmanager
+async def deployed(
+    model: Path, run_dir: Path, strategy: str, twice: ProcessRole | None = None
+) -> AsyncIterator[tuple[Deployment, Load]]:
+    setting = replace(config(strategy, model, run_dir, twice), frontend_args=("--migration-limit", "3"))
     async with running_deployment(setting) as deployment, httpx.AsyncClient(timeout=SECONDS) as client:
         load = Load(client, deployment.base_url, bodies("tiny", 8))
         await load.learn()
-        async with load.running(at_once=4):
-            yield deployment, load
+        yield deployment, load
 
 
 async def switch(deployment: Deployment, to: str) -> int:

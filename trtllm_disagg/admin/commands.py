@@ -107,8 +107,8 @@ class Description(msgspec.Struct, frozen=True):
     flipped_from: str = ""
     #: The name of its process under `up`.
     process: str = ""
-    #: It has found no other worker that conflicts with it, and stays.
-    settled: bool = True
+    #: It has entered its role; before that it may give way to another worker, or fail.
+    ready: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Protocol
 
 from dynamo.common.utils.graceful_shutdown import get_grace_period_seconds
 
@@ -34,6 +34,8 @@ _POLL_SECONDS = 0.05
 _LEAVE_SECONDS = 5.0
 #: Between two steps of an engine that reports fetched KV only during a step.
 _STEP_SECONDS = 1.0
+#: For the answer to the command of a flip: Dynamo drops the answers of a worker that has left discovery.
+_ANSWER_SECONDS = 0.1
 #: The part of the grace period without a request after which a worker that flips counts as known to have left.
 _UNCALLED = 0.25
 
@@ -74,7 +76,7 @@ class Leaving:
     def leave(self, reason: str, grace_seconds: float = 0.0) -> None:
         """Begin to leave for good, unless this worker already does. Ends with the runtime's shutdown."""
         self.flips_to = None
-        self._begin(reason, asyncio.sleep(grace_seconds))
+        self._begin(reason, grace_seconds)
 
     def flip(self, to: Role) -> None:
         """Begin to leave in order to serve in another role; a `leave` that comes meanwhile prevails. Raises
@@ -83,14 +85,12 @@ class Leaving:
         if self._leaving is not None:
             raise self._drain.error()
         self.flips_to = to
-        self._begin(f"it becomes a {to} worker", self._until_uncalled(get_grace_period_seconds()))
+        self._begin(f"it becomes a {to} worker", get_grace_period_seconds())
 
-    def _begin(self, reason: str, grace: Coroutine[Any, Any, None]) -> None:
-        if self._leaving is not None:
-            grace.close()
-            return
-        self._drain.begin(reason)
-        self._leaving = asyncio.create_task(self._leave(reason, grace), name="leaving")
+    def _begin(self, reason: str, grace_seconds: float) -> None:
+        if self._leaving is None:
+            self._drain.begin(reason)
+            self._leaving = asyncio.create_task(self._leave(reason, grace_seconds), name="leaving")
 
     async def _until_uncalled(self, grace_seconds: float) -> None:
         """Wait until callers know that this worker has left: for the grace period, or until no request has come for a
@@ -104,11 +104,15 @@ class Leaving:
             if seen != (seen := self._drain.num_entered):
                 quiet_since = now
 
-    async def _leave(self, reason: str, grace: Coroutine[Any, Any, None]) -> None:
+    async def _leave(self, reason: str, grace_seconds: float) -> None:
         log.info("leaving: %s", reason)
         try:
+            await asyncio.sleep(0 if self.flips_to is None else _ANSWER_SECONDS)
             await self._leave_discovery()
-            await grace
+            if self.flips_to is None:
+                await asyncio.sleep(grace_seconds)
+            else:
+                await self._until_uncalled(grace_seconds)
             await self._wait_until_quiet()
             await self._drain.cut()
         finally:

@@ -38,7 +38,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
         except msgspec.ValidationError:
             return cls()
 
-    def why_less_than(self, other: EngineFacts, *, prefills: bool) -> str | None:
+    def why_less_than(self, other: EngineFacts, prefills: bool) -> str | None:
         """Why this engine cannot take all that another one of its role takes, or None. A frontend keeps one context
         length for a model, so a longer one is no better than a shorter one.
         """

@@ -60,11 +60,6 @@ def require_taken(module: Any) -> None:
         )
 
 
-def overlap_excludes_prefill(version: str | None, *, overlaps: bool) -> bool:
-    """Whether this TensorRT-LLM refuses context_only requests under the overlap scheduler. None: not known."""
-    return overlaps and version is not None and TrtllmVersion.parse(version) < OLDEST_SERVED
-
-
 def installed_version() -> str | None:
     """The version of TensorRT-LLM in this environment, read without importing it; None where it is not installed."""
     for name in ("tensorrt_llm", "tensorrt-llm"):

@@ -5,17 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from typing import Any, NamedTuple
 
 import msgspec
+from packaging.version import Version
 
 from trtllm_disagg import __version__
-from trtllm_disagg.config.settings import endpoint_of
 from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
 from trtllm_disagg.engine.engine_facts import EngineFacts
 from trtllm_disagg.engine.engines import ENGINES, UNRESOLVED
+from trtllm_disagg.engine.trtllm_version import OLDEST_SERVED
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.worker.model_facts import UNKNOWN_MODEL, ModelFacts
 
@@ -151,6 +152,17 @@ def _equal(key: str, setting: str, *, may_change: bool = False) -> Property:
     return Property(key, setting, lambda one, other: bool(one.get(key) == other.get(key)), may_change)
 
 
+def unmet_by_prefill(engine: Description) -> dict[str, str]:
+    """What TensorRT-LLM needs of a prefill worker's engine that this one has not, by the key of the description."""
+    version, unmet = engine.get("trtllm_version"), {}
+    if engine.get("overlap_scheduler") and version and Version(version) < OLDEST_SERVED:
+        unmet["overlap_scheduler"] = "disable_overlap_scheduler: true"
+    if engine.get("context_parallel_size", 1) != 1:
+        only_decode = "context_parallel_size: 1; only decode workers take more (cp_type: HELIX)"
+        unmet["context_parallel_size"] = only_decode
+    return unmet
+
+
 def may_share_kv(one: Description, other: Description) -> bool:
     """The same checkpoint; or one model in two precisions on prefill and decode, where the KV has one dtype."""
     if one.get("weights") == other.get("weights"):
@@ -250,14 +262,13 @@ def _dynamo_version() -> str | None:
 
 
 def fixed_by(config: WorkerConfig) -> list[str]:
-    """Flags that give this worker an endpoint other than the usual one; with any of them it cannot be switched."""
-    if not config.may_switch:
-        return []
-    role = config.role
-    usual = endpoint_of(config.namespace, None if config.is_first_stage else role)
-    other = endpoint_of(config.namespace, Role.PREFILL if role is Role.DECODE else Role.DECODE)
-    given = (("endpoint", config.endpoint, usual), ("next_endpoint", config.next_endpoint, other))
-    return [f"{flag_of(name)} {value}" for name, value, expected in given if value not in (None, expected)]
+    """Flags that give this worker an endpoint other than the usual one of its role, where it stays: with any of them it
+    can be neither switched nor flipped.
+    """
+    usual = replace(config, endpoint=None, next_endpoint=None)
+    places = {"endpoint": "endpoint_id", "next_endpoint": "next_endpoint_id"}
+    moved = [name for name, place in places.items() if getattr(config, place) != getattr(usual, place)]
+    return [f"{flag_of(name)} {config.value_of(name)}" for name in moved]
 
 
 def with_engine(

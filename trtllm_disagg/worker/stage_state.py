@@ -11,15 +11,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trtllm_disagg.admin.commands import Command, Flip, Set, Verifier
-from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.engine.engine_facts import EngineFacts
-from trtllm_disagg.engine.trtllm_version import overlap_excludes_prefill
 from trtllm_disagg.errors import ConfigError, InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.handlers.decide import KV_OCCUPANCY
 from trtllm_disagg.handlers.services import LiveState
 from trtllm_disagg.strategies import spec_of
 from trtllm_disagg.types import InProgress
-from trtllm_disagg.worker.pairing import WAS_SWITCHED, Description, fixed_by, require_pair
+from trtllm_disagg.worker.pairing import WAS_SWITCHED, Description, fixed_by, require_pair, unmet_by_prefill
 
 if TYPE_CHECKING:
     from trtllm_disagg.dynamo_runtime.worker_endpoint import DynamoRegistration
@@ -201,27 +200,18 @@ def flipped(config: WorkerConfig, to: Role) -> WorkerConfig:
     """The configuration of the same worker in another role. Raises InvalidRequestError, which names what ties it to its
     own role.
     """
-
-    def refuse(allowed: str) -> InvalidRequestError:
-        return InvalidRequestError(f"to: {to.value!r} is not allowed; expected {allowed}")
-
     if config.role is Role.AGG:
-        raise refuse("no flip: a worker of mode agg runs both phases")
+        raise _refusal(to, "no flip: a worker of mode agg runs both phases")
     if config.role is to:
-        raise refuse(f"the other role: this worker is a {to} worker")
-    usual = replace(config, endpoint=None, next_endpoint=None, kv_state_endpoint=None)
-    places = ("endpoint_id", "next_endpoint_id", "kv_state_endpoint")
-    given = [
-        f"{flag_of(name)} {config.value_of(name)}"
-        for name, place in zip(("endpoint", "next_endpoint", "kv_state_endpoint"), places, strict=True)
-        if getattr(config, place) != getattr(usual, place)
-    ]
-    if given:
-        raise refuse(f"a worker at the usual endpoints; this one was started with {' and '.join(given)}")
+        raise _refusal(to, f"the other role: this worker is a {to} worker")
+    if flags := fixed_by(config):
+        raise _refusal(
+            to, f"a worker at the usual endpoints; this one was started with {' and '.join(flags)}"
+        )
     try:
-        return replace(usual, role=to)
+        return replace(config, role=to, endpoint=None, next_endpoint=None)
     except ConfigError as error:
-        raise refuse(f"settings that a {to} worker may have: {error}") from None
+        raise _refusal(to, f"settings that a {to} worker may have: {error}") from None
 
 
 def check_flip(own: Description, others: Sequence[Description], *, force: bool) -> list[str]:
@@ -229,36 +219,26 @@ def check_flip(own: Description, others: Sequence[Description], *, force: bool) 
     workers of its model. Returns a sentence for each thing that would only be slow. Raises InvalidRequestError or
     ConfigError for what would fail or be wrong.
     """
-    to = own["role"]
-    alike = [each for each in others if each.get("role") == to]
-    peers = [each for each in others if each.get("role") not in (to, Role.AGG)]
-
-    def refuse(allowed: str) -> InvalidRequestError:
-        return InvalidRequestError(f"to: {to!r} is not allowed; expected {allowed}")
-
+    to = Role(own["role"])
+    before = Role.DECODE if to is Role.PREFILL else Role.PREFILL
+    alike, peers = ([each for each in others if each.get("role") == role] for role in (to, before))
     if not peers and not force:
-        raise refuse(
-            f"another worker of the role before: it is the last one, and a {to} worker needs a peer (--force)"
-        )
+        raise _refusal(to, f"another {before} worker beside it: it is the last {before} worker (--force)")
     for each in peers:
         require_pair(own, each)
-    if to == Role.PREFILL:
-        if overlap_excludes_prefill(own.get("trtllm_version"), overlaps=bool(own.get("overlap_scheduler"))):
-            raise refuse(
-                "disable_overlap_scheduler: true, which context_only requests of this TensorRT-LLM need"
-            )
-        if own.get("context_parallel_size", 1) != 1:
-            raise refuse("context_parallel_size 1; only decode workers take more")
-    facts = EngineFacts.described(own)
+    if to is Role.PREFILL and (unmet := unmet_by_prefill(own)):
+        raise _refusal(to, "; ".join(unmet.values()))
     for each in alike:
         if each.get("weights") != own.get("weights"):
-            raise refuse(
-                f"the model of the other {to} workers, {each.get('source')}; this one has {own.get('source')}"
-            )
-        if why := facts.why_less_than(EngineFacts.described(each), prefills=to == Role.PREFILL):
-            raise refuse(f"what the other {to} workers take: {why}")
+            raise _refusal(to, f"the model of the other {to} workers, {each.get('source')}")
+        if why := EngineFacts.described(own).why_less_than(EngineFacts.described(each), to is Role.PREFILL):
+            raise _refusal(to, f"what the other {to} workers take: {why}")
     return [
         f"{key} is {own[key]} here, and {most} on another {to} worker: this one does less at once"
         for key in ("max_batch_size", "max_num_tokens")
         if own[key] < _MUCH_SMALLER * (most := max((each.get(key) or 0 for each in alike), default=0))
     ]
+
+
+def _refusal(to: Role, allowed: str) -> InvalidRequestError:
+    return InvalidRequestError(f"to: {to.value!r} is not allowed; expected {allowed}")

@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -98,13 +98,13 @@ async def run_worker(config: WorkerConfig, engine_args: dict[str, Any], api: Llm
         EventSources(renewable=config.discovery_backend == "file" or config.role is not Role.AGG),
     )
     try:
-        await _serve_in_roles(process, config)
+        await serve_in_turns(Turn(config), partial(_serve_as, process), process.told_to_stop)
     finally:
         await process.end()
 
 
 @dataclass(slots=True)
-class _Turn:
+class Turn:
     """One role of a worker, from its start in that role to its end."""
 
     config: WorkerConfig
@@ -160,15 +160,18 @@ class _Process:
             raise EngineLostError("the engine did not shut down in time (--engine-health-shutdown-timeout)")
 
 
-async def _serve_in_roles(process: _Process, config: WorkerConfig) -> None:
-    """Serve in one role after another, until told to stop; from one that cannot be entered, back in the one before."""
-    turn, before = _Turn(config), None
-    while not process.told_to_stop.is_set():
+async def serve_in_turns(
+    turn: Turn, serve: Callable[[Turn], Awaitable[Turn | None]], told_to_stop: asyncio.Event
+) -> None:
+    """Serve in one role after another; `serve` returns the next one. A worker that cannot enter a role returns to the
+    one before. Raises what a role in use raises, and what the return raises.
+    """
+    before: Turn | None = None
+    while not told_to_stop.is_set():
         try:
-            following = await _serve_as(process, turn)
+            following = await serve(turn)
         except Exception as error:
-            is_lost = process.engine is None or process.engine.death is not None
-            if is_lost or before is None or turn.is_ready:
+            if before is None or turn.is_ready or isinstance(error, EngineLostError):
                 raise
             log.error("this worker cannot be a %s worker: %s", turn.config.role, error)
             turn, before = replace(before, flipped_from=turn.flipped_from, is_ready=False), None
@@ -178,7 +181,7 @@ async def _serve_in_roles(process: _Process, config: WorkerConfig) -> None:
             turn, before = following, turn
 
 
-async def _serve_as(process: _Process, turn: _Turn) -> _Turn | None:
+async def _serve_as(process: _Process, turn: Turn) -> Turn | None:
     """Serve in one role. Returns the next one; None when this worker was told to stop."""
     config = turn.config
     dump_config(config, process.engine_args)
@@ -203,7 +206,7 @@ async def _serve_as(process: _Process, turn: _Turn) -> _Turn | None:
         to = await worker.run(own)
     if to is None:
         return None
-    return _Turn(flipped(config, to), turn.live, f"{runtime.instance_id:x}")
+    return Turn(flipped(config, to), turn.live, f"{runtime.instance_id:x}")
 
 
 def _describe(config: WorkerConfig, engine_args: dict[str, Any]) -> tuple[ModelIdentity, dict[str, Any]]:
@@ -236,7 +239,7 @@ class _Worker:
     """All parts of a worker in one role but its engine, which is loaded only after everything else has been checked."""
 
     process: _Process
-    turn: _Turn
+    turn: Turn
     config: WorkerConfig
     runtime: Runtime
     queue: PrefillQueue
@@ -294,7 +297,7 @@ class _Worker:
             async with _watching(config, live, state) as watchers:
                 serving = runtime.serve(
                     generate,
-                    lambda: state.describe() | self.checks.described(),
+                    lambda: state.describe() | self.checks.described() | {"ready": self.turn.is_ready},
                     state.handle_command,
                     engine.longest_prompt,
                     partial(probe, engine),

@@ -250,3 +250,16 @@ def test_a_source_stays_as_it_is_where_discovery_drops_none() -> None:
     renewed = Renewed(may_be_dropped=False)
     renewed.sources.renew()
     assert renewed.opened == [renewed.sink]
+
+
+def test_the_listeners_of_a_later_role_begin_with_the_cache_as_it_is() -> None:
+    renewed, later = Renewed(), RecordingEventSink()
+    first = renewed.sources.continued(0, EventsOfRank([renewed.sink], BLOCK))
+    first.forward(stored(block(1, [0, 1, 2, 3]), block(2, [4, 5])))
+    sink = renewed.sources.open("frontends", lambda: later)
+    second = renewed.sources.continued(0, EventsOfRank([sink], BLOCK))
+    # Of the block that was no full one no router was told.
+    second.forward(removed(2))
+    second.forward(removed(1))
+    assert later.events == [Stored([0, 1, 2, 3], [4], [1], None, None), Removed([1])]
+    assert renewed.opened[0].is_shut_down

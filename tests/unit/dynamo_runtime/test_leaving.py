@@ -134,6 +134,35 @@ async def test_second_reason_to_leave_is_ignored() -> None:
         await collect(tracked(drain, LocalAgg(recording_engine())), request())
 
 
+async def test_a_worker_that_flips_leaves_as_soon_as_no_request_comes_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A request that comes meanwhile is answered. A quarter of ten minutes would be longer than this test may take."""
+    monkeypatch.setenv("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", "2")
+    place, drain, loop = Place(), WorkerDrain(), asyncio.get_running_loop()
+    leaver = leaving(place, drain, recording_engine())
+    leaver.flip(Role.DECODE)
+    await until(lambda: place.done == ["leave", "leave"])
+    assert len(await collect(tracked(drain, LocalAgg(recording_engine())), request(max_tokens=1))) == 1
+    called = loop.time()
+    await place.ended.wait()
+    assert 0.4 < loop.time() - called < 2
+    assert (leaver.flips_to, place.done[-1]) == (Role.DECODE, "shutdown")
+
+
+async def test_an_order_to_stop_ends_a_flip_and_one_to_flip_ends_no_stop() -> None:
+    place, drain, told_to_stop = Place(), WorkerDrain(), asyncio.Event()
+    leaver = leaving(place, drain, recording_engine())
+    stopping = asyncio.create_task(leaver.leave_when(told_to_stop))
+    leaver.flip(Role.DECODE)
+    told_to_stop.set()
+    await stopping
+    assert leaver.flips_to is None
+    with pytest.raises(WorkerLeavingError, match="it becomes a decode worker"):
+        leaver.flip(Role.PREFILL)
+    assert leaver.flips_to is None
+
+
 @pytest.mark.parametrize(
     ("place", "said"),
     [(Place, "discovery is gone"), (Hanging, "leaving discovery or the prefill queue took more than")],

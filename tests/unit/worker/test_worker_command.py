@@ -17,14 +17,14 @@ from tests.support.packages import install
 from tests.support.recording_pair import recording_engine
 from trtllm_disagg.config.args import add_worker_arguments
 from trtllm_disagg.config.worker_config import WorkerConfig
-from trtllm_disagg.dynamo_runtime.shutdown import Leaving
+from trtllm_disagg.dynamo_runtime.shutdown import Leaving, leave_when_dead
 from trtllm_disagg.engine.health import HealthTimes
 from trtllm_disagg.engines.embedded.tensor_parallel.launch import mpiexec
 from trtllm_disagg.errors import ConfigError, EngineLostError
 from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.processes.interpreter import python
 from trtllm_disagg.worker import worker_command
-from trtllm_disagg.worker.worker import leave_when_dead, served_model
+from trtllm_disagg.worker.worker import served_model
 
 #: Says what is done at its end, in order.
 ENDING = """

@@ -1,5 +1,5 @@
-"""The client of `switch`, `set` and `flip`: finds the workers of a running deployment, and sends commands (`commands.py`),
-signed with the deployment's key, to them and to their `up`.
+"""The client of `switch`, `set` and `flip`: finds the workers of a running deployment, and sends commands
+(`commands.py`), signed with the deployment's key, to them and to their `up`.
 
 A deployment is either that of an `up`, given by its run directory, or any other one, found by Dynamo's discovery.
 """

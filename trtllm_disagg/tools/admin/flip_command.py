@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from trtllm_disagg.admin.commands import Flip
 from trtllm_disagg.config.settings import not_negative
 from trtllm_disagg.config.worker_config import Role
-from trtllm_disagg.errors import ConfigError, DisaggError, StageTimeoutError
+from trtllm_disagg.errors import ConfigError, DisaggError, PeerUnavailableError, StageTimeoutError
 from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.tools.admin import client
 from trtllm_disagg.tools.admin.client import Up, Worker, Workers, all_workers
@@ -45,13 +45,16 @@ async def flip(workers: Workers, instance: int, command: Flip, timeout: float) -
     if one.is_.role == command.to and one.is_.flipped_from:
         return Flipped(str(one), command.to, f"{instance:x}", 0.0), one
     began = time.monotonic()
-    answer = await workers.send(one.endpoint_id, instance, command)
+    try:
+        answer = await workers.send(one.endpoint_id, instance, command)
+    except PeerUnavailableError:  # it may have left before its answer came
+        answer = {}
     warnings = tuple(map(str, answer.get("warnings") or ()))
     for warning in warnings:
         client.say(f"warning: {warning}")
     while time.monotonic() - began < timeout:
         for each in await all_workers(workers):
-            if each.is_.flipped_from == f"{instance:x}" and each.is_.settled:
+            if each.is_.flipped_from == f"{instance:x}" and each.is_.ready:
                 if each.is_.role != command.to:
                     raise DisaggError(f"{one} could not become {command.to}, and is {each}: its log says why")
                 seconds = time.monotonic() - began

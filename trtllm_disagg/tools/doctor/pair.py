@@ -128,6 +128,8 @@ class Side:
             "weights": self.model,
             "layout": self.facts.layout,
             "precision": self.facts.precision,
+            "overlap_scheduler": not self.args.disable_overlap_scheduler,
+            "context_parallel_size": self.args.context_parallel_size,
             **{name: getattr(self.fingerprint, name) for name in Fingerprint.__dataclass_fields__},
         }
 

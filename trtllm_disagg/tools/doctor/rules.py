@@ -14,11 +14,10 @@ from trtllm_disagg.engine.trtllm_version import (
     OLDEST_SERVED,
     PYTHON_TRANSCEIVER_BY_DEFAULT,
     TRANSFERS_END_BY_DEFAULT,
-    overlap_excludes_prefill,
 )
 from trtllm_disagg.strategies import STRATEGIES
 from trtllm_disagg.tools.doctor.pair import DEFAULT_BLOCK_SIZE, Pair, Side
-from trtllm_disagg.worker.pairing import BY_KEY, fixed_by
+from trtllm_disagg.worker.pairing import BY_KEY, fixed_by, unmet_by_prefill
 
 #: The verdict of a rule that holds, and of one about a deployment that could not be checked.
 FINE, UNKNOWN = "ok", "not known"
@@ -317,11 +316,10 @@ def _timeout(pair: Pair) -> Problem | None:
 @_rule("overlap scheduler", lambda side: "off" if side.args.disable_overlap_scheduler else "on")
 def _overlap(pair: Pair) -> Problem | None:
     """context_only requests and overlapping steps exclude each other in older TensorRT-LLM"""
-    overlaps = not pair.prefill.args.disable_overlap_scheduler
-    if not overlaps:
+    if pair.prefill.args.disable_overlap_scheduler:
         return None
-    if overlap_excludes_prefill(str(pair.deployment.trtllm_version), overlaps=overlaps):
-        return _error("prefill: disable_overlap_scheduler: true")
+    if instead := unmet_by_prefill(pair.prefill.described).get("overlap_scheduler"):
+        return _error(f"prefill: {instead}")
     return _note("fine since TensorRT-LLM PR 10755; older versions refuse context_only requests with it")
 
 
@@ -479,8 +477,8 @@ def _ranks_of(side: Side) -> str:
 def _ranks(pair: Pair) -> Problem | None:
     """it may differ; KV is cut anew on the way"""
     prefill, decode = (side.args for side in pair.sides)
-    if prefill.context_parallel_size != 1:
-        return _error("prefill: context_parallel_size: 1; only decode workers take more (cp_type: HELIX)")
+    if instead := unmet_by_prefill(pair.prefill.described).get("context_parallel_size"):
+        return _error(f"prefill: {instead}")
     runtime = pair.decode.fingerprint.transceiver_runtime
     if decode.context_parallel_size != 1 and runtime != "CPP":
         instead = "transceiver_runtime: CPP on both sides: the Python one takes no context parallelism"

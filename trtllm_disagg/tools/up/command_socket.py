@@ -1,4 +1,5 @@
-"""The socket in the run directory of an `up`, by which `switch`, `set`, `flip` and `scale` reach it; only its user may open it.
+"""The socket in the run directory of an `up`, by which `switch`, `set`, `flip` and `scale` reach it. Only its user may
+open it.
 
 The request is one JSON line (`commands.UpCommand`). The answer is JSON lines: any number of {"said": ...}, then
 {"done": ...}, {"refused": ...} for a wrong setting or a line that is no command, or {"failed": ...}. A command that has

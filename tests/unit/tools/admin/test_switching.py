@@ -1,4 +1,4 @@
-"""`trtllm-disagg switch`: what is refused, the order of the steps, and half a switch."""
+"""`trtllm-disagg switch`: what is refused, the order of the steps, and half a switch; and `flip`, seen from outside."""
 
 from __future__ import annotations
 
@@ -10,10 +10,17 @@ from typing import Any
 
 import pytest
 
-from trtllm_disagg.admin.commands import Command, DescribedInstance, Switch
+from trtllm_disagg.admin.commands import Command, DescribedInstance, Flip, Switch
 from trtllm_disagg.config.worker_config import Role
-from trtllm_disagg.errors import ConfigError, DisaggError, PeerUnavailableError, StageTimeoutError
+from trtllm_disagg.errors import (
+    ConfigError,
+    DisaggError,
+    InvalidRequestError,
+    PeerUnavailableError,
+    StageTimeoutError,
+)
 from trtllm_disagg.strategies import spec_of, switchable
+from trtllm_disagg.tools.admin.flip_command import flip
 from trtllm_disagg.tools.admin.switch_command import as_assumed_after, as_frontend_says, switch
 
 ROLES = {Role.PREFILL: (1, 2), Role.DECODE: (3, 4)}
@@ -247,3 +254,65 @@ async def test_frontend_knows_a_worker_only_if_it_accepts_a_pin_to_it(frontend_u
     assert not await knows("m", 8)
     assert not await knows("n", 7)
     assert not await as_frontend_says("http://127.0.0.1:1")("m", 7)
+
+
+class Flipping:
+    """A worker, 1 as prefill, that takes a flip and is there again, as instance 2 with `then` in its description."""
+
+    def __init__(self, answer: dict[str, Any] | DisaggError, **then: Any) -> None:
+        self._answer = answer
+        self._then = {"role": "decode", "strategy": "router", "model": "m", "flipped_from": "1"} | then
+        self._now, self._looks = {"role": "prefill", "strategy": "router", "model": "m"}, 0
+
+    async def workers(self) -> list[DescribedInstance]:
+        if self._looks == 0:
+            return [DescribedInstance("dyn://n.c.e", 1, self._now)]
+        self._looks += 1
+        # It is listed before it has entered its role.
+        return [DescribedInstance("dyn://n.c.e", 2, self._then | {"ready": self._looks > 3})]
+
+    async def send(self, endpoint_id: str, instance_id: int, command: Command) -> dict[str, Any]:
+        self._looks = 1
+        if isinstance(self._answer, DisaggError):
+            raise self._answer
+        return self._answer
+
+
+async def test_a_flip_is_done_when_the_worker_is_ready_in_its_new_role() -> None:
+    outcome, worker = await flip(
+        Flipping({"warnings": ["it is small"]}, process="prefill-0"), 1, Flip("decode"), 5.0
+    )
+    assert (outcome.was, outcome.role, outcome.instance, outcome.warnings) == (
+        "prefill 1",
+        "decode",
+        "2",
+        ("it is small",),
+    )
+    assert (worker.instance_id, worker.is_.process) == (2, "prefill-0")
+
+
+async def test_a_flip_whose_answer_was_lost_is_done_all_the_same_and_said_again_changes_nothing() -> None:
+    flipping = Flipping(PeerUnavailableError("it has left"))
+    assert (await flip(flipping, 1, Flip("decode"), 5.0))[0].instance == "2"
+    again, _ = await flip(flipping, 2, Flip("decode"), 5.0)
+    assert (again.was, again.instance) == ("decode 2", "2")
+
+
+@pytest.mark.parametrize(
+    ("flipping", "error", "named"),
+    [
+        (Flipping({}, role="prefill"), DisaggError, "prefill 1 could not become decode, and is prefill 2"),
+        (Flipping({}, flipped_from="7"), StageTimeoutError, "prefill 1 is not decode after 0.2 s"),
+        (Flipping(InvalidRequestError("not here")), InvalidRequestError, "not here"),
+    ],
+)
+async def test_a_flip_that_did_not_happen_says_so(
+    flipping: Flipping, error: type[Exception], named: str
+) -> None:
+    with pytest.raises(error, match=named):
+        await flip(flipping, 1, Flip("decode"), 0.2)
+
+
+async def test_an_instance_that_is_not_there_is_refused_with_those_that_are() -> None:
+    with pytest.raises(ConfigError, match="'c' is not allowed; expected one of prefill 1"):
+        await flip(Flipping({}), 12, Flip("decode"), 5.0)

@@ -20,7 +20,7 @@ import pytest
 
 from tests.support.commanded_up import tell, worker_config
 from tests.support.handling import until
-from trtllm_disagg.admin.commands import Describe, Scale, Switch
+from trtllm_disagg.admin.commands import Describe, Flip, Scale, Switch
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.processes.machine import birth
 from trtllm_disagg.tools.up import command_socket
@@ -33,7 +33,7 @@ from trtllm_disagg.tools.up.command_socket import (
     serving_commands,
 )
 from trtllm_disagg.tools.up.managed_process import ManagedProcess
-from trtllm_disagg.tools.up.plan import Backoff
+from trtllm_disagg.tools.up.plan import Backoff, ProcessRole, same_again
 from trtllm_disagg.tools.up.run_dir import ProcessRecord, RunDir
 from trtllm_disagg.tools.up.status import Status
 from trtllm_disagg.tools.up.supervisor import Restarts, Supervisor
@@ -112,6 +112,33 @@ async def test_a_worker_that_was_removed_after_its_death_gets_no_other_start(tmp
     finally:
         await supervisor.kill()
     assert told == []
+
+
+async def test_a_flipped_worker_counts_in_its_new_role_and_is_started_again_in_it(tmp_path: Path) -> None:
+    run_dir = RunDir.claim(tmp_path / "run")
+    files: dict[ProcessRole, Path] = {
+        "prefill": tmp_path / "prefill.yaml",
+        "decode": tmp_path / "decode.yaml",
+    }
+    config = replace(worker_config(run_dir.path), engine_configs=files)
+    supervisor = Supervisor(config, [], run_dir, Status())
+    try:
+        async with serving_commands(supervisor):
+            await tell(supervisor, Scale({"prefill": 2, "decode": 1}))
+            assert (await tell(supervisor, Flip("decode", process="prefill-1")))[0] == "prefill-1"
+            with pytest.raises(ConfigError, match="'prefill-7' is not allowed; expected one of prefill-0"):
+                await tell(supervisor, Flip("decode", process="prefill-7"))
+            assert (await tell(supervisor, Scale({"decode": 2})))[0] == {"prefill": 1, "decode": 2}
+            flipped = next(each for each in supervisor.processes if each.name == "prefill-1")
+            again = same_again(flipped.spec, supervisor.config, {}, [])
+    finally:
+        await supervisor.kill()
+    assert (again.name, again.role, again.system_port) == ("prefill-1", "decode", flipped.spec.system_port)
+    role, file = (
+        again.argv[again.argv.index(flag) + 1] for flag in ("--disaggregation-mode", "--extra-engine-args")
+    )
+    # Its engine has GPUs of its own, and is loaded as it was.
+    assert (role, file) == ("decode", str(files["prefill"]))
 
 
 async def test_on_a_full_disk_workers_come_are_started_again_and_leave(tmp_path: Path) -> None:
