@@ -1,44 +1,77 @@
-"""`up --autoscale`: workers come with the load and leave after it, and no answer is lost."""
+"""`up --autoscale`: workers come, go and change roles with the load, and no answer is lost."""
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.support.deployments import Served, demo_config, served, wait_until
 
 #: No first token comes within a microsecond.
-FLAGS = ("--slo", "ttft=0.001,tpot=1000", "--most", "2", "--interval", "0.1")
+LATE = ("--slo", "ttft=0.001,tpot=10000", "--interval", "0.1")
 
 
-def test_a_late_deployment_gets_a_worker_and_an_idle_one_gives_it_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("order", "workers", "flags", "under_load", "without_load"),
+    [
+        ("agg", {"agg_workers": 1}, ("--most", "2"), {"agg": 2}, {"agg": 1}),
+        ("decode_first", {"decode_workers": 2}, ("--least", "1"), {"prefill": 2, "decode": 1}, None),
+    ],
+)
+def test_the_workers_that_a_load_needs_are_there_and_idle_ones_leave(
+    order: str,
+    workers: dict[str, int],
+    flags: tuple[str, ...],
+    under_load: dict[str, int],
+    without_load: dict[str, int] | None,
+    tmp_path: Path,
+) -> None:
     config = demo_config(
-        "agg", tmp_path / "run", engine="recording", engine_configs={}, agg_workers=1, autoscale=FLAGS
+        order,
+        tmp_path / "run",
+        engine="recording",
+        engine_configs={},
+        worker_args=("--override-engine-args", '{"recording": {"step_seconds": 0.1}}'),
+        autoscale=(*LATE, *flags),
+        **workers,
     )
-    is_enough = threading.Event()
     answers: list[int] = []
+    with served(config) as deployed:
+        with asking(deployed, answers):
+            wait_until(lambda: serving(deployed) == under_load, f"{under_load} serve", 60)
+        if without_load is not None:
+            wait_until(lambda: serving(deployed) == without_load, f"{without_load} serve", 60)
+    assert set(answers) == {3}
+    assert " is late, and used to " in (config.run_dir / "autoscale.log").read_text()
+
+
+def serving(deployed: Served) -> dict[str, int]:
+    return dict(Counter(each.role for each in deployed.deployment.processes if each.role != "frontend"))
+
+
+@contextmanager
+def asking(deployed: Served, answers: list[int]) -> Iterator[None]:
+    """Some clients ask on and on; the lengths of the answers."""
+    is_over = threading.Event()
+    asked: dict[str, Any] = {"model": "demo", "prompt": [5, 6, 7], "max_tokens": 3}
 
     def ask() -> None:
-        while not is_enough.is_set():
-            answer = deployed.openai.completions.create(
-                model="demo", prompt=[5, 6, 7], max_tokens=9, extra_body={"ignore_eos": True}
-            )
+        while not is_over.is_set():
+            answer = deployed.openai.completions.create(**asked, extra_body={"ignore_eos": True})
             answers.append(answer.usage.completion_tokens if answer.usage else 0)
 
-    with served(config) as deployed:
-        asking = threading.Thread(target=ask)
-        asking.start()
-        try:
-            wait_until(lambda: states(deployed) == ["ready", "ready"], "a second worker is ready", 60)
-        finally:
-            is_enough.set()
-            asking.join()
-        wait_until(lambda: states(deployed) == ["ready"], "one of them has left", 60)
-    assert set(answers) == {9}
-    said = (config.run_dir / "autoscale.log").read_text()
-    assert "2 agg: agg is late" in said
-    assert "1 agg: the limits are kept, and agg is used to 0%" in said
-
-
-def states(deployed: Served) -> list[str]:
-    return [process.state for process in deployed.deployment.of_role("agg")]
+    clients = [threading.Thread(target=ask) for _ in range(4)]
+    for client in clients:
+        client.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        for client in clients:
+            client.join()

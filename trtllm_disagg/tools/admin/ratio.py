@@ -127,7 +127,7 @@ class Ratio:
         )
         gaps = latency(now.itl, before.itl)
         itl = gaps.mean / goal.itl if gaps is not None else 0.0
-        busy = self._mean(Role.PREFILL, lambda each: float(bool(each.load.batch)))
+        busy = self._mean(Role.PREFILL, lambda each: float(bool(each.load.batch or each.load.queued)))
         for role, workers in Counter(_serving(self._looks[-1]).values()).items():
             if role == Role.PREFILL:
                 yield _Load(role, workers, busy, are_late and busy >= _BUSY)
