@@ -250,7 +250,7 @@ class WorkerConfig:
 
     admin_key_file: str | None = option(
         None,
-        "key with which `switch` and `set` are signed (default: none, and they are refused)",
+        "key with which `switch`, `set` and `flip` are signed (default: none, and they are refused)",
         NOT_EMPTY,
         group="administration",
     )
