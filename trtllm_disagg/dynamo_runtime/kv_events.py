@@ -85,10 +85,12 @@ class RenewableSource:
             for block_hash in block_hashes:
                 self._blocks.pop(block_hash, None)
 
-    def renew(self) -> None:
+    def renew(self, open_source: Callable[[], EventSource] | None = None) -> None:
+        """`open_source`: in place of the one before, which was of another instance."""
         with self._lock:
             with suppress(Exception):  # it may be shut down already, by a renewal that failed then
                 self._source.shutdown()
+            self._open = open_source or self._open
             self._source = self._open()
             for block_hash in self._parents_first():
                 tokens, parent, salt = self._blocks[block_hash]
@@ -112,17 +114,20 @@ class EventSources:
 
     def __init__(self, *, may_be_dropped: bool) -> None:
         self._may_be_dropped = may_be_dropped
-        self._renewable: list[RenewableSource] = []
+        self._renewable: dict[str, RenewableSource] = {}
 
-    def open(self, open_source: Callable[[], EventSource]) -> EventSink:
+    def open(self, name: str, open_source: Callable[[], EventSource]) -> EventSink:
+        """A name that was open before has what it had."""
         if not self._may_be_dropped:
             return open_source()
-        source = RenewableSource(open_source)
-        self._renewable.append(source)
-        return source
+        if name in self._renewable:
+            self._renewable[name].renew(open_source)
+        else:
+            self._renewable[name] = RenewableSource(open_source)
+        return self._renewable[name]
 
     def renew(self) -> None:
-        for source in self._renewable:
+        for source in self._renewable.values():
             source.renew()
 
 

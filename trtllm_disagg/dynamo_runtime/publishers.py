@@ -216,11 +216,10 @@ def _kv_events(
     sources: EventSources,
 ) -> list[KvEventForwarder]:
     """What publishes cache events to frontends, to peers, and to this worker's own decider, as the flags say."""
-    #: (endpoint, the endpoint that owns the KV state published there)
-    listeners = (
-        [(runtime.endpoint_for_frontends, config.kv_state_endpoint)] if config.publish_kv_events else []
-    )
-    listeners += [(runtime.endpoint_for_workers, None)] if config.tells_peers else []
+    #: (who listens, endpoint, the endpoint that owns the KV state published there)
+    at_frontends = ("frontends", runtime.endpoint_for_frontends, config.kv_state_endpoint)
+    listeners = [at_frontends] if config.publish_kv_events else []
+    listeners += [("peers", runtime.endpoint_for_workers, None)] if config.tells_peers else []
     if not listeners and not config.reads_kv_events:
         return []
     metrics.polls_events_of(event_buffer_of(engine.llm))
@@ -229,6 +228,7 @@ def _kv_events(
     def of_rank(rank: int) -> EventsOfRank:
         sinks = [
             sources.open(
+                f"{listener}/{rank}",
                 partial(
                     KvEventPublisher,
                     endpoint,
@@ -236,9 +236,9 @@ def _kv_events(
                     dp_rank=rank,
                     enable_local_indexer=True,
                     kv_state_endpoint=owner,
-                )
+                ),
             )
-            for endpoint, owner in listeners
+            for listener, endpoint, owner in listeners
         ]
         cached_here = cached.of_rank(rank)
         if config.reads_kv_events:

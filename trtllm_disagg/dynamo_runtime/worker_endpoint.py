@@ -49,6 +49,8 @@ from trtllm_disagg.types import Generate
 
 log = logging.getLogger(__name__)
 
+_REOPEN_SECONDS = 2.0
+
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
@@ -72,7 +74,13 @@ class Runtime:
         self._config = config
         self._advertised = advertised
         self._health_check = health_check_payload(config.health_check_payload)
-        self._runtime = runtime or _open(config)
+        self._has_left = self._is_shut_down = False
+        self._become_instance(runtime or _open(config))
+
+    def _become_instance(self, runtime: Any) -> None:
+        """Be a new one, in this runtime of Dynamo's."""
+        config = self._config
+        self._runtime = runtime
         #: Where peers call this worker, and where frontends call it while it is a first stage. May be one endpoint.
         self.endpoint_for_workers = self._endpoint(config.worker_endpoint_id)
         self.endpoint_for_frontends = self._endpoint(config.frontend_endpoint_id)
@@ -89,7 +97,6 @@ class Runtime:
         #: Endpoint -> its id, where this worker is in discovery now.
         self._listed: dict[Any, str] = {}
         self._clients: dict[str, Any] = {}
-        self._has_left = self._is_shut_down = False
         self._has_card_for_peers = False
 
     async def wait_for_second_stage(self, endpoint_id: str) -> bool:
@@ -325,6 +332,23 @@ class Runtime:
             log.error("this worker cannot be called at %s: %s", endpoint_id, failure)
             self._listed.pop(endpoint, None)
         self._has_ended.set()
+
+    async def reopen(self) -> bool:
+        """After `serve`: become another instance, when Dynamo has ended its runtime by itself, as it does when a lease in
+        etcd is over: the network was cut, or etcd is empty. False after a shutdown.
+        """
+        # Until its runtime reaches etcd, Dynamo holds the interpreter: no signal is heard, and no health checked.
+        os.environ.setdefault("ETCD_STARTUP_CONNECT_TIMEOUT_SECONDS", "1")
+        while not self._is_shut_down:
+            log.warning("discovery has dropped this worker: it enters again, with the engine as it is")
+            try:
+                self._become_instance(_open(self._config))
+            except ConfigError as error:
+                log.warning("%s; the next attempt is in %g s", error, _REOPEN_SECONDS)
+                await asyncio.sleep(_REOPEN_SECONDS)
+            else:
+                return True
+        return False
 
     def shutdown(self) -> None:
         self._is_shut_down = True

@@ -394,6 +394,8 @@ class NatsPrefillQueue:
 
     async def start(self, generate: Generate, instance_id: int, endpoint: Any) -> None:
         expose(registry_of(QueueMetrics(self._watch.depth, self._watch.age)), endpoint, self._config)
+        if self._puller is not None:  # of the instance that this worker was before
+            await self._puller.close()
         if self._config.role is Role.PREFILL and not self._has_left:
             room = Room(self._config.max_batch_size, self._config.max_num_tokens)
             self._puller = Puller(self._broker, instance_id, room, generate)

@@ -44,7 +44,7 @@ class StageState:
         #: The requests from frontends that run; `switch` waits until an old first stage has none.
         self.whole_requests = InProgress()
         #: Stays true after a switch back: workers that started in between have the strategy from before it.
-        self._was_switched = False
+        self._was_switched = live.strategy.value != config.strategy
         #: Held during a change of strategy or registration: one at a time.
         self._changing = asyncio.Lock()
 

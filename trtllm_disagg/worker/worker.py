@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,18 +93,8 @@ async def run_worker(config: WorkerConfig, engine_args: dict[str, Any], api: Llm
     async with aclosing(await open_prefill_queue(config, kind_of(own))) as queue:
         require_system_port(os.environ)
         runtime = Runtime(config, advertised)
-        own_endpoint_ids = {config.endpoint_id, config.worker_endpoint_id}
-        names = ModelNameGuard(identity, runtime.instance_id, own_endpoint_ids, runtime.list_instances)
-        worker = _Worker(
-            config,
-            runtime,
-            queue,
-            StartupChecks(config, names, runtime),
-            _verifier(config, runtime.instance_id),
-            reporter,
-            tracer_of(os.environ, _worker_label(config.role, config.strategy), f"{runtime.instance_id:x}"),
-        )
-        await worker.run(api, engine_args, own)
+        parts = _parts_of_instance(config, identity, runtime)
+        await _Worker(config, runtime, queue, identity, reporter, *parts).run(api, engine_args, own)
 
 
 def _describe(config: WorkerConfig, engine_args: dict[str, Any]) -> tuple[ModelIdentity, dict[str, Any]]:
@@ -126,6 +116,20 @@ def _describe(config: WorkerConfig, engine_args: dict[str, Any]) -> tuple[ModelI
     return identity, describe_worker(config, fingerprint, identity)
 
 
+def _parts_of_instance(
+    config: WorkerConfig, identity: ModelIdentity, runtime: Runtime
+) -> tuple[StartupChecks, Verifier, Tracer]:
+    """Those that need this worker's instance id."""
+    own_endpoint_ids = {config.endpoint_id, config.worker_endpoint_id}
+    names = ModelNameGuard(identity, runtime.instance_id, own_endpoint_ids, runtime.list_instances)
+    label = _worker_label(config.role, config.strategy)
+    return (
+        StartupChecks(config, names, runtime),
+        _verifier(config, runtime.instance_id),
+        tracer_of(os.environ, label, f"{runtime.instance_id:x}"),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Worker:
     """All parts of a worker but its engine, which is loaded only after everything else has been checked."""
@@ -133,9 +137,10 @@ class _Worker:
     config: WorkerConfig
     runtime: Runtime
     queue: PrefillQueue
+    identity: ModelIdentity
+    reporter: Reporter
     checks: StartupChecks
     verifier: Verifier
-    reporter: Reporter
     tracer: Tracer
     drain: WorkerDrain = field(default_factory=WorkerDrain)
     lines: LinesTogether = field(default_factory=LinesTogether)
@@ -159,6 +164,7 @@ class _Worker:
         engine = await in_daemon_thread(load, "engine-load")
         load_seconds = time.monotonic() - began
         _tune_garbage_collector()
+        worker = self
         try:
             for missing in engine.capabilities.missing():
                 log.info("the engine cannot %s", missing)
@@ -170,10 +176,17 @@ class _Worker:
             )
             leaving = Leaving(self.runtime, self.drain, engine, self.queue, config.drain_seconds)
             leaving.leave_on_signals()
+            live = LiveState.of(config, model.block_size)
+            sources = EventSources(may_be_dropped=config.discovery_backend in ("file", "etcd"))
             async with leave_when_dead(engine, leaving, _health_times(config), config.stall_seconds):
-                await self._serve(engine, own, model, load_seconds)
+                await self._serve(engine, own, model, load_seconds, live, sources)
+                while await self.runtime.reopen():
+                    await asyncio.to_thread(worker.tracer.close)
+                    checks, verifier, tracer = _parts_of_instance(config, self.identity, self.runtime)
+                    worker = replace(self, checks=checks, verifier=verifier, tracer=tracer)
+                    await worker._serve(engine, own, model, load_seconds, live, sources)
         finally:
-            await asyncio.to_thread(self.tracer.close)
+            await asyncio.to_thread(worker.tracer.close)
             self.reporter.tell("ending the engine")
             if not await close(engine, _health_times(config)):
                 # Raised even while another error is: TensorRT-LLM's exit handler would wait without a limit.
@@ -182,15 +195,21 @@ class _Worker:
                 )
 
     async def _serve(
-        self, engine: Engine, own: dict[str, Any], model: ServedModel, load_seconds: float
+        self,
+        engine: Engine,
+        own: dict[str, Any],
+        model: ServedModel,
+        load_seconds: float,
+        live: LiveState,
+        sources: EventSources,
     ) -> None:
+        """`live`: what a command has changed stays so when this worker enters discovery again."""
         config, runtime = self.config, self.runtime
         self.reporter.tell("looking for the other stage")
         if not await self.checks.before_listing(own):
             return
-        live = LiveState.of(config, model.block_size, await self._occupancies())
+        live = replace(live, sinks=[], other_occupancy=await self._occupancies())
         peers = await self._open_peers(own, live)
-        sources = EventSources(may_be_dropped=config.discovery_backend == "file")
         registration = DynamoRegistration(runtime, model, sources, tells_peers=config.tells_peers)
         state = StageState(config, own, live, peers, registration, self.verifier)
         generate = self._request_path(engine, peers, live, state)

@@ -149,7 +149,7 @@ async def test_a_renewal_that_fails_halfway_is_tried_again(decode: Runtime) -> N
         return RecordingEventSink()
 
     sources = no_events()
-    sources.open(open_source)
+    sources.open("peers/0", open_source)
     registration = DynamoRegistration(decode, MODEL, sources, tells_peers=False)
     with pytest.raises(OSError, match="read-only"):
         await registration.renew()

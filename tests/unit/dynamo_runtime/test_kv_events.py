@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -212,21 +212,30 @@ class Renewed:
     def __init__(self, *, may_be_dropped: bool = True) -> None:
         self.opened: list[RecordingEventSink] = []
         self.sources = EventSources(may_be_dropped=may_be_dropped)
-        self.sink = self.sources.open(self._open)
+        self.sink = self.sources.open("peers/0", self._open)
+
+    def open_again(self) -> None:
+        """As the next instance of its worker."""
+        self.sink = self.sources.open("peers/0", self._open)
 
     def _open(self) -> RecordingEventSink:
         self.opened.append(RecordingEventSink())
         return self.opened[-1]
 
 
-def test_a_renewed_source_repeats_the_blocks_that_are_stored() -> None:
+@pytest.mark.parametrize(
+    "renew", [lambda r: r.sources.renew(), Renewed.open_again], ids=["renewed", "opened"]
+)
+def test_a_source_that_enters_again_repeats_the_blocks_that_are_stored(
+    renew: Callable[[Renewed], None],
+) -> None:
     renewed = Renewed()
     renewed.sink.publish_stored(list(range(8)), [4, 4], [1, 2], 7, cache_salt="tenant-1")
     renewed.sink.publish_stored([9, 9, 9, 9], [4], [7])
     renewed.sink.publish_stored([8, 8, 8, 8], [4], [3])
     renewed.sink.publish_removed([3])
 
-    renewed.sources.renew()
+    renew(renewed)
 
     assert [each.is_shut_down for each in renewed.opened] == [True, False]
     assert renewed.opened[-1].events == [
