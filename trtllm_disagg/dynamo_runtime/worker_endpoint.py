@@ -334,8 +334,8 @@ class Runtime:
         self._has_ended.set()
 
     async def reopen(self) -> bool:
-        """After `serve`: become another instance, when Dynamo has ended its runtime by itself, as it does when a lease in
-        etcd is over: the network was cut, or etcd is empty. False after a shutdown.
+        """After `serve`: become another instance, when Dynamo has ended its runtime by itself, as it does when the
+        lease in etcd is over: the network was cut, or etcd is empty. False after a shutdown.
         """
         # Until its runtime reaches etcd, Dynamo holds the interpreter: no signal is heard, and no health checked.
         os.environ.setdefault("ETCD_STARTUP_CONNECT_TIMEOUT_SECONDS", "1")
