@@ -326,6 +326,13 @@ class Runtime:
             self._listed.pop(endpoint, None)
         self._has_ended.set()
 
+    @property
+    def was_dropped(self) -> bool:
+        """Dynamo has ended its runtime by itself. It does so when the lease in etcd is over: after a cut of the network,
+        or when etcd starts empty.
+        """
+        return not self._is_shut_down
+
     def shutdown(self) -> None:
         self._is_shut_down = True
         self._runtime.shutdown()

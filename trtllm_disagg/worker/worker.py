@@ -33,7 +33,7 @@ from trtllm_disagg.engine.health import HealthTimes, close, probe
 from trtllm_disagg.engine.llm_api import LlmApi, serve_as_rank
 from trtllm_disagg.engine.rank_placement import Affinity
 from trtllm_disagg.engine.trtllm_version import installed_version
-from trtllm_disagg.errors import EngineLostError
+from trtllm_disagg.errors import ConfigError, EngineLostError
 from trtllm_disagg.handlers.admission import Admission
 from trtllm_disagg.handlers.cancellation import WorkerDrain
 from trtllm_disagg.handlers.decide import OtherOccupancy, StageOccupancy
@@ -72,7 +72,7 @@ log = logging.getLogger(__name__)
 
 #: Thresholds of generations 0, 1 and 2 of the garbage collector; Python's defaults are 700, 10, 10.
 _COLLECTOR_THRESHOLDS = 20_000, 20, 20
-_LOAD_SECONDS = 1.0
+_LOAD_SECONDS, _REOPEN_SECONDS = 1.0, 2.0
 
 
 async def run_worker(config: WorkerConfig, engine_args: dict[str, Any], api: LlmApi) -> None:
@@ -95,7 +95,7 @@ async def run_worker(config: WorkerConfig, engine_args: dict[str, Any], api: Llm
         api,
         reporter,
         await asyncio.to_thread(Advertised.of, config, engine_args),
-        EventSources(renewable=config.discovery_backend == "file" or config.role is not Role.AGG),
+        EventSources(renewable=config.discovery_backend in ("file", "etcd") or config.role is not Role.AGG),
     )
     try:
         await serve_in_turns(Turn(config), partial(_serve_as, process), process.told_to_stop)
@@ -189,7 +189,8 @@ async def _serve_as(process: _Process, turn: Turn) -> Turn | None:
     own |= {"flipped_from": turn.flipped_from, "process": process.reporter.name}
     async with aclosing(await open_prefill_queue(config, kind_of(own))) as queue:
         require_system_port(os.environ)
-        runtime = Runtime(config, process.advertised)
+        if (runtime := await _open_runtime(process, config)) is None:
+            return None
         own_endpoint_ids = {config.endpoint_id, config.worker_endpoint_id}
         names = ModelNameGuard(identity, runtime.instance_id, own_endpoint_ids, runtime.list_instances)
         worker = _Worker(
@@ -206,7 +207,23 @@ async def _serve_as(process: _Process, turn: Turn) -> Turn | None:
         to = await worker.run(own)
     if to is None:
         return None
-    return Turn(flipped(config, to), turn.live, f"{runtime.instance_id:x}")
+    following = config if to is config.role else flipped(config, to)
+    return Turn(following, turn.live, f"{runtime.instance_id:x}")
+
+
+async def _open_runtime(process: _Process, config: WorkerConfig) -> Runtime | None:
+    """None for a worker that was told to stop while discovery could not be reached. At its first start it does not wait
+    for discovery.
+    """
+    while not process.told_to_stop.is_set():
+        try:
+            return Runtime(config, process.advertised)
+        except ConfigError as error:
+            if process.engine is None:
+                raise
+            log.warning("%s; the next attempt is in %g s", error, _REOPEN_SECONDS)
+        await asyncio.sleep(_REOPEN_SECONDS)
+    return None
 
 
 def _describe(config: WorkerConfig, engine_args: dict[str, Any]) -> tuple[ModelIdentity, dict[str, Any]]:
@@ -269,6 +286,11 @@ class _Worker:
         finally:
             stopping.cancel()
             await asyncio.to_thread(self.tracer.close)
+        if self.runtime.was_dropped:
+            log.warning("discovery has dropped this worker: it enters again, with the engine as it is")
+            # Until its runtime reaches etcd, Dynamo holds the interpreter: no signal is heard, and no health checked.
+            os.environ.setdefault("ETCD_STARTUP_CONNECT_TIMEOUT_SECONDS", "1")
+            return config.role
         return leaving.flips_to
 
     async def _serve(self, engine: Engine, own: dict[str, Any], model: ServedModel, leaving: Leaving) -> None:

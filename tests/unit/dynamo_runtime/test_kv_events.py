@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -214,19 +214,28 @@ class Renewed:
         self.sources = EventSources(renewable=may_be_dropped)
         self.sink = self.sources.open("frontends", self._open)
 
+    def open_again(self) -> None:
+        """As in the next role of its worker."""
+        self.sink = self.sources.open("frontends", self._open)
+
     def _open(self) -> RecordingEventSink:
         self.opened.append(RecordingEventSink())
         return self.opened[-1]
 
 
-def test_a_renewed_source_repeats_the_blocks_that_are_stored() -> None:
+@pytest.mark.parametrize(
+    "renew", [lambda r: r.sources.renew(), Renewed.open_again], ids=["renewed", "opened"]
+)
+def test_a_source_that_enters_again_repeats_the_blocks_that_are_stored(
+    renew: Callable[[Renewed], None],
+) -> None:
     renewed = Renewed()
     renewed.sink.publish_stored(list(range(8)), [4, 4], [1, 2], 7, cache_salt="tenant-1")
     renewed.sink.publish_stored([9, 9, 9, 9], [4], [7])
     renewed.sink.publish_stored([8, 8, 8, 8], [4], [3])
     renewed.sink.publish_removed([3])
 
-    renewed.sources.renew()
+    renew(renewed)
 
     assert [each.is_shut_down for each in renewed.opened] == [True, False]
     assert renewed.opened[-1].events == [
