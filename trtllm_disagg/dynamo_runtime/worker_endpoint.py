@@ -328,7 +328,7 @@ class Runtime:
 
     @property
     def was_dropped(self) -> bool:
-        """Dynamo has ended its runtime by itself. It does so when the lease in etcd is over: after a cut of the network,
+        """Dynamo has ended its runtime by itself, as when the lease in etcd is over: after a cut of the network,
         or when etcd starts empty.
         """
         return not self._is_shut_down
