@@ -70,6 +70,11 @@ COMMANDS = {
         "trtllm_disagg.tools.admin.scale_command",
         "trtllm-disagg scale --run-dir DIR --prefill 2 --decode 3",
     ),
+    "rollout": Command(
+        "replace the workers of a running deployment by those of another revision",
+        "trtllm_disagg.tools.admin.rollout_command",
+        "trtllm-disagg rollout --run-dir DIR --to v2 --model DIR",
+    ),
     "plan": Command(
         "simulate in seconds which layout of modelled GPUs suits a model, traffic and limits",
         "trtllm_disagg.tools.plan",

@@ -60,6 +60,7 @@ class Leaving:
         self._drain_seconds = drain_seconds
         self._leave_seconds = leave_seconds
         self._leaving: asyncio.Task[None] | None = None
+        self._is_quiet = asyncio.Event()
 
     def leave_on_signals(self) -> None:
         """On SIGTERM and SIGINT; a frontend may still send requests in the grace period after them."""
@@ -73,12 +74,23 @@ class Leaving:
             self._drain.begin(reason)
             self._leaving = asyncio.create_task(self._leave(reason, grace_seconds), name="leaving")
 
+    async def finish(self, seconds: float) -> int:
+        """Leave on a command, which is answered when the requests have ended, or after `seconds`. Returns how many of
+        them still run.
+        """
+        if self._leaving is None:
+            self._drain_seconds = seconds
+        self.leave("a command", get_grace_period_seconds())
+        await self._is_quiet.wait()
+        return self._drain.num_running
+
     async def _leave(self, reason: str, grace_seconds: float) -> None:
         log.info("leaving: %s", reason)
         try:
             await self._leave_discovery()
             await asyncio.sleep(grace_seconds)
             await self._wait_until_quiet()
+            self._is_quiet.set()
             await self._drain.cut()
         finally:
             self._runtime.shutdown()

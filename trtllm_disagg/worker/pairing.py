@@ -147,8 +147,10 @@ class Property(NamedTuple):
     is_in_kind: bool = True
 
 
-def _equal(key: str, setting: str, *, may_change: bool = False) -> Property:
-    return Property(key, setting, lambda one, other: bool(one.get(key) == other.get(key)), may_change)
+def _equal(key: str, setting: str, *, may_change: bool = False, is_in_kind: bool = True) -> Property:
+    return Property(
+        key, setting, lambda one, other: bool(one.get(key) == other.get(key)), may_change, is_in_kind
+    )
 
 
 def may_share_kv(one: Description, other: Description) -> bool:
@@ -213,6 +215,8 @@ PROPERTIES = (
     Property("speculative", "speculative_config", _drafts_fit, is_in_kind=False),
     Property("max_seq_len", "max_seq_len", _lengths_fit, is_in_kind=False),
     _equal("model", "--served-model-name"),
+    # Not known to version 0.2. A queue is behind one endpoint, whose namespace has the revision.
+    _equal("revision", "--worker-revision", is_in_kind=False),
     Property("weights", "--model (hash of config.json and weights)", may_share_kv),
 )
 BY_KEY = {each.key: each for each in PROPERTIES}
@@ -234,6 +238,7 @@ def describe_worker(
             "schedule_style": config.schedule_style.value,
             "handoff_protocol": config.handoff_protocol,
             "prefill_dispatch": config.prefill_dispatch,
+            "revision": config.worker_revision,
             "kv_transport": None,
             "ctx_info_endpoint": None,
             "ctx_dp_rank": None,

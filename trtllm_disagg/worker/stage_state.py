@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
-from trtllm_disagg.admin.commands import Command, Set, Verifier
+from trtllm_disagg.admin.commands import Command, Leave, Set, Verifier
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.handlers.decide import KV_OCCUPANCY
@@ -33,14 +34,18 @@ class StageState:
         peers: Peers,
         registration: DynamoRegistration,
         verifier: Verifier,
+        finish: Callable[[float], Awaitable[int]],
     ) -> None:
-        """`own`: the constant part of this worker's description. `peers`: used only on workers that may switch."""
+        """`own`: the constant part of this worker's description. `peers`: used only on workers that may switch.
+        `finish`: leaves the deployment (`Leaving.finish`).
+        """
         self._config = config
         self._own = own
         self._live = live
         self._peers = peers
         self._registration = registration
         self._verifier = verifier
+        self._finish = finish
         #: The requests from frontends that run; `switch` waits until an old first stage has none.
         self.whole_requests = InProgress()
         #: Stays true after a switch back: workers that started in between have the strategy from before it.
@@ -106,6 +111,8 @@ class StageState:
     async def _execute(self, command: Command) -> dict[str, Any]:
         if isinstance(command, Set):
             return {"changed": self._live.set_thresholds(command.values, "set")}
+        if isinstance(command, Leave):
+            return {"requests_left": await self._finish(command.seconds)}
         await self._switch(command.to)
         return self.describe()
 

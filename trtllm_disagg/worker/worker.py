@@ -171,7 +171,7 @@ class _Worker:
             leaving = Leaving(self.runtime, self.drain, engine, self.queue, config.drain_seconds)
             leaving.leave_on_signals()
             async with leave_when_dead(engine, leaving, _health_times(config), config.stall_seconds):
-                await self._serve(engine, own, model, load_seconds)
+                await self._serve(engine, own, model, load_seconds, leaving)
         finally:
             await asyncio.to_thread(self.tracer.close)
             self.reporter.tell("ending the engine")
@@ -182,7 +182,12 @@ class _Worker:
                 )
 
     async def _serve(
-        self, engine: Engine, own: dict[str, Any], model: ServedModel, load_seconds: float
+        self,
+        engine: Engine,
+        own: dict[str, Any],
+        model: ServedModel,
+        load_seconds: float,
+        leaving: Leaving,
     ) -> None:
         config, runtime = self.config, self.runtime
         self.reporter.tell("looking for the other stage")
@@ -192,7 +197,7 @@ class _Worker:
         peers = await self._open_peers(own, live)
         sources = EventSources(may_be_dropped=config.discovery_backend == "file")
         registration = DynamoRegistration(runtime, model, sources, tells_peers=config.tells_peers)
-        state = StageState(config, own, live, peers, registration, self.verifier)
+        state = StageState(config, own, live, peers, registration, self.verifier, leaving.finish)
         generate = self._request_path(engine, peers, live, state)
         publishers = await create_publishers(config, runtime, engine, model, live, load_seconds, sources)
         for publisher in publishers:

@@ -1,5 +1,5 @@
-"""The client of `switch` and `set`: finds the workers of a running deployment, and sends commands (`commands.py`),
-signed with the deployment's key, to them and to their `up`.
+"""The client of `switch`, `set` and `rollout`: finds the workers of a running deployment, and sends commands
+(`commands.py`), signed with the deployment's key, to them and to their `up`.
 
 A deployment is either that of an `up`, given by its run directory, or any other one, found by Dynamo's discovery.
 """
@@ -10,7 +10,7 @@ import argparse
 import asyncio
 import os
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import partial
@@ -24,11 +24,13 @@ from trtllm_disagg.admin.commands import (
     Describe,
     DescribedInstance,
     Description,
+    Rollout,
     Signer,
     UpCommand,
 )
 from trtllm_disagg.admin.keys import KEY_FILE, AdminKey
 from trtllm_disagg.config.args import argument_parser_of, whereabouts_of
+from trtllm_disagg.config.settings import namespace_of
 from trtllm_disagg.config.worker_config import SETTINGS, Role, flag_of
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.processes.exits import ExitCode
@@ -122,6 +124,9 @@ class Up:
     def change_new_workers(self, command: UpCommand) -> None:
         """Start further workers with the strategy or the thresholds of `command`. Raises a DisaggError."""
 
+    def roll_out(self, command: Callable[[str], Rollout]) -> None:
+        """Start the workers of a revision, unless they serve. `command`: for its strategy. Raises a DisaggError."""
+
     def starting(self) -> set[str]:
         """The names of its workers that are not ready yet."""
         return set()
@@ -145,6 +150,11 @@ class UpOfRunDir(Up):
         except ConfigError as error:  # no wrong setting: this `up` answered before
             raise DisaggError(f"workers were changed, but `up` knows nothing of it: {error}") from None
 
+    def roll_out(self, command: Callable[[str], Rollout]) -> None:
+        from trtllm_disagg.tools.up.command_socket import send_to_up
+
+        send_to_up(self.run_dir, command(self.described["strategy"]), say)
+
     def starting(self) -> set[str]:
         from trtllm_disagg.tools.up.run_dir import is_alive, read_processes
 
@@ -159,15 +169,22 @@ class UpOfRunDir(Up):
 Change = Callable[[Workers, Up], Awaitable[ExitCode]]
 
 
-def change_deployment(args: argparse.Namespace, change: Change) -> ExitCode:
-    """Run `change`, while no other command changes the deployment of this run directory.
+def change_deployment(
+    args: argparse.Namespace, change: Change, revisions: Iterable[str] | None = None
+) -> ExitCode:
+    """Run `change` on the workers of these revisions, with an `up` also on all that it has; None: on those of the
+    current one. No other command changes the deployment of this run directory meanwhile.
 
     Returns the exit code of `change`, or 1 when it failed midway. Raises ConfigError for a wrong setting.
     """
     if args.run_dir is None:
         # A whole name: no suffix is added.
         given = {"namespace": argument_parser_of("namespace")(args.namespace)} if args.namespace else {}
-        return _change(args, Up(), whereabouts_of(os.environ) | given, change)
+        where = whereabouts_of(os.environ) | given
+        namespaces = {namespace_of(where["namespace"], revision): None for revision in revisions or ("",)}
+        return _change(args, Up(), where, namespaces, change)
+    if elsewhere := [f"--{name}" for name in ("namespace", "frontend", "from") if getattr(args, name, None)]:
+        raise ConfigError(f"--run-dir says where everything is; give no {' and no '.join(elsewhere)} with it")
     from trtllm_disagg.tools.up.command_socket import send_to_up
     from trtllm_disagg.tools.up.plan import PLANES
     from trtllm_disagg.tools.up.run_dir import one_change_at_a_time
@@ -176,12 +193,16 @@ def change_deployment(args: argparse.Namespace, change: Change) -> ExitCode:
     with one_change_at_a_time(args.run_dir, waits):
         described = send_to_up(args.run_dir, Describe(), seconds=_ANSWER_SECONDS)
         os.environ["DYN_FILE_KV"] = described["discovery"]
-        where = PLANES | {"namespace": described["namespace"]}
-        return _change(args, UpOfRunDir(args.run_dir, described), where, change)
+        live = described["revisions"]
+        all_of_them = live[:1] if revisions is None else (*live, *revisions)
+        namespaces = {namespace_of(described["namespace"], each): None for each in all_of_them}
+        return _change(args, UpOfRunDir(args.run_dir, described), PLANES, namespaces, change)
 
 
-def _change(args: argparse.Namespace, up: Up, where: Mapping[str, str], change: Change) -> ExitCode:
-    """`where`: the values of WHEREABOUTS."""
+def _change(
+    args: argparse.Namespace, up: Up, where: Mapping[str, str], namespaces: Iterable[str], change: Change
+) -> ExitCode:
+    """`where`: the planes."""
     with_key = signer(args.run_dir, args.key_file, os.environ)
 
     async def run() -> ExitCode:
@@ -192,7 +213,7 @@ def _change(args: argparse.Namespace, up: Up, where: Mapping[str, str], change: 
                 backend=where["discovery_backend"],
                 request_plane=where["request_plane"],
                 event_plane=where["event_plane"],
-                namespace=where["namespace"],
+                namespaces=namespaces,
                 signer=with_key,
                 timeout=_ANSWER_SECONDS,
             )

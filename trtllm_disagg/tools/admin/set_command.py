@@ -51,8 +51,6 @@ def run(args: argparse.Namespace) -> ExitCode:
     values = {name: getattr(args, name) for name in NAMES if getattr(args, name) is not None}
     if not values:
         raise ConfigError(f"give at least one of {', '.join(map(flag_of, NAMES))}")
-    if args.run_dir is not None and args.namespace:
-        raise ConfigError("--run-dir says where everything is; give no --namespace with it")
     instance = None if args.instance is None else _instance_id(args.instance)
 
     async def change(workers: Workers, up: Up) -> ExitCode:

@@ -1,4 +1,4 @@
-"""The socket in the run directory of an `up`, by which `switch`, `set` and `scale` reach it; only its user may open it.
+"""The socket in the run directory of an `up`, by which commands reach it; only its user may open it.
 
 The request is one JSON line (`commands.UpCommand`). The answer is JSON lines: any number of {"said": ...}, then
 {"done": ...}, {"refused": ...} for a wrong setting or a line that is no command, or {"failed": ...}. A command that has
@@ -21,7 +21,7 @@ from typing import Any, TypedDict
 import msgspec
 
 from trtllm_disagg import __version__
-from trtllm_disagg.admin.commands import Describe, Scale, Set, Switch, UpCommand, decode_up_command
+from trtllm_disagg.admin.commands import Describe, Rollout, Scale, Set, Switch, UpCommand, decode_up_command
 from trtllm_disagg.config.thresholds import check_thresholds
 from trtllm_disagg.errors import ConfigError, DisaggError, StageTimeoutError
 from trtllm_disagg.processes.machine import peer_process
@@ -48,9 +48,17 @@ class DeploymentDescription(TypedDict):
     model: str
     url: str
     discovery: str
+    #: Of its workers, the current one first.
+    revisions: list[str]
 
 
-_ANSWERS: Mapping[type, Any] = {Describe: DeploymentDescription, Switch: str, Set: str, Scale: dict[str, int]}
+_ANSWERS: Mapping[type, Any] = {
+    Describe: DeploymentDescription,
+    Switch: str,
+    Set: str,
+    Scale: dict[str, int],
+    Rollout: str,
+}
 
 
 class NoUpError(ConfigError):
@@ -127,6 +135,7 @@ class CommandServer:
                 model=config.served_model_name,
                 url=config.base_url,
                 discovery=str(config.run_dir / DISCOVERY_DIR),
+                revisions=list(dict.fromkeys((config.revision, *self._supervisor.revisions))),
             )
         if isinstance(command, Switch):
             return self._switch(command.to)
@@ -138,7 +147,10 @@ class CommandServer:
                 self._supervisor.note(text)
                 say(text)
 
-            return await Scaler(self._supervisor).scale(command.workers, note)
+            scaler = Scaler(self._supervisor)
+            if isinstance(command, Rollout):
+                return await scaler.roll_out(command, note)
+            return await scaler.scale(command.workers, note)
 
     def _switch(self, to: str) -> str:
         """Start further workers with `to`; the running workers have been switched already."""
