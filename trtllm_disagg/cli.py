@@ -80,6 +80,11 @@ COMMANDS = {
         "trtllm_disagg.tools.admin.autoscale_command",
         "trtllm-disagg autoscale --run-dir DIR --slo ttft=500,tpot=30 --most 8",
     ),
+    "rollout": Command(
+        "replace the workers of a running deployment by those of another revision",
+        "trtllm_disagg.tools.admin.rollout_command",
+        "trtllm-disagg rollout --run-dir DIR --to v2 --model DIR",
+    ),
     "plan": Command(
         "simulate in seconds which layout of modelled GPUs suits a model, traffic and limits",
         "trtllm_disagg.tools.plan",

@@ -12,11 +12,12 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from trtllm_disagg.admin.keys import AdminKey
+from trtllm_disagg.config.settings import MOST_SECONDS
 from trtllm_disagg.config.worker_config import Role, flag_of
 from trtllm_disagg.errors import CommandRefusedError, ConfigError, InvalidRequestError
 from trtllm_disagg.strategies import require_switchable
@@ -56,8 +57,26 @@ class Scale(msgspec.Struct, frozen=True, tag_field="command", tag="scale", forbi
     workers: dict[str, int]
 
 
-Command = Switch | Set | Flip
-UpCommand = Describe | Command | Scale
+class Leave(msgspec.Struct, frozen=True, tag_field="command", tag="leave", forbid_unknown_fields=True):
+    """For a worker: it leaves discovery, finishes its requests for up to `seconds`, answers, and ends."""
+
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=MOST_SECONDS)]
+
+
+class Rollout(msgspec.Struct, frozen=True, tag_field="command", tag="rollout", forbid_unknown_fields=True):
+    """For `up` alone: starts as many workers of `revision` as there are now, with what is not empty here."""
+
+    revision: str
+    model: str = ""
+    #: Role -> path of its engine config.
+    engine_configs: dict[str, str] = {}
+    #: Interpreter of the new workers.
+    python: str = ""
+    worker_args: tuple[str, ...] = ()
+
+
+Command = Switch | Set | Flip | Leave
+UpCommand = Describe | Switch | Set | Flip | Scale | Rollout
 
 
 def is_control(request: Mapping[str, Any]) -> bool:
@@ -69,7 +88,9 @@ def decode_command(raw: Any) -> Command:
     try:
         command: Command = msgspec.convert(raw, Command)
     except msgspec.ValidationError as error:
-        raise InvalidRequestError(f"{CONTROL}: {error}; expected a command of switch, set, flip") from None
+        raise InvalidRequestError(
+            f"{CONTROL}: {error}; expected a command of switch, set, flip, leave"
+        ) from None
     if isinstance(command, Switch):
         try:
             require_switchable(command.to, "to")
@@ -83,12 +104,14 @@ def decode_up_command(line: bytes) -> UpCommand:
     try:
         command: UpCommand = msgspec.json.decode(line, type=UpCommand)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"command: {error}; expected one of describe, switch, set, flip, scale") from None
+        raise ConfigError(
+            f"command: {error}; expected one of describe, switch, set, flip, scale, rollout"
+        ) from None
     return command
 
 
 class Description(msgspec.Struct, frozen=True):
-    """The part of a worker's description that `switch`, `flip` and `autoscale` need."""
+    """The part of a worker's description that commands need."""
 
     role: Role
     strategy: str
@@ -109,6 +132,7 @@ class Description(msgspec.Struct, frozen=True):
     process: str = ""
     #: It has entered its role; before that it may give way to another worker, or fail.
     ready: bool = True
+    revision: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from trtllm_disagg.config.dynamo_flags import (
     refuse_ignored_variables,
     wants_forward_pass_metrics,
 )
-from trtllm_disagg.config.settings import NO, YES, Setting, parse_endpoint_id
+from trtllm_disagg.config.settings import NO, YES, Setting, namespace_of, parse_endpoint_id
 from trtllm_disagg.config.worker_config import (
     DECIDER_THRESHOLDS,
     SETTINGS,
@@ -49,7 +49,6 @@ _DOTTED = "--trtllm"
 _OVERRIDE = "--override-engine-args"
 #: When this variable is set, etcd is the default discovery, as in Dynamo.
 _ETCD = "ETCD_ENDPOINTS"
-NAMESPACE_SUFFIX = "DYN_NAMESPACE_WORKER_SUFFIX"
 # One flag of Dynamo that sets two settings.
 _BOTH_PUBLISHERS_FLAG = "--publish-events-and-metrics"
 _BOTH_PUBLISHERS = ("publish_kv_events", "publish_metrics")
@@ -174,7 +173,7 @@ def config_from_namespace(
     if "model" not in values:
         raise ConfigError(f"--model is missing; give it, or set {SETTINGS['model'].variables[0]}")
     _resolve_endpoints(values)
-    _resolve_namespace(values, environ, by_flag="namespace" in given)
+    _resolve_namespace(values, by_flag="namespace" in given)
     _resolve_discovery(values, environ)
     if wants_forward_pass_metrics(namespace, environ):
         values.setdefault("publish_forward_pass_metrics", True)
@@ -194,8 +193,8 @@ def config_from_namespace(
 
 def whereabouts_of(environ: Mapping[str, str]) -> dict[str, str]:
     """The values of WHEREABOUTS of a worker that starts here without a flag for them. Raises ConfigError."""
-    values = _from_environment(environ, (*WHEREABOUTS, "endpoint"))
-    _resolve_namespace(values, environ, by_flag=False)
+    values = _from_environment(environ, (*WHEREABOUTS, "endpoint", "worker_revision"))
+    _resolve_namespace(values, by_flag=False)
     _resolve_discovery(values, environ)
     return {name: str(values.get(name, SETTINGS[name].default)) for name in WHEREABOUTS}
 
@@ -287,15 +286,14 @@ def _resolve_endpoints(values: dict[str, Any]) -> None:
             values[name] = parse_endpoint_id(values[name]).url
 
 
-def _resolve_namespace(values: dict[str, Any], environ: Mapping[str, str], *, by_flag: bool) -> None:
-    """As in Dynamo: an endpoint includes its namespace; otherwise a suffix distinguishes worker pools."""
-    suffix = environ.get(NAMESPACE_SUFFIX)
+def _resolve_namespace(values: dict[str, Any], *, by_flag: bool) -> None:
+    """As in Dynamo: an endpoint includes its namespace; otherwise a suffix distinguishes revisions."""
     if "endpoint" in values:
         # With --namespace as well, WorkerConfig checks that the two agree.
         if not by_flag:
             values["namespace"] = parse_endpoint_id(values["endpoint"]).namespace
-    elif suffix:
-        values["namespace"] = f"{values.get('namespace', SETTINGS['namespace'].default)}-{suffix}"
+    elif revision := values.get("worker_revision"):
+        values["namespace"] = namespace_of(values.get("namespace", SETTINGS["namespace"].default), revision)
 
 
 def _resolve_discovery(values: dict[str, Any], environ: Mapping[str, str]) -> None:

@@ -45,6 +45,11 @@ def parse_endpoint_id(endpoint_id: str, key: str = "endpoint") -> EndpointParts:
     return EndpointParts(*match.groups())
 
 
+def namespace_of(namespace: str, revision: str | None) -> str:
+    """Of the workers of a revision, as Dynamo's operator names it: frontends and workers keep namespaces apart."""
+    return f"{namespace}-{revision}" if revision else namespace
+
+
 #: Role -> its component in Dynamo's Planner and dashboards.
 COMPONENTS = {"prefill": "prefill", "decode": "backend", "agg": "backend"}
 #: The component at which frontends find the first stage of the worker-side strategies.

@@ -187,6 +187,12 @@ class WorkerConfig:
     namespace: str = option(
         "dynamo", "Dynamo namespace", NAMESPACE, group="endpoints and planes", dynamo=DYNAMO_RUNTIME
     )
+    worker_revision: str | None = option(
+        None,
+        "revision of model or software in a rolling update, appended to the namespace",
+        NAMESPACE,
+        variables=("DYN_NAMESPACE_WORKER_SUFFIX",),
+    )
     endpoint: str | None = option(
         None, "where this worker is reached, dyn://ns.component.endpoint", ENDPOINT_ID, dynamo=DYNAMO_RUNTIME
     )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 from dynamo._core import VirtualConnectorClient
 from dynamo.runtime import DistributedRuntime
 
-from trtllm_disagg.admin.commands import CONTROL, Command, DescribedInstance, Signer
+from trtllm_disagg.admin.commands import CONTROL, Command, DescribedInstance, Leave, Signer
 from trtllm_disagg.config.settings import endpoint_of, parse_endpoint_id
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.dynamo_runtime.error_mapping import from_dynamo
@@ -35,7 +35,7 @@ class Controller:
         # A first stage is at two endpoints. The later one, that of its role, stays in use after a switch.
         names = {i: endpoint for endpoint, client in self._clients.items() for i in client.instance_ids()}
         answers = await asyncio.gather(
-            *(self._ask(endpoint, i, {DESCRIBE: True}) for i, endpoint in names.items()),
+            *(self._ask(endpoint, i, {DESCRIBE: True}, self._timeout) for i, endpoint in names.items()),
             return_exceptions=True,
         )
         workers = []
@@ -58,16 +58,20 @@ class Controller:
 
     async def send(self, endpoint_id: str, instance_id: int, command: Command) -> dict[str, Any]:
         """Send a command and return its answer. Raises a DisaggError when it is refused or not answered in time."""
-        return await self._ask(endpoint_id, instance_id, self._signer.request(command, instance_id))
+        request = self._signer.request(command, instance_id)
+        drains = command.seconds if isinstance(command, Leave) else 0.0
+        return await self._ask(endpoint_id, instance_id, request, self._timeout + drains)
 
-    async def _ask(self, endpoint_id: str, instance_id: int, request: dict[str, Any]) -> dict[str, Any]:
+    async def _ask(
+        self, endpoint_id: str, instance_id: int, request: dict[str, Any], timeout: float
+    ) -> dict[str, Any]:
         name = f"instance {instance_id:x} at {endpoint_id}"
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(timeout):
                 stream = await self._clients[endpoint_id].direct(request, instance_id)
                 answers = [item.data() async for item in stream if not item.is_error()]
         except TimeoutError:
-            raise StageTimeoutError(f"{name} did not answer within {self._timeout:g} s") from None
+            raise StageTimeoutError(f"{name} did not answer within {timeout:g} s") from None
         except Exception as error:
             here = from_dynamo(error)
             raise type(here)(f"{name}: {here}") from error
@@ -78,12 +82,19 @@ class Controller:
 
 @asynccontextmanager
 async def controller(
-    *, backend: str, request_plane: str, event_plane: str, namespace: str, signer: Signer, timeout: float
+    *,
+    backend: str,
+    request_plane: str,
+    event_plane: str,
+    namespaces: Iterable[str],
+    signer: Signer,
+    timeout: float,
 ) -> AsyncIterator[Controller]:
-    """For the workers of a namespace at their usual endpoints. Dynamo's variables locate discovery."""
+    """For the workers of some namespaces at their usual endpoints. Dynamo's variables locate discovery."""
     runtime = DistributedRuntime(asyncio.get_running_loop(), backend, request_plane, event_plane=event_plane)
     try:
-        endpoints = [endpoint_of(namespace, role) for role in (None, Role.PREFILL, Role.DECODE)]
+        roles = (None, Role.PREFILL, Role.DECODE)
+        endpoints = [endpoint_of(namespace, role) for namespace in namespaces for role in roles]
         clients = {
             endpoint: await runtime.endpoint(parse_endpoint_id(endpoint).dotted).client()
             for endpoint in endpoints

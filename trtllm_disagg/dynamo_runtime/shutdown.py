@@ -67,6 +67,7 @@ class Leaving:
         self._leaving: asyncio.Task[None] | None = None
         #: The role in which this worker serves next; None: it ends.
         self.flips_to: Role | None = None
+        self._is_quiet = asyncio.Event()
 
     async def leave_when(self, told_to_stop: asyncio.Event) -> None:
         """A frontend may still send requests in the grace period after that."""
@@ -92,6 +93,16 @@ class Leaving:
             self._drain.begin(reason)
             self._leaving = asyncio.create_task(self._leave(reason, grace_seconds), name="leaving")
 
+    async def finish(self, seconds: float) -> int:
+        """Leave on a command, which is answered when the requests have ended, or after `seconds`. Returns how many of
+        them still run.
+        """
+        if self._leaving is None:
+            self._drain_seconds = seconds
+        self.leave("a command", get_grace_period_seconds())
+        await self._is_quiet.wait()
+        return self._drain.num_running
+
     async def _until_uncalled(self, grace_seconds: float) -> None:
         """Wait until callers know that this worker has left: for the grace period, or until no request has come for a
         part of it. A request that comes later finds no worker, and is sent to another one.
@@ -114,6 +125,7 @@ class Leaving:
             else:
                 await self._until_uncalled(grace_seconds)
             await self._wait_until_quiet()
+            self._is_quiet.set()
             await self._drain.cut()
         finally:
             self._runtime.shutdown()

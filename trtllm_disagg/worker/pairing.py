@@ -18,6 +18,7 @@ from trtllm_disagg.engine.engine_facts import EngineFacts
 from trtllm_disagg.engine.engines import ENGINES, UNRESOLVED
 from trtllm_disagg.engine.trtllm_version import OLDEST_SERVED
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.wire.kv_handle import VERSION as HANDLE_VERSION
 from trtllm_disagg.worker.model_facts import UNKNOWN_MODEL, ModelFacts
 
 #: A worker's JSON answer to a `Describe`. One from another version of this package may lack keys.
@@ -148,8 +149,10 @@ class Property(NamedTuple):
     is_in_kind: bool = True
 
 
-def _equal(key: str, setting: str, *, may_change: bool = False) -> Property:
-    return Property(key, setting, lambda one, other: bool(one.get(key) == other.get(key)), may_change)
+def _equal(key: str, setting: str, *, may_change: bool = False, is_in_kind: bool = True) -> Property:
+    return Property(
+        key, setting, lambda one, other: bool(one.get(key) == other.get(key)), may_change, is_in_kind
+    )
 
 
 def unmet_by_prefill(engine: Description) -> dict[str, str]:
@@ -225,6 +228,8 @@ PROPERTIES = (
     Property("speculative", "speculative_config", _drafts_fit, is_in_kind=False),
     Property("max_seq_len", "max_seq_len", _lengths_fit, is_in_kind=False),
     _equal("model", "--served-model-name"),
+    # Not known to version 0.2. A queue is behind one endpoint, whose namespace has the revision.
+    _equal("revision", "--worker-revision", is_in_kind=False),
     Property("weights", "--model (hash of config.json and weights)", may_share_kv),
 )
 BY_KEY = {each.key: each for each in PROPERTIES}
@@ -246,6 +251,7 @@ def describe_worker(
             "schedule_style": config.schedule_style.value,
             "handoff_protocol": config.handoff_protocol,
             "prefill_dispatch": config.prefill_dispatch,
+            "revision": config.worker_revision,
             "kv_transport": None,
             "ctx_info_endpoint": None,
             "ctx_dp_rank": None,
@@ -286,7 +292,9 @@ def with_engine(
         | known
         | {
             "block_size": block_size,
-            "kv_transport": kv_transport,
+            # The engines that name it have handles of this package. Version 0.2, whose handles name other endpoints,
+            # tells the transport alone.
+            "kv_transport": kv_transport and f"{kv_transport}, handles of version {HANDLE_VERSION}",
             "ctx_info_endpoint": ctx_info_endpoint,
             "ctx_dp_rank": ctx_dp_rank,
         }

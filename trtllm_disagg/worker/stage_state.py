@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from trtllm_disagg.admin.commands import Command, Flip, Set, Verifier
+from trtllm_disagg.admin.commands import Command, Flip, Leave, Set, Verifier
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.engine.engine_facts import EngineFacts
 from trtllm_disagg.errors import ConfigError, InvalidRequestError, PeerUnavailableError
@@ -43,9 +43,11 @@ class StageState:
         verifier: Verifier,
         list_others: Callable[[], Awaitable[Sequence[Description]]],
         flip: Callable[[Role], None],
+        finish: Callable[[float], Awaitable[int]],
     ) -> None:
         """`own`: the constant part of this worker's description. `peers`: used only on workers that may switch.
-        `list_others` describes all other workers of the model; `flip` begins to leave for another role.
+        `list_others` describes all other workers of the model; `flip` begins to leave for another role, `finish` for
+        good (`Leaving.finish`).
         """
         self._config = config
         self._own = own
@@ -55,6 +57,7 @@ class StageState:
         self._verifier = verifier
         self._list_others = list_others
         self._begin_flip = flip
+        self._finish = finish
         #: The requests from frontends that run; `switch` waits until an old first stage has none.
         self.whole_requests = InProgress()
         #: Stays true after a switch back: workers that started in between have the strategy from before it.
@@ -123,6 +126,8 @@ class StageState:
             return {"changed": self._live.set_thresholds(command.values, "set")}
         if isinstance(command, Flip):
             return {"warnings": await self._flip(command)}
+        if isinstance(command, Leave):
+            return {"requests_left": await self._finish(command.seconds)}
         await self._switch(command.to)
         return self.describe()
 

@@ -134,7 +134,7 @@ class ModelNameGuard:
         return ConfigError(
             f"--model: {_shown(own.source, own.weights)} is not allowed; expected what is served as "
             f"{own.model!r} already: {_shown(found.get('source'), found['weights'])}, by {worker}; give this one "
-            "another --served-model-name and --namespace, or stop that one first"
+            "another --served-model-name and --namespace, or a --worker-revision, or stop that one first"
         )
 
 

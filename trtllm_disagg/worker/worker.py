@@ -307,8 +307,9 @@ class _Worker:
             return
         peers = await self._open_peers(own, live)
         registration = DynamoRegistration(runtime, model, sources, tells_peers=config.tells_peers)
+        others = partial(self._others, own)
         state = StageState(
-            config, own, live, peers, registration, self.verifier, partial(self._others, own), leaving.flip
+            config, own, live, peers, registration, self.verifier, others, leaving.flip, leaving.finish
         )
         generate = self._request_path(engine, peers, live, state)
         load_seconds = self.process.load_seconds

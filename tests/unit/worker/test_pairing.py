@@ -55,10 +55,12 @@ def test_a_default_that_means_two_transports_is_refused() -> None:
         for role, transport in (("prefill", "SHARED_MEMORY"), ("decode", "NIXL"))
     )
     with pytest.raises(
-        ConfigError, match=r"cache_transceiver_config\.backend .* 'SHARED_MEMORY', decode 'NIXL'"
+        ConfigError, match=r"cache_transceiver_config\.backend .* 'SHARED_MEMORY, .*, decode 'NIXL, "
     ):
         require_pair(prefill, decode)
     require_pair(described("prefill"), decode)  # which is not known before the engine is loaded
+    with pytest.raises(ConfigError, match="prefill 'NIXL', decode 'NIXL, handles of version 1'"):
+        require_pair(prefill | {"kv_transport": "NIXL"}, decode)  # of version 0.2
 
 
 def test_a_worker_describes_what_has_to_be_equal() -> None:
@@ -68,6 +70,7 @@ def test_a_worker_describes_what_has_to_be_equal() -> None:
         "schedule_style": "context_first",
         "handoff_protocol": "dynamo",
         "prefill_dispatch": "direct",
+        "revision": None,
         "engine": "embedded",
         "model": "m",
         "block_size": 32,
@@ -121,6 +124,7 @@ BY_UCX = transceiver(backend="DEFAULT") | {"environ": {"TRTLLM_USE_UCX_KVCACHE":
         ),
         ({"prefill_dispatch": "queue"}, {}, "--prefill-dispatch: prefill 'queue', decode 'direct'"),
         ({"served_model_name": "x"}, {}, "--served-model-name: prefill 'x', decode 'org/model'"),
+        ({"worker_revision": "v2"}, {}, "--worker-revision: prefill 'v2', decode None"),
         ({"weights": "cd"}, {}, "--model (hash of config.json and weights): prefill 'cd', decode 'ab'"),
         (kv_cache(dtype="fp8"), {}, "kv_cache_config.dtype: prefill 'fp8', decode 'auto'"),
         (transceiver(backend="UCX"), {}, "cache_transceiver_config.backend: prefill 'UCX', decode 'NIXL'"),

@@ -105,8 +105,17 @@ def stage_state(
     registration.live = live
     own = {"role": role, "model": "m", "max_seq_len": 512}
     known, places = cast(Peers, others or Others(1)), cast(DynamoRegistration, registration)
-    state = StageState(config, own, live, known, places, Trusting(), nobody, refuse)
+
+    async def finish(seconds: float) -> int:
+        registration.history.append(("finish", str(seconds)))
+        return 3
+
+    state = StageState(config, own, live, known, places, Trusting(), nobody, refuse, finish)
     return state, registration, live
+
+
+async def finish(seconds: float) -> int:
+    raise AssertionError(f"no worker was to end within {seconds:g} s")
 
 
 async def nobody() -> list[dict[str, Any]]:
@@ -115,6 +124,14 @@ async def nobody() -> list[dict[str, Any]]:
 
 def refuse(to: Role) -> None:
     raise AssertionError(f"no flip to {to} was to begin")
+
+
+async def test_a_worker_told_to_leave_answers_with_the_requests_that_it_gave_up() -> None:
+    worker, registration, _ = stage_state("agg", "decode_first")
+    assert await worker.handle_command({"command": "leave", "seconds": 9}) == {"requests_left": 3}
+    assert registration.history == [("finish", "9.0")]
+    with pytest.raises(InvalidRequestError, match="seconds"):
+        await worker.handle_command({"command": "leave", "seconds": -1})
 
 
 def switch_to(to: str) -> dict[str, str]:
@@ -350,7 +367,7 @@ def flips(
     live, registration = LiveState.of(config, 32), cast(DynamoRegistration, FakeRegistration())
     own = engine | {"role": role} | (own or {})
     peers = cast(Peers, Others(1))
-    state = StageState(config, own, live, peers, registration, Trusting(), list_others, began.append)
+    state = StageState(config, own, live, peers, registration, Trusting(), list_others, began.append, finish)
     return state, began
 
 

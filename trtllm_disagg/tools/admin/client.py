@@ -1,4 +1,4 @@
-"""The client of `switch`, `set` and `flip`: finds the workers of a running deployment, and sends commands
+"""The client of `switch`, `set`, `flip` and `rollout`: finds the workers of a running deployment, and sends commands
 (`commands.py`), signed with the deployment's key, to them and to their `up`.
 
 A deployment is either that of an `up`, given by its run directory, or any other one, found by Dynamo's discovery.
@@ -10,9 +10,9 @@ import argparse
 import asyncio
 import os
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,11 +29,15 @@ from trtllm_disagg.admin.commands import (
 )
 from trtllm_disagg.admin.keys import KEY_FILE, AdminKey
 from trtllm_disagg.config.args import argument_parser_of, whereabouts_of
+from trtllm_disagg.config.settings import namespace_of
 from trtllm_disagg.config.worker_config import SETTINGS, Role, flag_of
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.processes.steadily import without_silence
 from trtllm_disagg.tools.admin.user_key import user_key
+from trtllm_disagg.tools.up.command_socket import send_to_up
+from trtllm_disagg.tools.up.plan import PLANES
+from trtllm_disagg.tools.up.run_dir import is_alive, one_change_at_a_time, read_processes
 
 KEY_FLAG = "--key-file"
 _KEY_VARIABLE = SETTINGS["admin_key_file"].variables[0]
@@ -58,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def require_one_place(args: argparse.Namespace) -> None:
-    given = [f"no --{name}" for name in ("namespace", "frontend") if getattr(args, name, None)]
+    given = [f"no --{name}" for name in ("namespace", "frontend", "from") if getattr(args, name, None)]
     if args.run_dir is not None and given:
         raise ConfigError(f"--run-dir says where everything is; give {' and '.join(given)} with it")
 
@@ -125,46 +129,33 @@ def _worker(instance: DescribedInstance) -> Worker:
     return Worker(instance.endpoint_id, instance.instance_id, description)
 
 
+@dataclass
 class Up:
-    """The `up` of a deployment; this one stands for the `up` of workers that no `up` has started."""
+    """The `up` of a deployment. Without a run directory it stands for that of workers which no `up` has started."""
+
+    run_dir: Path | None = None
+    #: Its answer to Describe.
+    described: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def url(self) -> str | None:
         """The URL of its frontend; None where unknown."""
-        return None
+        return self.described.get("url")
 
     def change_new_workers(self, command: UpCommand) -> None:
         """Start further workers with the strategy or the thresholds of `command`. Raises a DisaggError."""
-
-    def starting(self) -> set[str]:
-        """The names of its workers that are not ready yet."""
-        return set()
-
-
-@dataclass(frozen=True, slots=True)
-class UpOfRunDir(Up):
-    run_dir: Path
-    #: Its answer to Describe.
-    described: Mapping[str, Any]
-
-    @property
-    def url(self) -> str:
-        return str(self.described["url"])
-
-    def change_new_workers(self, command: UpCommand) -> None:
-        from trtllm_disagg.tools.up.command_socket import send_to_up
-
+        if self.run_dir is None:
+            return
         try:
             send_to_up(self.run_dir, command, seconds=_ANSWER_SECONDS)
         except ConfigError as error:  # no wrong setting: this `up` answered before
             raise DisaggError(f"workers were changed, but `up` knows nothing of it: {error}") from None
 
     def starting(self) -> set[str]:
-        from trtllm_disagg.tools.up.run_dir import is_alive, read_processes
-
+        """The names of its workers that are not ready yet."""
         return {
             each.name
-            for each in read_processes(self.run_dir)
+            for each in (read_processes(self.run_dir) if self.run_dir else ())
             if each.role in set(Role) and each.state == "starting" and is_alive(each)
         }
 
@@ -174,25 +165,30 @@ Change = Callable[[Workers, Up], Awaitable[ExitCode]]
 
 
 def change_deployment(
-    args: argparse.Namespace, change: Change, waits: str = "waiting for the workers"
+    args: argparse.Namespace,
+    change: Change,
+    revisions: Iterable[str] | None = None,
+    waits: str = "waiting for the workers",
 ) -> ExitCode:
-    """Run `change`, while no other command changes the deployment of this run directory. `waits`: what a silence means;
+    """Run `change` on the workers of these revisions, with an `up` also on all that it has; None: on those of the
+    current one. No other command changes the deployment of this run directory meanwhile. `waits`: what a silence means;
     empty for a command that does not end.
 
     Returns the exit code of `change`, or 1 when it failed midway. Raises ConfigError for a wrong setting.
     """
     if args.run_dir is None:
-        return _change(args, Up(), where_of_fleet(args), change, waits)
-    from trtllm_disagg.tools.up.command_socket import send_to_up
-    from trtllm_disagg.tools.up.plan import PLANES
-    from trtllm_disagg.tools.up.run_dir import one_change_at_a_time
-
+        where = where_of_fleet(args)
+        namespaces = {namespace_of(where["namespace"], revision): None for revision in revisions or ("",)}
+        return _change(args, Up(), where, namespaces, change, waits)
+    require_one_place(args)
     others = partial(say, "waiting for another command that changes this deployment")
     with one_change_at_a_time(args.run_dir, others):
         described = send_to_up(args.run_dir, Describe(), seconds=_ANSWER_SECONDS)
         os.environ["DYN_FILE_KV"] = described["discovery"]
-        where = PLANES | {"namespace": described["namespace"]}
-        return _change(args, UpOfRunDir(args.run_dir, described), where, change, waits)
+        live = described["revisions"]
+        all_of_them = live[:1] if revisions is None else (*live, *revisions)
+        namespaces = {namespace_of(described["namespace"], each): None for each in all_of_them}
+        return _change(args, Up(args.run_dir, described), PLANES, namespaces, change, waits)
 
 
 def where_of_fleet(args: argparse.Namespace) -> Mapping[str, str]:
@@ -202,8 +198,14 @@ def where_of_fleet(args: argparse.Namespace) -> Mapping[str, str]:
 
 
 def _change(
-    args: argparse.Namespace, up: Up, where: Mapping[str, str], change: Change, waits: str
+    args: argparse.Namespace,
+    up: Up,
+    where: Mapping[str, str],
+    namespaces: Iterable[str],
+    change: Change,
+    waits: str,
 ) -> ExitCode:
+    """`where`: the planes."""
     with_key = signer(args.run_dir, args.key_file, os.environ)
 
     async def run() -> ExitCode:
@@ -214,7 +216,7 @@ def _change(
                 backend=where["discovery_backend"],
                 request_plane=where["request_plane"],
                 event_plane=where["event_plane"],
-                namespace=where["namespace"],
+                namespaces=namespaces,
                 signer=with_key,
                 timeout=_ANSWER_SECONDS,
             )

@@ -52,7 +52,6 @@ def run(args: argparse.Namespace) -> ExitCode:
     values = {name: getattr(args, name) for name in NAMES if getattr(args, name) is not None}
     if not values:
         raise ConfigError(f"give at least one of {', '.join(map(flag_of, NAMES))}")
-    client.require_one_place(args)
     instance: int | None = args.instance
 
     async def change(workers: Workers, up: Up) -> ExitCode:

@@ -131,6 +131,12 @@ def as_assumed_after(seconds: float) -> Knows:
     return knows
 
 
+def knows_by(args: argparse.Namespace, up: Up) -> Knows:
+    """By the flags of `add_frontend`."""
+    url = up.url or args.frontend
+    return as_frontend_says(url.rstrip("/")) if url else as_assumed_after(args.settle)
+
+
 Say = Callable[[str], None]
 
 
@@ -205,21 +211,22 @@ async def _execute(plan: SwitchPlan, workers: Workers, knows: Knows, timeout: fl
     for each in plan.first:
         await workers.send(each.endpoint_id, each.instance_id, Switch(plan.to))
         say(f"{each} is a first stage under {plan.to}")
-    await _until_known(plan, knows, timeout)
+    await until_known(plan.model, plan.first, knows, timeout)
     say(f"the frontend sends requests to {_names(plan.first)}")
     for each in plan.second:
         await workers.send(each.endpoint_id, each.instance_id, Switch(plan.to))
         say(f"{each} is a second stage; it finishes its requests")
 
 
-async def _until_known(plan: SwitchPlan, knows: Knows, timeout: float) -> None:
+async def until_known(model: str, first: Iterable[Worker], knows: Knows, timeout: float) -> None:
+    """Raises StageTimeoutError."""
     deadline = time.monotonic() + timeout
-    for each in plan.first:
-        while not await knows(plan.model, each.instance_id):
+    for each in first:
+        while not await knows(model, each.instance_id):
             if time.monotonic() > deadline:
                 raise StageTimeoutError(
                     f"after {timeout:g} s the frontend does not send requests to {each}; the old first stage "
-                    "stays beside it; switch again to go on or back"
+                    "stays beside it; give the command again to go on, or the opposite one to go back"
                 )
             await asyncio.sleep(POLL_SECONDS)
 
@@ -252,6 +259,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the strategy to run from now on",
     )
     client.add_arguments(parser)
+    add_frontend(parser)
+    add(
+        "--timeout",
+        type=not_negative,
+        default=60.0,
+        metavar="SECONDS",
+        help="for each step (default: %(default)g)",
+    )
+    client.add_json(parser)
+
+
+def add_frontend(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add(
         "--frontend",
         metavar="URL",
@@ -264,26 +284,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="without a frontend to ask: time for all frontends to see the new first stage (default: %(default)g)",
     )
-    add(
-        "--timeout",
-        type=not_negative,
-        default=60.0,
-        metavar="SECONDS",
-        help="for each step (default: %(default)g)",
-    )
-    client.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Returns 0 when switched; raises a DisaggError (1) for a failure midway, ConfigError (2) for a wrong setting."""
     require_switchable(args.to)
-    client.require_one_place(args)
 
     async def change(workers: Workers, up: Up) -> ExitCode:
         change_new_workers = partial(up.change_new_workers, Switch(args.to))
-        url = up.url or args.frontend
-        knows = as_frontend_says(url.rstrip("/")) if url else as_assumed_after(args.settle)
-        outcome = await switch(workers, knows, args.to, args.timeout, client.say, change_new_workers)
+        outcome = await switch(
+            workers, knows_by(args, up), args.to, args.timeout, client.say, change_new_workers
+        )
         print(json.dumps(asdict(outcome)) if args.json else outcome)
         return ExitCode.DONE
 

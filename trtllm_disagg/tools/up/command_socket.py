@@ -1,5 +1,4 @@
-"""The socket in the run directory of an `up`, by which `switch`, `set`, `flip` and `scale` reach it. Only its user may
-open it.
+"""The socket in the run directory of an `up`, by which commands reach it; only its user may open it.
 
 The request is one JSON line (`commands.UpCommand`). The answer is JSON lines: any number of {"said": ...}, then
 {"done": ...}, {"refused": ...} for a wrong setting or a line that is no command, or {"failed": ...}. A command that has
@@ -22,7 +21,16 @@ from typing import Any, TypedDict
 import msgspec
 
 from trtllm_disagg import __version__
-from trtllm_disagg.admin.commands import Describe, Flip, Scale, Set, Switch, UpCommand, decode_up_command
+from trtllm_disagg.admin.commands import (
+    Describe,
+    Flip,
+    Rollout,
+    Scale,
+    Set,
+    Switch,
+    UpCommand,
+    decode_up_command,
+)
 from trtllm_disagg.config.thresholds import check_thresholds
 from trtllm_disagg.errors import ConfigError, DisaggError, StageTimeoutError
 from trtllm_disagg.processes.machine import peer_process
@@ -49,6 +57,8 @@ class DeploymentDescription(TypedDict):
     model: str
     url: str
     discovery: str
+    #: Of its workers, the current one first.
+    revisions: list[str]
 
 
 _ANSWERS: Mapping[type, Any] = {
@@ -57,6 +67,7 @@ _ANSWERS: Mapping[type, Any] = {
     Set: str,
     Flip: str,
     Scale: dict[str, int],
+    Rollout: str,
 }
 
 
@@ -134,6 +145,7 @@ class CommandServer:
                 model=config.served_model_name,
                 url=config.base_url,
                 discovery=str(config.run_dir / DISCOVERY_DIR),
+                revisions=[config.revision, *Scaler(self._supervisor).other_revisions()],
             )
         if isinstance(command, Switch):
             return self._switch(command.to)
@@ -147,7 +159,10 @@ class CommandServer:
                 self._supervisor.note(text)
                 say(text)
 
-            return await Scaler(self._supervisor).scale(command.workers, note)
+            scaler = Scaler(self._supervisor)
+            if isinstance(command, Rollout):
+                return await scaler.roll_out(command, note)
+            return await scaler.scale(command.workers, note)
 
     def _switch(self, to: str) -> str:
         """Start further workers with `to`; the running workers have been switched already."""

@@ -22,7 +22,6 @@ from trtllm_disagg.processes.exits import EXIT_CODES, ONE_INTERRUPT_SECONDS, Exi
 from trtllm_disagg.processes.interpreter import python
 from trtllm_disagg.strategies import spec_of
 from trtllm_disagg.tools.up.command_socket import serving_commands
-from trtllm_disagg.tools.up.gpus import gpus_of, longest_sequence, worker_configs
 from trtllm_disagg.tools.up.managed_process import ManagedProcess
 from trtllm_disagg.tools.up.plan import (
     DeploymentConfig,
@@ -30,11 +29,11 @@ from trtllm_disagg.tools.up.plan import (
     ProcessRole,
     num_system_ports,
     plan,
-    worker_arguments,
     worker_total,
 )
 from trtllm_disagg.tools.up.ports import free_http_port, free_system_ports
 from trtllm_disagg.tools.up.run_dir import RunDir
+from trtllm_disagg.tools.up.scaler import with_workers
 from trtllm_disagg.tools.up.status import Status
 from trtllm_disagg.tools.up.supervisor import Supervisor, first_completed
 
@@ -49,17 +48,7 @@ def prepare(config: DeploymentConfig, status: Status) -> Supervisor:
         status.note(f"warning: {shortage}")
     http_port = free_http_port(config.http_host, config.http_port)
     config = replace(config, http_port=http_port, run_dir=config.run_dir.absolute())
-    workers = worker_arguments(config)
-    # As the workers have it, by --worker-args too.
-    configs = [worker for _, worker in worker_configs(workers, os.environ)]
-    for worker in configs:
-        worker.engine_spec.require_installed()
-    config = replace(
-        config,
-        max_seq_len=longest_sequence(configs),
-        longest_drain=max((worker.drain_seconds for worker in configs), default=None),
-        gpus=gpus_of(workers, config.gpu_devices, os.environ),
-    )
+    config = with_workers(config)
     specs = plan(config, system_ports=free_system_ports(num_system_ports(config)), environ=os.environ)
     # Last, because it removes the traces of the deployment before.
     run_dir = RunDir.claim(config.run_dir, status.note)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Literal, cast
 
 from trtllm_disagg.admin.keys import KEY_FILE
-from trtllm_disagg.config.args import NAMESPACE_SUFFIX
 from trtllm_disagg.config.worker_config import SETTINGS, check_value, flag_of
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.processes.interpreter import SAFE_PATH, python
@@ -105,6 +104,8 @@ class DeploymentConfig:
     http_host: str = LOOPBACK
     http_port: int = 8000
     namespace: str = "dynamo"
+    #: Of its workers, after a rollout.
+    revision: str = ""
     engine: str | None = None
     engine_configs: Mapping[ProcessRole, Path] = field(default_factory=dict)
     kv_block_size: int | None = None
@@ -231,6 +232,8 @@ class ProcessSpec:
     system_port: int | None = None
     http_port: int | None = None
     nats_port: int | None = None
+    #: None for what is no worker.
+    revision: str | None = None
 
     @property
     def first_role(self) -> ProcessRole:
@@ -284,13 +287,13 @@ def shared_env(config: DeploymentConfig, environ: Mapping[str, str]) -> dict[str
     publishers bind every interface; `DYN_EVENT_PLANE_HOST` sets only the address that they advertise.
     """
     tunable = dict(TUNABLE_ENV) | ({BODY_LIMIT: body_limit(config.max_seq_len)} if config.max_seq_len else {})
-    where = PLANES | {"namespace": config.namespace, "prefill_dispatch": config.prefill_dispatch}
+    names = ("namespace", "prefill_dispatch")
+    where = PLANES | {name: getattr(config, name) for name in names} | {"worker_revision": config.revision}
     return {
         **SAFE_PATH,
         "HOME": environ.get("HOME") or _home_of_user(config.run_dir),
         # By all their variables: of several a worker reads the first, and the user's environment may have any of them.
         **{variable: value for name, value in where.items() for variable in SETTINGS[name].variables},
-        NAMESPACE_SUFFIX: "",
         "DYN_FILE_KV": str(config.run_dir / DISCOVERY_DIR),
         # torch makes this folder when transformers imports its compiler; in TMPDIR it would stay behind.
         "TORCHINDUCTOR_CACHE_DIR": environ.get("TORCHINDUCTOR_CACHE_DIR", str(config.run_dir / "torch")),
@@ -339,6 +342,8 @@ def _frontend(config: DeploymentConfig, env: Mapping[str, str]) -> ProcessSpec:
         *("--router-mode", "kv"),
         *("--request-plane", "tcp"),
         *("--event-plane", "zmq"),
+        # All revisions; DYN_NAMESPACE alone would mean one.
+        *("--namespace-prefix", config.namespace),
         *_flag("--kv-cache-block-size", config.kv_block_size),
         *config.frontend_args,
     )
@@ -399,6 +404,7 @@ def worker_spec(
             FILE_VARIABLE: str(config.run_dir / TRACES_DIR / f"{name}.jsonl"),
         },
         system_port=system_port,
+        revision=config.revision,
     )
 
 

@@ -1,30 +1,51 @@
-"""Changes how many workers of each role a deployment runs, while it serves."""
+"""Changes how many workers of each role a deployment runs, and their revision, while it serves."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import cast
 
-from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.admin.commands import Rollout
+from trtllm_disagg.config.worker_config import check_value
+from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.strategies import spec_of
+from trtllm_disagg.tools.up.gpus import gpus_of, longest_sequence, worker_configs
 from trtllm_disagg.tools.up.managed_process import ManagedProcess
 from trtllm_disagg.tools.up.plan import (
     MOST_WORKERS,
+    DeploymentConfig,
+    DeploymentFailedError,
     ProcessRole,
     ProcessSpec,
     devices_of,
     queue_env,
     shared_env,
+    worker_arguments,
     worker_spec,
 )
 from trtllm_disagg.tools.up.ports import free_system_ports
 from trtllm_disagg.tools.up.supervisor import Supervisor
 
 Say = Callable[[str], None]
+
+
+def with_workers(config: DeploymentConfig) -> DeploymentConfig:
+    """With what follows from its workers' arguments. Raises ConfigError for wrong ones."""
+    workers = worker_arguments(config)
+    # As the workers have it, by --worker-args too.
+    configs = [worker for _, worker in worker_configs(workers, os.environ)]
+    for worker in configs:
+        worker.engine_spec.require_installed()
+    return replace(
+        config,
+        max_seq_len=longest_sequence(configs),
+        longest_drain=max((worker.drain_seconds for worker in configs), default=None),
+        gpus=gpus_of(workers, config.gpu_devices, os.environ),
+    )
 
 
 @dataclass(frozen=True)
@@ -39,23 +60,73 @@ class Scaler:
         Raises ConfigError before anything is changed, DeploymentFailedError when a new worker does not become ready.
         """
         counts = self._checked(wanted)
-        await self._add_all(self._missing(counts), say)
+        missing = {role: count - len(self._running(role)) for role, count in counts.items()}
+        await self._add_all(self._more(self.supervisor.config, missing), say)
         for role, count in counts.items():
             serving_first = sorted(self._running(role), key=lambda process: process.state != "ready")
             for process in serving_first[count:][::-1]:
                 say(f"{process.name} finishes its requests and leaves")
                 obeyed = await self.supervisor.remove(process)
                 say(f"{process.name} has left" + ("" if obeyed else f" ({process.describe_end()})"))
-        running = Counter(process.role for process in self.supervisor.processes if process.stays)
-        return {role: running[role] for role in spec_of(self.supervisor.config.strategy).roles}
+        return {role: len(self._running(role)) for role in spec_of(self.supervisor.config.strategy).roles}
 
-    def _missing(self, wanted: Mapping[ProcessRole, int]) -> list[ProcessSpec]:
-        config = self.supervisor.config
-        names = [
-            (role, self._next_index(role) + i)
-            for role, count in wanted.items()
-            for i in range(count - len(self._running(role)))
-        ]
+    async def roll_out(self, change: Rollout, say: Say) -> str:
+        """Start as many workers of another revision as there are now, and return its name. The second stage starts
+        first, so that a first stage registers when it has its pair. From then on workers of other revisions may end.
+        A rollout that is done already changes nothing.
+
+        Raises ConfigError before anything is changed, DeploymentFailedError when a new worker does not become ready;
+        then the new ones are removed.
+        """
+        supervisor, old = self.supervisor, self.supervisor.config
+        if change.revision == old.revision:
+            return change.revision
+        config = self._changed(change)
+        roles = spec_of(old.strategy).stop_order[::-1]
+        specs = self._more(config, {role: len(self._running(role)) for role in roles})
+        try:
+            for role in roles:
+                await self._add_all((spec for spec in specs if spec.role == role), say)
+            if len(self._of_revision(change.revision)) < len(specs):
+                raise DeploymentFailedError(f"a worker of revision {change.revision} has ended meanwhile")
+        except DisaggError:
+            for process in self._of_revision(change.revision):
+                await supervisor.remove(process)
+                say(f"{process.name} is removed")
+            raise
+        supervisor.config = config
+        return change.revision
+
+    def _changed(self, change: Rollout) -> DeploymentConfig:
+        check_value("worker_revision", change.revision, "--to")
+        old = self.supervisor.config
+        if change.revision in self.other_revisions():
+            raise ConfigError.bad_value("--to", change.revision, "a name that no worker of this `up` has")
+        configs = {cast(ProcessRole, role): Path(file) for role, file in change.engine_configs.items()}
+        command = (change.python, *old.worker_command[1:]) if change.python else old.worker_command
+        return with_workers(
+            replace(
+                old,
+                revision=change.revision,
+                model=change.model or old.model,
+                engine_configs=configs or old.engine_configs,
+                worker_args=change.worker_args or old.worker_args,
+                worker_command=command,
+            )
+        )
+
+    def other_revisions(self) -> set[str]:
+        """Of workers that run, beside the current one."""
+        running = {each.spec.revision for each in self.supervisor.processes if each.is_running}
+        return {each for each in running if each not in (None, self.supervisor.config.revision)}
+
+    def _of_revision(self, revision: str) -> list[ManagedProcess]:
+        """All its workers, also those that leave."""
+        return [each for each in self.supervisor.processes if each.spec.revision == revision]
+
+    def _more(self, config: DeploymentConfig, counts: Mapping[ProcessRole, int]) -> list[ProcessSpec]:
+        """So many more workers of each role, on GPUs that no other one uses."""
+        names = [(role, self._next_index(role) + i) for role, count in counts.items() for i in range(count)]
         env, ports = shared_env(config, os.environ), free_system_ports(len(names))
         env |= queue_env(process.spec for process in self.supervisor.processes)
         specs: list[ProcessSpec] = []
@@ -92,7 +163,8 @@ class Scaler:
         return {cast(ProcessRole, role): count for role, count in wanted.items()}
 
     def _running(self, role: ProcessRole) -> list[ManagedProcess]:
-        return [process for process in self.supervisor.processes if process.role == role and process.stays]
+        current = self._of_revision(self.supervisor.config.revision)
+        return [process for process in current if process.role == role and process.stays]
 
     def _next_index(self, role: ProcessRole) -> int:
         """The first index without a log: names are never used twice, so that no log is overwritten."""

@@ -69,7 +69,10 @@ class Restarts:
             async with asyncio.TaskGroup() as restarts:
                 while True:
                     process = await deaths.get()
-                    if self._owner.keeps(process):
+                    if self._owner.is_outdated(process):
+                        await self._owner.remove(process)
+                        self._owner.note(f"{process.name} has left, with its revision")
+                    elif self._owner.keeps(process):
                         self._tasks[process] = restarts.create_task(self._after(process))
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
@@ -231,6 +234,10 @@ class Supervisor:
                 raise DeploymentFailedError(death_report(process, "before it was ready"))
         finally:
             self._starting_or_stopping.discard(process)
+
+    def is_outdated(self, process: ManagedProcess) -> bool:
+        """A worker of another revision than the current one."""
+        return process.spec.revision not in (None, self.config.revision)
 
     def keeps(self, process: ManagedProcess) -> bool:
         """It is to run: it may have been removed between its death and this question."""

@@ -1,4 +1,4 @@
-"""`trtllm-disagg switch`: what is refused, the order of the steps, and half a switch; and `flip`, seen from outside."""
+"""`trtllm-disagg switch`, `rollout` and `flip`: what is refused, the order of the steps, and half a switch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from trtllm_disagg.admin.commands import Command, DescribedInstance, Flip, Switch
+from trtllm_disagg.admin.commands import Command, DescribedInstance, Flip, Leave, Switch
+from trtllm_disagg.cli import run
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.errors import (
     ConfigError,
@@ -21,6 +22,7 @@ from trtllm_disagg.errors import (
 )
 from trtllm_disagg.strategies import spec_of, switchable
 from trtllm_disagg.tools.admin.flip_command import flip
+from trtllm_disagg.tools.admin.rollout_command import roll_out
 from trtllm_disagg.tools.admin.switch_command import as_assumed_after, as_frontend_says, switch
 
 ROLES = {Role.PREFILL: (1, 2), Role.DECODE: (3, 4)}
@@ -59,8 +61,11 @@ class FakeDeployment:
     async def send(self, endpoint_id: str, instance_id: int, command: Command) -> dict[str, Any]:
         if self.fails_after == len(self.steps):
             raise PeerUnavailableError("it is gone")
-        assert isinstance(command, Switch)
         said = self.said[instance_id]
+        if isinstance(command, Leave):
+            self.steps.append(("left", instance_id))
+            return {"requests_left": instance_id}
+        assert isinstance(command, Switch)
         is_first = spec_of(command.to).entry_role == said["role"]
         said |= {"strategy": command.to, "registered": is_first}
         self.steps.append(("comes" if is_first else "leaves", instance_id))
@@ -316,3 +321,63 @@ async def test_a_flip_that_did_not_happen_says_so(
 async def test_an_instance_that_is_not_there_is_refused_with_those_that_are() -> None:
     with pytest.raises(ConfigError, match="'c' is not allowed; expected one of prefill 1"):
         await flip(Flipping({}), 12, Flip("decode"), 5.0)
+
+
+# -- rollout
+
+
+def two_revisions(strategy: str) -> FakeDeployment:
+    """Workers 1 and 3 are the old ones."""
+    fake = FakeDeployment(strategy)
+    for i, said in fake.said.items():
+        is_first = strategy == "router" or said["registered"]
+        said |= {"revision": "old" if i % 2 else "new", "registered": is_first}
+    return fake
+
+
+async def run_rollout(fake: FakeDeployment, timeout: float = 5.0) -> dict[str, Any]:
+    return await roll_out(fake, fake.knows, "new", timeout, 7.0, lambda text: None)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "first", "left"),
+    [("prefill_first", 2, [1, 3]), ("decode_first", 4, [3, 1]), ("router", 4, [1, 3])],
+)
+async def test_old_workers_leave_in_order_when_the_frontend_knows_the_new_first_stage(
+    strategy: str, first: int, left: list[int]
+) -> None:
+    fake = two_revisions(strategy)
+    outcome = await run_rollout(fake)
+    assert fake.steps == [("left", i) for i in left]
+    assert fake.asked == dict.fromkeys(fake.said, 0) | {first: fake.lag + 1}
+    assert outcome["serving"] == ["prefill 2", "decode 4"]
+    assert (outcome["left"], outcome["requests_given_up"]) == (["prefill 1", "decode 3"], 4)
+
+
+async def test_no_worker_leaves_before_the_new_revision_has_a_worker_of_each_role() -> None:
+    fake = two_revisions("decode_first")
+    del fake.said[2]
+    with pytest.raises(
+        StageTimeoutError, match="no prefill worker of revision new is ready after 0 s; the old"
+    ):
+        await run_rollout(fake, 0.0)
+    assert fake.steps == []
+
+
+async def test_a_worker_that_died_has_left() -> None:
+    fake = two_revisions("decode_first")
+    fake.fails_after = 0
+    assert (await run_rollout(fake))["requests_given_up"] == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("--to a/b", "--to: 'a/b' is not allowed; expected letters"),
+        ("--to v2 --model m", "--model needs --run-dir"),
+        ("--to v2 --run-dir /no --from v1 --namespace n", "give no --namespace and no --from"),
+    ],
+)
+def test_an_invalid_rollout_is_refused_before_any_worker_is_asked(line: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        run(["rollout", *line.split()])
