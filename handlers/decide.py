@@ -238,18 +238,16 @@ def create_decider(name: str, sources: FactSources, thresholds: Live[Thresholds]
     return decide
 
 
+def auto_rules(name: str) -> tuple[str, ...]:
+    """`auto` uses length_and_queue whatever --prefill-decider is, and one of BY_OCCUPANCY as well."""
+    return ("length_and_queue", name) if name in BY_OCCUPANCY else ("length_and_queue",)
+
+
+def agreed(*decisions: Decision) -> Decision:
+    """All have to be for both stages."""
+    return next((each for each in decisions if not each.both_stages), decisions[0])
+
+
 def create_auto_decider(name: str, sources: FactSources, thresholds: Live[Thresholds]) -> Decider:
-    """`auto` uses length_and_queue whatever --prefill-decider is; with one of BY_OCCUPANCY both rules have to agree."""
-    by_length = create_decider("length_and_queue", sources, thresholds)
-    if name not in BY_OCCUPANCY:
-        return by_length
-    by_occupancy = create_decider(name, sources, thresholds)
-
-    def decide(request: GenerateRequest) -> Decision:
-        decision = by_length(request)
-        if not decision.both_stages:
-            return decision
-        second = by_occupancy(request)
-        return decision if second.both_stages else second
-
-    return decide
+    deciders = [create_decider(each, sources, thresholds) for each in auto_rules(name)]
+    return lambda request: agreed(*(decide(request) for decide in deciders))

@@ -189,9 +189,12 @@ class RoundRobin:
         self._last_turns: dict[int, int] = {}
 
     async def choose(self, request: GenerateRequest, candidates: Sequence[int]) -> int:
-        costs = await self._costs(request, candidates)
+        return self.cheapest(await self._costs(request, candidates))
+
+    def cheapest(self, costs: Mapping[int, int]) -> int:
+        """Only the cheapest get a turn."""
         least = min(costs.values())
-        cheapest = sorted(each for each in candidates if costs[each] == least)
+        cheapest = sorted(each for each, cost in costs.items() if cost == least)
         chosen = min(cheapest, key=lambda each: self._last_turns.get(each, -1))
         self._last_turns.pop(chosen, None)
         self._last_turns[chosen] = next(self._turns)
@@ -200,7 +203,6 @@ class RoundRobin:
         return chosen
 
     async def _costs(self, request: GenerateRequest, candidates: Sequence[int]) -> Mapping[int, int]:
-        """Only the cheapest get a turn."""
         return dict.fromkeys(candidates, 0)
 
 
@@ -220,7 +222,11 @@ class LeastLoaded(RoundRobin):
         self._in_flight = in_flight
 
     async def _costs(self, request: GenerateRequest, candidates: Sequence[int]) -> Mapping[int, int]:
-        return {each: self._in_flight[each] for each in candidates}
+        return self.work(dict.fromkeys(candidates, 0))
+
+    def work(self, cached: Mapping[int, int]) -> Mapping[int, int]:
+        """Of each instance the tokens in flight, less those of this prompt that it has `cached`."""
+        return {each: self._in_flight[each] - tokens for each, tokens in cached.items()}
 
 
 #: Returns how many tokens of the prompt each instance has in its cache. May fail.
@@ -248,7 +254,7 @@ class BestCached(LeastLoaded):
 
     async def _costs(self, request: GenerateRequest, candidates: Sequence[int]) -> Mapping[int, int]:
         cached = await self._cached(request)
-        return {each: self._in_flight[each] - cached.get(each, 0) for each in candidates}
+        return self.work({each: cached.get(each, 0) for each in candidates})
 
     async def _cached(self, request: GenerateRequest) -> Mapping[int, int]:
         """Empty when the KV router fails: the request must not fail for that."""

@@ -13,14 +13,14 @@ from trtllm_disagg.processes.exits import ExitCode
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from trtllm_disagg.cli import Parser
     from trtllm_disagg.tools.plan.chart import Chart
-    from trtllm_disagg.tools.plan.comparison import AtRate, LayoutComparison
+    from trtllm_disagg.tools.plan.comparison import LayoutComparison
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     add_layout_arguments(parser)
-    text = "also the best layout under fifteen other pairs of limits; takes ten times as long"
-    parser.add_argument("--by-limits", action="store_true", help=text)
+    parser.replaced = {"--by-limits": "give other limits by --slo"}
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE.svg", help="also a picture: what is answered in time, by rate"
@@ -35,7 +35,7 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
     add("--slo", metavar="LIMITS", help="milliseconds that an answer may take (default: ttft=500,tpot=30)")
     add("--workers", metavar="N,...", help="workers of a layout, all roles together (default: 2,4)")
     text = (
-        "chat, rag, reasoning, agentic, bursts, trace, or a prompt's tokens:an answer's (default: all names)"
+        "chat, rag, reasoning, agentic, prefixes, bursts, trace, or tokens in:out, as 4096:256 (default: all)"
     )
     add("--workloads", metavar="NAME,...", help=text)
     add("--trace", type=Path, metavar="FILE", help="the workload trace: lines of a Mooncake trace")
@@ -55,18 +55,18 @@ def run(args: argparse.Namespace) -> ExitCode:
     from trtllm_disagg.processes.steadily import without_silence
     from trtllm_disagg.tools.plan.chart import picture
     from trtllm_disagg.tools.plan.comparison import compare_layouts
-    from trtllm_disagg.tools.plan.layouts import DEFAULT_WORKERS, one_of_each, worker_counts
+    from trtllm_disagg.tools.plan.layouts import DEFAULT_WORKERS, layouts_of, worker_counts
     from trtllm_disagg.tools.plan.modelled_gpus import Engines
     from trtllm_disagg.tools.plan.slo import slo_of
     from trtllm_disagg.tools.plan.workloads import chosen_workloads, rates_of
 
     counts, slo = worker_counts(args.workers or DEFAULT_WORKERS), slo_of(args.slo)
-    files = args.engine_configs, one_of_each(max(counts), 1)
+    files = args.engine_configs, layouts_of(max(counts))
     engines = Engines.read("modelled", args.model, *files, args.override_engine_args)
     workloads = list(chosen_workloads(args.workloads, args.trace, engines.longest).values())
     rates = rates_of(args.rates) if args.rates else ()
     with without_silence(lambda text: print(text, file=sys.stderr, flush=True), "simulating"):
-        compared = compare_layouts(engines, counts, workloads, slo, rates, args.by_limits)
+        compared = compare_layouts(engines, counts, workloads, slo, rates)
     if args.plot:
         try:
             args.plot.write_text(picture([_chart(each) for each in compared]), encoding="utf-8")
@@ -83,9 +83,6 @@ def run(args: argparse.Namespace) -> ExitCode:
             f"{each.subject}\nTTFT / TPOT in ms, medians; {alone}; * = the limits are not kept\n"
         )
         console.print(_at_rates(each))
-        if each.by_limits:
-            console.paragraph("\nUnder other limits: the best layout, and its lead over the other kind\n")
-            console.print(_by_limits(each))
         console.print()
     for each in compared:
         console.paragraph(each.sentence())
@@ -101,16 +98,10 @@ def _at_rates(compared: LayoutComparison) -> Table:
     for header in ("up to", "tok/s/GPU"):
         table.add_column(header, justify="right")
     for name, result in compared.layouts.items():
-        times = map(_times, result.at)
+        times = [f"{each.times}{' ' if each.keeps_limits else '*'}" for each in result.at]
         most = (f"{result.rate:.3g}", f"{result.tokens_s_gpu:.0f}") if result.rate else ("none", "")
         table.add_row(name, *times, *most)
     return table
-
-
-def _times(at: AtRate) -> str:
-    # A queue grows as long as the simulation lasts.
-    ttft = f"{at.ttft:.0f}" if at.ttft < 10_000 else ">10 s"
-    return f"{ttft} / {at.tpot:.3g}{' ' if at.keeps_limits else '*'}"
 
 
 def _chart(compared: LayoutComparison) -> Chart:
@@ -123,20 +114,3 @@ def _chart(compared: LayoutComparison) -> Chart:
     most = max(rate for each in points.values() for rate, _ in each)
     title = "requests/s answered within the limits"
     return Chart(compared.subject, "requests/s offered", title, points, ("all", [(0, 0), (most, most)]))
-
-
-def _by_limits(compared: LayoutComparison) -> Table:
-    from rich.table import Table
-
-    from trtllm_disagg.tools.plan.comparison import TOKEN_FACTORS
-
-    table = Table("", box=None)
-    rows: dict[float, list[str]] = {}
-    for each in compared.by_limits:
-        rows.setdefault(each.ttft, []).append(str(each.lead or "none"))
-    limits = list(dict.fromkeys(each.tpot for each in compared.by_limits))
-    for tpot, factor in zip(limits, TOKEN_FACTORS, strict=True):
-        table.add_column(f"TPOT\n{tpot:g} ms\n{factor:g}x")
-    for ttft, leads in rows.items():
-        table.add_row(f"TTFT {ttft:g} ms", *leads)
-    return table

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from trtllm_disagg.config.deciders import ALWAYS, BY_OCCUPANCY, DECIDERS
 from trtllm_disagg.config.worker_config import flag_of
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.strategies import STRATEGIES, StrategySpec, worker_side
+from trtllm_disagg.strategies import STRATEGIES, StrategySpec, WorkerRole, worker_side
 
 #: Where a worker calls another one, it routes by cached prefixes.
 _NEXT_ROUTER = (flag_of("next_router"), "kv")
@@ -30,11 +30,15 @@ class Layout:
     gpus: int = 1
     #: More flags of every worker.
     flags: tuple[str, ...] = ()
+    decider: str = ALWAYS
 
     @property
     def workers(self) -> str:
         """The name without the strategy, as "1P3D" or "4 agg"."""
         return self.name if self.agg_workers else self.name.partition(" ")[0]
+
+    def count(self, role: WorkerRole) -> int:
+        return {"agg": self.agg_workers, "prefill": self.prefill_workers, "decode": self.decode_workers}[role]
 
 
 def layouts_of(workers: int, gpus_per_worker: int = 1) -> tuple[Layout, ...]:
@@ -55,7 +59,7 @@ def _layouts_under(spec: StrategySpec, workers: int, gpus: int) -> Iterator[Layo
             name = f"{prefill}P{decode}D {spec.name}" + ("" if decider == ALWAYS else f" {decider}")
             chosen = () if decider == ALWAYS else (flag_of("prefill_decider"), decider)
             flags = (*_NEXT_ROUTER, *chosen) if spec.name in worker_side() else ()
-            yield Layout(name, spec.name, 0, prefill, decode, gpus, flags)
+            yield Layout(name, spec.name, 0, prefill, decode, gpus, flags, decider)
 
 
 def _deciders_of(spec: StrategySpec) -> Iterator[str]:
@@ -69,12 +73,8 @@ def _deciders_of(spec: StrategySpec) -> Iterator[str]:
             yield decider
 
 
-def one_of_each(workers: int, gpus_per_worker: int) -> tuple[Layout, ...]:
-    """One layout for each number of workers of each role: orders and deciders differ in software only."""
-    layouts = {layout.workers: layout for layout in reversed(layouts_of(workers, gpus_per_worker))}
-    return tuple(reversed(layouts.values()))
-
-
+#: What `plan` simulates: the layouts of agg, and each order that chooses by other things than software.
+PLANNED = ("* agg", "*D prefill_first", "*D decode_first length", "*D auto")
 #: Without --layouts: every order, agg and the frontend's own chain; deciders only when asked for.
 DEFAULT_PATTERNS = ("* agg", *(f"*D {name}" for name, spec in STRATEGIES.items() if spec.is_disaggregated))
 

@@ -8,9 +8,9 @@ import json
 import math
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, takewhile
+from itertools import count, islice
 from pathlib import Path
 
 import msgspec
@@ -25,8 +25,9 @@ class Ask:
     arrival: float
     prompt_tokens: int
     output_tokens: int
-    #: Leading tokens of the prompt that an earlier request had.
-    known: int = 0
+    #: How the prompt begins, in parts by name: others that begin with parts of the same names begin alike. The last
+    #: part may be the beginning of a longer one of that name, and an answer continues it.
+    parts: tuple[tuple[Hashable, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ _FEWEST_BURSTS = 10
 class Traffic:
     """A workload and the source of its requests."""
 
-    #: A word: "chat", "rag", "reasoning", "agentic", "bursts", "trace".
+    #: A word: "chat", "rag", "reasoning", "agentic", "prefixes", "bursts", "trace".
     name: str
     description: str
     shape: Shape
@@ -68,7 +69,7 @@ class Traffic:
     longest: int
     #: AIPerf's flags for the same traffic.
     aiperf: tuple[str, ...] = ()
-    #: Seconds of a conversation. Conversations under way at the beginning are in no cache yet.
+    #: Seconds of a conversation. Conversations under way at the beginning, and shared prefixes, are in no cache yet.
     session_s: float = 0.0
     #: Requests that arrive at once.
     burst: int = 1
@@ -106,6 +107,16 @@ def _single(input_tokens: int, output_tokens: int, burst: int = 1) -> Source:
     return source
 
 
+#: Applications: their number, the tokens of the system prompt that each has, of a question to it and of the answer.
+_APPLICATIONS, _PREFIX, _QUESTION, _REPLY = 8, 4096, 256, 128
+
+
+def _application(rate: float, numbers: random.Random) -> Iterator[Ask]:
+    for ask in _single(_QUESTION, _REPLY)(rate, numbers):
+        parts = ((numbers.randrange(_APPLICATIONS), _PREFIX),)
+        yield replace(ask, prompt_tokens=_PREFIX + ask.prompt_tokens, parts=parts)
+
+
 #: How much shorter or longer than its mean a length may be, as a share.
 _VARIES = 0.25
 
@@ -127,24 +138,21 @@ _SYSTEM, _ADDED, _ANSWER, _TURNS, _THINKING = 2048, 768, 192, 8, 2.0
 def _agent(rate: float, numbers: random.Random) -> Iterator[Ask]:
     """Sessions with Poisson arrivals. A turn is sent at its time, whether or not the one before was answered."""
     # Some sessions are under way when the point begins.
-    now, sessions = -_TURNS * _THINKING, 0
-    waiting: list[tuple[int, Ask]] = []
-    #: Prompt tokens of each session so far; all sessions share the system prompt.
-    known: dict[int, int] = {}
-    while True:
-        prompt, arrival = _SYSTEM, now
+    now = -_TURNS * _THINKING
+    waiting: list[Ask] = []
+    for session in count():
+        history, arrival = 0, now
         for _ in range(_TURNS):
-            prompt += _around(_ADDED, numbers)
-            waiting.append((sessions, Ask(arrival, prompt, _around(_ANSWER, numbers))))
+            history += _around(_ADDED, numbers)
+            parts = ("system", _SYSTEM), (session, history)
+            waiting.append(Ask(arrival, _SYSTEM + history, _around(_ANSWER, numbers), parts))
             arrival += numbers.expovariate(1 / _THINKING)
         now += numbers.expovariate(rate / _TURNS)
-        sessions += 1
-        waiting.sort(key=lambda each: each[1].arrival, reverse=True)
-        while waiting and waiting[-1][1].arrival <= now:
-            session, ask = waiting.pop()
+        waiting.sort(key=lambda each: each.arrival, reverse=True)
+        while waiting and waiting[-1].arrival <= now:
+            ask = waiting.pop()
             if ask.arrival >= 0:
-                yield replace(ask, known=known.get(session, _SYSTEM if known else 0))
-                known[session] = ask.prompt_tokens
+                yield ask
 
 
 _AGENT_INPUT = _SYSTEM + _ADDED * (_TURNS + 1) / 2
@@ -188,6 +196,18 @@ BUILT_IN: dict[str, Traffic] = {
             _AGENT_FLAGS,
             session_s=_TURNS * _THINKING,
         ),
+        Traffic(
+            "prefixes",
+            f"{_APPLICATIONS} system prompts of {_PREFIX} tokens, {_QUESTION} more tokens in, {_REPLY} out",
+            Shape(_PREFIX + _QUESTION, _REPLY, _PREFIX),
+            _application,
+            _PREFIX + _longest(_QUESTION, _REPLY),
+            (
+                *("--prompt-prefix-length", str(_PREFIX)),
+                *("--prompt-prefix-pool-size", str(_APPLICATIONS), *_lengths(_QUESTION, _REPLY)),
+            ),
+            session_s=_TURNS * _THINKING,
+        ),
         _singles("bursts", "16 requests at once, 1024 tokens in, 256 out", 1024, 256, burst=16),
     )
 }
@@ -204,18 +224,17 @@ def trace(file: Path, longest: int) -> Traffic:
         allowed = f"a trace with two requests of at most {longest} tokens, the engine's max_seq_len"
         raise ConfigError.bad_value("--trace", str(file), allowed)
     lines.sort(key=lambda line: line.timestamp)
-    begin, count, known = lines[0].timestamp, len(lines), list(_known_tokens(lines))
+    begin, count = lines[0].timestamp, len(lines)
     own_rate = (count - 1) / max((lines[-1].timestamp - begin) / 1000, 1e-3)
 
     def source(rate: float, numbers: random.Random) -> Iterator[Ask]:
-        for line, tokens in zip(lines, known, strict=True):
+        for line in lines:
             arrival = (line.timestamp - begin) / 1000 * own_rate / rate
-            yield Ask(arrival, line.input_length, line.output_length, tokens)
+            yield Ask(arrival, line.input_length, line.output_length, tuple(_parts(line)))
 
     shape = Shape(
         sum(line.input_length for line in lines) / count,
         sum(line.output_length for line in lines) / count,
-        sum(known) / count,
     )
     description = (
         f"{count} requests, {shape.input_tokens:.0f} tokens in on average, {shape.output_tokens:.0f} out"
@@ -225,13 +244,11 @@ def trace(file: Path, longest: int) -> Traffic:
     return Traffic("trace", description, shape, source, longest_line, flags, lines=tuple(lines))
 
 
-def _known_tokens(lines: Sequence[TraceLine]) -> Iterator[int]:
-    """Of each prompt the tokens that earlier ones began with; never the last token, which an engine always computes."""
-    seen = set[int]()
-    for line in lines:
-        shared = sum(1 for _ in takewhile(seen.__contains__, line.hash_ids))
-        yield min(_HASH_TOKENS * shared, line.input_length - 1)
-        seen |= set(line.hash_ids)
+def _parts(line: TraceLine) -> Iterator[tuple[Hashable, int]]:
+    left = line.input_length
+    for name in line.hash_ids[: -(-left // _HASH_TOKENS)]:
+        yield name, min(left, _HASH_TOKENS)
+        left -= _HASH_TOKENS
 
 
 def _lines(file: Path) -> Iterator[TraceLine]:

@@ -12,10 +12,10 @@ import pytest
 from tests.unit.tools.conftest import MODELLED
 from trtllm_disagg import cli
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.tools.plan.comparison import LayoutComparison, LayoutResult, LayoutSimulation
-from trtllm_disagg.tools.plan.layouts import one_of_each
+from trtllm_disagg.tools.plan.comparison import AtRate, LayoutComparison, LayoutResult, LayoutSimulation
+from trtllm_disagg.tools.plan.layouts import PLANNED, chosen_layouts, layouts_of
 from trtllm_disagg.tools.plan.simulation import ModelledWorker
-from trtllm_disagg.tools.plan.slo import DEFAULT_SLO
+from trtllm_disagg.tools.plan.slo import DEFAULT_SLO, Slo
 from trtllm_disagg.tools.plan.workloads import BUILT_IN
 
 RAG = BUILT_IN["rag"]
@@ -26,28 +26,31 @@ def simulated() -> LayoutSimulation:
     worker = ModelledWorker.of(
         {"model": "m", "max_batch_size": 2048, "max_num_tokens": 8192, "modelled": MODELLED}
     )
-    return LayoutSimulation(one_of_each(2, 1), RAG, dict.fromkeys(("agg", "prefill", "decode"), worker))
+    layouts = chosen_layouts(layouts_of(2), PLANNED)
+    return LayoutSimulation(layouts, RAG, dict.fromkeys(("agg", "prefill", "decode"), worker))
 
 
-@pytest.mark.parametrize(("factors", "layout"), [((10.0, 1.6), "1P1D"), ((2.0, 4.0), "2 agg")])
+def limits(simulated: LayoutSimulation, ttft: float, tpot: float) -> Slo:
+    """As factors of what a lone request takes."""
+    return Slo(ttft * simulated.first_token_ms, tpot * simulated.token_ms)
+
+
+@pytest.mark.parametrize(("factors", "layout"), [((10.0, 1.6), "1P1D prefill_first"), ((2.0, 4.0), "2 agg")])
 def test_the_layout_that_leads_keeps_the_objective_at_a_clearly_higher_rate(
     simulated: LayoutSimulation, factors: tuple[float, float], layout: str
 ) -> None:
-    slo = simulated.slo(*factors)
-    lead = simulated.lead(slo)
-    assert lead is not None
-    assert lead.layout == layout
-    rates = simulated.rates(slo)
-    assert rates[layout] == max(rates.values())
-    assert lead.ratio is None or lead.ratio > 1.2
+    results = simulated.results(limits(simulated, *factors))
+    (other,) = {"2 agg", "1P1D prefill_first"} - {layout}
+    assert results[layout].rate == max(each.rate for each in results.values())
+    assert results[layout].rate > 1.2 * results[other].rate
 
 
 def test_an_objective_below_what_a_request_takes_alone_is_kept_by_no_layout(
     simulated: LayoutSimulation,
 ) -> None:
-    slo = simulated.slo(1.0, 0.9)
-    assert simulated.rates(slo) == {"2 agg": 0.0, "1P1D": 0.0}
-    assert simulated.lead(slo) is None
+    slo = limits(simulated, 1.0, 0.9)
+    assert {each.rate for each in simulated.results(slo).values()} == {0.0}
+    assert simulated.orders(slo) == {}
 
 
 @pytest.fixture
@@ -62,47 +65,88 @@ def test_plan_says_what_is_compared_its_times_at_each_rate_and_what_to_run(
     limits = ["--slo", "ttft=5000,tpot=13", "--rates", "0.5,4"]
     assert cli.run([*flags, *limits, "--workloads", "8192:256,chat", "--workers", "2"]) == 0
     output = capsys.readouterr().out
-    rates, agg, pair = output.splitlines()[3:6]
+    rates, agg, pair, *_ = output.splitlines()[3:]
     assert rates.split() == ["requests/s", "0.5", "4", "up", "to", "tok/s/GPU"]
     # Agg's tokens wait for other prompts, so at four requests a second it does not keep the limits.
     assert re.match(r"2 agg +\d{3} / 8\.\d+ +\d+ / [\d.]+\* +[\d.]+ +\d+ *$", agg)
-    assert re.match(r"1P1D +\d{3} / 8\.\d+ +", pair)
+    assert re.match(r"1P1D prefill_first +\d{3} / 8\.\d+ +", pair)
     *_, own, chat = output.splitlines()
     subject = (
         f"2 GPUs ({tmp_path.name}; 8192:256: 8192 tokens in, 256 out; TTFT 5000 ms and TPOT 13 ms): run "
     )
     assert own.startswith(f"{subject}1P1D prefill_first up to ")
     assert "; 2 agg keep the limits up to " in own
+    assert ". The order: 1P1D " in own
     assert "chat: short chats, 256 tokens in, 256 out" in chat
     assert sorted(tmp_path.iterdir()) == before
 
 
-def compared(*rates: float) -> LayoutComparison:
-    """Under limits that 2 agg and 1P1D keep up to these rates."""
+PREFILL, DECODE = "1P1D prefill_first", "1P1D decode_first length"
+
+
+def compared(*rates: float, orders: dict[str, AtRate] | None = None) -> LayoutComparison:
+    """Under limits that agg and the pair, in each order, keep up to these rates."""
     results = {
-        name: LayoutResult(name.split()[-1], rate, 1.0, 1.0, 1.0)
-        for name, rate in zip(("2 agg", "1P1D"), rates, strict=True)
+        name: LayoutResult(name.split()[-1], "always", rate, 1.0, 1.0, 1.0)
+        for name, rate in zip(("2 agg", PREFILL, DECODE), rates, strict=True)
     }
-    return LayoutComparison("m", "H200", 4, 2, "rag", "rag: 8 in", DEFAULT_SLO, 9.5, 3.0, results, ())
+    alone, limits = (9.5, 3.0), DEFAULT_SLO
+    return LayoutComparison("m", "H200", 4, 2, "rag", "rag: 8 in", limits, *alone, results, orders or {})
 
 
 @pytest.mark.parametrize(
     ("rates", "said"),
     [
-        ((2.34, 4.51), "run 1P1D 1P1D up to 4.5 requests/s; 2 agg keep the limits up to 2.3"),
-        ((130.4, 0.0), "run 2 agg up to 130 requests/s; 1P1D 1P1D keeps the limits at no rate"),
+        ((2.34, 4.51, 1), f"run {PREFILL} up to 4.5 requests/s; 2 agg keep the limits up to 2.3"),
+        ((130.4, 0.0, 0), f"run 2 agg up to 130 requests/s; {PREFILL} keeps the limits at no rate"),
         (
-            (4.0, 4.2),
-            "run 1P1D 1P1D or 2 agg, up to 4.2 requests/s: less than 10% apart, which the simulation ",
+            (4.0, 1, 4.2),
+            f"run {DECODE} or 2 agg, up to 4.2 requests/s: less than 10% apart, which the simulation",
         ),
-        ((0.0, 0.0), "no layout keeps the limits at any rate; a lone request has TTFT 9.5 ms and TPOT 3 ms"),
+        ((0, 0, 0), "no layout keeps the limits at any rate; a lone request has TTFT 9.5 ms and TPOT 3 ms"),
     ],
 )
 def test_the_sentence_has_the_limits_and_what_the_other_kind_of_layout_does(
-    rates: tuple[float, float], said: str
+    rates: tuple[float, ...], said: str
 ) -> None:
     sentence = compared(*rates).sentence()
     assert sentence.startswith(f"4 H200s, 2 a worker (m; rag: 8 in; TTFT 500 ms and TPOT 30 ms): {said}")
+
+
+#: TTFT, TPOT, share in time, tokens computed and moved, share of one worker.
+BY_PREFILL = AtRate(4.51, 700.4, 9.04, 0.5, 832, 1050, 0.0)
+BY_DECODE = AtRate(4.51, 90.0, 12.0, 0.95, 610, 40, 0.88)
+
+
+@pytest.mark.parametrize(
+    ("rates", "orders", "said"),
+    [
+        (
+            (1, 3.2, 4.51),
+            {DECODE: BY_DECODE, PREFILL: BY_PREFILL},
+            f"The order: {DECODE}, because it computes 610 prompt tokens a request instead of 832, it moves the KV of "
+            "40 instead of 1050, and its decode workers prefill 88% of the requests themselves: at 4.5 requests/s it "
+            f"has TTFT / TPOT 90 / 12 ms, and {PREFILL} 700 / 9.04 (up to 3.2)",
+        ),
+        (
+            (1, 4.51, 3.2),
+            {PREFILL: BY_PREFILL, DECODE: BY_DECODE},
+            f"The order: {PREFILL}, because its decode steps wait for no prompts, which they do for 88% of the "
+            "requests in the other order: at 4.5 requests/s it has TTFT / TPOT 700 / 9.04 ms, and "
+            f"{DECODE} 90 / 12 (up to 3.2)",
+        ),
+        (
+            (1, 4.4, 4.51),
+            {DECODE: BY_DECODE, PREFILL: BY_PREFILL},
+            f"The order: {DECODE} or {PREFILL}, less than 10% apart, which the simulation cannot tell (610 and 832 "
+            "prompt tokens computed a request, 40 and 1050 moved)",
+        ),
+    ],
+)
+def test_the_sentence_names_the_order_and_what_it_saves(
+    rates: tuple[float, ...], orders: dict[str, AtRate], said: str
+) -> None:
+    assert compared(*rates, orders=orders).sentence().endswith(f". {said}")
 
 
 def test_a_picture_has_a_point_for_each_layout_at_each_rate(flags: list[str], tmp_path: Path) -> None:
@@ -111,22 +155,22 @@ def test_a_picture_has_a_point_for_each_layout_at_each_rate(flags: list[str], tm
     assert cli.run([*flags, *rates]) == 0
     titles = [each.text or "" for each in ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}title")]
     assert [text for text in titles if ":" in text][:4] == [
-        f"{name}: {rate}, {rate}" for name in ("2 agg", "1P1D") for rate in (1, 2)
+        f"{name}: {rate}, {rate}" for name in ("2 agg", "1P1D prefill_first") for rate in (1, 2)
     ]
-    assert len(titles) == 2 * 2 * 3
+    # Agg and three orders, each with two points and its name, of two workloads.
+    assert len(titles) == 2 * 4 * 3
 
 
-def test_a_script_gets_rates_and_leads_as_json(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    limits = "ttft=5000,tpot=13"
-    assert (
-        cli.run([*flags, "--json", "--by-limits", "--workloads", "rag", "--workers", "2", "--slo", limits])
-        == 0
-    )
+def test_a_script_gets_rates_and_orders_as_json(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    slo = ["--slo", "ttft=5000,tpot=13"]
+    assert cli.run([*flags, "--json", "--workloads", "rag", "--workers", "2", *slo]) == 0
     (compared,) = json.loads(capsys.readouterr().out)
     assert (compared["workload"], compared["gpus"], compared["slo"]["tpot"]) == ("rag", 2, 13.0)
-    assert compared["layouts"]["1P1D"]["rate"] > compared["layouts"]["2 agg"]["rate"] > 0
-    assert compared["layouts"]["1P1D"]["tpot"] <= 13
-    assert {each["lead"]["layout"] for each in compared["by_limits"] if each["lead"]} == {"1P1D", "2 agg"}
+    layouts = compared["layouts"]
+    assert layouts[PREFILL]["rate"] > layouts["2 agg"]["rate"] > 0
+    assert layouts[PREFILL]["tpot"] <= 13
+    assert (layouts[DECODE]["strategy"], layouts[DECODE]["decider"]) == ("decode_first", "length")
+    assert {each["computed"] > 8000 for each in compared["orders"].values()} == {True}
 
 
 @pytest.mark.parametrize(

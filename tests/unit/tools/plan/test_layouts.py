@@ -7,7 +7,7 @@ import pytest
 from trtllm_disagg.config.deciders import DECIDERS
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.strategies import STRATEGIES, disaggregated, worker_side
-from trtllm_disagg.tools.plan.layouts import chosen_layouts, layouts_of, one_of_each, worker_counts
+from trtllm_disagg.tools.plan.layouts import PLANNED, chosen_layouts, layouts_of, worker_counts
 
 
 @pytest.mark.parametrize(("workers", "gpus_each"), [(2, 1), (4, 1), (4, 8)])
@@ -47,8 +47,10 @@ def test_one_worker_cannot_be_divided() -> None:
         layouts_of(1)
 
 
-def test_one_of_each_has_every_number_of_workers_once() -> None:
-    assert [layout.workers for layout in one_of_each(3, 2)] == ["3 agg", "1P2D", "2P1D"]
+def test_plan_has_agg_and_each_order_with_every_number_of_workers_of_a_role() -> None:
+    planned = chosen_layouts(layouts_of(3, 2), PLANNED)
+    assert {layout.workers for layout in planned} == {"3 agg", "1P2D", "2P1D"}
+    assert {layout.strategy for layout in planned} == {"agg", *worker_side()}
 
 
 @pytest.mark.parametrize("text", ["", "1", "2,x", "-2", "2,1001"])

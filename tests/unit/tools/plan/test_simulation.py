@@ -8,8 +8,9 @@ from statistics import mean
 import pytest
 
 from tests.support.queueing_model import Gpu, Job, simulate_agg, simulate_pair
+from trtllm_disagg.tools.plan.fleet import simulate
 from trtllm_disagg.tools.plan.layouts import Layout
-from trtllm_disagg.tools.plan.simulation import ModelledWorker, SimulatedPoint, knee, simulate
+from trtllm_disagg.tools.plan.simulation import ModelledWorker, SimulatedPoint, knee
 from trtllm_disagg.tools.plan.slo import Slo, done_share
 from trtllm_disagg.tools.plan.workloads import BUILT_IN, Ask
 

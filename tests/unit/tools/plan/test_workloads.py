@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from pathlib import Path
 
 import pytest
 
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.tools.plan.workloads import BUILT_IN, chosen_workloads, trace
+from trtllm_disagg.tools.plan.workloads import BUILT_IN, Ask, chosen_workloads, trace
 
 
 @pytest.mark.parametrize("name", list(BUILT_IN))
@@ -26,13 +27,16 @@ def test_requests_come_in_order_at_the_given_rate_and_lengths(name: str) -> None
     assert 0.8 * traffic.longest < longest <= traffic.longest
 
 
-def test_turns_of_an_agent_know_the_turn_before_and_the_first_ones_the_system_prompt() -> None:
+def test_a_turn_of_an_agent_begins_with_the_system_prompt_and_its_own_turns_and_answers_before() -> None:
+    last: dict[Hashable, Ask] = {}
     asks = BUILT_IN["agentic"].asks(4.0, 120)
-    prompts: set[int] = {2048}
-    for number, ask in enumerate(asks):
-        assert ask.known in prompts if number else ask.known == 0
-        prompts.add(ask.prompt_tokens)
-    assert sum(ask.known > 2048 for ask in asks) > 20
+    for ask in asks:
+        (system, common), (session, own) = ask.parts
+        assert (system, common, common + own) == ("system", 2048, ask.prompt_tokens)
+        if before := last.get(session):
+            assert own > before.parts[1][1] + before.output_tokens
+        last[session] = ask
+    assert 15 < len(last) < 60
 
 
 def test_a_burst_arrives_at_once_and_a_point_has_ten_of_them() -> None:
@@ -50,31 +54,21 @@ def test_aiperf_gets_the_mean_lengths_of_the_simulation(name: str) -> None:
     assert ("--arrival-smoothness" in flags) == (name == "bursts")
 
 
-def test_requests_of_a_trace_know_the_blocks_that_an_earlier_one_had(tmp_path: Path) -> None:
+def test_a_prompt_of_a_trace_has_a_part_for_each_hash(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_text(
         '{"timestamp": 1000, "input_length": 1300, "output_length": 7, "hash_ids": [1, 2, 3]}\n'
-        '{"timestamp": 3000, "input_length": 1100, "output_length": 9, "hash_ids": [1, 2, 4]}\n'
+        '{"timestamp": 3000, "input_length": 1100, "output_length": 9, "hash_ids": [1, 2]}\n'
         '{"timestamp": 3000, "input_length": 90000, "output_length": 9, "hash_ids": [5]}\n'
     )
     traffic = trace(file, 4096)
     first, second = traffic.asks(2.0, 10)
     assert (first.prompt_tokens, second.prompt_tokens, second.output_tokens) == (1300, 1100, 9)
-    assert (first.known, second.known) == (0, 1024)
+    assert first.parts == ((1, 512), (2, 512), (3, 276))
+    assert second.parts == ((1, 512), (2, 512))
     assert (first.arrival, second.arrival) == (0.0, 0.5)
-    assert traffic.shape.cached_tokens == 512
     # AIPerf gets those that fit, and none of them twice.
     assert ([line.timestamp for line in traffic.lines], traffic.at_least(100)) == ([1000, 3000], 2)
-
-
-@pytest.mark.parametrize("length", [100, 512, 700])
-def test_of_a_prompt_that_was_there_before_the_last_token_is_computed(tmp_path: Path, length: int) -> None:
-    """Where nothing were left to compute, no rate could be chosen."""
-    file = tmp_path / "trace.jsonl"
-    line = f'{{"timestamp": 1, "input_length": {length}, "output_length": 8, "hash_ids": [1, 2]}}\n'
-    file.write_text(line * 1000)
-    shape = trace(file, 4096).shape
-    assert shape.cached_tokens <= shape.input_tokens - 1
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
