@@ -166,6 +166,10 @@ class InFlight:
     def __getitem__(self, instance_id: int) -> int:
         return self._tokens.get(instance_id, 0)
 
+    def of(self, instances: Sequence[int]) -> dict[int, int]:
+        """The load of each."""
+        return {each: self._tokens.get(each, 0) for each in instances}
+
     def enter(self, instance_id: int, tokens: int) -> Callable[[], None]:
         self.add(instance_id, tokens)
         return partial(self.add, instance_id, -tokens)
@@ -191,8 +195,10 @@ class RoundRobin:
     async def choose(self, request: GenerateRequest, candidates: Sequence[int]) -> int:
         costs = await self._costs(request, candidates)
         least = min(costs.values())
-        cheapest = sorted(each for each in candidates if costs[each] == least)
-        chosen = min(cheapest, key=lambda each: self._last_turns.get(each, -1))
+        cheapest = [each for each in candidates if costs[each] == least]
+        # No function of ours is called for each of a thousand instances.
+        without_turn = [each for each in cheapest if each not in self._last_turns]
+        chosen = min(without_turn) if without_turn else min(cheapest, key=self._last_turns.__getitem__)
         self._last_turns.pop(chosen, None)
         self._last_turns[chosen] = next(self._turns)
         if len(self._last_turns) > _REMEMBERED:
@@ -220,7 +226,7 @@ class LeastLoaded(RoundRobin):
         self._in_flight = in_flight
 
     async def _costs(self, request: GenerateRequest, candidates: Sequence[int]) -> Mapping[int, int]:
-        return {each: self._in_flight[each] for each in candidates}
+        return self._in_flight.of(candidates)
 
 
 #: Returns how many tokens of the prompt each instance has in its cache. May fail.
@@ -248,7 +254,7 @@ class BestCached(LeastLoaded):
 
     async def _costs(self, request: GenerateRequest, candidates: Sequence[int]) -> Mapping[int, int]:
         cached = await self._cached(request)
-        return {each: self._in_flight[each] - cached.get(each, 0) for each in candidates}
+        return {each: load - cached.get(each, 0) for each, load in self._in_flight.of(candidates).items()}
 
     async def _cached(self, request: GenerateRequest) -> Mapping[int, int]:
         """Empty when the KV router fails: the request must not fail for that."""
@@ -279,9 +285,14 @@ class Selection:
         self._role = role
         #: Present and former instances, in the order in which they were last seen.
         self._known: dict[int, None] = {}
+        self._there: Collection[int] = ()
 
     def instance_ids(self) -> Collection[int]:
+        """Asked several times for a request, so a list that has not changed costs a comparison."""
         ids = self._directory.instance_ids()
+        if ids == self._there:
+            return ids
+        self._there = list(ids)
         for each in ids:
             self._known.pop(each, None)
             self._known[each] = None
