@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -112,6 +113,8 @@ KV_OCCUPANCY = "kv_occupancy"
 #: While requests come, each instance is asked this often; its answer counts for so long.
 _REFRESH_SECONDS, _VALID_SECONDS = 0.25, 2.0
 _ANSWER_SECONDS = 1.0
+#: Of more instances a sample is asked: a mean needs no more, and each of a thousand workers asks.
+_MOST_ASKED = 32
 
 
 class OwnOccupancy:
@@ -176,7 +179,8 @@ class StageOccupancy:
         try:
             there = self._directory.instance_ids()
             self._shares = {each: share for each, share in self._shares.items() if each in there}
-            await asyncio.gather(*(self._ask(self._directory.instance(each)) for each in there))
+            asked = random.sample([*there], min(len(there), _MOST_ASKED))
+            await asyncio.gather(*(self._ask(self._directory.instance(each)) for each in asked))
         finally:
             self._is_asking = False
 

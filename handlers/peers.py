@@ -58,6 +58,8 @@ class _Known(NamedTuple):
 _DESCRIBE_SECONDS = 1.0
 #: A description counts for so long: under Kubernetes a restarted pod has the id of the one before it.
 _FRESH_SECONDS = 10.0
+#: Peers are looked at one by one no more often, and no more of them asked again at once.
+_LOOK_SECONDS, _MOST_ASKED = 0.5, 16
 _UNKNOWN = EngineFacts()
 _NOTHING_KNOWN = _Known(True, _UNKNOWN, {}, 0.0)
 
@@ -89,6 +91,11 @@ class Peers:
         self._clock = clock
         self._prefill = prefill
         self._known: dict[int, _Known] = {}
+        #: Those known not to fit.
+        self._unfit: set[int] = set()
+        #: The instances in discovery at the last look at each of them, and when to look again.
+        self._learned: Collection[int] = ()
+        self._look_at = 0.0
         #: Instances that are asked for their description now.
         self._asked: set[int] = set()
         #: Calls that wait for their first answer.
@@ -97,7 +104,7 @@ class Peers:
     def instance_ids(self) -> Collection[int]:
         """The instances in discovery that fit this worker, as far as they are known."""
         there = self._stage.instance_ids()
-        return [each for each in there if (known := self._known.get(each)) is None or known.fits]
+        return [each for each in there if each not in self._unfit] if self._unfit else there
 
     def check(self, request: GenerateRequest) -> None:
         """Raises InvalidRequestError when the request pins an instance that never existed."""
@@ -112,21 +119,31 @@ class Peers:
         return max(0, self.unanswered.count - len(self.instance_ids()))
 
     def facts(self) -> Sequence[EngineFacts]:
-        """Those of the engines of all instances in discovery that fit."""
-        return [known.facts if (known := self._known.get(each)) else _UNKNOWN for each in self.instance_ids()]
+        """Those of the engines of all instances in discovery that fit, each once: a thousand peers have a few."""
+        known = self._known
+        return list(
+            {(known[each].facts if each in known else _UNKNOWN): None for each in self.instance_ids()}
+        )
 
     async def learn(self) -> None:
         """Ask each instance that is new in discovery for its description, once. Those known for long are asked again,
         while the request goes on.
         """
-        there = self._stage.instance_ids()
+        there, now = self._stage.instance_ids(), self._clock()
+        if there == self._learned and now < self._look_at:
+            return
+        self._learned, self._look_at = list(there), now + _LOOK_SECONDS
         if len(self._known) > len(there):
-            self._known = {each: known for each, known in self._known.items() if each in there}
+            present = set(there)
+            self._known = {each: known for each, known in self._known.items() if each in present}
+            self._unfit &= present
         new = [each for each in there if each not in self._known and each != QUEUE_ID]
         if new:
             await asyncio.gather(*(self._ask(self._stage.instance(each)) for each in new))
-        stale = self._clock() - _FRESH_SECONDS
+        stale = now - _FRESH_SECONDS
         for each in there:
+            if len(self._asked) == _MOST_ASKED:
+                break  # of many peers some are asked later
             if each not in self._asked and (known := self._known.get(each)) and known.said_at < stale:
                 self._asked.add(each)
                 in_background(self._ask(self._stage.instance(each)), "question for a description")
@@ -174,6 +191,8 @@ class Peers:
     def forget(self, instance_id: int) -> None:
         """It did not answer, or its KV did not come: another process may have its id now."""
         self._known.pop(instance_id, None)
+        self._unfit.discard(instance_id)
+        self._look_at = 0.0
 
     async def _ask(self, instance: StageInstance) -> None:
         known = self._known.get(instance.instance_id, _NOTHING_KNOWN)
@@ -195,6 +214,7 @@ class Peers:
             self._asked.discard(instance.instance_id)
         facts = EngineFacts.described(description)
         self._known[instance.instance_id] = _Known(fits, facts, description, self._clock())
+        (self._unfit.discard if fits else self._unfit.add)(instance.instance_id)
 
 
 class Call:

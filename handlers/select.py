@@ -166,6 +166,10 @@ class InFlight:
     def __getitem__(self, instance_id: int) -> int:
         return self._tokens.get(instance_id, 0)
 
+    def of(self, instances: Iterable[int]) -> dict[int, int]:
+        """The load of each."""
+        return {each: self._tokens.get(each, 0) for each in instances}
+
     def enter(self, instance_id: int, tokens: int) -> Callable[[], None]:
         self.add(instance_id, tokens)
         return partial(self.add, instance_id, -tokens)
@@ -194,8 +198,10 @@ class RoundRobin:
     def cheapest(self, costs: Mapping[int, int]) -> int:
         """Only the cheapest get a turn."""
         least = min(costs.values())
-        cheapest = sorted(each for each, cost in costs.items() if cost == least)
-        chosen = min(cheapest, key=lambda each: self._last_turns.get(each, -1))
+        cheapest = [each for each, cost in costs.items() if cost == least]
+        # No function of ours is called for each of a thousand instances.
+        without_turn = [each for each in cheapest if each not in self._last_turns]
+        chosen = min(without_turn) if without_turn else min(cheapest, key=self._last_turns.__getitem__)
         self._last_turns.pop(chosen, None)
         self._last_turns[chosen] = next(self._turns)
         if len(self._last_turns) > _REMEMBERED:
@@ -226,7 +232,8 @@ class LeastLoaded(RoundRobin):
 
     def work(self, cached: Mapping[int, int]) -> Mapping[int, int]:
         """Of each instance the tokens in flight, less those of this prompt that it has `cached`."""
-        return {each: self._in_flight[each] - tokens for each, tokens in cached.items()}
+        in_flight = self._in_flight.of(cached)
+        return {each: in_flight[each] - tokens for each, tokens in cached.items()}
 
 
 #: Returns how many tokens of the prompt each instance has in its cache. May fail.
@@ -285,9 +292,14 @@ class Selection:
         self._role = role
         #: Present and former instances, in the order in which they were last seen.
         self._known: dict[int, None] = {}
+        self._there: Collection[int] = ()
 
     def instance_ids(self) -> Collection[int]:
+        """Asked several times for a request, so a list that has not changed costs a comparison."""
         ids = self._directory.instance_ids()
+        if ids == self._there:
+            return ids
+        self._there = list(ids)
         for each in ids:
             self._known.pop(each, None)
             self._known[each] = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,9 +15,13 @@ from hypothesis import strategies as st
 
 from tests.support.clock import Clock
 from tests.support.handling import raw_request, request
-from tests.support.stage_client import FakeContext, RecordingStageClient
+from tests.support.stage_client import FakeContext, RecordingStageClient, SayingInstance
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.engine.engine_facts import EngineFacts
 from trtllm_disagg.errors import InvalidRequestError, NoInstanceError
+from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker
+from trtllm_disagg.handlers.pair_facts import PairFacts
+from trtllm_disagg.handlers.peers import Peers
 from trtllm_disagg.handlers.select import (
     NEXT,
     BestCached,
@@ -323,3 +328,58 @@ def test_only_the_last_instances_are_remembered() -> None:
     selected.check(pinning("f42"))  # 3906
     with pytest.raises(InvalidRequestError, match="pinned decode instance 1f4 is not known"):
         selected.check(pinning("1f4"))
+
+
+@pytest.mark.parametrize("selector", ["round_robin", "least_loaded", "kv"])
+async def test_a_request_among_a_thousand_peers_calls_no_more_functions_than_among_ten(selector: str) -> None:
+    few, many = [await calls_of_a_request(selector, count) for count in (10, 1000)]
+    assert many <= 1.1 * few
+
+
+async def calls_of_a_request(selector: str, num_peers: int) -> int:
+    """Functions of ours that are called to look at the peers for one request, when all are known."""
+    load = InFlight()
+
+    async def none_cached(_: GenerateRequest) -> dict[int, int]:
+        return {}
+
+    selectors = {
+        "round_robin": RoundRobin(),
+        "least_loaded": LeastLoaded(load),
+        "kv": BestCached(none_cached, load),
+    }
+    stage = Selection(Described(num_peers), selectors[selector], "decode")
+    peers = Peers(stage, CircuitBreaker(3, 5.0), {}, load, clock=Clock())
+    facts = PairFacts(Role.PREFILL, EngineFacts(), peers.facts)
+    num_calls = 0
+
+    def count(_: object, event: str, __: object) -> None:
+        nonlocal num_calls
+        num_calls += event == "call"
+
+    asked = request()
+    for _ in range(2):
+        sys.setprofile(count)
+        try:
+            num_calls = 0
+            await peers.learn()
+            peers.check(asked)
+            facts.most_tokens(asked)
+            assert (peers.num_healthy(), peers.depth()) == (num_peers, 0)
+            await peers.pick(asked)
+        finally:
+            sys.setprofile(None)
+    return num_calls
+
+
+class Described:
+    """So many instances, which describe themselves."""
+
+    def __init__(self, count: int) -> None:
+        self._instances = {i: SayingInstance(i, {}) for i in range(1, count + 1)}
+
+    def instance_ids(self) -> list[int]:
+        return list(self._instances)
+
+    def instance(self, instance_id: int) -> SayingInstance:
+        return self._instances[instance_id]
