@@ -40,8 +40,8 @@ class EngineFacts(msgspec.Struct, frozen=True):
             return cls()
 
     def why_less_than(self, other: EngineFacts, prefills: bool) -> str | None:
-        """Why this engine cannot take the place of another one, or None. A frontend keeps one context length for a model,
-        so a longer one is no better than a shorter one.
+        """Why this engine cannot take the place of another one, or None. A frontend keeps one context length for a
+        model, so a longer one is no better than a shorter one.
         """
         if None not in (self.max_seq_len, other.max_seq_len) and self.max_seq_len != other.max_seq_len:
             return f"max_seq_len {other.max_seq_len}; here it is {self.max_seq_len}"
