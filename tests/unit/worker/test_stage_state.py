@@ -311,6 +311,14 @@ async def test_a_worker_that_was_switched_back_still_says_that_it_was_switched()
     assert (live.strategy.value, worker.describe()["was_switched"]) == ("decode_first", True)
 
 
+async def test_a_worker_describes_what_waits_on_it() -> None:
+    worker, _, live = stage_state("decode", "decode_first")
+    leave = live.queued.enter(700)
+    assert [worker.describe()[key] for key in ("queued_requests", "queued_tokens")] == [1, 700]
+    leave()
+    assert worker.describe()["queued_requests"] == 0
+
+
 # -- a worker that flips
 
 
