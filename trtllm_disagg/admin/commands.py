@@ -121,7 +121,7 @@ class Description(msgspec.Struct, frozen=True):
     #: Number of requests from frontends that the worker is answering.
     whole_requests: int = 0
     #: Number of requests that wait for their first token.
-    queued: int = 0
+    queued_requests: int = 0
     #: Share of its KV blocks in use; None where its engine does not say.
     kv_occupancy: float | None = None
     #: Flags of the worker's start that keep it from being switched.

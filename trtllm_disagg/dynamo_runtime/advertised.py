@@ -55,6 +55,8 @@ class Advertised:
     router: Any = None
     excludes_tools: bool = True
     topology: TopologyConfig = field(default_factory=TopologyConfig)
+    #: What `Taints` was told.
+    taints: set[str] = field(default_factory=set)
 
     @classmethod
     def of(cls, config: WorkerConfig, engine_args: Mapping[str, Any]) -> Advertised:
@@ -87,9 +89,6 @@ class Advertised:
         if self.topology.enabled:
             for name, value in vars(self.topology).items():
                 setattr(card, name, value)
-
-
-NOTHING = Advertised()
 
 
 def _check_name(field: str, name: str | None, known_names: Callable[[], Sequence[str]]) -> None:
@@ -189,19 +188,20 @@ Route = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 class Taints:
     """The taints of this worker, which Dynamo's router compares with the `routing_constraints` of a request: told by
     POST /engine/update/model_taints at the system port, as at Dynamo's own worker. Dynamo changes the model card that
-    is there now; what it was told is kept for a card that is made later, after a switch.
+    is there now; what it was told is kept for a card that is made later, after a switch or a flip.
     """
 
-    def __init__(self, runtime: Any, endpoint: Any) -> None:
+    def __init__(self, runtime: Any, endpoint: Any, told: set[str]) -> None:
         self._runtime = runtime
-        self._told: set[str] = set()
+        self._told = told
         # Dynamo's function takes this object as the runtime.
         register_model_taint_route(self, endpoint)
 
     def register_engine_route(self, path: str, update: Route) -> None:
         async def update_and_keep(body: dict[str, Any]) -> dict[str, Any]:
             answer = await update(body)
-            self._told = set(answer["taints"])
+            self._told.clear()
+            self._told.update(answer["taints"])
             return answer
 
         self._runtime.register_engine_route(path, update_and_keep)

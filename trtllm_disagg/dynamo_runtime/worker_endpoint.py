@@ -27,7 +27,7 @@ from dynamo.runtime import DistributedRuntime
 from trtllm_disagg.admin.commands import DescribedInstance
 from trtllm_disagg.config.settings import endpoint_of, names_of_endpoint_types, parse_endpoint_id
 from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
-from trtllm_disagg.dynamo_runtime.advertised import NOTHING, Advertised, Taints
+from trtllm_disagg.dynamo_runtime.advertised import Advertised, Taints
 from trtllm_disagg.dynamo_runtime.discovery import (
     DiscoveryFiles,
     DynamoDirectory,
@@ -67,16 +67,18 @@ class ServedModel:
 class Runtime:
     """This worker in Dynamo's runtime; serving lasts until `shutdown`."""
 
-    def __init__(self, config: WorkerConfig, advertised: Advertised = NOTHING, runtime: Any = None) -> None:
+    def __init__(
+        self, config: WorkerConfig, advertised: Advertised | None = None, runtime: Any = None
+    ) -> None:
         """`runtime`: Dynamo's; None: a new one. Raises ConfigError when --health-check-payload is no valid request."""
         self._config = config
-        self._advertised = advertised
+        self._advertised = advertised or Advertised()
         self._health_check = health_check_payload(config.health_check_payload)
         self._runtime = runtime or _open(config)
         #: Where peers call this worker, and where frontends call it while it is a first stage. May be one endpoint.
         self.endpoint_for_workers = self._endpoint(config.worker_endpoint_id)
         self.endpoint_for_frontends = self._endpoint(config.frontend_endpoint_id)
-        self._taints = Taints(self._runtime, self.endpoint_for_frontends)
+        self._taints = Taints(self._runtime, self.endpoint_for_frontends, self._advertised.taints)
         #: The same at both endpoints.
         self.instance_id: int = self.endpoint_for_frontends.connection_id()
         self._handler: Callable[..., Any] | None = None

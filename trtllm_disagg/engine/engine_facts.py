@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -39,16 +40,16 @@ class EngineFacts(msgspec.Struct, frozen=True):
             return cls()
 
     def why_less_than(self, other: EngineFacts, prefills: bool) -> str | None:
-        """Why this engine cannot take all that another one of its role takes, or None. A frontend keeps one context
-        length for a model, so a longer one is no better than a shorter one.
+        """Why this engine cannot take the place of another one, or None. A frontend keeps one context length for a
+        model, so a longer one is no better than a shorter one.
         """
         if None not in (self.max_seq_len, other.max_seq_len) and self.max_seq_len != other.max_seq_len:
             return f"max_seq_len {other.max_seq_len}; here it is {self.max_seq_len}"
-        if prefills and self.longest_step is not None:
-            longest = other.longest_step or other.max_seq_len
-            if longest is None or longest > self.longest_step:
-                shown = "longer prompts" if longest is None else f"prompts of {longest} tokens"
-                return f"{shown}; max_num_tokens is {self.longest_step} here, without enable_chunked_prefill"
+        longest = other.longest_step or other.max_seq_len or math.inf
+        if prefills and self.longest_step is not None and self.longest_step < longest:
+            return (
+                f"longer prompts; max_num_tokens is {self.longest_step} here, without enable_chunked_prefill"
+            )
         if other.has_guides and self.has_guides is False:
             return "guided answers; guided_decoding_backend is not set here"
         return None

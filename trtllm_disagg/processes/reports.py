@@ -41,11 +41,6 @@ class Reporter:
         self._told = Activity()
         self._told_at = 0.0
 
-    @property
-    def name(self) -> str:
-        """The name that `up` has for this process; empty without a file."""
-        return "" if self._file is None else self._file.stem
-
     def tell(self, doing: str, *, percent: int | None = None, requests: int | None = None) -> None:
         """Reports the current activity. Never raises: a full disk is no reason to stop serving."""
         activity = Activity(doing, percent, requests)

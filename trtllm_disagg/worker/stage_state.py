@@ -76,7 +76,8 @@ class StageState:
                 WAS_SWITCHED: self._was_switched,
                 "registered": self._registration.is_at_frontends,
                 "whole_requests": self.whole_requests.count,
-                "queued": self._live.queued.requests,
+                "queued_requests": self._live.queued.requests,
+                "queued_tokens": self._live.queued.tokens,
                 "fixed_by": fixed_by(self._config),
             }
         )

@@ -53,7 +53,7 @@ from trtllm_disagg.handlers.services import LiveState, build_generate, peers_of,
 from trtllm_disagg.handlers.trace import LinesTogether, RequestLog
 from trtllm_disagg.model_directory import fingerprint
 from trtllm_disagg.prefill_queue import PrefillQueue, open_prefill_queue
-from trtllm_disagg.processes.reports import DRAINING, SERVING, Reporter, reporter_of
+from trtllm_disagg.processes.reports import ACTIVITY_VARIABLE, DRAINING, SERVING, Reporter, reporter_of
 from trtllm_disagg.tracing.tracer import Tracer, tracer_of
 from trtllm_disagg.types import Generate
 from trtllm_disagg.worker.model_facts import UNKNOWN_MODEL, read_model_facts
@@ -186,7 +186,7 @@ async def _serve_as(process: _Process, turn: Turn) -> Turn | None:
     config = turn.config
     dump_config(config, process.engine_args)
     identity, own = _describe(config, process.engine_args)
-    own |= {"flipped_from": turn.flipped_from, "process": process.reporter.name}
+    own |= {"flipped_from": turn.flipped_from, "process": Path(os.environ.get(ACTIVITY_VARIABLE, "")).stem}
     async with aclosing(await open_prefill_queue(config, kind_of(own))) as queue:
         require_system_port(os.environ)
         if (runtime := await _open_runtime(process, config)) is None:

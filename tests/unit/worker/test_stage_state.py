@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, cast
@@ -25,6 +26,7 @@ from trtllm_disagg.errors import (
 )
 from trtllm_disagg.handlers.peers import Peers
 from trtllm_disagg.handlers.services import LiveState
+from trtllm_disagg.strategies import disaggregated
 from trtllm_disagg.types import GenerateRequest, PhaseRequest, TokenChunk
 from trtllm_disagg.worker.stage_state import StageState
 from trtllm_disagg.worker.worker import Turn, serve_in_turns
@@ -98,32 +100,31 @@ class Others:
 
 
 def stage_state(
-    role: str, strategy: str, others: Others | None = None, **settings: Any
+    role: str,
+    strategy: str,
+    others: Others | None = None,
+    listed: Sequence[dict[str, Any]] = (),
+    **settings: Any,
 ) -> tuple[StageState, FakeRegistration, LiveState]:
+    """`listed`: the descriptions of all workers, this one's first; `registration` writes down its flips, too."""
     config = WorkerConfig(model="m", role=Role(role), strategy=strategy, **settings)
     registration, live = FakeRegistration(), LiveState.of(config, 32)
     registration.live = live
-    own = {"role": role, "model": "m", "max_seq_len": 512}
+    own = listed[0] if listed else {"role": role, "model": "m", "max_seq_len": 512}
     known, places = cast(Peers, others or Others(1)), cast(DynamoRegistration, registration)
 
     async def finish(seconds: float) -> int:
         registration.history.append(("finish", str(seconds)))
         return 3
 
-    state = StageState(config, own, live, known, places, Trusting(), nobody, refuse, finish)
+    async def list_others() -> Sequence[dict[str, Any]]:
+        return listed[1:]
+
+    def flip(to: Role) -> None:
+        registration.history.append(("flip", to.value))
+
+    state = StageState(config, own, live, known, places, Trusting(), list_others, flip, finish)
     return state, registration, live
-
-
-async def finish(seconds: float) -> int:
-    raise AssertionError(f"no worker was to end within {seconds:g} s")
-
-
-async def nobody() -> list[dict[str, Any]]:
-    return []
-
-
-def refuse(to: Role) -> None:
-    raise AssertionError(f"no flip to {to} was to begin")
 
 
 async def test_a_worker_told_to_leave_answers_with_the_requests_that_it_gave_up() -> None:
@@ -322,6 +323,14 @@ async def test_a_worker_that_was_switched_back_still_says_that_it_was_switched()
     assert (live.strategy.value, worker.describe()["was_switched"]) == ("decode_first", True)
 
 
+async def test_a_worker_describes_what_waits_on_it() -> None:
+    worker, _, live = stage_state("decode", "decode_first")
+    leave = live.queued.enter(700)
+    assert [worker.describe()[key] for key in ("queued_requests", "queued_tokens")] == [1, 700]
+    leave()
+    assert worker.describe()["queued_requests"] == 0
+
+
 # -- a worker that flips
 
 
@@ -343,44 +352,51 @@ ENGINE: dict[str, Any] = {
 
 def flips(
     role: str = "prefill",
+    strategy: str = "prefill_first",
     own: dict[str, Any] | None = None,
     alike: dict[str, Any] | None = None,
     peer: dict[str, Any] | None = None,
-    *,
-    is_last: bool = False,
     **settings: Any,
-) -> tuple[StageState, list[Role]]:
-    """A worker with `own`, beside one of its role with `peer`, and one of the other role with `alike` in their
-    descriptions; and the roles that it begins to leave for.
+) -> tuple[StageState, list[tuple[str, str]]]:
+    """A worker that describes itself with `own`, beside one of the other role with `alike`, and one of its role with
+    `peer`, which may be missing (None); and what it does.
     """
-    strategy = settings.pop("strategy", "prefill_first")
-    config = WorkerConfig(model="m", role=Role(role), strategy=strategy, **settings)
     other = "decode" if role == "prefill" else "prefill"
     engine = ENGINE | {"strategy": strategy}
-    others = [engine | {"role": other} | (alike or {})]
-    others += [] if is_last else [engine | {"role": role} | (peer or {})]
-    began: list[Role] = []
-
-    async def list_others() -> list[dict[str, Any]]:
-        return others
-
-    live, registration = LiveState.of(config, 32), cast(DynamoRegistration, FakeRegistration())
-    own = engine | {"role": role} | (own or {})
-    peers = cast(Peers, Others(1))
-    state = StageState(config, own, live, peers, registration, Trusting(), list_others, began.append, finish)
-    return state, began
+    listed = [engine | {"role": role} | (own or {}), engine | {"role": other} | (alike or {})]
+    listed += [engine | {"role": role} | peer] if peer is not None else []
+    state, registration, _ = stage_state(role, strategy, listed=listed, **settings)
+    return state, registration.history
 
 
 def flip_to(to: str, **more: Any) -> dict[str, Any]:
     return {"command": "flip", "to": to} | more
 
 
-@pytest.mark.parametrize("strategy", ["prefill_first", "decode_first", "auto", "router"])
-@pytest.mark.parametrize(("role", "to"), [("prefill", "decode"), ("decode", "prefill")])
-async def test_a_worker_that_fits_begins_its_flip(strategy: str, role: str, to: str) -> None:
-    worker, began = flips(role, strategy=strategy)
-    assert await worker.handle_command(flip_to(to)) == {"warnings": []}
-    assert began == [to]
+SMALL = "max_batch_size is 8 here, and 64 on another decode worker: this one does less at once"
+
+
+@pytest.mark.parametrize(
+    ("to", "setting", "more", "warnings"),
+    [
+        *(("decode", {"strategy": name, "peer": {}}, {}, []) for name in disaggregated()),
+        *(("prefill", {"role": "decode", "strategy": name, "peer": {}}, {}, []) for name in disaggregated()),
+        ("decode", {}, {"force": True}, []),
+        ("decode", {"own": {"longest_step": 256}, "peer": {}}, {}, []),
+        ("decode", {"own": {"max_batch_size": 8}, "peer": {}}, {}, [SMALL]),
+    ],
+)
+async def test_a_worker_that_fits_begins_its_flip_and_says_what_will_be_slow(
+    to: str, setting: dict[str, Any], more: dict[str, Any], warnings: list[str]
+) -> None:
+    worker, done = flips(**setting)
+    assert await worker.handle_command(flip_to(to, **more)) == {"warnings": warnings}
+    assert done == [("flip", to)]
+
+
+DECODES: dict[str, Any] = {"role": "decode", "peer": {}}
+OLD = {"trtllm_version": "1.3.0rc21"}
+ELSEWHERE = "dyn://dynamo.mine.generate"
 
 
 @pytest.mark.parametrize(
@@ -388,113 +404,83 @@ async def test_a_worker_that_fits_begins_its_flip(strategy: str, role: str, to: 
     [
         ("prefill", {}, "the other role: this worker is a prefill worker"),
         ("decode", {"role": "agg"}, "a worker of mode agg runs both phases"),
-        ("decode", {"endpoint": "dyn://dynamo.mine.generate"}, "with --endpoint dyn://dynamo.mine.generate"),
-        ("decode", {"endpoint": "dyn://dynamo.mine.generate", "strategy": "router"}, "with --endpoint"),
-        ("decode", {"next_endpoint": "dyn://dynamo.mine.generate"}, "with --next-endpoint"),
-        ("decode", {"is_last": True}, r"it is the last prefill worker \(--force\)"),
-        ("decode", {"alike": {"max_seq_len": 1024}}, "max_seq_len 1024; here it is 512"),
-        ("decode", {"own": {"has_guides": False}}, "guided_decoding_backend is not set here"),
+        ("decode", {"endpoint": ELSEWHERE}, f"with --endpoint {ELSEWHERE}"),
+        ("decode", {"endpoint": ELSEWHERE, "strategy": "router"}, "with --endpoint"),
+        ("decode", {"next_endpoint": ELSEWHERE}, "with --next-endpoint"),
+        ("decode", {}, r"it is the last prefill worker \(--force\)"),
+        ("decode", {"alike": {"max_seq_len": 1024}, "peer": {}}, "max_seq_len 1024; here it is 512"),
+        ("decode", {"own": {"has_guides": False}, "peer": {}}, "guided_decoding_backend is not set here"),
         (
             "decode",
-            {"alike": {"weights": "v", "source": "there"}},
-            "the model of the other decode workers, there",
+            {"alike": {"weights": "v", "source": "x"}, "peer": {}},
+            "model of the other decode workers, x",
         ),
         ("decode", {"peer": {"kv_dtype": "fp8"}}, "kv_cache_config.dtype"),
-        (
-            "prefill",
-            {"role": "decode", "own": {"longest_step": 256}},
-            "prompts of 512 tokens; max_num_tokens is 256",
-        ),
-        (
-            "prefill",
-            {"role": "decode", "own": {"longest_step": 256}, "alike": {"max_seq_len": None}},
-            "longer prompts; max_num_tokens is 256",
-        ),
-        ("prefill", {"role": "decode", "own": {"context_parallel_size": 2}}, "context_parallel_size: 1"),
-        (
-            "prefill",
-            {
-                "role": "decode",
-                "own": {"trtllm_version": "1.3.0rc21"},
-                "peer": {"trtllm_version": "1.3.0rc21"},
-            },
-            "disable_overlap_scheduler: true",
-        ),
+        ("prefill", DECODES | {"own": {"longest_step": 256}}, "longer prompts; max_num_tokens is 256"),
+        ("prefill", DECODES | {"own": {"context_parallel_size": 2}}, "context_parallel_size: 1"),
+        ("prefill", DECODES | {"own": OLD, "peer": OLD}, "disable_overlap_scheduler: true"),
     ],
 )
 async def test_a_flip_that_would_fail_or_be_wrong_is_refused_by_name(
     to: str, setting: dict[str, Any], named: str
 ) -> None:
-    worker, began = flips(**setting)
+    worker, done = flips(**setting)
     with pytest.raises((InvalidRequestError, ConfigError), match=named):
         await worker.handle_command(flip_to(to))
-    assert began == []
-
-
-async def test_a_flip_that_would_only_be_slow_begins_and_says_so() -> None:
-    worker, began = flips(own={"max_batch_size": 8}, alike={"longest_step": 256})
-    answer = await worker.handle_command(flip_to("decode"))
-    assert answer["warnings"] == [
-        "max_batch_size is 8 here, and 64 on another decode worker: this one does less at once"
-    ]
-    assert began == ["decode"]
-
-
-async def test_the_last_worker_of_its_role_flips_when_it_is_forced_to() -> None:
-    worker, began = flips(is_last=True)
-    await worker.handle_command(flip_to("decode", force=True))
-    assert began == ["decode"]
+    assert done == []
 
 
 PREFILL, DECODE = (WorkerConfig(model="m", role=role) for role in (Role.PREFILL, Role.DECODE))
 
 
-class Turns:
-    """What a worker does in its turns, one after another: an error to raise, the next role, or None for the end."""
+MISFIT, LOST = ConfigError("it does not fit"), EngineLostError("it does not fit")
+Outcome = Exception | WorkerConfig | None
 
-    def __init__(self, *outcomes: Exception | WorkerConfig | None, is_ready: bool = False) -> None:
-        self._outcomes = list(outcomes)
-        self._fails_when_ready = is_ready
-        self.stop = asyncio.Event()
-        #: The role of each turn, and the id that it flipped from.
-        self.seen: list[tuple[str, str]] = []
 
-    async def run(self) -> list[tuple[str, str]]:
-        await serve_in_turns(Turn(PREFILL), self._serve, self.stop)
-        return self.seen
+async def serve_roles(
+    *outcomes: Outcome, in_use: bool = False, is_stopped: bool = False
+) -> list[tuple[str, str]]:
+    """(role, the id that it flipped from) of each turn of a worker. An outcome: the error that it ends with, the next
+    role, or None for the end. `in_use`: each role was entered before.
+    """
+    seen: list[tuple[str, str]] = []
+    left, stop = iter(outcomes), asyncio.Event()
 
-    async def _serve(self, turn: Turn) -> Turn | None:
-        self.seen.append((turn.config.role.value, turn.flipped_from))
-        outcome = self._outcomes.pop(0)
-        turn.is_ready = self._fails_when_ready or not isinstance(outcome, Exception)
+    async def serve(turn: Turn) -> Turn | None:
+        seen.append((turn.config.role.value, turn.flipped_from))
+        outcome = next(left)
+        turn.is_ready = in_use or not isinstance(outcome, Exception)
         if isinstance(outcome, Exception):
             raise outcome
-        return None if outcome is None else Turn(outcome, turn.live, f"{len(self.seen)}")
+        return None if outcome is None else Turn(outcome, flipped_from=f"{len(seen)}")
+
+    if is_stopped:
+        stop.set()
+    await serve_in_turns(Turn(PREFILL), serve, stop)
+    return seen
 
 
 async def test_a_worker_serves_in_one_role_after_another_until_it_is_told_to_stop() -> None:
-    there_and_back = Turns(DECODE, PREFILL, None)
-    assert await there_and_back.run() == [("prefill", ""), ("decode", "1"), ("prefill", "2")]
-    stopped = Turns(DECODE, None)
-    stopped.stop.set()
-    assert await stopped.run() == []
+    assert await serve_roles(DECODE, PREFILL, None) == [("prefill", ""), ("decode", "1"), ("prefill", "2")]
+    assert await serve_roles(DECODE, is_stopped=True) == []
 
 
 async def test_a_worker_that_cannot_enter_its_new_role_returns_to_the_old_one() -> None:
-    turns = Turns(DECODE, ConfigError("it does not fit"), None)
-    assert await turns.run() == [("prefill", ""), ("decode", "1"), ("prefill", "1")]
+    assert await serve_roles(DECODE, MISFIT, None) == [("prefill", ""), ("decode", "1"), ("prefill", "1")]
 
 
 @pytest.mark.parametrize(
-    "turns",
+    ("outcomes", "in_use"),
     [
-        Turns(ConfigError("it does not fit")),
-        Turns(DECODE, ConfigError("not here"), ConfigError("it does not fit")),
-        Turns(DECODE, EngineLostError("it does not fit")),
-        Turns(DECODE, ConfigError("it does not fit"), is_ready=True),
+        ((MISFIT,), False),
+        ((DECODE, ConfigError("nor here"), MISFIT), False),
+        ((DECODE, LOST), False),
+        ((DECODE, MISFIT), True),
     ],
     ids=["at the start", "back in the old role", "engine dead", "in use"],
 )
-async def test_a_worker_without_a_role_to_return_to_ends_with_its_error(turns: Turns) -> None:
+async def test_a_worker_without_a_role_to_return_to_ends_with_its_error(
+    outcomes: Sequence[Outcome], in_use: bool
+) -> None:
     with pytest.raises(DisaggError, match="it does not fit"):
-        await turns.run()
+        await serve_roles(*outcomes, in_use=in_use)

@@ -132,7 +132,7 @@ class _Fleet:
 def _process(worker: Worker) -> Process:
     share = worker.is_.kv_occupancy
     blocks = (None, None) if share is None else (round(1000 * share), 1000)
-    load = WorkerLoad(batch=worker.is_.queued, kv_blocks=blocks[0], kv_blocks_total=blocks[1])
+    load = WorkerLoad(batch=worker.is_.queued_requests, kv_blocks=blocks[0], kv_blocks_total=blocks[1])
     return Process(str(worker), worker.is_.role, "ready", load=load)
 
 

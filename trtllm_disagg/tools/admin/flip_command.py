@@ -81,6 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Raises ConfigError for a wrong setting (2), a DisaggError for a refusal or a failure (1)."""
+
     async def change(workers: Workers, up: Up) -> ExitCode:
         outcome, worker = await flip(workers, args.instance, Flip(args.to, args.force), args.timeout)
         up.change_new_workers(Flip(args.to, process=worker.is_.process))
