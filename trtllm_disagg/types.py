@@ -140,7 +140,7 @@ Attempts = Annotated[
 class PhaseRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """What one worker asks of another. A request from a frontend has none: it asks for the whole answer."""
 
-    kind: Literal["prefill", "decode", "whole", "recall", "taken"] = msgspec.field(name="stage")
+    kind: Literal["prefill", "decode", "cached", "whole", "recall", "taken"] = msgspec.field(name="stage")
     #: For "whole": the order that the sender has chosen.
     strategy: str | None = None
     #: The id of this prefill attempt (a retry has another id); for "recall" and "taken": the attempts concerned.

@@ -138,13 +138,20 @@ class Engine:
     ) -> RequestOutput:
         return self._start(request, None, streaming=streaming, max_tokens=max_tokens)
 
-    def start_prefill(self, request: GenerateRequest) -> RequestOutput:
+    def start_prefill(self, request: GenerateRequest, pulled: bytes | None = None) -> RequestOutput:
+        """`pulled`: a handle, as `start_cached` makes it in another engine, of blocks that need not be computed."""
         rendezvous = request.rendezvous
         params = self.api.disaggregated_params(
             request_type=_CONTEXT_ONLY,
             disagg_request_id=self._make_id() if rendezvous is None else rendezvous.disagg_request_id,
             **({} if rendezvous is None else {"schedule_style": _GENERATION_FIRST}),
+            **({} if pulled is None else {"opaque_state": pulled}),
         )
+        return self._start(request, params, streaming=False, max_tokens=1)
+
+    def start_cached(self, request: GenerateRequest) -> RequestOutput:
+        """A handoff, under a lease, of the prompt's blocks that are in the cache; none when there are none."""
+        params = self.api.disaggregated_params(request_type="cached_only")
         return self._start(request, params, streaming=False, max_tokens=1)
 
     def rendezvous(self, ctx_info_endpoint: str, ctx_dp_rank: int | None = None) -> Rendezvous:
