@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
 import msgspec
@@ -47,10 +47,6 @@ from trtllm_disagg.wire.bodies import encode_disaggregated_params, names_a_sende
 log = logging.getLogger(__name__)
 
 
-#: A handle of the start of a prompt in another engine's cache; None without one.
-Pull = Callable[[GenerateRequest, RequestContext], Awaitable[bytes | None]]
-
-
 class LocalPrefill:
     """context_only: the prompt's KV, and the first token."""
 
@@ -59,17 +55,15 @@ class LocalPrefill:
         engine: Engine,
         drain: Callable[[GenerateRequest], None] = lambda request: None,
         *,
-        pull: Pull | None = None,
         seconds: float | None = None,
         sees_callers_max_tokens: bool = True,
     ) -> None:
         """`drain` has a decode worker fetch an unused handoff, for an engine that cannot release one.
-        `pull` says where the KV of earlier answers is. After `seconds` a prefill is aborted, with StageTimeoutError.
+        After `seconds` a prefill is aborted, with StageTimeoutError.
         `sees_callers_max_tokens` is false behind Dynamo's router, which calls prefill with max_tokens 1 in any case.
         """
         self._engine = engine
         self._drain = None if RELEASES_HANDOFFS in engine.capabilities else drain
-        self._pull = pull
         self._seconds = seconds
         self._sees_callers_max_tokens = sees_callers_max_tokens
 
@@ -87,8 +81,7 @@ class LocalPrefill:
     async def _run(self, request: GenerateRequest, context: RequestContext) -> Handoff:
         if self._first_token_is_the_answer(request):
             return await self._whole(request, context)
-        pulled = await self._pull(request, context) if self._pull is not None else None
-        result = self._engine.start_prefill(request, pulled)
+        result = self._engine.start_prefill(request)
         guard = AbortGuard(self._engine, result, context)
         try:
             await finished(self._engine, result, guard)

@@ -6,7 +6,6 @@ import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from functools import partial
-from typing import Any
 
 from trtllm_disagg.errors import (
     DisaggError,
@@ -34,9 +33,6 @@ from trtllm_disagg.wire.handoff_formats import result_of
 from trtllm_disagg.wire.handoff_protocols import DYNAMO, HandoffProtocol
 
 log = logging.getLogger(__name__)
-
-#: Prompt, answer, cache salt, and the decode instance.
-Remember = Callable[[list[int], list[int], str | None, int], None]
 
 
 class RemotePrefill:
@@ -132,13 +128,9 @@ class RemotePrefill:
 
 
 class RemoteDecode:
-    def __init__(
-        self, peers: Peers, protocol: HandoffProtocol = DYNAMO, remember: Remember = lambda *answer: None
-    ) -> None:
-        """`remember` is called with what an instance has generated, as far as it came."""
+    def __init__(self, peers: Peers, protocol: HandoffProtocol = DYNAMO) -> None:
         self._peers = peers
         self._protocol = protocol
-        self._remember = remember
 
     def require_instance(self, request: GenerateRequest) -> None:
         """Raises NoInstanceError when no decode worker can take what a prefill would make: an engine that cannot
@@ -167,21 +159,10 @@ class RemoteDecode:
                     if first is not None:
                         # An answer means that decode has the KV.
                         handoff.decode_has_it()
-                        tokens = list(handoff.first.token_ids)
-                        try:
-                            with span.child("relay"):
-                                yield _added(tokens, first)
-                                async for answer in answers:
-                                    yield _added(tokens, answer)
-                        finally:
-                            self._remember(request.token_ids, tokens, request.cache_salt, call.instance_id)
-
-
-def _added(tokens: list[int], answer: dict[str, Any]) -> TokenChunk:
-    """The answer's chunk, with its tokens added to `tokens`."""
-    chunk = decode_chunk(answer)
-    tokens += chunk.token_ids
-    return chunk
+                        with span.child("relay"):
+                            yield decode_chunk(first)
+                            async for answer in answers:
+                                yield decode_chunk(answer)
 
 
 class RemoteAnswer:

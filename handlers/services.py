@@ -12,7 +12,7 @@ from typing import Any
 from trtllm_disagg.config.thresholds import Live, Thresholds
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig, flag_of
 from trtllm_disagg.config.yaml_file import read_mapping
-from trtllm_disagg.engine.capabilities import EXPORTS_CACHED, block_size_of
+from trtllm_disagg.engine.capabilities import EXPORTS_CACHED
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.handlers.admission import Admission, FallbackBudget, Queued, most_tokens
@@ -31,7 +31,7 @@ from trtllm_disagg.handlers.decide import (
 )
 from trtllm_disagg.handlers.delivered import always_replay, replay_if_needed
 from trtllm_disagg.handlers.local import LocalAgg, LocalDecode, LocalPrefill
-from trtllm_disagg.handlers.multi_turn import CachedService, PullBack
+from trtllm_disagg.handlers.multi_turn import CachedService
 from trtllm_disagg.handlers.outputs import FewTurnsLater, at_once
 from trtllm_disagg.handlers.pair_facts import PairFacts
 from trtllm_disagg.handlers.peers import Peers
@@ -138,17 +138,6 @@ class StrategyParts:
     @property
     def protocol(self) -> HandoffProtocol:
         return choose_protocol(self.config.handoff_protocol)
-
-    def pull_back(self) -> PullBack | None:
-        """None where no KV is pulled back from decode. Raises ConfigError for an engine that cannot."""
-        config, least = self.config, self.config.pull_min_tokens
-        if EXPORTS_CACHED not in self.engine.capabilities:
-            if least and config.is_explicit("pull_min_tokens"):
-                allowed = f"0 with {self.engine.api.name}, which cannot {EXPORTS_CACHED.name}"
-                raise ConfigError.bad_value(flag_of("pull_min_tokens"), least, allowed)
-            return None
-        size = block_size_of(self.engine.llm) or config.kv_block_size
-        return PullBack(self.peers, self.protocol, size, least) if least else None
 
 
 def peers_of(

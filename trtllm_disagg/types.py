@@ -277,6 +277,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     #: For a drain: the handoff's `made_at`.
     kv_made_at: float | None = None
     rendezvous: Rendezvous | None = None
+    #: A handle of the prompt's start in a decode engine's cache: a prefill pulls that, and computes what is missing.
+    pulled: bytes | None = None
     phase_request: PhaseRequest | None = None
     #: The instance of each role that the caller asks for.
     pins: dict[str, int | None] = msgspec.field(default_factory=dict)

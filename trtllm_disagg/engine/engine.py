@@ -138,14 +138,13 @@ class Engine:
     ) -> RequestOutput:
         return self._start(request, None, streaming=streaming, max_tokens=max_tokens)
 
-    def start_prefill(self, request: GenerateRequest, pulled: bytes | None = None) -> RequestOutput:
-        """`pulled`: a handle, as `start_cached` makes it in another engine, of blocks that need not be computed."""
+    def start_prefill(self, request: GenerateRequest) -> RequestOutput:
         rendezvous = request.rendezvous
         params = self.api.disaggregated_params(
             request_type=_CONTEXT_ONLY,
             disagg_request_id=self._make_id() if rendezvous is None else rendezvous.disagg_request_id,
             **({} if rendezvous is None else {"schedule_style": _GENERATION_FIRST}),
-            **({} if pulled is None else {"opaque_state": pulled}),
+            **({} if request.pulled is None else {"opaque_state": request.pulled}),
         )
         return self._start(request, params, streaming=False, max_tokens=1)
 
