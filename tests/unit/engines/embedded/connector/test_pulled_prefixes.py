@@ -1,4 +1,4 @@
-"""A prefill pulls the start of its prompt out of a decode engine's cache, or computes it: the same bits, every block."""
+"""A prefill pulls the start of its prompt out of a decode engine's cache, or computes it: same bits, no lost block."""
 
 from __future__ import annotations
 
