@@ -43,7 +43,7 @@ class PullBack:
 
     def __init__(self, peers: Peers, block_size: int, min_tokens: int, most_blocks: int = 1 << 15) -> None:
         """`min_tokens`: fewer tokens of an answer are computed. At most `most_blocks` are remembered: with blocks of 32
-        tokens, a million tokens, in some 8 MB.
+        tokens, a million tokens, in some 6 MB.
         """
         self._peers = peers
         self._size = block_size
