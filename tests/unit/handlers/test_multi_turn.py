@@ -220,20 +220,6 @@ async def test_what_cannot_be_pulled_is_computed_and_no_block_is_lost(
 # -- when and whom
 
 
-async def test_fewer_tokens_than_the_threshold_are_computed_without_a_question(
-    engines: dict[Role, Engine],
-) -> None:
-    generate, client = two_stages(engines, "prefill_first", pull_min_tokens=ANSWER + BLOCK)
-    prompt = words(FIRST, 40)
-    for number in range(2):
-        answer = await collect(generate, asked := turn(prompt, "threshold"))
-        prompt = prompt + tokens_of(answer) + words(NEW, 41 + number)
-    assert [kind_of(call.request) for call in client.calls] == ["decode", "decode"]
-    assert "kv_pulled_from" not in asked.trace.facts
-    await client.idle()
-    await both_idle(engines)
-
-
 async def test_a_pulling_client_that_leaves_frees_both_engines(engines: dict[Role, Engine]) -> None:
     generate, client = two_stages(engines, "prefill_first", pull_min_tokens=1)
     prompt = words(FIRST, 50)
