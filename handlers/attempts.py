@@ -85,8 +85,8 @@ class WorkerSidePlan:
     """Chooses the order of each request, on a worker that calls, or is called by, workers of the other role."""
 
     role: str
-    #: This role's phase, for workers of the other role.
-    phase: Attempt
+    #: What workers of the other role may ask for, by `PhaseRequest.kind`.
+    phases: Mapping[str, Attempt]
     routes: Routes
     decide: Decider
     #: For the strategy `auto`.
@@ -102,9 +102,9 @@ class WorkerSidePlan:
         require_splittable(request, gets_prompt_logprobs=self.gets_prompt_logprobs)
         asked = request.phase_request
         if asked is not None and asked.kind != "whole":
-            if asked.kind != self.role:
+            if asked.kind not in self.phases:
                 raise PeerUnavailableError(f"a {self.role} worker was asked for the phase {asked.kind}")
-            return (self.phase,)
+            return (self.phases[asked.kind],)
         self.peers.check(request)
         await self.peers.learn()
         alone = self.facts.why_not_alone(request)

@@ -8,6 +8,7 @@ from contextlib import aclosing
 import msgspec
 
 from trtllm_disagg.errors import KvTransferError, StageTimeoutError
+from trtllm_disagg.handlers.multi_turn import PullBack
 from trtllm_disagg.handlers.peers import PREFILL
 from trtllm_disagg.handlers.recall import Recalls
 from trtllm_disagg.types import (
@@ -35,18 +36,25 @@ class Chain:
         prefill: PrefillPhase,
         decode: DecodePhase,
         require: Callable[[GenerateRequest], None] | None = None,
+        pull: PullBack | None = None,
     ) -> None:
-        """`require` raises a DisaggError before the prefill begins when no decode could follow it."""
+        """`require` raises a DisaggError before the prefill begins when no decode could follow it. `pull` is told which
+        decode worker has generated what, and makes use of it for the next turn.
+        """
         self._prefill = prefill
         self._decode = decode
         self._require = require
+        self._pull = pull
 
     async def __call__(
         self, request: GenerateRequest, context: RequestContext
     ) -> AsyncGenerator[TokenChunk, None]:
         if self._require is not None:
             self._require(request)
+        if self._pull is not None:
+            request = await self._pull(request, context)
         handoff = await self._prefill(request, context)
+        generated = list(handoff.first.token_ids)
         try:
             if handoff.is_final:
                 yield handoff.first
@@ -56,6 +64,7 @@ class Chain:
             decode = self._decode(request.with_handoff(handoff), context, handoff)
             async with aclosing(decode):
                 async for chunk in decode:
+                    generated += chunk.token_ids
                     if handoff.of_prompt is not None and chunk.finish_reason is not None:
                         data = (chunk.engine_data or {}) | handoff.of_prompt
                         chunk = msgspec.structs.replace(chunk, engine_data=data)
@@ -65,6 +74,8 @@ class Chain:
             raise
         finally:
             handoff.release()
+            if self._pull is not None and handoff.receiver is not None:
+                self._pull.remember(request, generated, handoff.receiver)
 
 
 class PrefillService:

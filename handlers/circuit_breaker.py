@@ -80,7 +80,7 @@ def stream_timeouts_of(config: WorkerConfig) -> Mapping[str, StreamTimeouts]:
     decode = StreamTimeouts(first_decode_token_seconds(config), config.next_decode_token_timeout)
     tries = config.max_tries + 1
     whole = StreamTimeouts(tries * prefill.first, tries * max(decode))
-    return {"prefill": prefill, "decode": decode, "whole": whole}
+    return {"prefill": prefill, "decode": decode, "cached": prefill, "whole": whole}
 
 
 def first_decode_token_seconds(config: WorkerConfig) -> float:

@@ -18,6 +18,7 @@ from trtllm_disagg.errors import (
     ConfigError,
     DisaggError,
     EngineError,
+    NoInstanceError,
     PeerUnavailableError,
     StageTimeoutError,
 )
@@ -165,6 +166,12 @@ class Peers:
             ):
                 return Call(self, instance, request)
             request = request.avoiding(instance.instance_id)
+
+    def call_of(self, instance_id: int, request: GenerateRequest) -> Call:
+        """A call of this instance. Raises NoInstanceError when it is gone, or is skipped or avoided."""
+        if instance_id not in set(self.instance_ids()) - self.breaker.open() - request.avoid:
+            raise NoInstanceError(f"instance {instance_id:x} is gone, or has failed")
+        return Call(self, self._stage.instance(instance_id), request)
 
     def meeting_place(self, instance: Call) -> tuple[str, int | None]:
         """Where the instance's engine is met, and on which rank. Raises PeerUnavailableError."""

@@ -12,6 +12,7 @@ from typing import Any
 from trtllm_disagg.config.thresholds import Live, Thresholds
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig, flag_of
 from trtllm_disagg.config.yaml_file import read_mapping
+from trtllm_disagg.engine.capabilities import EXPORTS_CACHED
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.handlers.admission import Admission, FallbackBudget, Queued, most_tokens
@@ -30,6 +31,7 @@ from trtllm_disagg.handlers.decide import (
 )
 from trtllm_disagg.handlers.delivered import always_replay, replay_if_needed
 from trtllm_disagg.handlers.local import LocalAgg, LocalDecode, LocalPrefill
+from trtllm_disagg.handlers.multi_turn import CachedService
 from trtllm_disagg.handlers.outputs import FewTurnsLater, at_once
 from trtllm_disagg.handlers.pair_facts import PairFacts
 from trtllm_disagg.handlers.peers import Peers
@@ -208,6 +210,9 @@ def _worker_side_plan(
     order has the decider before it, which may keep a request on this worker.
     """
     config = parts.config
+    phases = {config.role.value: Attempt(Fallback.OTHER_INSTANCE, phase)}
+    if EXPORTS_CACHED in parts.engine.capabilities and config.role is Role.DECODE:
+        phases["cached"] = Attempt(Fallback.OTHER_INSTANCE, CachedService(parts.engine))
     depth = parts.peers.depth if parts.prefill_queue is None or queue is None else queue.depth
     sources = FactSources(config.role, live.cached, depth, live.occupancy, live.other_occupancy)
     thresholds, prefilling = live.thresholds, InProgress()
@@ -217,7 +222,7 @@ def _worker_side_plan(
 
     return WorkerSidePlan(
         config.role.value,
-        Attempt(Fallback.OTHER_INSTANCE, phase),
+        phases,
         _routes(parts, FallbackBudget(thresholds), sources, prefilling),
         create_decider(config.prefill_decider, sources, thresholds),
         create_auto_decider(config.prefill_decider, sources, thresholds),

@@ -140,7 +140,7 @@ Attempts = Annotated[
 class PhaseRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """What one worker asks of another. A request from a frontend has none: it asks for the whole answer."""
 
-    kind: Literal["prefill", "decode", "whole", "recall", "taken"] = msgspec.field(name="stage")
+    kind: Literal["prefill", "decode", "cached", "whole", "recall", "taken"] = msgspec.field(name="stage")
     #: For "whole": the order that the sender has chosen.
     strategy: str | None = None
     #: The id of this prefill attempt (a retry has another id); for "recall" and "taken": the attempts concerned.
@@ -277,6 +277,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     #: For a drain: the handoff's `made_at`.
     kv_made_at: float | None = None
     rendezvous: Rendezvous | None = None
+    #: A handle of the prompt's start in a decode engine's cache: a prefill pulls that, and computes what is missing.
+    pulled: bytes | None = None
     phase_request: PhaseRequest | None = None
     #: The instance of each role that the caller asks for.
     pins: dict[str, int | None] = msgspec.field(default_factory=dict)

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import mounted_recording
 from tests.support.dynamo_deployment import COMPLETIONS, DynamoDeployment
 from tests.support.models import write_checkpoint
 
@@ -38,14 +39,13 @@ FORBIDDEN = (
 #: Of ai-dynamo's requirements: for its frontend and its simulator, not for a worker.
 NOT_FOR_WORKERS = {"transformers", "aisimulate", "kubernetes", "redis", "zstandard", "certifi"}
 
-STAND_IN = '''
-"""Puts the recording LLM in its own place."""
+#: Puts the recording LLM in its own place.
+STAND_IN = f"""{Path(mounted_recording.__file__).read_text()}
 import atexit
-from trtllm_disagg.engines.recording.mounted import mounted_recording_llm
 _mounted = mounted_recording_llm()
 _mounted.__enter__()
 atexit.register(_mounted.__exit__, None, None, None)
-'''
+"""
 
 
 def run(*command: object) -> str:

@@ -15,10 +15,10 @@ import sys
 import threading
 from pathlib import Path
 
+from tests.support.mounted_recording import mounted_recording_llm
 from trtllm_disagg.cli import main
 from trtllm_disagg.engines.recording.hard_edges import GENERATION_TRANSFER_ERROR, RequestError
 from trtllm_disagg.engines.recording.llm import LLM
-from trtllm_disagg.engines.recording.mounted import mounted_recording_llm
 from trtllm_disagg.engines.recording.state import KvStore
 
 KV_DIRECTORY = "TEST_KV_DIRECTORY"

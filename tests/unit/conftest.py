@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, settings
 
 from tests.conftest import Checkpoints
 from tests.support.loop_lag import loop_never_stands_still
+from tests.support.mounted_recording import mounted_recording_llm
 from tests.support.nats_server import NatsServer, nats_server
 from tests.support.queueing import Queueing, queueing
 from tests.support.recording_pair import leftover_tasks
 from trtllm_disagg.engines.embedded import LLM as EmbeddedLLM
 from trtllm_disagg.engines.recording.llm import LLM
-from trtllm_disagg.engines.recording.mounted import mounted_recording_llm
 
 # How long an example takes says more about the machine than about the code.
 settings.register_profile("unit", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.handling import ORDERS, PROMPT, collect, raw_request, request
+from tests.support.mounted_recording import mounted_recording_llm
 from tests.support.recording_pair import make_pair
 from tests.support.stage_client import FakeContext, RecordingStageClient
 from tests.support.trying import logged
@@ -17,7 +18,6 @@ from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.llm_api import load_api
 from trtllm_disagg.engines.recording.llm import Logprob, Script
-from trtllm_disagg.engines.recording.mounted import mounted_recording_llm
 from trtllm_disagg.engines.recording.result import scripted_token
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.types import Generate, TokenChunk, Usage

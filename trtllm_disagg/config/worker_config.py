@@ -160,6 +160,12 @@ class WorkerConfig:
     max_local_fallback_tokens: int = option(
         0, "max tokens, prompts and answers, of those requests; 0: no bound", NUMBER
     )
+    pull_min_tokens: int = option(
+        64,
+        "prefill_first: min tokens of the answer before this turn that prefill pulls from decode, and does not "
+        "compute; 0: never",
+        NUMBER,
+    )
     max_tries: int = option(2, "instances of the second stage to try for one request", TRIES)
     breaker_failures: int = option(3, "failures in a row that trip an instance's circuit breaker", POSITIVE)
     breaker_seconds: float = option(5.0, "seconds a tripped instance is skipped", SECONDS)

@@ -70,6 +70,12 @@ HAS_CONTEXT_ENDPOINT = Capability(
     lambda llm: bool((getattr(llm, "disaggregated_params", None) or {}).get("ctx_info_endpoint")),
     "--schedule-style generation_first is refused at the start",
 )
+EXPORTS_CACHED = Capability(
+    "hand out what its cache holds",
+    _is_true("exports_cached"),
+    "in prefill_first the next turn's prefill computes the answer before it again; --pull-min-tokens above 0 is "
+    "refused at the start (TensorRT-LLM's `kv_transfer_only`, PR 15736, is in no release)",
+)
 TAKES_RANKS = Capability(
     "take a rank of attention DP", _takes("scheduling_params"), "enable_attention_dp is refused at the start"
 )
@@ -84,6 +90,7 @@ CAPABILITIES = (
     REPORTS_ITS_LENGTH,
     NAMES_ERRORS,
     HAS_CONTEXT_ENDPOINT,
+    EXPORTS_CACHED,
     TAKES_RANKS,
     TAKES_PRIORITIES,
 )

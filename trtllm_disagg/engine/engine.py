@@ -144,7 +144,13 @@ class Engine:
             request_type=_CONTEXT_ONLY,
             disagg_request_id=self._make_id() if rendezvous is None else rendezvous.disagg_request_id,
             **({} if rendezvous is None else {"schedule_style": _GENERATION_FIRST}),
+            **({} if request.pulled is None else {"opaque_state": request.pulled}),
         )
+        return self._start(request, params, streaming=False, max_tokens=1)
+
+    def start_cached(self, request: GenerateRequest) -> RequestOutput:
+        """A handoff, under a lease, of the prompt's blocks that are in the cache; none when there are none."""
+        params = self.api.disaggregated_params(request_type="cached_only")
         return self._start(request, params, streaming=False, max_tokens=1)
 
     def rendezvous(self, ctx_info_endpoint: str, ctx_dp_rank: int | None = None) -> Rendezvous:

@@ -20,6 +20,7 @@ import pytest
 from tests.support.clock import Clock
 from tests.support.day_one import PESSIMISM, Both, DayOne, kinds, opened
 from tests.support.handling import ORDERS, PROMPT, collect, expected_tokens, request, tokens_of, until
+from tests.support.mounted_recording import mounted_recording_llm
 from tests.support.sinks import (
     RecordingEventSink,
     RecordingLoadSink,
@@ -41,7 +42,6 @@ from trtllm_disagg.engine.health import EngineHealth, HealthTimes, close, probe
 from trtllm_disagg.engine.llm_api import load_api, translate
 from trtllm_disagg.engines.recording.hard_edges import GENERATION_TRANSFER_ERROR, PESSIMISTIC, RequestError
 from trtllm_disagg.engines.recording.llm import LLM, Script
-from trtllm_disagg.engines.recording.mounted import mounted_recording_llm
 from trtllm_disagg.engines.recording.result import EOS_TOKEN
 from trtllm_disagg.errors import (
     ConfigError,

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from tests.support.day_one import PESSIMISM, Both
 from tests.support.handling import ORDERS, PROMPT, collect, expected_tokens, request, tokens_of
+from tests.support.mounted_recording import mounted_recording_llm
 from tests.support.recording_pair import Pair, make_pair, recording_engine
 from tests.support.stage_client import FakeContext, Instances
 from tests.support.trying import trying
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.engines.recording.hard_edges import GENERATION_TRANSFER_ERROR, PESSIMISTIC
 from trtllm_disagg.engines.recording.llm import LLM, RequestError, Script
-from trtllm_disagg.engines.recording.mounted import mounted_recording_llm
 from trtllm_disagg.engines.recording.result import scripted_token
 from trtllm_disagg.errors import (
     DisaggError,

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from tests.support.handling import ORDERS, collect, raw_request, request, tokens_of, until
+from tests.support.mounted_recording import mounted_recording_llm
 from tests.support.recording_pair import recording_engine
 from tests.support.stage_client import Instances, RecordingStageClient
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
@@ -18,7 +19,6 @@ from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.engine_facts import EngineFacts
 from trtllm_disagg.engines.recording.hard_edges import PESSIMISTIC
 from trtllm_disagg.engines.recording.llm import RequestError, Script
-from trtllm_disagg.engines.recording.mounted import mounted_recording_llm
 from trtllm_disagg.engines.recording.result import scripted_token
 from trtllm_disagg.errors import InvalidRequestError, KvTransferError, PeerUnavailableError
 from trtllm_disagg.handlers.cancellation import num_in_background

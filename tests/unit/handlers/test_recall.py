@@ -13,6 +13,7 @@ import pytest
 from tests.support.clock import Clock
 from tests.support.day_one import INSTANCES, Both, kinds
 from tests.support.handling import collect, expected_tokens, raw_request, request, tokens_of, until
+from tests.support.mounted_recording import mounted_recording_llm
 from tests.support.recording_pair import leftover_tasks
 from tests.support.stage_client import FakeContext, RecordingStageClient
 from tests.support.trying import counts_of, trying
@@ -20,7 +21,6 @@ from trtllm_disagg.config.thresholds import Live, Thresholds
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.engines.recording.hard_edges import PESSIMISTIC
 from trtllm_disagg.engines.recording.llm import Script
-from trtllm_disagg.engines.recording.mounted import mounted_recording_llm
 from trtllm_disagg.errors import (
     InvalidRequestError,
     OverloadedError,

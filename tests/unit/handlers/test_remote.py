@@ -9,10 +9,10 @@ import pytest
 
 from tests.support.day_one import opened
 from tests.support.handling import collect, expected_tokens, raw_request, request, tokens_of, until
+from tests.support.mounted_recording import mounted_recording_llm
 from tests.support.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.engines.recording.hard_edges import PESSIMISTIC
-from trtllm_disagg.engines.recording.mounted import mounted_recording_llm
 from trtllm_disagg.errors import (
     DisaggError,
     EngineError,

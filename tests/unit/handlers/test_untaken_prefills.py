@@ -10,11 +10,11 @@ import pytest
 
 from tests.support.day_one import Both, kinds, opened
 from tests.support.handling import collect, expected_tokens, request, tokens_of, until
+from tests.support.mounted_recording import mounted_recording_llm
 from tests.support.stage_client import FakeContext, Instances, RecordingStageClient
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.engines.recording.hard_edges import GENERATION_TRANSFER_ERROR, PESSIMISTIC, RequestError
 from trtllm_disagg.engines.recording.llm import LLM, Script
-from trtllm_disagg.engines.recording.mounted import mounted_recording_llm
 from trtllm_disagg.errors import NoInstanceError, PeerUnavailableError
 from trtllm_disagg.handlers.cancellation import num_in_background
 from trtllm_disagg.handlers.select import InFlight, LeastLoaded, NoStage, Selection

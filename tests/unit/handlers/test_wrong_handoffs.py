@@ -9,9 +9,9 @@ import pytest
 
 from tests.support.day_one import Both
 from tests.support.handling import collect, expected_tokens, request, tokens_of
+from tests.support.mounted_recording import mounted_recording_llm
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.engines.recording.hard_edges import PESSIMISTIC
-from trtllm_disagg.engines.recording.mounted import mounted_recording_llm
 from trtllm_disagg.errors import HandoffRefusedError
 from trtllm_disagg.types import TokenChunk
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.support.meeting import Duo
 from tests.support.modelled_cores import ModelledTestCore, VirtualClock, prompt_of
+from trtllm_disagg.engines.embedded.ipc.messages import ReceivedHandoff
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout, PeerMetadata, ReadTimeoutError
 from trtllm_disagg.engines.modelled.core import LinkCost, LinkTransport, ScaledClock
 from trtllm_disagg.errors import HandoffRefusedError, KvTransferError
@@ -191,6 +192,23 @@ def test_a_slow_link_makes_decode_wait_and_prefill_go_on() -> None:
     assert not duo.decode.answers[request, 0].tokens
     duo.decode.run(request)
     assert clock.now() - begun >= 0.32
+    duo.assert_idle()
+    duo.close()
+
+
+def test_a_pulled_prefix_takes_the_time_of_its_link_and_the_rest_is_computed() -> None:
+    clock, tokens = ScaledClock(1.0), prompt_of(330)
+    slow = {"link_gb_per_second": 1e-3}
+    duo = Duo(ModelledTestCore(clock, slow), ModelledTestCore(clock, slow))
+    duo.decode.generate(tokens[:320], 1)
+    handoff = duo.decode.run(duo.decode.add(tokens, 1, request_type="cached_only")).handoff
+    assert handoff is not None
+    begun, pulled = clock.now(), ReceivedHandoff(handoff.opaque_state, [])
+    request = duo.prefill.add(tokens, 1, request_type="context_only", handoff=pulled)
+    answer = duo.prefill.run(request)
+    assert clock.now() - begun >= 0.32
+    assert (answer.tokens, answer.cached_tokens) == (ModelledTestCore().generate(tokens, 1), 320)
+    duo.prefill.engine.abort(request)
     duo.assert_idle()
     duo.close()
 

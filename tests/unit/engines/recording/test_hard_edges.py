@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.mounted_recording import mounted_recording_llm
 from trtllm_disagg.engines.recording.hard_edges import (
     FORGIVING,
     GENERATION_TRANSFER_ERROR,
@@ -28,7 +29,6 @@ from trtllm_disagg.engines.recording.llm import (
     SamplingParams,
     Script,
 )
-from trtllm_disagg.engines.recording.mounted import mounted_recording_llm
 from trtllm_disagg.engines.recording.result import EOS_TOKEN, scripted_token
 
 PROMPT = [11, 12, 13]

@@ -91,6 +91,8 @@ class LLM:
 
     #: `abort` of a finished context_only request lets its KV go (embedded engine only).
     releases_handoffs = True
+    #: Requests of type `cached_only`, and context_only ones that pull what those hand out (embedded engine only).
+    exports_cached = True
     #: A RequestError has a `category` (embedded engine only).
     names_errors = True
 

@@ -130,6 +130,8 @@ def other_half(
         return None, None
     if params.schedule_style == DisaggScheduleStyle.GENERATION_FIRST:
         return None, _rendezvous_of(params, kind)
+    if kind == "context_only" and params.opaque_state:  # the start of its prompt, from another engine's cache
+        return ReceivedHandoff(bytes(params.opaque_state), []), None
     return (handoff_of(params, ready) if kind == "generation_only" else None), None
 
 

@@ -29,6 +29,12 @@ class PrefixArrived(NamedTuple):
     sequence: Sequence
 
 
+class PrefixLost(NamedTuple):
+    """They do not come: this prefill has to compute them. Blocks of its own are left to be freed."""
+
+    sequence: Sequence
+
+
 class KvArrived(NamedTuple):
     """All KV of the prompt is here, and the first token."""
 
@@ -82,7 +88,7 @@ class BlocksRestored(NamedTuple):
 
 
 BlockEvent = BlocksReleased | BlocksQuarantined | BlocksRestored
-KvEvent = Offered | PrefixArrived | KvArrived | ReadEnded | HandedOff | KvFailed | BlockEvent
+KvEvent = Offered | PrefixArrived | PrefixLost | KvArrived | ReadEnded | HandedOff | KvFailed | BlockEvent
 
 
 class BlocksInTransfer:

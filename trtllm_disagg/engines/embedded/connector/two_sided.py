@@ -19,6 +19,7 @@ from trtllm_disagg.engines.embedded.connector.connector import (
     KvFailed,
     Offered,
     PrefixArrived,
+    PrefixLost,
     ReadEnded,
 )
 from trtllm_disagg.engines.embedded.ipc.messages import AddRequest, MadeHandoff, TokenOutput
@@ -52,7 +53,9 @@ from trtllm_disagg.wire.kv_handle import KvHandle, decode_handle
 
 
 class IncomingReads:
-    """CONTEXT_FIRST, decode's end: reads a finished prefill's blocks."""
+    """CONTEXT_FIRST, the receiver's end: decode reads a finished prefill's blocks, or prefill reads the start of its
+    prompt out of a decode engine's cache.
+    """
 
     def __init__(self, receiver: KvReceiver, late: LateTransfers, blocks: BlocksInTransfer) -> None:
         self._receiver = receiver
@@ -88,15 +91,21 @@ class IncomingReads:
             if error is None and not sequence.aborted:
                 yield self._arrived(sequence, pull)
                 continue
+            if sequence.is_context_only and not sequence.aborted:
+                log.info("%d blocks are computed, and not pulled: %s", len(pull.local), error)
+                yield PrefixLost(sequence)
+                continue
             if error is not None and not sequence.aborted:
                 yield KvFailed(sequence.request_id, error)
             yield ReadEnded(sequence)
 
-    def _arrived(self, sequence: Sequence, pull: Pull) -> KvArrived:
+    def _arrived(self, sequence: Sequence, pull: Pull) -> KvArrived | PrefixArrived:
         handoff = sequence.handoff
         assert handoff is not None
         if sequence.timer is not None:
             sequence.timer.transfer_ended(pull.bytes_moved)
+        if sequence.is_context_only:
+            return PrefixArrived(sequence)
         return KvArrived(
             sequence,
             handoff.first_gen_tokens[0],
@@ -452,6 +461,8 @@ class TwoSidedConnector(KvConnector):
         if rendezvous is not None and not self._takes_offers:
             raise InvalidRequestError("schedule_style GENERATION_FIRST needs tensor_parallel_size 1")
         if rendezvous is None:
+            if request.request_type == "context_only" and request.handoff is not None:
+                return self._handle_of_start(request.handoff.opaque_state, request)
             return self._fitting_handle(request) if request.request_type == "generation_only" else None
         if request.request_type == "context_only" and self._outgoing.is_awaited(rendezvous.request):
             raise InvalidRequestError(f"disagg_request_id {rendezvous.request} is in use")
@@ -546,6 +557,24 @@ class TwoSidedConnector(KvConnector):
             ctx_request_id=sequence.request_id,
             ctx_info_endpoint=self.endpoint,
         )
+
+    def _handle_of_start(self, opaque_state: bytes, request: AddRequest) -> KvHandle | None:
+        """That of the prompt's first blocks in another engine's cache. None for one that is of no use."""
+        try:
+            handle = decode_handle(opaque_state)
+        except HandoffRefusedError as error:
+            log.warning("a prefill pulls nothing: %s", error)
+            return None
+        count = len(handle.blocks) * self._layout.tokens_per_block
+        if (
+            handle.num_tokens == count < len(request.prompt)
+            and request.sampling.prompt_logprobs is None
+            and handle.prompt == prompt_digest(request.prompt[:count], request.cache_salt)
+        ):
+            return handle
+        log.warning("a prefill pulls nothing: the handle of %s is not for its prompt", handle.sender)
+        self.decline(handle)
+        return None
 
     def _fitting_handle(self, request: AddRequest) -> KvHandle:
         """Raise HandoffRefusedError unless the handoff belongs to this prompt and fits this engine."""

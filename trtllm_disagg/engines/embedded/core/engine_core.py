@@ -19,6 +19,7 @@ from trtllm_disagg.engines.embedded.connector.connector import (
     KvFailed,
     Offered,
     PrefixArrived,
+    PrefixLost,
     ReadEnded,
 )
 from trtllm_disagg.engines.embedded.ipc.messages import (
@@ -101,6 +102,9 @@ class EngineCore:
         """Enqueue the request, or answer it with an error output. Never raises."""
         handle = None
         try:
+            if request.request_type == "cached_only":
+                self._lease_cached(Sequence.from_request(request, 0, None, self.clock))
+                return
             handle = self.connector.accept(request)
             sequences = [
                 Sequence.from_request(request, i, handle, self.clock) for i in range(request.num_choices)
@@ -175,10 +179,15 @@ class EngineCore:
             case Offered(sequence):
                 self._enqueue(sequence)
             case PrefixArrived(sequence):
-                sequence.num_computed = sequence.num_fetchable * self.blocks.tokens_per_block
-                sequence.num_cached = sequence.num_computed
+                num_arrived = sequence.num_fetchable * self.blocks.tokens_per_block
+                # Its own cache may have had more.
+                sequence.num_cached = sequence.num_computed = max(sequence.num_computed, num_arrived)
+                sequence.num_fetchable = 0
                 self._commit(sequence)
                 self.scheduler.received(sequence)
+            case PrefixLost(sequence):
+                self.blocks.release(sequence.blocks)
+                self.scheduler.requeue(sequence)
             case KvArrived():
                 self._arrived(event)
             case ReadEnded(sequence):
@@ -268,6 +277,20 @@ class EngineCore:
         self.scheduler.finish(sequence)
         if self.connector.hand_off(sequence, output):
             self._outbox.append(output)
+
+    def _lease_cached(self, sequence: Sequence) -> None:
+        """Hold the known blocks of a prompt for another engine, without that of its last token, which a prefill has to
+        compute. They stay in the cache.
+        """
+        keys = self.blocks.prompt_keys(sequence.tokens[:-1], sequence.salt)
+        sequence.blocks = self.blocks.match(keys)
+        self.blocks.acquire(sequence.blocks)
+        sequence.num_prompt = len(sequence.blocks) * self.blocks.tokens_per_block
+        sequence.tokens = sequence.tokens[: sequence.num_prompt]
+        output = TokenOutput(sequence.request_id, finish_reason="length")
+        if sequence.blocks:
+            self.connector.hand_off(sequence, output)
+        self._outbox.append(output)
 
     def _retire(self, sequence: Sequence) -> None:
         self.scheduler.finish(sequence)

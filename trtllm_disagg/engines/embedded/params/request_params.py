@@ -11,7 +11,8 @@ from enum import IntEnum
 from operator import attrgetter
 from typing import Any
 
-REQUEST_TYPES = ("context_only", "generation_only", "context_and_generation")
+#: TensorRT-LLM's, and one more: what the cache has of a prompt, as a handoff; nothing is computed.
+REQUEST_TYPES = ("context_only", "generation_only", "context_and_generation", "cached_only")
 MIN_GLOBAL_ID = 1 << 40
 
 

@@ -221,6 +221,13 @@ class Scheduler:
         sequence.status = Status.RUNNING
         self.running.append(sequence)
 
+    def requeue(self, sequence: Sequence) -> None:
+        """The KV of a prefill's first blocks does not come: it is first in line again, and computes them."""
+        self.receiving.remove(sequence)
+        sequence.status, sequence.handle, sequence.num_fetchable = Status.WAITING, None, 0
+        sequence.blocks, sequence.keys, sequence.num_computed = [], [], 0
+        self.waiting.appendleft(sequence)
+
     def schedule(self) -> list[Row]:
         self._capacity.grow(self.running, self._pause)
         rows = [Row.of(s, 1) for s in self.running if not s.in_prefill]

@@ -130,8 +130,9 @@ class Sequence:
         cls, request: AddRequest, index: int, handle: KvHandle | None, clock: Clock = time.monotonic
     ) -> Sequence:
         seed = request.sampling.seed
+        is_pulled = handle is not None and request.request_type == "context_only"
         if seed is None:
-            seed = handle.seed if handle is not None else _seeds.getrandbits(63)
+            seed = handle.seed if handle is not None and not is_pulled else _seeds.getrandbits(63)
         return cls(
             request_id=request.request_id,
             index=index,
@@ -144,6 +145,7 @@ class Sequence:
             priority=request.priority,
             handoff=request.handoff,
             handle=handle,
+            num_fetchable=len(handle.blocks) if handle is not None and is_pulled else 0,
             rendezvous=request.rendezvous,
             timer=None if request.arrived is None else RequestTimer(request.arrived, clock),
             stream_interval=request.stream_interval,
@@ -197,7 +199,9 @@ class Sequence:
     @property
     def wants_kv(self) -> bool:
         """True when another engine's KV has to arrive before this sequence can run."""
-        return self.num_output == 0 and (self.is_generation_only or self.num_fetchable > len(self.keys))
+        # A lease in another engine's cache is ended by a read, be it of nothing.
+        is_pulled = self.num_fetchable > (len(self.keys) if self.handle is None else 0)
+        return self.num_output == 0 and (self.is_generation_only or is_pulled)
 
     @property
     def is_filled(self) -> bool:
