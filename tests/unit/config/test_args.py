@@ -40,6 +40,7 @@ OTHER_VALUES: dict[str, Any] = {
     "extra_engine_args": "a.yaml",
     "override_engine_args": "{}",
     "revision": "refs/pr/3",
+    "worker_revision": "v2",
     "health_check_payload": '{"token_ids": [5]}',
     "engine_stall_timeout": 70.0,
     "expert_parallel_size": 2,
@@ -170,8 +171,12 @@ def test_a_bad_argument_is_named(argv: list[str], environ: dict[str, str], parts
     assert [part for part in parts if part not in str(caught.value)] == []
 
 
-def test_worker_suffix_is_appended_to_the_namespace_unless_an_endpoint_names_it() -> None:
-    assert parse(DYN_NAMESPACE_WORKER_SUFFIX="blue").namespace == "dynamo-blue"
+def test_worker_revision_is_appended_to_the_namespace_unless_an_endpoint_names_it() -> None:
+    by_operator = parse(DYN_NAMESPACE_WORKER_SUFFIX="blue")
+    assert (by_operator.namespace, by_operator.worker_revision) == ("dynamo-blue", "blue")
+    assert parse("--worker-revision", "v2", DYN_NAMESPACE_WORKER_SUFFIX="blue").namespace == "dynamo-v2"
+    with pytest.raises(ConfigError, match=r"--worker-revision: 'v\.2' is not allowed; expected letters"):
+        parse("--worker-revision", "v.2")
     assert parse("--namespace", "ns", DYN_NAMESPACE_WORKER_SUFFIX="blue").namespace == "ns-blue"
     config = parse("--endpoint", "dyn://ns.c.e", DYN_NAMESPACE="other", DYN_NAMESPACE_WORKER_SUFFIX="x")
     assert config.namespace == "ns"

@@ -134,6 +134,24 @@ async def test_second_reason_to_leave_is_ignored() -> None:
         await collect(tracked(drain, LocalAgg(recording_engine())), request())
 
 
+@pytest.mark.parametrize("seconds", [0.05, 600.0])
+async def test_a_worker_told_to_leave_answers_when_its_requests_have_ended_or_its_time(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", "0")
+    place, drain = Place(), WorkerDrain()
+    answer = asyncio.create_task(collect(tracked(drain, relayed), request()))
+    await until(lambda: drain.num_running)
+    finishing = asyncio.create_task(leaving(place, drain, recording_engine(), 0.0).finish(seconds))
+    if seconds > 1:
+        await until(lambda: "queue drained" in place.done)
+        assert not finishing.done(), "the command's time counts, not the worker's"
+        answer.cancel()
+    assert await finishing == (seconds < 1)
+    await place.ended.wait()
+    await asyncio.gather(answer, return_exceptions=True)
+
+
 @pytest.mark.parametrize(
     ("place", "said"),
     [(Place, "discovery is gone"), (Hanging, "leaving discovery or the prefill queue took more than")],

@@ -98,8 +98,21 @@ def stage_state(
     registration.live = live
     own = {"role": role, "model": "m", "max_seq_len": 512}
     known, places = cast(Peers, others or Others(1)), cast(DynamoRegistration, registration)
-    state = StageState(config, own, live, known, places, Trusting())
+
+    async def finish(seconds: float) -> int:
+        registration.history.append(("finish", str(seconds)))
+        return 3
+
+    state = StageState(config, own, live, known, places, Trusting(), finish)
     return state, registration, live
+
+
+async def test_a_worker_told_to_leave_answers_with_the_requests_that_it_gave_up() -> None:
+    worker, registration, _ = stage_state("agg", "decode_first")
+    assert await worker.handle_command({"command": "leave", "seconds": 9}) == {"requests_left": 3}
+    assert registration.history == [("finish", "9.0")]
+    with pytest.raises(InvalidRequestError, match="seconds"):
+        await worker.handle_command({"command": "leave", "seconds": -1})
 
 
 def switch_to(to: str) -> dict[str, str]:

@@ -24,7 +24,6 @@ from trtllm_disagg.admin.commands import (
     Describe,
     DescribedInstance,
     Description,
-    Rollout,
     Signer,
     UpCommand,
 )
@@ -124,9 +123,6 @@ class Up:
     def change_new_workers(self, command: UpCommand) -> None:
         """Start further workers with the strategy or the thresholds of `command`. Raises a DisaggError."""
 
-    def roll_out(self, command: Callable[[str], Rollout]) -> None:
-        """Start the workers of a revision, unless they serve. `command`: for its strategy. Raises a DisaggError."""
-
     def starting(self) -> set[str]:
         """The names of its workers that are not ready yet."""
         return set()
@@ -149,11 +145,6 @@ class UpOfRunDir(Up):
             send_to_up(self.run_dir, command, seconds=_ANSWER_SECONDS)
         except ConfigError as error:  # no wrong setting: this `up` answered before
             raise DisaggError(f"workers were changed, but `up` knows nothing of it: {error}") from None
-
-    def roll_out(self, command: Callable[[str], Rollout]) -> None:
-        from trtllm_disagg.tools.up.command_socket import send_to_up
-
-        send_to_up(self.run_dir, command(self.described["strategy"]), say)
 
     def starting(self) -> set[str]:
         from trtllm_disagg.tools.up.run_dir import is_alive, read_processes

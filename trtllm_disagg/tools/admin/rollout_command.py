@@ -10,13 +10,13 @@ import argparse
 import asyncio
 import json
 import time
-from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
+from typing import Any
 
-from trtllm_disagg.admin.commands import Leave, Rollout
+from trtllm_disagg.admin.commands import Describe, Leave, Rollout
 from trtllm_disagg.config.args import argument_parser_of
 from trtllm_disagg.config.settings import not_negative
+from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.errors import ConfigError, PeerUnavailableError, StageTimeoutError
 from trtllm_disagg.model_directory import servable_model
 from trtllm_disagg.processes.exits import ExitCode
@@ -24,6 +24,7 @@ from trtllm_disagg.strategies import spec_of
 from trtllm_disagg.tools.admin import client
 from trtllm_disagg.tools.admin.client import Up, Worker, Workers, all_workers
 from trtllm_disagg.tools.admin.switch_command import Knows, Say, add_frontend, knows_by, until_known
+from trtllm_disagg.tools.up.command_socket import send_to_up
 from trtllm_disagg.tools.up.up_command import add_worker_args, engine_configs_in
 
 _POLL_SECONDS = 0.5
@@ -31,48 +32,26 @@ _POLL_SECONDS = 0.5
 _CHANGES = ("model", "engine_configs", "python", "worker_args")
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    #: For the new workers, until a pair of them serves.
-    timeout: float
-    #: Between the orders to leave to two workers of one role.
-    pause: float
-    #: For an old worker to finish its requests.
-    drain_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class RolledOut:
-    """The outcome of a rollout."""
-
-    to: str
-    serving: tuple[str, ...]
-    left: tuple[str, ...]
-    #: Requests that ran longer than the old workers waited.
-    requests_given_up: int = 0
-
-    def __str__(self) -> str:
-        lost = f"; {self.requests_given_up} requests were given up" if self.requests_given_up else ""
-        return f"{self.to} serves: {', '.join(self.serving)}; left: {', '.join(self.left) or 'none'}{lost}"
-
-
-async def roll_out(workers: Workers, knows: Knows, to: str, limits: Limits, say: Say) -> RolledOut:
+async def roll_out(
+    workers: Workers, knows: Knows, to: str, timeout: float, drain_seconds: float, say: Say
+) -> dict[str, Any]:
     """Wait until the revision `to` serves, and have the workers of all others leave: first the stage that takes
-    requests, when its requests have ended the other one.
+    requests, and when its requests have ended the other one. Returns the outcome as JSON.
 
     Raises StageTimeoutError before any worker has left. After a later DisaggError, or the death of this process, both
     revisions serve, or what is left of the old one; the same call completes the rollout.
     """
-    new, old = await _until_ready(workers, to, limits.timeout)
-    first = [each for each in new if each.is_.registered]
-    await until_known(first[0].is_.model, first, knows, limits.timeout)
-    say(f"revision {to} serves: {', '.join(map(str, new))}")
+    new, old = await _until_ready(workers, to, timeout)
+    takers = (spec_of(new[0].is_.strategy).entry_role or Role.DECODE, Role.AGG)
+    first = [each for each in new if each.is_.registered and each.is_.role in takers]
+    await until_known(first[0].is_.model, first, knows, timeout)
+    say(f"revision {to} serves")
     given_up = 0
     for role in (*spec_of(new[0].is_.strategy).stop_order, "agg"):
-        group = [each for each in old if each.is_.role == role]
-        leaving = [_leave(workers, each, i * limits.pause, limits, say) for i, each in enumerate(group)]
+        leaving = [_leave(workers, each, drain_seconds, say) for each in old if each.is_.role == role]
         given_up += sum(await asyncio.gather(*leaving))
-    return RolledOut(to, tuple(map(str, new)), tuple(map(str, old)), given_up)
+    names = {"serving": [*map(str, new)], "left": [*map(str, old)]}
+    return {"revision": to, **names, "requests_given_up": given_up}
 
 
 async def _until_ready(workers: Workers, to: str, timeout: float) -> tuple[list[Worker], list[Worker]]:
@@ -89,19 +68,18 @@ async def _until_ready(workers: Workers, to: str, timeout: float) -> tuple[list[
         if time.monotonic() > deadline:
             lacks = f"no {' and no '.join(sorted(missing))} worker" if missing else "no first stage"
             raise StageTimeoutError(
-                f"after {timeout:g} s revision {to} has {lacks} that is ready; the old workers serve on"
+                f"{lacks} of revision {to} is ready after {timeout:g} s; the old ones stay"
             )
         await asyncio.sleep(_POLL_SECONDS)
 
 
-async def _leave(workers: Workers, each: Worker, delay: float, limits: Limits, say: Say) -> int:
+async def _leave(workers: Workers, each: Worker, seconds: float, say: Say) -> int:
     """Returns how many of its requests were given up."""
-    await asyncio.sleep(delay)
     say(f"{each} finishes its requests and leaves")
     try:
-        answer = await workers.send(each.endpoint_id, each.instance_id, Leave(limits.drain_seconds))
-    except PeerUnavailableError:
-        say(f"{each} ended meanwhile")
+        answer = await workers.send(each.endpoint_id, each.instance_id, Leave(seconds))
+    except PeerUnavailableError as error:
+        say(f"{each} ended meanwhile: {error}")
         return 0
     return int(answer["requests_left"])
 
@@ -119,7 +97,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_worker_args(parser)
     for flag, default, what in (
         ("--timeout", 3600.0, "for a pair of the new revision to be ready"),
-        ("--pause", 0.0, "between the leaving of two old workers of one role"),
         ("--drain-seconds", 600.0, "for an old worker to finish its requests"),
     ):
         add(
@@ -138,23 +115,29 @@ def run(args: argparse.Namespace) -> ExitCode:
             f"{given[0]} needs --run-dir: only `up` starts workers; start them with --worker-revision"
         )
     revisions = (args.to,) if args.run_dir else (getattr(args, "from") or "", args.to)
-    limits = Limits(args.timeout, args.pause, args.drain_seconds)
 
     async def change(workers: Workers, up: Up) -> ExitCode:
-        await asyncio.to_thread(up.roll_out, partial(_command, args))
-        outcome = await roll_out(workers, knows_by(args, up), args.to, limits, client.say)
-        print(json.dumps(asdict(outcome)) if args.json else outcome)
+        if args.run_dir is not None:
+            await asyncio.to_thread(_start, args)
+        knows = knows_by(args, up)
+        outcome = await roll_out(workers, knows, args.to, args.timeout, args.drain_seconds, client.say)
+        serving, left = len(outcome["serving"]), len(outcome["left"])
+        text = f"{args.to} serves by {serving} workers; {left} have left, and gave up {{requests_given_up}} requests"
+        print(json.dumps(outcome) if args.json else text.format(**outcome))
         return ExitCode.DONE
 
     return client.change_deployment(args, change, revisions)
 
 
-def _command(args: argparse.Namespace, strategy: str) -> Rollout:
+def _start(args: argparse.Namespace) -> None:
+    """Have `up` start the new workers, unless they serve already."""
+    strategy = send_to_up(args.run_dir, Describe())["strategy"]
     configs = engine_configs_in(args.engine_configs, strategy) if args.engine_configs else {}
-    return Rollout(
+    rollout = Rollout(
         args.to,
         str(servable_model(args.model)) if args.model else "",
         {role: str(file) for role, file in configs.items()},
         args.python,
         tuple(args.worker_args),
     )
+    send_to_up(args.run_dir, rollout, client.say)

@@ -135,7 +135,7 @@ class CommandServer:
                 model=config.served_model_name,
                 url=config.base_url,
                 discovery=str(config.run_dir / DISCOVERY_DIR),
-                revisions=list(dict.fromkeys((config.revision, *self._supervisor.revisions))),
+                revisions=[config.revision, *Scaler(self._supervisor).other_revisions()],
             )
         if isinstance(command, Switch):
             return self._switch(command.to)

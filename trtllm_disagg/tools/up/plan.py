@@ -228,8 +228,8 @@ class ProcessSpec:
     system_port: int | None = None
     http_port: int | None = None
     nats_port: int | None = None
-    #: Of a worker.
-    revision: str = ""
+    #: None for what is no worker.
+    revision: str | None = None
 
     @property
     def ports(self) -> dict[str, int]:

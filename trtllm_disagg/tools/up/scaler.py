@@ -17,8 +17,8 @@ from trtllm_disagg.tools.up.gpus import gpus_of, longest_sequence, worker_config
 from trtllm_disagg.tools.up.managed_process import ManagedProcess
 from trtllm_disagg.tools.up.plan import (
     MOST_WORKERS,
-    NO_WORKERS,
     DeploymentConfig,
+    DeploymentFailedError,
     ProcessRole,
     ProcessSpec,
     devices_of,
@@ -72,8 +72,8 @@ class Scaler:
 
     async def roll_out(self, change: Rollout, say: Say) -> str:
         """Start as many workers of another revision as there are now, and return its name. The second stage starts
-        first, so that a first stage registers when it has its pair. From then on a worker of another revision that ends
-        is forgotten. A rollout that is done already changes nothing.
+        first, so that a first stage registers when it has its pair. From then on workers of other revisions may end.
+        A rollout that is done already changes nothing.
 
         Raises ConfigError before anything is changed, DeploymentFailedError when a new worker does not become ready;
         then the new ones are removed.
@@ -84,27 +84,23 @@ class Scaler:
         config = self._changed(change)
         roles = spec_of(old.strategy).stop_order[::-1]
         specs = self._more(config, {role: len(self._running(role)) for role in roles})
-        supervisor.next_config = config
         try:
             for role in roles:
                 await self._add_all((spec for spec in specs if spec.role == role), say)
-            supervisor.config = config
+            if len(self._of_revision(change.revision)) < len(specs):
+                raise DeploymentFailedError(f"a worker of revision {change.revision} has ended meanwhile")
         except DisaggError:
-            for process in self._of_revision(config.revision):
+            for process in self._of_revision(change.revision):
                 await supervisor.remove(process)
-                say(f"{process.name} is removed: revision {config.revision} did not become ready")
+                say(f"{process.name} is removed")
             raise
-        finally:
-            supervisor.next_config = None
-        for process in self._of_revision(old.revision):
-            if not process.is_running:
-                await supervisor.remove(process)
-        return config.revision
+        supervisor.config = config
+        return change.revision
 
     def _changed(self, change: Rollout) -> DeploymentConfig:
         check_value("worker_revision", change.revision, "--to")
         old = self.supervisor.config
-        if self._of_revision(change.revision):
+        if change.revision in self.other_revisions():
             raise ConfigError.bad_value("--to", change.revision, "a name that no worker of this `up` has")
         configs = {cast(ProcessRole, role): Path(file) for role, file in change.engine_configs.items()}
         command = (change.python, *old.worker_command[1:]) if change.python else old.worker_command
@@ -119,10 +115,14 @@ class Scaler:
             )
         )
 
+    def other_revisions(self) -> set[str]:
+        """Of workers that run, beside the current one."""
+        running = {each.spec.revision for each in self.supervisor.processes if each.is_running}
+        return {each for each in running if each not in (None, self.supervisor.config.revision)}
+
     def _of_revision(self, revision: str) -> list[ManagedProcess]:
         """All its workers, also those that leave."""
-        workers = (each for each in self.supervisor.processes if each.role not in NO_WORKERS)
-        return [each for each in workers if each.spec.revision == revision]
+        return [each for each in self.supervisor.processes if each.spec.revision == revision]
 
     def _more(self, config: DeploymentConfig, counts: Mapping[ProcessRole, int]) -> list[ProcessSpec]:
         """So many more workers of each role, on GPUs that no other one uses."""

@@ -71,7 +71,7 @@ class Restarts:
                     process = await deaths.get()
                     if self._owner.is_outdated(process):
                         await self._owner.remove(process)
-                        self._owner.note(f"{process.name} has left, as the other workers of its revision")
+                        self._owner.note(f"{process.name} has left, with its revision")
                     elif self._owner.keeps(process):
                         self._tasks[process] = restarts.create_task(self._after(process))
         except ExceptionGroup as group:
@@ -126,7 +126,7 @@ class Restarts:
 
     def _spec_of_now(self, process: ManagedProcess) -> ProcessSpec:
         """The process with the current strategy and thresholds, on its old port unless another program uses that."""
-        spec, config = process.spec, self._owner.config_of(process)
+        spec, config = process.spec, self._owner.config
         if spec.role not in NO_WORKERS and not all(is_free(LOOPBACK, port) for port in spec.ports.values()):
             (port,) = free_system_ports(1)
             spec = replace(spec, system_port=port)
@@ -146,8 +146,6 @@ class Supervisor:
     ) -> None:
         """`kill_seconds`: for SIGKILL to end a process. The kernel may keep one for ever that waits for a device."""
         self.config = config
-        #: During a rollout, until its workers are ready.
-        self.next_config: DeploymentConfig | None = None
         self._kill_seconds = kill_seconds
         self.processes = [ManagedProcess(spec, run_dir.log(spec.name)) for spec in specs]
         self._run_dir = run_dir
@@ -237,19 +235,9 @@ class Supervisor:
         finally:
             self._starting_or_stopping.discard(process)
 
-    @property
-    def revisions(self) -> Iterable[str]:
-        """Of each of its workers that runs."""
-        workers = (each for each in self.processes if each.role not in NO_WORKERS and each.is_running)
-        return (each.spec.revision for each in workers)
-
-    def config_of(self, process: ManagedProcess) -> DeploymentConfig:
-        coming = self.next_config
-        return coming if coming and process.spec.revision == coming.revision else self.config
-
     def is_outdated(self, process: ManagedProcess) -> bool:
-        """A worker of a revision before this one."""
-        return process.role not in NO_WORKERS and process.spec.revision != self.config_of(process).revision
+        """A worker of another revision than the current one."""
+        return process.spec.revision not in (None, self.config.revision)
 
     def keeps(self, process: ManagedProcess) -> bool:
         """It is to run: it may have been removed between its death and this question."""

@@ -1,4 +1,4 @@
-"""`trtllm-disagg switch`: what is refused, the order of the steps, and half a switch."""
+"""`trtllm-disagg switch` and `rollout`: what is refused, the order of the steps, and half a switch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,18 @@ from typing import Any
 
 import pytest
 
-from trtllm_disagg.admin.commands import Command, DescribedInstance, Switch
+from trtllm_disagg.admin.commands import Command, DescribedInstance, Leave, Switch
+from trtllm_disagg.cli import run
 from trtllm_disagg.config.worker_config import Role
-from trtllm_disagg.errors import ConfigError, DisaggError, PeerUnavailableError, StageTimeoutError
+from trtllm_disagg.errors import (
+    CommandRefusedError,
+    ConfigError,
+    DisaggError,
+    PeerUnavailableError,
+    StageTimeoutError,
+)
 from trtllm_disagg.strategies import spec_of, switchable
+from trtllm_disagg.tools.admin.rollout_command import roll_out
 from trtllm_disagg.tools.admin.switch_command import as_assumed_after, as_frontend_says, switch
 
 ROLES = {Role.PREFILL: (1, 2), Role.DECODE: (3, 4)}
@@ -247,3 +255,95 @@ async def test_frontend_knows_a_worker_only_if_it_accepts_a_pin_to_it(frontend_u
     assert not await knows("m", 8)
     assert not await knows("n", 7)
     assert not await as_frontend_says("http://127.0.0.1:1")("m", 7)
+
+
+# -- rollout
+
+
+class TwoRevisions:
+    """A pair of revision `old` that serves, and one of `new`, of which each look finds one more worker."""
+
+    def __init__(self) -> None:
+        roles = ("decode", "prefill")
+        self.old, self.coming = (
+            [
+                DescribedInstance(
+                    f"dyn://n-{revision}.c.e",
+                    i,
+                    {"role": role, "strategy": "decode_first", "model": "m", "revision": revision}
+                    | {"registered": role == "decode"},
+                )
+                for i, role in enumerate(roles, start)
+            ]
+            for revision, start in (("old", 1), ("new", 3))
+        )
+        self.there: list[DescribedInstance] = []
+        self.told: list[tuple[int, Command]] = []
+        self.answers: dict[int, dict[str, Any] | Exception] = {
+            1: {"requests_left": 2},
+            2: {"requests_left": 0},
+        }
+
+    async def workers(self) -> list[DescribedInstance]:
+        self.there, self.coming = self.there + self.coming[:1], self.coming[1:]
+        return self.old + self.there
+
+    async def send(self, endpoint_id: str, instance_id: int, command: Command) -> dict[str, Any]:
+        self.told.append((instance_id, command))
+        answer = self.answers[instance_id]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def knows(self, model: str, instance_id: int) -> bool:
+        assert (model, instance_id, self.told) == ("m", 3, [])
+        return len(self.there) == 2
+
+
+async def run_rollout(fake: TwoRevisions, timeout: float = 5.0) -> dict[str, Any]:
+    return await roll_out(fake, fake.knows, "new", timeout, 7.0, lambda text: None)
+
+
+async def test_the_old_first_stage_leaves_when_a_pair_of_the_new_revision_serves_then_the_second() -> None:
+    fake = TwoRevisions()
+    outcome = await run_rollout(fake)
+    assert fake.told == [(1, Leave(7.0)), (2, Leave(7.0))]
+    assert outcome["serving"] == ["decode 3", "prefill 4"]
+    assert (outcome["left"], outcome["requests_given_up"]) == (["decode 1", "prefill 2"], 2)
+
+
+async def test_no_worker_leaves_before_the_new_revision_has_a_worker_of_each_role() -> None:
+    fake = TwoRevisions()
+    fake.coming = fake.coming[:1]
+    with pytest.raises(
+        StageTimeoutError, match="no prefill worker of revision new is ready after 0 s; the old"
+    ):
+        await run_rollout(fake, 0.0)
+    assert fake.told == []
+
+
+@pytest.mark.parametrize("gone", [PeerUnavailableError("died"), CommandRefusedError("another key")])
+async def test_a_worker_that_died_has_left_and_one_that_refuses_ends_the_rollout(gone: DisaggError) -> None:
+    fake = TwoRevisions()
+    fake.answers[1] = gone
+    if isinstance(gone, PeerUnavailableError):
+        assert (await run_rollout(fake))["requests_given_up"] == 0
+    else:
+        with pytest.raises(CommandRefusedError):
+            await run_rollout(fake)
+    assert [instance for instance, _ in fake.told] == (
+        [1, 2] if isinstance(gone, PeerUnavailableError) else [1]
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("--to a/b", "--to: 'a/b' is not allowed; expected letters"),
+        ("--to v2 --model m", "--model needs --run-dir"),
+        ("--to v2 --run-dir /no --from v1 --namespace n", "give no --namespace and no --from"),
+    ],
+)
+def test_an_invalid_rollout_is_refused_before_any_worker_is_asked(line: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        run(["rollout", *line.split()])

@@ -1,0 +1,183 @@
+"""Two revisions behind one name: under load, each request is answered by one of them, in full."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.conftest import Checkpoints
+from tests.integration.test_faults import config
+from tests.support.dynamo_deployment import COMPLETIONS, START_TIMEOUT, DynamoDeployment
+from tests.support.load import PAUSE_SECONDS, Load, bodies, first_stage
+from trtllm_disagg.admin.keys import AdminKey
+from trtllm_disagg.processes.interpreter import python
+from trtllm_disagg.tools.up.lifecycle import running_deployment
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 120.0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "engine", "new_seed"),
+    [("agg", "embedded", 1), ("decode_first", "recording", 0)],
+    ids=["another model", "the same model in pairs"],
+)
+async def test_under_load_each_request_is_answered_in_full_by_workers_of_one_revision(
+    strategy: str, engine: str, new_seed: int, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    setting = config(strategy, checkpoints("llama"), tmp_path / "run")
+    # By themselves the old workers would give up the long request as they leave.
+    setting = replace(setting, engine=engine, engine_configs={}, drain_seconds=0.0)
+    asked = [*bodies("tiny", 6), bodies("tiny", 1, max_tokens=700)[0]]
+    for body in asked:
+        body["nvext"]["extra_fields"] += ["engine_data"]
+    async with running_deployment(setting) as deployment, httpx.AsyncClient(timeout=SECONDS) as client:
+        load = Load(client, deployment.base_url, asked)
+        await load.learn()
+        answers: list[tuple[int, dict[str, Any]]] = []
+        is_over = asyncio.Event()
+
+        async def keep_asking(turns: Iterator[int]) -> None:
+            while not is_over.is_set():
+                turn = next(turns)
+                answers.append((turn, await load.ask(asked[turn])))
+                await asyncio.sleep(PAUSE_SECONDS)
+
+        async with asyncio.TaskGroup() as clients:
+            turns = itertools.cycle(range(len(asked)))
+            for _ in range(3):
+                clients.create_task(keep_asking(turns))
+            to = ("--to", "v2", "--model", str(checkpoints("llama", new_seed)))
+            told = await command("rollout", "--run-dir", str(deployment.run_dir), *to)
+            is_over.set()
+        of_old = load.expected
+        await load.learn()
+
+    workers = len(deployment.processes) // 2
+    assert told == f"v2 serves by {workers} workers; {workers} have left, and gave up 0 requests\n"
+    pairs = set[tuple[int, str | None]]()
+    for turn, answer in answers:
+        assert answer["completion_token_ids"] in (of_old[turn], load.expected[turn])
+        disagg = answer["engine_data"]["disagg"]
+        assert "fallbacks" not in disagg
+        pairs.add((first_stage(answer), disagg.get("prefill_instance")))
+    assert len(pairs) == len({first for first, _ in pairs}) == 2
+    assert (of_old != load.expected) is bool(new_seed)
+    old = [process for process in deployment.processes if process.name.endswith("-0")]
+    assert {process.returncode for process in old} == {0}
+
+
+async def command(*words: str) -> str:
+    """What it prints to stdout."""
+    process = await asyncio.create_subprocess_exec(
+        *python("-m", "trtllm_disagg", *words), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    async with asyncio.timeout(SECONDS):
+        out, errors = await process.communicate()
+    assert process.returncode == 0, errors.decode()
+    return out.decode()
+
+
+# -- this version beside the release before
+
+
+def git(*words: str) -> str:
+    return subprocess.run(
+        ["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False
+    ).stdout.strip()
+
+
+@pytest.fixture
+def python_before(tmp_path: Path) -> Path:
+    """An interpreter whose trtllm_disagg is that of the release before."""
+    versions = (
+        line.split()[1] for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line[:4] == "## 0"
+    )
+    tag = git("describe", "--tags", "--abbrev=0", "HEAD^")
+    commit = tag or git("log", "-1", "--format=%H", f"-S## {next(versions)} (", "--", "CHANGELOG.md")
+    if not commit:
+        pytest.skip("the commit of the release before is not in this clone")
+    tree, interpreter = tmp_path / "before", tmp_path / "python"
+    tree.mkdir()
+    archive = subprocess.run(
+        ["git", "-C", str(ROOT), "archive", commit, "trtllm_disagg", "handlers"],
+        capture_output=True,
+        check=True,
+    )
+    subprocess.run(["tar", "-x", "-C", str(tree)], input=archive.stdout, check=True)
+    interpreter.write_text(f'#!/bin/sh\nPYTHONPATH="{tree}" exec "{sys.executable}" "$@"\n')
+    interpreter.chmod(0o755)
+    return interpreter
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[DynamoDeployment]:
+    place = DynamoDeployment(tmp_path)
+    yield place
+    place.stop()
+
+
+async def test_a_handoff_between_this_version_and_the_one_before_is_right_in_both_orders(
+    place: DynamoDeployment,
+    python_before: Path,
+    checkpoints: Checkpoints,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    AdminKey.create(key := tmp_path / "key")
+    hello = {"prompt": "hello", "max_tokens": 9, "ignore_eos": True}
+
+    def worker(role: str, name: str) -> list[str]:
+        where = ["--namespace", name, "--served-model-name", name, "--admin-key-file", str(key)]
+        model = ["--engine", "recording", "--model", str(checkpoints("llama"))]
+        stage = ["--disaggregation-mode", role, "--disaggregation-strategy", "prefill_first"]
+        return ["trtllm_disagg", "worker", *model, *where, *(stage if role != "agg" else ())]
+
+    def answer(name: str) -> tuple[list[int], dict[str, Any]]:
+        fields = ["completion_token_ids", "engine_data"]
+        body = {
+            "model": name,
+            "prompt": "hello",
+            "max_tokens": 9,
+            "ignore_eos": True,
+            "nvext": {"extra_fields": fields},
+        }
+        nvext = place.post_ok(COMPLETIONS, body)["nvext"]
+        return nvext["completion_token_ids"], nvext["engine_data"]["disagg"]
+
+    before = {f"before-{role}": worker(role, f"{role}-before") for role in ("prefill", "decode")}
+    now = {
+        f"now-{role}": worker(role, f"{other}-before")
+        for role, other in (("prefill", "decode"), ("decode", "prefill"))
+    }
+    place.start_frontend()
+    place.start_workers(before, str(python_before))
+    place.start_workers(now | {"alone": worker("agg", "alone")})
+    for name in (*before, *now, "alone"):
+        place.wait_until(lambda: "worker ready" in place.log(name), name, START_TIMEOUT)  # noqa: B023
+    place.wait_ready(hello | {"model": "alone"})
+    tokens, _ = answer("alone")
+    monkeypatch.setenv("DYN_FILE_KV", str(tmp_path / "discovery"))
+    for order in ("prefill_first", "decode_first"):
+        for name in ("prefill-before", "decode-before"):
+            if order == "decode_first":
+                by = (
+                    "--namespace",
+                    name,
+                    "--key-file",
+                    str(key),
+                    "--frontend",
+                    f"http://127.0.0.1:{place.http_port}",
+                )
+                await command("switch", "--to", order, *by)
+            given, told = answer(name)
+            assert (given, told["strategy"], told.get("fallbacks")) == (tokens, order, None)
