@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,6 +35,9 @@ from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.processes.steadily import without_silence
 from trtllm_disagg.tools.admin.user_key import user_key
+from trtllm_disagg.tools.up.command_socket import send_to_up
+from trtllm_disagg.tools.up.plan import PLANES
+from trtllm_disagg.tools.up.run_dir import is_alive, one_change_at_a_time, read_processes
 
 KEY_FLAG = "--key-file"
 _KEY_VARIABLE = SETTINGS["admin_key_file"].variables[0]
@@ -112,46 +115,33 @@ def _worker(instance: DescribedInstance) -> Worker:
     return Worker(instance.endpoint_id, instance.instance_id, description)
 
 
+@dataclass
 class Up:
-    """The `up` of a deployment; this one stands for the `up` of workers that no `up` has started."""
+    """The `up` of a deployment. Without a run directory it stands for that of workers which no `up` has started."""
+
+    run_dir: Path | None = None
+    #: Its answer to Describe.
+    described: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def url(self) -> str | None:
         """The URL of its frontend; None where unknown."""
-        return None
+        return self.described.get("url")
 
     def change_new_workers(self, command: UpCommand) -> None:
         """Start further workers with the strategy or the thresholds of `command`. Raises a DisaggError."""
-
-    def starting(self) -> set[str]:
-        """The names of its workers that are not ready yet."""
-        return set()
-
-
-@dataclass(frozen=True, slots=True)
-class UpOfRunDir(Up):
-    run_dir: Path
-    #: Its answer to Describe.
-    described: Mapping[str, Any]
-
-    @property
-    def url(self) -> str:
-        return str(self.described["url"])
-
-    def change_new_workers(self, command: UpCommand) -> None:
-        from trtllm_disagg.tools.up.command_socket import send_to_up
-
+        if self.run_dir is None:
+            return
         try:
             send_to_up(self.run_dir, command, seconds=_ANSWER_SECONDS)
         except ConfigError as error:  # no wrong setting: this `up` answered before
             raise DisaggError(f"workers were changed, but `up` knows nothing of it: {error}") from None
 
     def starting(self) -> set[str]:
-        from trtllm_disagg.tools.up.run_dir import is_alive, read_processes
-
+        """The names of its workers that are not ready yet."""
         return {
             each.name
-            for each in read_processes(self.run_dir)
+            for each in (read_processes(self.run_dir) if self.run_dir else ())
             if each.role in set(Role) and each.state == "starting" and is_alive(each)
         }
 
@@ -176,10 +166,6 @@ def change_deployment(
         return _change(args, Up(), where, namespaces, change)
     if elsewhere := [f"--{name}" for name in ("namespace", "frontend", "from") if getattr(args, name, None)]:
         raise ConfigError(f"--run-dir says where everything is; give no {' and no '.join(elsewhere)} with it")
-    from trtllm_disagg.tools.up.command_socket import send_to_up
-    from trtllm_disagg.tools.up.plan import PLANES
-    from trtllm_disagg.tools.up.run_dir import one_change_at_a_time
-
     waits = partial(say, "waiting for another command that changes this deployment")
     with one_change_at_a_time(args.run_dir, waits):
         described = send_to_up(args.run_dir, Describe(), seconds=_ANSWER_SECONDS)
@@ -187,7 +173,7 @@ def change_deployment(
         live = described["revisions"]
         all_of_them = live[:1] if revisions is None else (*live, *revisions)
         namespaces = {namespace_of(described["namespace"], each): None for each in all_of_them}
-        return _change(args, UpOfRunDir(args.run_dir, described), PLANES, namespaces, change)
+        return _change(args, Up(args.run_dir, described), PLANES, namespaces, change)
 
 
 def _change(

@@ -6,9 +6,12 @@ import argparse
 import json
 from pathlib import Path
 
+from trtllm_disagg.admin.commands import Scale
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes.exits import ExitCode
+from trtllm_disagg.processes.steadily import without_silence
 from trtllm_disagg.tools.admin import client
+from trtllm_disagg.tools.up.command_socket import send_to_up
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,11 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Raises ConfigError for a wrong setting, DisaggError when a new worker does not become ready."""
-    # Imported here because `--help` does not need them.
-    from trtllm_disagg.admin.commands import Scale
-    from trtllm_disagg.processes.steadily import without_silence
-    from trtllm_disagg.tools.up.command_socket import send_to_up
-
     given = {"prefill": args.prefill, "decode": args.decode, "agg": args.agg}
     workers = {role: count for role, count in given.items() if count is not None}
     if not workers:

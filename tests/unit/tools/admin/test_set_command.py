@@ -24,6 +24,7 @@ class FakeUp(client.Up):
     """Its workers that are starting are ready when they have been asked for twice."""
 
     def __init__(self, deployment: FakeDeployment) -> None:
+        super().__init__()
         self._deployment = deployment
         self._looks = 0
         self.heard: list[UpCommand] = []
