@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from tests.support.load import PAUSE_SECONDS, Load, bodies, first_stage
 from trtllm_disagg.admin.keys import AdminKey
 from trtllm_disagg.processes.interpreter import python
 from trtllm_disagg.tools.up.lifecycle import running_deployment
+from trtllm_disagg.tools.up.plan import LOOPBACK
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 120.0
@@ -90,32 +92,28 @@ async def command(*words: str) -> str:
 # -- this version beside the release before
 
 
-def git(*words: str) -> str:
-    return subprocess.run(
-        ["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False
-    ).stdout.strip()
+def git(*words: str) -> bytes:
+    return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, check=False).stdout
 
 
 @pytest.fixture
 def python_before(tmp_path: Path) -> Path:
     """An interpreter whose trtllm_disagg is that of the release before."""
-    versions = (
-        line.split()[1] for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line[:4] == "## 0"
+    log = (ROOT / "CHANGELOG.md").read_text()
+    release = next(line for line in log.splitlines() if re.match(r"## \d", line))
+    commit = git("describe", "--tags", "--abbrev=0", "HEAD^") or git(
+        "log", "-1", "--format=%H", f"-S{release}", "--", "CHANGELOG.md"
     )
-    tag = git("describe", "--tags", "--abbrev=0", "HEAD^")
-    commit = tag or git("log", "-1", "--format=%H", f"-S## {next(versions)} (", "--", "CHANGELOG.md")
     if not commit:
         pytest.skip("the commit of the release before is not in this clone")
     tree, interpreter = tmp_path / "before", tmp_path / "python"
     tree.mkdir()
-    archive = subprocess.run(
-        ["git", "-C", str(ROOT), "archive", commit, "trtllm_disagg", "handlers"],
-        capture_output=True,
-        check=True,
-    )
-    subprocess.run(["tar", "-x", "-C", str(tree)], input=archive.stdout, check=True)
-    interpreter.write_text(f'#!/bin/sh\nPYTHONPATH="{tree}" exec "{sys.executable}" "$@"\n')
+    archive = git("archive", commit.decode().strip(), "trtllm_disagg", "handlers")
+    subprocess.run(["tar", "-x", "-C", str(tree)], input=archive, check=True)
+    interpreter.write_text(f'#!/bin/sh\nPYTHONPATH="{tree}" exec "{sys.executable}" -P "$@"\n')
     interpreter.chmod(0o755)
+    where = [str(interpreter), "-c", "import trtllm_disagg; print(trtllm_disagg.__file__)"]
+    assert subprocess.check_output(where).startswith(str(tree).encode())
     return interpreter
 
 
@@ -143,21 +141,14 @@ async def test_a_handoff_between_this_version_and_the_one_before_is_right_in_bot
         return ["trtllm_disagg", "worker", *model, *where, *(stage if role != "agg" else ())]
 
     def answer(name: str) -> tuple[list[int], dict[str, Any]]:
-        fields = ["completion_token_ids", "engine_data"]
-        body = {
-            "model": name,
-            "prompt": "hello",
-            "max_tokens": 9,
-            "ignore_eos": True,
-            "nvext": {"extra_fields": fields},
-        }
+        body = hello | {"model": name, "nvext": {"extra_fields": ["completion_token_ids", "engine_data"]}}
         nvext = place.post_ok(COMPLETIONS, body)["nvext"]
         return nvext["completion_token_ids"], nvext["engine_data"]["disagg"]
 
     before = {f"before-{role}": worker(role, f"{role}-before") for role in ("prefill", "decode")}
     now = {
-        f"now-{role}": worker(role, f"{other}-before")
-        for role, other in (("prefill", "decode"), ("decode", "prefill"))
+        "now-decode": worker("decode", "prefill-before"),
+        "now-prefill": worker("prefill", "decode-before"),
     }
     place.start_frontend()
     place.start_workers(before, str(python_before))
@@ -170,14 +161,8 @@ async def test_a_handoff_between_this_version_and_the_one_before_is_right_in_bot
     for order in ("prefill_first", "decode_first"):
         for name in ("prefill-before", "decode-before"):
             if order == "decode_first":
-                by = (
-                    "--namespace",
-                    name,
-                    "--key-file",
-                    str(key),
-                    "--frontend",
-                    f"http://127.0.0.1:{place.http_port}",
-                )
-                await command("switch", "--to", order, *by)
+                url = f"http://{LOOPBACK}:{place.http_port}"
+                where = ("--namespace", name, "--key-file", str(key), "--frontend", url)
+                await command("switch", "--to", order, *where)
             given, told = answer(name)
             assert (given, told["strategy"], told.get("fallbacks")) == (tokens, order, None)
