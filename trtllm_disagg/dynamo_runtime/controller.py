@@ -34,7 +34,7 @@ class Controller:
         # A first stage is at two endpoints. The later one, that of its role, stays in use after a switch.
         names = {i: endpoint for endpoint, client in self._clients.items() for i in client.instance_ids()}
         answers = await asyncio.gather(
-            *(self._ask(endpoint, i, {DESCRIBE: True}) for i, endpoint in names.items()),
+            *(self._ask(endpoint, i, {DESCRIBE: True}, self._timeout) for i, endpoint in names.items()),
             return_exceptions=True,
         )
         workers = []
@@ -62,9 +62,9 @@ class Controller:
         return await self._ask(endpoint_id, instance_id, request, self._timeout + drains)
 
     async def _ask(
-        self, endpoint_id: str, instance_id: int, request: dict[str, Any], timeout: float | None = None
+        self, endpoint_id: str, instance_id: int, request: dict[str, Any], timeout: float
     ) -> dict[str, Any]:
-        name, timeout = f"instance {instance_id:x} at {endpoint_id}", timeout or self._timeout
+        name = f"instance {instance_id:x} at {endpoint_id}"
         try:
             async with asyncio.timeout(timeout):
                 stream = await self._clients[endpoint_id].direct(request, instance_id)

@@ -182,12 +182,7 @@ class _Worker:
                 )
 
     async def _serve(
-        self,
-        engine: Engine,
-        own: dict[str, Any],
-        model: ServedModel,
-        load_seconds: float,
-        leaving: Leaving,
+        self, engine: Engine, own: dict[str, Any], model: ServedModel, load_seconds: float, leaving: Leaving
     ) -> None:
         config, runtime = self.config, self.runtime
         self.reporter.tell("looking for the other stage")
