@@ -25,7 +25,7 @@ from trtllm_disagg.tools.up.lifecycle import running_deployment
 from trtllm_disagg.tools.up.plan import LOOPBACK
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 120.0
+SECONDS = 300.0
 
 
 @pytest.mark.parametrize(

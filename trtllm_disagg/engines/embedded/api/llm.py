@@ -33,6 +33,7 @@ from trtllm_disagg.engines.embedded.params.request_params import (
     SchedulingParams,
 )
 from trtllm_disagg.engines.embedded.tensor_parallel.launch import require_divides, serve_as_rank
+from trtllm_disagg.wire.kv_handle import VERSION as HANDLE_VERSION
 
 log = logging.getLogger(__name__)
 
@@ -296,8 +297,11 @@ class LLM:
 
     @property
     def kv_transport(self) -> str:
-        """The transport by which KV moves; "off" where it does not (embedded engine only)."""
-        return self._core.ready.transport
+        """The transport by which KV moves; "off" where it does not (embedded engine only). Workers of two versions
+        compare it: 0.2 tells no version of handles, and theirs name other endpoints.
+        """
+        transport = self._core.ready.transport
+        return transport if transport == "off" else f"{transport}, handles of version {HANDLE_VERSION}"
 
     # -- internals: the engine itself
 
