@@ -119,7 +119,7 @@ def deciding(decide: Decider, kept: RequestCount, local: Generate, remote: Gener
     routes = {LOCAL: [alone], "prefill_first": [Attempt(Fallback.OTHER_INSTANCE, remote)]}
     plan = WorkerSidePlan(
         Role.PREFILL.value,
-        alone,
+        {Role.PREFILL.value: alone},
         Routes(routes, "prefill_first", "decode_first", [], None),
         decide,
         decide,
