@@ -1,6 +1,7 @@
 # make demo   the main job on this machine: a model, both orders, one streamed answer each
 # make test   all tests that need no GPU
 # make test-fast   those that start no process and take no time
+# make test-hosts   three hosts in network namespaces, with outages of full length; as root, some ten minutes
 # make test-gpu-user   the plugin as a GPU user has it, on Python 3.12 and without torch: its fast tests, and both orders
 # make lint   ruff, mypy, shellcheck, hadolint, and the site, strictly
 # make docs   the site, in site/
@@ -53,7 +54,7 @@ $(GPU_USER)/installed: pyproject.toml requirements/base.txt requirements/dev.txt
 	@$(STEADILY) "  Dynamo" $(PIP) --no-deps -r requirements/dynamo.txt
 	@touch $@
 
-.PHONY: help demo test test-fast test-gpu-user test-levels next-dynamo lint format model venv wheel release docs docs-serve clean
+.PHONY: help demo test test-fast test-hosts test-gpu-user test-levels next-dynamo lint format model venv wheel release docs docs-serve clean
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
@@ -66,6 +67,10 @@ test: $(TOOLS) model
 
 test-fast: $(TOOLS)
 	$(PYTEST) -m fast
+
+test-hosts: $(TOOLS)
+	HOSTS=slow $(BIN)/python -m pytest -n 0 --timeout 900 tests/integration/test_hosts.py
+	HOSTS=slow HOSTS_PLANE=nats $(BIN)/python -m pytest -n 0 --timeout 900 tests/integration/test_hosts.py
 
 ifeq ($(PYTHON_3_12),)
 test-gpu-user:
