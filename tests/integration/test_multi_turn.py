@@ -39,3 +39,4 @@ def test_eight_turns_are_aggs_to_the_bit_and_compute_their_new_tokens(
             prompt = [*prompt, *answer.token_ids, *ids(11, seed=2 + number)]
         assert prefill.log.read_text().count('"kv_pulled_from":') == NUM_TURNS - 1
         deployment.wait_until_idle()
+        assert "Traceback" not in prefill.log.read_text() + decode.log.read_text()

@@ -120,7 +120,7 @@ class RequestMetrics:
             "kv_transfer_seconds", "How long the KV of one request was on its way to this worker", _SECONDS
         )
         self._transfer_bytes = histogram("kv_transfer_bytes", "How much KV came for one request", _BYTES)
-        phases = (WHOLE, RELAYED, "prefill", "decode")
+        phases = (WHOLE, RELAYED, "prefill", "decode", "cached")
         self._times = {phase: [each.labels(phase) for each in (seconds, first, second)] for phase in phases}
         for phase in phases:
             for point in CANCEL_POINTS:
