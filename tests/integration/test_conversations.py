@@ -8,7 +8,7 @@ from tests.parity.answers import Answer, Question, ask
 from tests.parity.cases import ids
 from tests.parity.conftest import oracle  # noqa: F401 - a fixture
 from tests.parity.oracle import Oracle
-from tests.support.deployments import demo_config, served
+from tests.support.deployments import demo_config, served, wait_until
 
 BLOCK = 16
 ANSWER = 40
@@ -37,6 +37,7 @@ def test_eight_turns_are_aggs_to_the_bit_and_compute_their_new_tokens(
             assert answer.told.get("kv_pulled_from") == instance
             known = (len(prompt) + ANSWER - 1) // BLOCK * BLOCK
             prompt = [*prompt, *answer.token_ids, *ids(11, seed=2 + number)]
-        assert prefill.log.read_text().count('"kv_pulled_from":') == NUM_TURNS - 1
+        lines = '"kv_pulled_from":'
+        wait_until(lambda: prefill.log.read_text().count(lines) == NUM_TURNS - 1, "a line for each pull")
         deployment.wait_until_idle()
         assert "Traceback" not in prefill.log.read_text() + decode.log.read_text()

@@ -18,7 +18,6 @@ from trtllm_disagg.engine.engine_facts import EngineFacts
 from trtllm_disagg.engine.engines import ENGINES, UNRESOLVED
 from trtllm_disagg.engine.trtllm_version import OLDEST_SERVED
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.wire.kv_handle import VERSION as HANDLE_VERSION
 from trtllm_disagg.worker.model_facts import UNKNOWN_MODEL, ModelFacts
 
 #: A worker's JSON answer to a `Describe`. One from another version of this package may lack keys.
@@ -292,9 +291,7 @@ def with_engine(
         | known
         | {
             "block_size": block_size,
-            # The engines that name it have handles of this package. Version 0.2, whose handles name other endpoints,
-            # tells the transport alone.
-            "kv_transport": kv_transport and f"{kv_transport}, handles of version {HANDLE_VERSION}",
+            "kv_transport": kv_transport,
             "ctx_info_endpoint": ctx_info_endpoint,
             "ctx_dp_rank": ctx_dp_rank,
         }
