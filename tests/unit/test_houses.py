@@ -14,17 +14,17 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trtllm_disagg"
 
 #: Lines.
-HOUSES = {"plugin": 17_770, "engines": 19_000, "tools": 11_065}
+HOUSES = {"plugin": 18_370, "engines": 19_000, "tools": 11_880}
 ROOMS = {
-    "(top)": 1_385,
-    "admin": 285,
-    "config": 2_230,
-    "dynamo_runtime": 2_805,
-    "engine": 1_750,
+    "(top)": 1_405,
+    "admin": 305,
+    "config": 2_235,
+    "dynamo_runtime": 2_920,
+    "engine": 1_780,
     "engines": 10,
     "engines/demo_model": 800,
     "engines/embedded": 460,
-    "engines/embedded/api": 1_200,
+    "engines/embedded/api": 1_205,
     "engines/embedded/connector": 815,
     "engines/embedded/core": 1_145,
     "engines/embedded/cpu_kernels": 2_640,
@@ -37,23 +37,23 @@ ROOMS = {
     "engines/embedded/tensor_parallel": 1_440,
     "engines/modelled": 1_040,
     "engines/recording": 1_080,
-    "handlers": 4_465,
+    "handlers": 4_515,
     "prefill_queue": 1_410,
     "processes": 590,
     "tools": 60,
-    "tools/admin": 925,
+    "tools/admin": 1_375,
     "tools/bench": 1_890,
     "tools/demo": 230,
     "tools/doctor": 1_540,
-    "tools/plan": 1_410,
-    "tools/top": 1_030,
+    "tools/plan": 1_685,
+    "tools/top": 1_045,
     "tools/trace": 680,
-    "tools/up": 3_335,
+    "tools/up": 3_405,
     "tracing": 780,
     "wire": 880,
-    "worker": 1_410,
+    "worker": 1_595,
 }
-MOST_FILES = 252
+MOST_FILES = 256
 MOST_WRAPPERS = 0
 
 
@@ -103,7 +103,7 @@ def test_there_are_no_more_files_than_a_reader_can_keep() -> None:
 
 @pytest.mark.parametrize(
     ("folder", "suffixes", "most"),
-    [("tests", {".py"}, 54_655), ("tools", {".py"}, 1_000), ("launch", {".sh", ".py", ".sbatch", ""}, 200)],
+    [("tests", {".py"}, 56_430), ("tools", {".py"}, 1_000), ("launch", {".sh", ".py", ".sbatch", ""}, 200)],
 )
 def test_what_stands_beside_the_package_keeps_its_budget(folder: str, suffixes: set[str], most: int) -> None:
     files = (path for path in (ROOT / folder).rglob("*") if path.is_file() and path.suffix in suffixes)
