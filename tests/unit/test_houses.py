@@ -41,7 +41,7 @@ ROOMS = {
     "prefill_queue": 1_410,
     "processes": 590,
     "tools": 60,
-    "tools/admin": 1_375,
+    "tools/admin": 1_380,
     "tools/bench": 1_890,
     "tools/demo": 230,
     "tools/doctor": 1_540,

@@ -85,6 +85,8 @@ class Engine:
         self.num_ranks = num_ranks_of(args)
         #: For traces: how KV is moved, and how much slower than real time the engine's clock runs.
         self.kv_transport = kv_transport_of(llm)
+        #: For other workers: the same, and the version of handles where the engine has one.
+        self.kv_pairing: str | None = getattr(llm, "kv_pairing", self.kv_transport)
         self.time_scale: float = getattr(llm, "time_scale", 1.0)
         if self.num_ranks > 1 and (TAKES_RANKS not in self.capabilities or api.scheduling_params is None):
             raise ConfigError.bad_value("enable_attention_dp", True, f"false with this version of {api.name}")

@@ -274,7 +274,7 @@ class _Worker:
         engine = await self.process.load(self.runtime.instance_id % 1021)
         model = served_model(config, engine)
         # TensorRT-LLM does not report what DEFAULT means there; `transceiver` resolves it.
-        transport = None if config.engine_spec.is_tensorrt_llm else engine.kv_transport
+        transport = None if config.engine_spec.is_tensorrt_llm else engine.kv_pairing
         own = with_engine(
             own, engine.facts, model.block_size, engine.ctx_info_endpoint, engine.ctx_dp_rank, transport
         )

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from trtllm_disagg.admin.commands import Describe, Flip, Scale
 from trtllm_disagg.config.settings import more_than_zero, positive_up_to
@@ -26,10 +26,12 @@ from trtllm_disagg.tools.admin.ratio import Goal, Ratio
 from trtllm_disagg.tools.plan.slo import DEFAULT_SLO as SLO
 from trtllm_disagg.tools.plan.slo import slo_of
 from trtllm_disagg.tools.top.frontend import FrontendClient
-from trtllm_disagg.tools.top.observers import ANSWER_SECONDS, FrontendObserver, Observer, observer_of
 from trtllm_disagg.tools.top.snapshot import Process, Snapshot, WorkerLoad
 from trtllm_disagg.tools.up.command_socket import NoUpError, send_to_up
 from trtllm_disagg.tools.up.plan import MOST_WORKERS
+
+if TYPE_CHECKING:
+    from trtllm_disagg.tools.top.observers import Observer
 
 _INTERVAL, _FLIP_SECONDS = 2.0, 120.0
 #: (new role, old role)
@@ -86,6 +88,8 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 async def _of_up(args: argparse.Namespace, ratio: Ratio) -> None:
     """Never returns. Raises NoUpError when the `up` has ended."""
+    from trtllm_disagg.tools.top.observers import observer_of
+
     described = await asyncio.to_thread(send_to_up, args.run_dir, Describe())
 
     async def reach(wanted: Numbers) -> None:
@@ -111,7 +115,10 @@ def _of_fleet(args: argparse.Namespace, ratio: Ratio) -> ExitCode:
 
         if args.planner:
             await _follow_planner(client.where_of_fleet(args)["namespace"], reach)
-        await _keep(_Fleet(workers, args.frontend), ratio, reach, args.interval)
+        from trtllm_disagg.tools.top.observers import ANSWER_SECONDS, FrontendObserver
+
+        frontend = FrontendObserver(FrontendClient(args.frontend, ANSWER_SECONDS))
+        await _keep(_Fleet(workers, frontend), ratio, reach, args.interval)
         return ExitCode.FAILED
 
     return client.change_deployment(args, follow, waits="")
@@ -120,9 +127,9 @@ def _of_fleet(args: argparse.Namespace, ratio: Ratio) -> ExitCode:
 class _Fleet:
     """Observes workers that no `up` of this machine has started, by what they and a frontend say."""
 
-    def __init__(self, workers: Workers, url: str) -> None:
+    def __init__(self, workers: Workers, frontend: Observer) -> None:
         self._workers = workers
-        self._frontend = FrontendObserver(FrontendClient(url, ANSWER_SECONDS))
+        self._frontend = frontend
 
     async def look(self) -> Snapshot:
         seen, there = await asyncio.gather(self._frontend.look(), all_workers(self._workers))

@@ -297,11 +297,14 @@ class LLM:
 
     @property
     def kv_transport(self) -> str:
-        """The transport by which KV moves; "off" where it does not (embedded engine only). Workers of two versions
-        compare it: 0.2 tells no version of handles, and theirs name other endpoints.
-        """
-        transport = self._core.ready.transport
-        return transport if transport == "off" else f"{transport}, handles of version {HANDLE_VERSION}"
+        """The transport by which KV moves; "off" where it does not (embedded engine only)."""
+        return self._core.ready.transport
+
+    @property
+    def kv_pairing(self) -> str:
+        """What both workers of a pair have alike. Version 0.2, whose handles name other endpoints, tells none of it."""
+        is_off = self.kv_transport == "off"
+        return "off" if is_off else f"{self.kv_transport}, handles of version {HANDLE_VERSION}"
 
     # -- internals: the engine itself
 

@@ -210,7 +210,7 @@ async def test_unreadable_handoff_fails_its_request_only(decode: LLM, state: byt
 
 async def test_kv_cache_capacity_is_that_of_the_pool(prefill: LLM) -> None:
     assert prefill.get_kv_cache_capacity() == {"maxNumBlocks": NUM_BLOCKS, "tokensPerBlock": BLOCK}
-    assert prefill.kv_transport.startswith("NIXL")
+    assert (prefill.kv_transport, prefill.kv_pairing) == ("NIXL", "NIXL, handles of version 1")
 
 
 def steps_of(llm: LLM) -> list[dict[str, Any]]:
