@@ -64,7 +64,8 @@ class Chain:
             decode = self._decode(request.with_handoff(handoff), context, handoff)
             async with aclosing(decode):
                 async for chunk in decode:
-                    generated += chunk.token_ids
+                    if self._pull is not None:
+                        generated += chunk.token_ids
                     if handoff.of_prompt is not None and chunk.finish_reason is not None:
                         data = (chunk.engine_data or {}) | handoff.of_prompt
                         chunk = msgspec.structs.replace(chunk, engine_data=data)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trtllm_disagg"
 
 #: Lines.
-HOUSES = {"plugin": 18_370, "engines": 19_000, "tools": 11_880}
+HOUSES = {"plugin": 18_370, "engines": 19_000, "tools": 11_910}
 ROOMS = {
     "(top)": 1_405,
     "admin": 305,
@@ -37,18 +37,18 @@ ROOMS = {
     "engines/embedded/tensor_parallel": 1_440,
     "engines/modelled": 1_040,
     "engines/recording": 1_080,
-    "handlers": 4_515,
+    "handlers": 4_520,
     "prefill_queue": 1_410,
     "processes": 590,
     "tools": 60,
-    "tools/admin": 1_380,
+    "tools/admin": 1_395,
     "tools/bench": 1_890,
     "tools/demo": 230,
     "tools/doctor": 1_540,
     "tools/plan": 1_685,
     "tools/top": 1_045,
     "tools/trace": 680,
-    "tools/up": 3_405,
+    "tools/up": 3_420,
     "tracing": 780,
     "wire": 880,
     "worker": 1_595,

@@ -33,7 +33,7 @@ from trtllm_disagg.tools.up.plan import MOST_WORKERS
 if TYPE_CHECKING:
     from trtllm_disagg.tools.top.observers import Observer
 
-_INTERVAL, _FLIP_SECONDS = 2.0, 120.0
+_INTERVAL, _FLIP_SECONDS, _RETRY_SECONDS = 2.0, 120.0, 30.0
 #: (new role, old role)
 _FLIPS: tuple[tuple[Literal["prefill", "decode"], str], ...] = (("prefill", "decode"), ("decode", "prefill"))
 #: Numbers of workers by role.
@@ -51,9 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--most",
         type=number,
-        default=0,
         metavar="N",
-        help="workers (default: as many as run, so that none starts)",
+        help="workers of all roles (default: as many as run when it begins)",
     )
     add(
         "--interval",
@@ -112,6 +111,7 @@ def _of_fleet(args: argparse.Namespace, ratio: Ratio) -> ExitCode:
     async def follow(workers: Workers, up: Up) -> ExitCode:
         async def reach(wanted: Numbers) -> None:
             await _flip_towards(wanted, workers, up)
+            _say_below("workers that no `up` here has started only flip")
 
         if args.planner:
             await _follow_planner(client.where_of_fleet(args)["namespace"], reach)
@@ -151,24 +151,33 @@ async def _keep(observer: Observer, ratio: Ratio, reach: Reach, interval: float)
             client.say(f"{_now()} {seen.doubt}")
             ratio.forget()
         elif wanted := ratio.after(seen):
-            client.say(f"{_now()} {_shown(wanted.workers)}: {wanted.why}")
-            try:
-                await reach(wanted.workers)
-            except NoUpError:
-                raise
-            except DisaggError as error:  # no GPU is free, for example; the next looks may say the same
-                client.say(f"{_now()} not done: {error}")
+            await _is_reached(reach, wanted.workers, wanted.why)
         await asyncio.sleep(interval)
 
 
+async def _is_reached(reach: Reach, wanted: Numbers, why: str) -> bool:
+    """False when a worker cannot flip or start: no GPU is free, for example. Raises NoUpError."""
+    client.say(f"{_now()} {_shown(wanted)}: {why}")
+    try:
+        await reach(wanted)
+    except NoUpError:
+        raise
+    except DisaggError as error:
+        client.say(f"{_now()} not done: {error}")
+        return False
+    return True
+
+
 async def _follow_planner(namespace: str, reach: Reach) -> None:
-    """Never returns. Raises NoUpError, and ConfigError when etcd cannot be reached or a number is not allowed."""
+    """Never returns. A decision that cannot be reached is tried again, and not confirmed. Raises NoUpError, and
+    ConfigError when etcd cannot be reached.
+    """
     from trtllm_disagg.dynamo_runtime.controller import planned_workers
 
     async with aclosing(planned_workers(namespace)) as decisions:
         async for wanted in decisions:
-            client.say(f"{_now()} {_shown(wanted)}: the planner's decision")
-            await reach(wanted)
+            while not await _is_reached(reach, wanted, "the planner's decision"):  # noqa: ASYNC110
+                await asyncio.sleep(_RETRY_SECONDS)
 
 
 async def _flip_towards(wanted: Numbers, workers: Workers, up: Up) -> ExitCode:

@@ -28,8 +28,8 @@ class Goal:
     itl: float
     #: Workers of each role.
     least: int = 1
-    #: Workers of all roles; with as many as run already, workers change roles and none is started.
-    most: int = 0
+    #: Workers of all roles. None: as many as there are at first.
+    most: int | None = None
     share: float = 0.95
 
 
@@ -61,11 +61,13 @@ class Ratio:
     goal: Goal
     #: So many looks are one measurement.
     num_looks: int = 10
+    _most: int = 0
     _looks: deque[Snapshot] = field(default_factory=deque)
     _in_a_row: Counter[tuple[str, bool]] = field(default_factory=Counter)
 
     def after(self, seen: Snapshot) -> Wanted | None:
         """What the deployment needs; None where that is what it has, or not known yet."""
+        self._most = self._most or self.goal.most or len(_serving(seen))
         if self._looks and _serving(seen) != _serving(self._looks[-1]):
             self.forget()
         self._looks.append(seen)
@@ -106,7 +108,7 @@ class Ratio:
                 return Wanted(
                     {**more, other.role: other.workers - 1}, f"{why}, {other.role} to {other.use:.0%}"
                 )
-        return Wanted(more, why) if sum(more.values()) <= self.goal.most else None
+        return Wanted(more, why) if sum(more.values()) <= self._most else None
 
     def _can_lose_one(self, load: _Load, most: float) -> bool:
         return load.workers > self.goal.least and load.use_with_one_less <= most

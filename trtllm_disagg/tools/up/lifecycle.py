@@ -37,6 +37,8 @@ from trtllm_disagg.tools.up.scaler import with_workers
 from trtllm_disagg.tools.up.status import Status
 from trtllm_disagg.tools.up.supervisor import Supervisor, first_completed
 
+_AGAIN_SECONDS = 30.0
+
 
 def prepare(config: DeploymentConfig, status: Status) -> Supervisor:
     """Check for Dynamo and the engine, the machine's limits and the port, plan the processes, and claim the run
@@ -84,7 +86,7 @@ async def _serve(supervisor: Supervisor, status: Status) -> ExitCode:
             was_ready = await interrupts.allow(supervisor.load())
             if was_ready:
                 # Commands must be served before the line is printed: a reader may send one at once.
-                async with serving_commands(supervisor), autoscaling(supervisor.config):
+                async with serving_commands(supervisor), autoscaling(supervisor):
                     print(supervisor.config.ready_line, flush=True)
                     await interrupts.allow(supervisor.watch())
             status.note("stopping; interrupt again to kill at once")
@@ -101,22 +103,38 @@ async def _serve(supervisor: Supervisor, status: Status) -> ExitCode:
 
 
 @asynccontextmanager
-async def autoscaling(config: DeploymentConfig) -> AsyncIterator[None]:
+async def autoscaling(supervisor: Supervisor) -> AsyncIterator[None]:
     """Inside the block `trtllm-disagg autoscale` runs, where it is wanted. It sends commands as any client does, and
     ends by itself when this process is killed.
     """
-    if not config.autoscale:
-        yield
-        return
-    argv = python("-m", "trtllm_disagg", "autoscale", "--run-dir", str(config.run_dir), *config.autoscale)
-    with (config.run_dir / "autoscale.log").open("wb") as log:
-        child = await asyncio.create_subprocess_exec(*argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    keeping = asyncio.create_task(_autoscale(supervisor)) if supervisor.config.autoscale else None
     try:
         yield
     finally:
-        with suppress(ProcessLookupError):
-            child.terminate()
-        await child.wait()
+        if keeping is not None:
+            keeping.cancel()
+            await asyncio.wait((keeping,))
+
+
+async def _autoscale(supervisor: Supervisor) -> None:
+    """Never returns: an `autoscale` that ends is started again."""
+    run_dir = supervisor.config.run_dir
+    argv = python("-m", "trtllm_disagg", "autoscale", "--run-dir", str(run_dir), *supervisor.config.autoscale)
+    while True:
+        with (run_dir / "autoscale.log").open("ab") as log:
+            child = await asyncio.create_subprocess_exec(
+                *argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+        try:
+            code = await child.wait()
+        finally:
+            if child.returncode is None:
+                child.terminate()
+                await child.wait()
+        supervisor.note(
+            f"autoscale has ended ({code}, see autoscale.log): it starts again in {_AGAIN_SECONDS:g} s"
+        )
+        await asyncio.sleep(_AGAIN_SECONDS)
 
 
 class Interrupts:
@@ -203,7 +221,7 @@ async def running_deployment(
                 await supervisor.abandon()
                 raise
         try:
-            async with serving_commands(supervisor), autoscaling(supervisor.config):
+            async with serving_commands(supervisor), autoscaling(supervisor):
                 yield Deployment(supervisor)
         finally:
             async with status.showing(supervisor.processes):

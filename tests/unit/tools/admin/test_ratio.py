@@ -98,6 +98,15 @@ def test_idle_workers_leave_until_the_least_are_there() -> None:
     assert changes[-1] == {"prefill": 1, "decode": 1}
 
 
+def test_without_a_number_idle_workers_come_back_with_the_load_and_no_more() -> None:
+    ratio, deployment = Ratio(Goal(ttft=0.5, itl=0.03)), Deployment({"prefill": 2, "decode": 3}, 0.1)
+    after(100, ratio, deployment)
+    assert sum(deployment.workers.values()) == 2
+    deployment.rate = 5.5
+    after(200, ratio, deployment)
+    assert deployment.workers == {"prefill": 2, "decode": 3}
+
+
 def test_numbers_of_other_workers_count_no_more() -> None:
     ratio, deployment = Ratio(GOAL), Deployment({"prefill": 1, "decode": 5}, 5.5)
     assert after(10, ratio, deployment) == []
