@@ -131,7 +131,8 @@ class Peers:
         while the request goes on.
         """
         there, now = self._stage.instance_ids(), self._clock()
-        if there == self._learned and now < self._look_at:
+        # A request that comes while another one asks a new instance waits for the description, too.
+        if there == self._learned and now < self._look_at and len(self._known) >= len(there):
             return
         self._learned, self._look_at = list(there), now + _LOOK_SECONDS
         if len(self._known) > len(there):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from functools import partial
@@ -106,6 +107,27 @@ async def test_an_old_description_is_asked_for_again(
     await peers.learn()
     await until(lambda: not num_in_background())
     assert list(peers.instance_ids()) == ([1] if is_called else [])
+
+
+class LateInstance(SayingInstance):
+    def __init__(self, instance_id: int, said: dict[str, Any]) -> None:
+        super().__init__(instance_id, said)
+        self.may_answer = asyncio.Event()
+
+    async def describe(self) -> dict[str, Any]:
+        await self.may_answer.wait()
+        return await super().describe()
+
+
+async def test_a_request_that_comes_while_a_new_instance_is_asked_waits_for_its_description() -> None:
+    stage, late = Stage(described()), LateInstance(1, described())
+    stage.instances = {1: late}
+    peers = fitting_peers(stage)
+    learning = [asyncio.create_task(peers.learn()) for _ in range(2)]
+    done, _ = await asyncio.wait(learning, timeout=0.01)
+    assert not done
+    late.may_answer.set()
+    await asyncio.gather(*learning)
 
 
 async def test_an_instance_that_does_not_fit_and_does_not_answer_is_not_called() -> None:
