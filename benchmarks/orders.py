@@ -113,6 +113,7 @@ def deployment(layout: Layout, engines: Engines, scale: float, run_dir: Path) ->
         drain_seconds=1.0,
         worker_args=(
             *("--max-queued-requests", "0", "--max-queued-tokens", "0"),
+            *("--pull-min-tokens", "0"),  # as on TensorRT-LLM, and in `plan`
             *(("--prefill-timeout", _LONGEST_WAIT) if layout.flags else ()),
             *layout.flags,
         ),
