@@ -76,9 +76,10 @@ ifeq ($(PYTHON_3_12),)
 test-gpu-user:
 	@echo "skipped: test-gpu-user, the plugin without torch on Python 3.12: there is no python3.12 here"
 else
+test-gpu-user: private BIN = $(GPU_USER)/bin
 test-gpu-user: $(GPU_USER)/installed model
-	$(GPU_USER)/bin/python -m pytest -q -n 2 -m fast $(PYTEST_ARGS) $(PLUGIN_TESTS)
-	$(GPU_USER)/bin/python -m pytest -q $(PYTEST_ARGS) tests/integration/test_recording_orders.py
+	$(BIN)/python -m pytest -q -n 2 -m fast $(PYTEST_ARGS) $(PLUGIN_TESTS) || { $(ONCE_MORE); }
+	$(BIN)/python -m pytest -q $(PYTEST_ARGS) tests/integration/test_recording_orders.py || { $(ONCE_MORE); }
 endif
 
 # The engine's tests at the CPU levels below this machine's own; a part of `make test`.
