@@ -74,10 +74,12 @@ class Leaving:
         await told_to_stop.wait()
         self.leave("SIGTERM or SIGINT", get_grace_period_seconds())
 
-    def leave(self, reason: str, grace_seconds: float = 0.0) -> None:
-        """Begin to leave for good, unless this worker already does. Ends with the runtime's shutdown."""
+    def leave(self, reason: str, grace_seconds: float = 0.0, *, with_namespace: bool = False) -> None:
+        """Begin to leave for good, unless this worker already does. Ends with the runtime's shutdown.
+        `with_namespace`: all workers of it leave.
+        """
         self.flips_to = None
-        self._begin(reason, grace_seconds)
+        self._begin(reason, grace_seconds, with_namespace=with_namespace)
 
     def flip(self, to: Role) -> None:
         """Begin to leave in order to serve in another role; a `leave` that comes meanwhile prevails. Raises
@@ -88,10 +90,11 @@ class Leaving:
         self.flips_to = to
         self._begin(f"it becomes a {to} worker", get_grace_period_seconds())
 
-    def _begin(self, reason: str, grace_seconds: float) -> None:
+    def _begin(self, reason: str, grace_seconds: float, *, with_namespace: bool = False) -> None:
         if self._leaving is None:
             self._drain.begin(reason)
-            self._leaving = asyncio.create_task(self._leave(reason, grace_seconds), name="leaving")
+            leave = self._leave(reason, grace_seconds, with_namespace)
+            self._leaving = asyncio.create_task(leave, name="leaving")
 
     async def finish(self, seconds: float) -> int:
         """Leave on a command, which is answered when the requests have ended, or after `seconds`. Returns how many of
@@ -99,7 +102,7 @@ class Leaving:
         """
         if self._leaving is None:
             self._drain_seconds = seconds
-        self.leave("a command", get_grace_period_seconds())
+        self.leave("a command", get_grace_period_seconds(), with_namespace=True)
         await self._is_quiet.wait()
         return self._drain.num_running
 
@@ -115,20 +118,31 @@ class Leaving:
             if seen != (seen := self._drain.num_entered):
                 quiet_since = now
 
-    async def _leave(self, reason: str, grace_seconds: float) -> None:
+    async def _leave(self, reason: str, grace_seconds: float, with_namespace: bool) -> None:
         log.info("leaving: %s", reason)
         try:
             await asyncio.sleep(0 if self.flips_to is None else _ANSWER_SECONDS)
+            is_over = time.monotonic() + grace_seconds
+            if was_first := grace_seconds > 0 and await self._hide(with_namespace):
+                await self._until_uncalled(grace_seconds)
             await self._leave_discovery()
             if self.flips_to is None:
-                await asyncio.sleep(grace_seconds)
-            else:
+                await asyncio.sleep(is_over - time.monotonic())
+            elif not was_first:
                 await self._until_uncalled(grace_seconds)
             await self._wait_until_quiet()
             self._is_quiet.set()
             await self._drain.cut()
         finally:
             self._runtime.shutdown()
+
+    async def _hide(self, with_namespace: bool) -> bool:
+        try:
+            async with asyncio.timeout(self._leave_seconds):
+                return await self._runtime.hide(with_namespace=with_namespace)
+        except Exception as error:
+            log.error("frontends cannot be told that this worker leaves: %r", error)
+            return False
 
     async def _leave_discovery(self) -> None:
         try:

@@ -49,6 +49,10 @@ from trtllm_disagg.types import Generate
 
 log = logging.getLogger(__name__)
 
+#: For frontends to see a card, and to make the routers of a namespace that has just got both roles: until then they
+#: refuse its requests.
+_FRONTENDS_SECONDS = 0.5
+
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
@@ -93,6 +97,8 @@ class Runtime:
         self._clients: dict[str, Any] = {}
         self._has_left = self._is_shut_down = False
         self._has_card_for_peers = False
+        #: What frontends know of this worker; None while they do not know it.
+        self._at_frontends: ServedModel | None = None
 
     async def wait_for_second_stage(self, endpoint_id: str) -> bool:
         """Wait until an instance is listed at an endpoint. False when this worker was shut down before."""
@@ -139,6 +145,7 @@ class Runtime:
         model is removed first, and the instance after the grace period in which all frontends learn of that.
         """
         await unregister_model(self.endpoint_for_frontends)
+        self._at_frontends = None
         if self._config.may_switch:
             self._needed.discard(self._config.frontend_endpoint_id)
         await asyncio.sleep(get_grace_period_seconds())
@@ -152,9 +159,15 @@ class Runtime:
             return
         endpoint_id = self._config.frontend_endpoint_id
         await self._list(endpoint_id, self.endpoint_for_frontends)
-        await self._put_card(
-            model, self.endpoint_for_frontends, _registration(self._config), self._config.publish_kv_events
-        )
+        _, _, needs = kind = _registration(self._config)
+        if completes := bool(needs) and await self._is_alone():
+            closed = await self._close_namespace(model)
+            await asyncio.sleep(_FRONTENDS_SECONDS)
+        await self._put_card(model, self.endpoint_for_frontends, kind, self._config.publish_kv_events)
+        self._at_frontends = model
+        if completes:
+            await asyncio.sleep(_FRONTENDS_SECONDS)
+            await unregister_model(closed)
         if failure := self._failure_at(endpoint_id):
             raise failure
         self._needed.add(endpoint_id)
@@ -213,6 +226,35 @@ class Runtime:
             ignore_weights=True,
             router_config=self._advertised.router,
         )
+
+    async def hide(self, *, with_namespace: bool) -> bool:
+        """Have frontends send nothing more here, and still reach it for what they have begun to send: they drop
+        a request whose worker leaves discovery before it answers. Returns whether they knew this worker.
+        """
+        if (model := self._at_frontends) is None:
+            return False
+        if with_namespace or await self._is_alone():
+            await self._close_namespace(model)
+        else:
+            await unregister_model(self.endpoint_for_frontends)
+        return True
+
+    async def _is_alone(self) -> bool:
+        """Whether frontends know no other worker of its kind in this namespace."""
+        client = await self._client(self._config.frontend_endpoint_id)
+        return {*client.instance_ids()} <= {self.instance_id}
+
+    async def _close_namespace(self, model: ServedModel) -> Any:
+        """Other namespaces of the model get all new requests, while the endpoint that is returned has a card: of a type
+        that no worker here routes by, with needs that no worker meets (docs/log/dynamo.md).
+        """
+        nobody = self._runtime.endpoint(
+            f"{parse_endpoint_id(self._config.frontend_endpoint_id).dotted}_closed"
+        )
+        _, _, needs = _registration(self._config)
+        kind = WorkerType.Aggregated if needs else WorkerType.Prefill
+        await self._put_card(model, nobody, (ModelType.Empty, kind, [[WorkerType.Encode]]), False)
+        return nobody
 
     async def leave(self) -> None:
         """Remove this worker from discovery, for good. Requests that run, or are being sent, are still answered."""

@@ -7,10 +7,12 @@ import contextlib
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 from dynamo.runtime import Context
 
+from tests.support.deployments import demo_model
 from tests.support.handling import raw_request, until
 from tests.support.sinks import RecordingEventSink
 from tests.unit.worker.test_stage_state import stage_state
@@ -133,7 +135,7 @@ async def test_a_worker_returns_to_discovery_after_another_process_has_removed_i
     await listed(False)
     watcher = asyncio.create_task(keep_in_discovery(nothing, return_if_lost, poll_seconds=0.01))
     await listed(True)
-    while await registration.is_lost():  # the entry is seen before the renewal ends
+    while await registration.is_lost():  # noqa: ASYNC110  # the entry is seen before the renewal ends
         await asyncio.sleep(0.01)
     watcher.cancel()
     await decode.leave()
@@ -247,3 +249,48 @@ async def test_serving_ends_with_the_last_endpoint_and_not_with_the_first(
         go_on.set()
         seen += [answer["token_ids"] async for answer in answers]
     assert seen == [[1], [2]]
+
+
+# -- a worker that leaves frontends
+
+
+async def test_a_first_stage_leaves_frontends_before_discovery_and_the_last_one_closes_its_namespace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frontend drops a request that it just sends to a worker which leaves discovery, and has no other one for a
+    request that it has begun to route where the last worker is gone.
+    """
+    monkeypatch.setenv("DYN_FILE_KV", str(tmp_path))
+    config = WorkerConfig(model=str(demo_model()), role=Role.AGG)
+    async with serving(config, no_tokens) as (one, _), serving(config, no_tokens) as (other, _):  # type: ignore[arg-type]
+        assert not await one.hide(with_namespace=False), "no frontend knows it yet"
+        for each in (one, other):
+            await each.register(MODEL)
+        assert cards(tmp_path) == {one.instance_id: ["generate"], other.instance_id: ["generate"]}
+        assert await one.hide(with_namespace=False)
+        assert cards(tmp_path) == {other.instance_id: ["generate"]}
+        await one.leave()
+        assert await other.hide(with_namespace=False)
+        assert cards(tmp_path) == {other.instance_id: ["generate", "generate_closed"]}
+
+
+async def test_a_worker_that_completes_a_pair_for_the_frontend_keeps_its_namespace_closed_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the frontend has made its routers, it refuses requests for it."""
+    monkeypatch.setenv("DYN_FILE_KV", str(tmp_path))
+    config = WorkerConfig(model=str(demo_model()), role=Role.PREFILL, strategy="router")
+    async with serving(config, no_tokens) as (prefill, _):  # type: ignore[arg-type]
+        entering = asyncio.create_task(prefill.register(MODEL))
+        for names in (["generate_closed"], ["generate", "generate_closed"], ["generate"]):
+            await until(lambda: cards(tmp_path) == {prefill.instance_id: names})  # noqa: B023
+        await entering
+
+
+def cards(directory: Path) -> dict[int, list[str]]:
+    """Instance id -> the names of the endpoints at which it has a card, sorted."""
+    found: dict[int, list[str]] = {}
+    for path in sorted((directory / "v1" / "mdc").glob("*")):
+        *_, endpoint, instance = unquote(path.name).split("/")
+        found.setdefault(int(instance, 16), []).append(endpoint)
+    return found

@@ -29,10 +29,18 @@ from trtllm_disagg.types import GenerateRequest, RequestContext, TokenChunk
 class Place(Runtime):
     """Discovery and the runtime, and the prefill queue; what was done, in order."""
 
-    def __init__(self, broken: bool = False) -> None:
+    def __init__(self, broken: bool = False, is_first: bool = False) -> None:
         self.done: list[str] = []
+        self._is_first = is_first
         self._broken = broken
         self.ended = asyncio.Event()
+
+    async def hide(self, *, with_namespace: bool) -> bool:
+        if self._is_first:
+            self.done.append("hide the namespace" if with_namespace else "hide")
+            if self._broken:
+                raise RuntimeError("discovery is gone")
+        return self._is_first
 
     async def leave(self) -> None:
         self.done.append("leave")
@@ -60,6 +68,16 @@ async def relayed(request: GenerateRequest, context: RequestContext) -> AsyncGen
     """An answer that this worker's engine has no part in, and that never ends."""
     yield TokenChunk([1])
     await asyncio.Event().wait()
+
+
+async def test_a_first_stage_leaves_frontends_and_then_discovery(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", "1")
+    place, command = Place(is_first=True), Place(is_first=True)
+    leaving(place, WorkerDrain(), recording_engine()).leave("SIGTERM", grace_seconds=0.2)
+    await leaving(command, WorkerDrain(), recording_engine()).finish(1.0)
+    for each, hides in ((place, "hide"), (command, "hide the namespace")):
+        await each.ended.wait()
+        assert each.done == [hides, "leave", "leave", "queue drained", "shutdown"]
 
 
 async def test_an_idle_worker_leaves_and_ends_after_its_grace_period() -> None:
@@ -188,12 +206,11 @@ async def test_a_worker_told_to_leave_answers_when_its_requests_have_ended_or_it
 async def test_a_worker_that_cannot_leave_discovery_ends_all_the_same(
     place: type[Place], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    here = place(broken=True)
-    Leaving(here, WorkerDrain(), recording_engine(), here, 30.0, leave_seconds=0.05).leave(
-        "SIGTERM or SIGINT"
-    )
+    here = place(broken=True, is_first=True)
+    Leaving(here, WorkerDrain(), recording_engine(), here, 30.0, leave_seconds=0.05).leave("SIGTERM", 0.1)
     async with asyncio.timeout(30):
         await here.ended.wait()
+    assert "frontends cannot be told that this worker leaves" in caplog.text
     assert said in caplog.text
     assert here.done[-1] == "shutdown"
 
