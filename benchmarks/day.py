@@ -74,6 +74,10 @@ class Answer:
         return self.ttft <= TTFT and self.tpot <= TPOT
 
 
+def share_in_time(answers: Sequence[Answer]) -> float:
+    return round(sum(each.is_in_time for each in answers) / max(1, len(answers)), 4)
+
+
 async def ask(http: aiohttp.ClientSession, url: str, use: Use, at: float, began: float, seed: int) -> Answer:
     """An answer that fails takes for ever."""
     await asyncio.sleep(began + at - time.monotonic())
@@ -161,7 +165,11 @@ async def day(config: DeploymentConfig, layout: str, seconds: float, seed: int) 
     return {
         "layout": layout,
         "requests": len(answers),
-        "in time": round(sum(each.is_in_time for each in answers) / len(answers), 4),
+        "in time": share_in_time(answers),
+        "by hour": [
+            share_in_time([each for each in answers if int(24 * each.at / seconds) == hour])
+            for hour in range(24)
+        ],
         "failed": sum(each.ttft == math.inf for each in answers),
         "GPU seconds": round(sum(used)),
         "TTFT p95": round(sorted(each.ttft for each in answers)[int(0.95 * len(answers))], 3),

@@ -26,7 +26,7 @@ from trtllm_disagg.dynamo_runtime.system_port import without_system_port
 from trtllm_disagg.processes.reports import RateLimitedLog
 from trtllm_disagg.types import GenerateRequest, RequestContext
 
-_DESCRIBE_SECONDS = 5.0
+_DESCRIBE_SECONDS, _LISTED_SECONDS = 5.0, 0.1
 log = logging.getLogger(__name__)
 _warn = RateLimitedLog(log)
 
@@ -90,6 +90,11 @@ async def list_instances(
             endpoint_id: await listing.endpoint(parse_endpoint_id(endpoint_id).dotted).client()
             for endpoint_id in endpoint_ids
         }
+        # A new client lists nobody for some milliseconds, and one of an empty endpoint never somebody.
+        listed = [asyncio.ensure_future(client.wait_for_instances()) for client in clients.values()]
+        _, empty = await asyncio.wait(listed, timeout=_LISTED_SECONDS)
+        for each in empty:
+            each.cancel()
         places = [(i, where) for where, client in clients.items() for i in client.instance_ids()]
         answers = await asyncio.gather(*(described(clients[where], i) for i, where in places))
         return [

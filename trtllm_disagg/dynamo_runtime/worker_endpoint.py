@@ -49,8 +49,8 @@ from trtllm_disagg.types import Generate
 
 log = logging.getLogger(__name__)
 
-#: For frontends to see a card, and to make the routers of a namespace that has just got both roles: until then they
-#: refuse its requests.
+#: For a worker to see the others, for frontends to see its card, and to make the routers of a namespace that has just
+#: got both roles: until then they refuse its requests.
 _FRONTENDS_SECONDS = 0.5
 
 
@@ -160,7 +160,9 @@ class Runtime:
         endpoint_id = self._config.frontend_endpoint_id
         await self._list(endpoint_id, self.endpoint_for_frontends)
         _, _, needs = kind = _registration(self._config)
-        if completes := bool(needs) and await self._is_alone():
+        await self._client(endpoint_id)  # a new one lists nobody at first
+        await asyncio.sleep(_FRONTENDS_SECONDS if needs else 0)
+        if completes := bool(needs) and self._is_alone():
             closed = await self._close_namespace(model)
             await asyncio.sleep(_FRONTENDS_SECONDS)
         await self._put_card(model, self.endpoint_for_frontends, kind, self._config.publish_kv_events)
@@ -233,16 +235,16 @@ class Runtime:
         """
         if (model := self._at_frontends) is None:
             return False
-        if with_namespace or await self._is_alone():
+        if with_namespace or self._is_alone():
             await self._close_namespace(model)
         else:
             await unregister_model(self.endpoint_for_frontends)
         return True
 
-    async def _is_alone(self) -> bool:
-        """Whether frontends know no other worker of its kind in this namespace."""
-        client = await self._client(self._config.frontend_endpoint_id)
-        return {*client.instance_ids()} <= {self.instance_id}
+    def _is_alone(self) -> bool:
+        """Whether frontends know no other worker of its kind in this namespace. `register` has made the client."""
+        ids: list[int] = self._clients[self._config.frontend_endpoint_id].instance_ids()
+        return ids == [self.instance_id]
 
     async def _close_namespace(self, model: ServedModel) -> Any:
         """Other namespaces of the model get all new requests, while the endpoint that is returned has a card: of a type

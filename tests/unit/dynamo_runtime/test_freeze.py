@@ -267,9 +267,12 @@ async def test_a_first_stage_leaves_frontends_before_discovery_and_the_last_one_
         for each in (one, other):
             await each.register(MODEL)
         assert cards(tmp_path) == {one.instance_id: ["generate"], other.instance_id: ["generate"]}
+        seen, left = [await each.stage(config.frontend_endpoint_id) for each in (one, other)]
+        await until(lambda: len(seen.instance_ids()) == 2)
         assert await one.hide(with_namespace=False)
         assert cards(tmp_path) == {other.instance_id: ["generate"]}
         await one.leave()
+        await until(lambda: left.instance_ids() == [other.instance_id])
         assert await other.hide(with_namespace=False)
         assert cards(tmp_path) == {other.instance_id: ["generate", "generate_closed"]}
 

@@ -240,6 +240,9 @@ class KeepsRoutes:
     def endpoint(self, name: str) -> KeepsRoutes:
         return KeepsRoutes()
 
+    async def client(self) -> KeepsRoutes:
+        return self
+
     def connection_id(self) -> int:
         return 1
 

@@ -14,6 +14,10 @@ from trtllm_disagg.tools.top.snapshot import Process, Snapshot, latency, share_w
 _LOOKS_LATE, _LOOKS_IDLE = 2, 6
 #: What the others of a role may be used to without one that changes its role or leaves.
 _USED_AFTER_FLIP, _USED_AFTER_STOP = 0.85, 0.6
+#: After a change: a role that is late now need not wait for a whole measurement.
+_FIRST_LOOKS = 4
+#: A role that is used so much gets a worker before it is late: one takes time to start.
+_SOON_LATE = 0.85
 #: A prefill worker that computes so much of the time is why first tokens are late.
 _BUSY = 0.7
 #: The blocks beyond are for the answers that are being written.
@@ -47,7 +51,7 @@ class _Load:
     role: str
     workers: int
     use: float
-    is_late: bool = False
+    misses_limit: bool = False
 
     @property
     def use_with_one_less(self) -> float:
@@ -71,10 +75,11 @@ class Ratio:
         if self._looks and _serving(seen) != _serving(self._looks[-1]):
             self.forget()
         self._looks.append(seen)
-        if len(self._looks) <= self.num_looks:
+        if len(self._looks) < _FIRST_LOOKS:
             return None
-        self._looks.popleft()
-        wanted = self._next([*self._loads()])
+        if is_whole := len(self._looks) > self.num_looks:
+            self._looks.popleft()
+        wanted = self._next([*self._loads()], is_whole)
         if wanted is not None:
             self.forget()
         return wanted
@@ -83,10 +88,11 @@ class Ratio:
         self._looks.clear()
         self._in_a_row.clear()
 
-    def _next(self, loads: Sequence[_Load]) -> Wanted | None:
-        late = max((load for load in loads if load.is_late), key=lambda load: load.use, default=None)
+    def _next(self, loads: Sequence[_Load], is_whole: bool) -> Wanted | None:
+        are_late = (load for load in loads if load.misses_limit or (is_whole and load.use >= _SOON_LATE))
+        late = max(are_late, key=lambda load: load.use, default=None)
         idle = min(loads, key=lambda load: load.use_with_one_less, default=None)
-        chosen = late or idle
+        chosen = late or (idle if is_whole else None)
         if chosen is None or not self._lasts(chosen.role, is_late=late is not None):
             return None
         workers = {load.role: load.workers for load in loads}
@@ -101,7 +107,7 @@ class Ratio:
         return Wanted({**workers, idle.role: idle.workers - 1}, why)
 
     def _more(self, workers: Mapping[str, int], late: _Load, others: Sequence[_Load]) -> Wanted | None:
-        why = f"{late.role} is late, and used to {late.use:.0%}"
+        why = f"{late.role} is {'late' if late.misses_limit else 'soon late'}, and used to {late.use:.0%}"
         more = {**workers, late.role: late.workers + 1}
         for other in others:
             if self._can_lose_one(other, _USED_AFTER_FLIP):
@@ -136,8 +142,8 @@ class Ratio:
                 continue
             kv = self._mean(role, lambda each: each.load.kv_use or 0.0) / _MOST_KV
             # Where prefill is not the reason, a request waits for blocks or for a turn in the batch.
-            is_late = gaps_are_long or (are_late and (role == Role.AGG or busy < _BUSY))
-            yield _Load(role, workers, max(kv, itl), is_late)
+            misses = gaps_are_long or (are_late and (role == Role.AGG or busy < _BUSY))
+            yield _Load(role, workers, max(kv, itl), misses)
 
     def _mean(self, role: str, of: Callable[[Process], float]) -> float:
         values = [of(each) for look in self._looks for each in look.processes if each.role == role]

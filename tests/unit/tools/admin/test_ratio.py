@@ -84,6 +84,7 @@ def after(looks: int, ratio: Ratio, deployment: Deployment) -> list[Mapping[str,
         ({"prefill": 4, "decode": 4}, 12.0, []),  # eight are the most
         ({"prefill": 2, "decode": 3}, 5.0, []),
         ({"agg": 2}, 2.5, [{"agg": 3}]),
+        ({"prefill": 2, "decode": 2}, 3.5, [{"prefill": 2, "decode": 3}]),  # decode would be late soon
     ],
 )
 def test_a_late_role_gets_a_worker_of_the_other_or_a_new_one(
@@ -109,10 +110,10 @@ def test_without_a_number_idle_workers_come_back_with_the_load_and_no_more() -> 
 
 def test_numbers_of_other_workers_count_no_more() -> None:
     ratio, deployment = Ratio(GOAL), Deployment({"prefill": 1, "decode": 5}, 5.5)
-    assert after(10, ratio, deployment) == []
+    assert after(4, ratio, deployment) == []
     deployment.workers = {"prefill": 1, "decode": 4}  # one was killed: the measurement begins again
-    assert after(10, ratio, deployment) == []
-    assert after(4, ratio, deployment) == [{"prefill": 2, "decode": 4}]
+    assert after(4, ratio, deployment) == []
+    assert after(1, ratio, deployment) == [{"prefill": 2, "decode": 4}]
 
 
 @settings(max_examples=40)
