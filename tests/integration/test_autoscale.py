@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -18,11 +21,13 @@ from dynamo._core import VirtualConnectorCoordinator
 from dynamo.runtime import DistributedRuntime
 
 from tests.support.deployments import Served, demo_config, served, wait_until
+from trtllm_disagg.processes.interpreter import python
 from trtllm_disagg.tools.up.plan import LOOPBACK
 from trtllm_disagg.tools.up.ports import free_http_port
 
 #: No first token comes within a microsecond.
 LATE = ("--slo", "ttft=0.001,tpot=10000", "--interval", "0.1")
+SLOW = ("--override-engine-args", '{"recording": {"step_seconds": 0.1}}')
 
 
 @pytest.mark.parametrize(
@@ -45,7 +50,7 @@ def test_the_workers_that_a_load_needs_are_there_and_idle_ones_leave(
         tmp_path / "run",
         engine="recording",
         engine_configs={},
-        worker_args=("--override-engine-args", '{"recording": {"step_seconds": 0.1}}'),
+        worker_args=SLOW,
         autoscale=(*LATE, *flags),
         **workers,
     )
@@ -57,6 +62,36 @@ def test_the_workers_that_a_load_needs_are_there_and_idle_ones_leave(
             wait_until(lambda: serving(deployed) == without_load, f"{without_load} serve", 60)
     assert set(answers) == {3}
     assert " is late, and used to " in (config.run_dir / "autoscale.log").read_text()
+
+
+def test_the_workers_of_a_fleet_flip_with_the_load_by_what_they_and_the_frontend_say(tmp_path: Path) -> None:
+    config = demo_config(
+        "decode_first",
+        tmp_path / "run",
+        engine="recording",
+        engine_configs={},
+        worker_args=SLOW,
+        decode_workers=2,
+    )
+    answers: list[int] = []
+    with served(config) as deployed:
+        where = ("--namespace", "dynamo", "--frontend", deployed.deployment.base_url)
+        key = ("--key-file", str(config.run_dir / "key"))
+        command = subprocess.Popen(
+            python("-m", "trtllm_disagg", "autoscale", *where, *key, *LATE),
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"DYN_FILE_KV": str(config.run_dir / "discovery")},
+        )
+        try:
+            with asking(deployed, answers):
+                assert command.stderr is not None
+                said = list(itertools.takewhile(lambda line: "only flip" not in line, command.stderr))
+        finally:
+            command.terminate()
+            command.communicate()
+    assert re.search(r"prefill is late.*\n  decode \w+ is prefill \w+", "".join(said))
+    assert set(answers) == {3}
 
 
 async def reached(deployed: Served, *decisions: tuple[int, int]) -> list[dict[str, int]]:
