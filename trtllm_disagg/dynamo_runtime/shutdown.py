@@ -36,8 +36,10 @@ _LEAVE_SECONDS = 5.0
 _STEP_SECONDS = 1.0
 #: For the answer to the command of a flip: Dynamo drops the answers of a worker that has left discovery.
 _ANSWER_SECONDS = 0.1
-#: The part of the grace period without a request after which a worker that flips counts as known to have left.
+#: The part of the grace period without a request after which frontends count as knowing that this worker leaves.
 _UNCALLED = 0.25
+#: In which a call that was being sent has come, and is refused.
+_SENT_SECONDS = 0.25
 
 
 class Queue(Protocol):
@@ -123,13 +125,15 @@ class Leaving:
         try:
             await asyncio.sleep(0 if self.flips_to is None else _ANSWER_SECONDS)
             is_over = time.monotonic() + grace_seconds
-            if was_first := grace_seconds > 0 and await self._hide(with_namespace):
-                await self._until_uncalled(grace_seconds)
+            if grace_seconds:
+                if await self._hide(with_namespace):
+                    await self._until_uncalled(grace_seconds)
+                else:
+                    self._drain.refuse()
+                    await asyncio.sleep(min(grace_seconds, _SENT_SECONDS))
             await self._leave_discovery()
             if self.flips_to is None:
                 await asyncio.sleep(is_over - time.monotonic())
-            elif not was_first:
-                await self._until_uncalled(grace_seconds)
             await self._wait_until_quiet()
             self._is_quiet.set()
             await self._drain.cut()
@@ -137,12 +141,15 @@ class Leaving:
             self._runtime.shutdown()
 
     async def _hide(self, with_namespace: bool) -> bool:
+        """False for a second stage, which refuses calls before it leaves discovery: a caller drops one that it is just
+        sending then, and the KV of a prefill would wait for the end of its lease.
+        """
         try:
             async with asyncio.timeout(self._leave_seconds):
                 return await self._runtime.hide(with_namespace=with_namespace)
         except Exception as error:
             log.error("frontends cannot be told that this worker leaves: %r", error)
-            return False
+            return True
 
     async def _leave_discovery(self) -> None:
         try:

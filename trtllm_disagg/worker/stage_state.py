@@ -168,10 +168,7 @@ class StageState:
         async with self._changing:
             flipped(self._config, to)
             own = self.describe() | {"role": to.value}
-            others = await self._list_others()
-            if not any(each.get("role") == self._config.role for each in others):
-                others = await self._list_others()  # it may only have been too busy to describe itself
-            warnings = check_flip(own, others, force=command.force)
+            warnings = check_flip(own, await self._list_others(), force=command.force)
             self._begin_flip(to)
         for warning in warnings:
             log.warning("as a %s worker: %s", to, warning)

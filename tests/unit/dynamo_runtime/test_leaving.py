@@ -80,6 +80,21 @@ async def test_a_first_stage_leaves_frontends_and_then_discovery(monkeypatch: py
         assert each.done == [hides, "leave", "leave", "queue drained", "shutdown"]
 
 
+async def test_a_second_stage_refuses_calls_before_it_leaves_discovery() -> None:
+    """A caller drops a call that it is just sending then, and nobody would fetch the KV of that prefill."""
+    place, drain = Place(), WorkerDrain()
+    running = drain.enter()
+    leaving(place, drain, recording_engine()).leave("SIGTERM", grace_seconds=1.0)
+    await asyncio.sleep(0.1)
+    assert place.done == []
+    with pytest.raises(WorkerLeavingError, match="SIGTERM"):
+        drain.enter()
+    await until(lambda: place.done == ["leave", "leave"])
+    assert drain.num_running == 1
+    drain.leave(running)
+    await place.ended.wait()
+
+
 async def test_an_idle_worker_leaves_and_ends_after_its_grace_period() -> None:
     for grace_seconds in (600, 0):
         place = Place()
@@ -157,10 +172,10 @@ async def test_a_worker_that_flips_leaves_as_soon_as_no_request_comes_any_more(
 ) -> None:
     """A request that comes meanwhile is answered. A quarter of ten minutes would be longer than this test may take."""
     monkeypatch.setenv("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", "2")
-    place, drain, loop = Place(), WorkerDrain(), asyncio.get_running_loop()
+    place, drain, loop = Place(is_first=True), WorkerDrain(), asyncio.get_running_loop()
     leaver = leaving(place, drain, recording_engine())
     leaver.flip(Role.DECODE)
-    await until(lambda: place.done == ["leave", "leave"])
+    await until(lambda: place.done == ["hide"])
     assert len(await collect(tracked(drain, LocalAgg(recording_engine())), request(max_tokens=1))) == 1
     called = loop.time()
     await place.ended.wait()

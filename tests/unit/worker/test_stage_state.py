@@ -104,12 +104,9 @@ def stage_state(
     strategy: str,
     others: Others | None = None,
     listed: Sequence[dict[str, Any]] = (),
-    busy: list[int] | None = None,
     **settings: Any,
 ) -> tuple[StageState, FakeRegistration, LiveState]:
-    """`listed`: the descriptions of all workers, this one's first; `busy`: how many of the last ones do not describe
-    themselves, at each look; `registration` writes down its flips, too.
-    """
+    """`listed`: the descriptions of all workers, this one's first; `registration` writes down its flips, too."""
     config = WorkerConfig(model="m", role=Role(role), strategy=strategy, **settings)
     registration, live = FakeRegistration(), LiveState.of(config, 32)
     registration.live = live
@@ -121,7 +118,7 @@ def stage_state(
         return 3
 
     async def list_others() -> Sequence[dict[str, Any]]:
-        return listed[1 : len(listed) - (busy.pop(0) if busy else 0)]
+        return listed[1:]
 
     def flip(to: Role) -> None:
         registration.history.append(("flip", to.value))
@@ -387,7 +384,6 @@ SMALL = "max_batch_size is 8 here, and 64 on another decode worker: this one doe
         ("decode", {}, {"force": True}, []),
         ("decode", {"own": {"longest_step": 256}, "peer": {}}, {}, []),
         ("decode", {"own": {"max_batch_size": 8}, "peer": {}}, {}, [SMALL]),
-        ("decode", {"peer": {}, "busy": [1]}, {}, []),
     ],
 )
 async def test_a_worker_that_fits_begins_its_flip_and_says_what_will_be_slow(
@@ -412,7 +408,6 @@ ELSEWHERE = "dyn://dynamo.mine.generate"
         ("decode", {"endpoint": ELSEWHERE, "strategy": "router"}, "with --endpoint"),
         ("decode", {"next_endpoint": ELSEWHERE}, "with --next-endpoint"),
         ("decode", {}, r"it is the last prefill worker \(--force\)"),
-        ("decode", {"peer": {}, "busy": [1, 1]}, r"it is the last prefill worker \(--force\)"),
         ("decode", {"alike": {"max_seq_len": 1024}, "peer": {}}, "max_seq_len 1024; here it is 512"),
         ("decode", {"own": {"has_guides": False}, "peer": {}}, "guided_decoding_backend is not set here"),
         (

@@ -79,8 +79,7 @@ class Ratio:
             return None
         if is_whole := len(self._looks) > self.num_looks:
             self._looks.popleft()
-        wanted = self._next([*self._loads()], is_whole)
-        if wanted is not None:
+        if wanted := self._next([*self._loads()], is_whole):
             self.forget()
         return wanted
 
@@ -111,9 +110,8 @@ class Ratio:
         more = {**workers, late.role: late.workers + 1}
         for other in others:
             if self._can_lose_one(other, _USED_AFTER_FLIP):
-                return Wanted(
-                    {**more, other.role: other.workers - 1}, f"{why}, {other.role} to {other.use:.0%}"
-                )
+                why += f", {other.role} to {other.use:.0%}"
+                return Wanted({**more, other.role: other.workers - 1}, why)
         return Wanted(more, why) if sum(more.values()) <= self._most else None
 
     def _can_lose_one(self, load: _Load, most: float) -> bool:
@@ -126,13 +124,9 @@ class Ratio:
 
     def _loads(self) -> Iterator[_Load]:
         goal, before, now = self.goal, self._looks[0].frontend, self._looks[-1].frontend
-        are_late, gaps_are_long = (
-            kept is not None and kept < goal.share
-            for kept in (
-                share_within(goal.ttft, now.ttft, before.ttft),
-                share_within(goal.itl, now.itl, before.itl),
-            )
-        )
+        in_time = share_within(goal.ttft, now.ttft, before.ttft)
+        evenly = share_within(goal.itl, now.itl, before.itl)
+        are_late, gaps_are_long = (kept is not None and kept < goal.share for kept in (in_time, evenly))
         gaps = latency(now.itl, before.itl)
         itl = gaps.mean / goal.itl if gaps is not None else 0.0
         busy = self._mean(Role.PREFILL, lambda each: float(bool(each.load.batch or each.load.queued)))
