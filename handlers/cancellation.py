@@ -204,8 +204,8 @@ class WorkerDrain:
 
     def __init__(self) -> None:
         self._reason: str | None = None
-        #: New requests are not begun. `is_over`: and running ones end.
-        self._refuses = self.is_over = False
+        #: New requests get WorkerLeavingError. `is_over`: and running ones end.
+        self.refuses = self.is_over = False
         #: Requests counted so far.
         self.num_entered = 0
         self._running: set[Wait] = set()
@@ -225,10 +225,6 @@ class WorkerDrain:
         """From now on this worker is leaving, for `reason`, as its errors name it. The first reason stays."""
         self._reason = self._reason or reason
 
-    def refuse(self) -> None:
-        """From now on new requests get WorkerLeavingError, and running ones go on."""
-        self._refuses = True
-
     async def none_runs(self) -> None:
         await self._none_runs.wait()
 
@@ -243,7 +239,7 @@ class WorkerDrain:
 
     def enter(self) -> Wait:
         """Count a request, until `leave`; the result is what `cut` ends. Raises WorkerLeavingError once refused."""
-        if self.is_over or self._refuses:
+        if self.is_over or self.refuses:
             raise self.error()
         wait = Wait()
         self.num_entered += 1

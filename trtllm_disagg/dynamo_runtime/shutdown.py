@@ -129,7 +129,7 @@ class Leaving:
                 if await self._hide(with_namespace):
                     await self._until_uncalled(grace_seconds)
                 else:
-                    self._drain.refuse()
+                    self._drain.refuses = True
                     await asyncio.sleep(min(grace_seconds, _SENT_SECONDS))
             await self._leave_discovery()
             if self.flips_to is None:
