@@ -134,6 +134,8 @@ class Leaving:
             await self._leave_discovery()
             if self.flips_to is None:
                 await asyncio.sleep(is_over - time.monotonic())
+                with contextlib.suppress(Exception):
+                    await self._runtime.open_namespace()
             await self._wait_until_quiet()
             self._is_quiet.set()
             await self._drain.cut()

@@ -99,6 +99,8 @@ class Runtime:
         self._has_card_for_peers = False
         #: What frontends know of this worker; None while they do not know it.
         self._at_frontends: ServedModel | None = None
+        #: The endpoint whose card keeps new requests from this namespace.
+        self._closed: Any = None
 
     async def wait_for_second_stage(self, endpoint_id: str) -> bool:
         """Wait until an instance is listed at an endpoint. False when this worker was shut down before."""
@@ -163,13 +165,13 @@ class Runtime:
         await self._client(endpoint_id)  # a new one lists nobody at first
         await asyncio.sleep(_FRONTENDS_SECONDS if needs else 0)
         if completes := bool(needs) and self._is_alone():
-            closed = await self._close_namespace(model)
+            await self._close_namespace(model)
             await asyncio.sleep(_FRONTENDS_SECONDS)
         await self._put_card(model, self.endpoint_for_frontends, kind, self._config.publish_kv_events)
         self._at_frontends = model
         if completes:
             await asyncio.sleep(_FRONTENDS_SECONDS)
-            await unregister_model(closed)
+            await self.open_namespace()
         if failure := self._failure_at(endpoint_id):
             raise failure
         self._needed.add(endpoint_id)
@@ -246,17 +248,21 @@ class Runtime:
         ids: list[int] = self._clients[self._config.frontend_endpoint_id].instance_ids()
         return ids == [self.instance_id]
 
-    async def _close_namespace(self, model: ServedModel) -> Any:
-        """Other namespaces of the model get all new requests, while the endpoint that is returned has a card: of a type
-        that no worker here routes by, with needs that no worker meets (docs/log/dynamo.md).
+    async def _close_namespace(self, model: ServedModel) -> None:
+        """Other namespaces of the model get all new requests, while one endpoint has a card of a type that no worker
+        here routes by, with needs that no worker meets (docs/log/dynamo.md).
         """
-        nobody = self._runtime.endpoint(
-            f"{parse_endpoint_id(self._config.frontend_endpoint_id).dotted}_closed"
-        )
+        at = parse_endpoint_id(self._config.frontend_endpoint_id).dotted
+        self._closed = self._runtime.endpoint(f"{at}_closed")
         _, _, needs = _registration(self._config)
         kind = WorkerType.Aggregated if needs else WorkerType.Prefill
-        await self._put_card(model, nobody, (ModelType.Empty, kind, [[WorkerType.Encode]]), False)
-        return nobody
+        await self._put_card(model, self._closed, (ModelType.Empty, kind, [[WorkerType.Encode]]), False)
+
+    async def open_namespace(self) -> None:
+        """For a worker that comes into it while this one still finishes requests, if this one has closed it."""
+        if self._closed is not None:
+            await unregister_model(self._closed)
+            self._closed = None
 
     async def leave(self) -> None:
         """Remove this worker from discovery, for good. Requests that run, or are being sent, are still answered."""

@@ -275,6 +275,9 @@ async def test_a_first_stage_leaves_frontends_before_discovery_and_the_last_one_
         await until(lambda: left.instance_ids() == [other.instance_id])
         assert await other.hide(with_namespace=False)
         assert cards(tmp_path) == {other.instance_id: ["generate", "generate_closed"]}
+        await other.leave()
+        await other.open_namespace()
+        assert cards(tmp_path) == {other.instance_id: ["generate"]}
 
 
 async def test_a_worker_that_completes_a_pair_for_the_frontend_keeps_its_namespace_closed_meanwhile(

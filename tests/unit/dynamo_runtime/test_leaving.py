@@ -47,6 +47,10 @@ class Place(Runtime):
         if self._broken:
             raise RuntimeError("discovery is gone")
 
+    async def open_namespace(self) -> None:
+        if self._is_first:
+            self.done.append("open")
+
     async def drained(self) -> None:
         self.done.append("queue drained")
 
@@ -77,7 +81,7 @@ async def test_a_first_stage_leaves_frontends_and_then_discovery(monkeypatch: py
     await leaving(command, WorkerDrain(), recording_engine()).finish(1.0)
     for each, hides in ((place, "hide"), (command, "hide the namespace")):
         await each.ended.wait()
-        assert each.done == [hides, "leave", "leave", "queue drained", "shutdown"]
+        assert each.done == [hides, "leave", "leave", "open", "queue drained", "shutdown"]
 
 
 async def test_a_second_stage_refuses_calls_before_it_leaves_discovery() -> None:
