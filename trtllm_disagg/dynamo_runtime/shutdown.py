@@ -135,7 +135,8 @@ class Leaving:
             if self.flips_to is None:
                 await asyncio.sleep(is_over - time.monotonic())
                 with contextlib.suppress(Exception):
-                    await self._runtime.open_namespace()
+                    async with asyncio.timeout(_SENT_SECONDS):
+                        await self._runtime.open_namespace()
             await self._wait_until_quiet()
             self._is_quiet.set()
             await self._drain.cut()
