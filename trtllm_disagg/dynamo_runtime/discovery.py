@@ -90,7 +90,7 @@ async def list_instances(
             endpoint_id: await listing.endpoint(parse_endpoint_id(endpoint_id).dotted).client()
             for endpoint_id in endpoint_ids
         }
-        # A new client lists nobody for some milliseconds, and one of an empty endpoint never somebody.
+        # A new client lists no instance for some milliseconds; that of an empty endpoint goes on so.
         listed = [asyncio.ensure_future(client.wait_for_instances()) for client in clients.values()]
         _, empty = await asyncio.wait(listed, timeout=_LISTED_SECONDS)
         for each in empty:

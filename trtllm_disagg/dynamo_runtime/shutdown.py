@@ -125,13 +125,14 @@ class Leaving:
         try:
             await asyncio.sleep(0 if self.flips_to is None else _ANSWER_SECONDS)
             is_over = time.monotonic() + grace_seconds
+            await self._leave_place(self._queue.leave())
             if grace_seconds:
                 if await self._hide(with_namespace):
                     await self._until_uncalled(grace_seconds)
                 else:
                     self._drain.refuses = True
                     await asyncio.sleep(min(grace_seconds, _SENT_SECONDS))
-            await self._leave_discovery()
+            await self._leave_place(self._runtime.leave())
             if self.flips_to is None:
                 await asyncio.sleep(is_over - time.monotonic())
                 with contextlib.suppress(Exception):
@@ -154,18 +155,14 @@ class Leaving:
             log.error("frontends cannot be told that this worker leaves: %r", error)
             return True
 
-    async def _leave_discovery(self) -> None:
+    async def _leave_place(self, leaving: Awaitable[None]) -> None:
         try:
             async with asyncio.timeout(self._leave_seconds):
-                outcomes = await asyncio.gather(
-                    self._queue.leave(), self._runtime.leave(), return_exceptions=True
-                )
+                await leaving
         except TimeoutError:
             log.error("leaving discovery or the prefill queue took more than %g s", self._leave_seconds)
-            return
-        for outcome in outcomes:
-            if isinstance(outcome, Exception):
-                log.error("leaving discovery or the prefill queue failed: %r", outcome)
+        except Exception as error:
+            log.error("leaving discovery or the prefill queue failed: %r", error)
 
     async def _wait_until_quiet(self) -> None:
         try:

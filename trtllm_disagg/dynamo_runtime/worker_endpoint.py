@@ -162,15 +162,17 @@ class Runtime:
         endpoint_id = self._config.frontend_endpoint_id
         await self._list(endpoint_id, self.endpoint_for_frontends)
         _, _, needs = kind = _registration(self._config)
-        await self._client(endpoint_id)  # a new one lists nobody at first
-        await asyncio.sleep(_FRONTENDS_SECONDS if needs else 0)
-        if completes := bool(needs) and self._is_alone():
-            await self._close_namespace(model)
-            await asyncio.sleep(_FRONTENDS_SECONDS)
-        await self._put_card(model, self.endpoint_for_frontends, kind, self._config.publish_kv_events)
-        self._at_frontends = model
-        if completes:
-            await asyncio.sleep(_FRONTENDS_SECONDS)
+        await self._client(endpoint_id)  # a new client lists no instance at first
+        pause = _FRONTENDS_SECONDS if needs else 0
+        await asyncio.sleep(pause)
+        try:
+            if needs and self._is_alone():
+                await self._close_namespace(model)
+                await asyncio.sleep(pause)
+            await self._put_card(model, self.endpoint_for_frontends, kind, self._config.publish_kv_events)
+            self._at_frontends = model
+            await asyncio.sleep(pause)
+        finally:
             await self.open_namespace()
         if failure := self._failure_at(endpoint_id):
             raise failure
@@ -199,6 +201,8 @@ class Runtime:
         kind: tuple[Any, Any, list[list[Any]]],
         publishes_events: bool,
     ) -> None:
+        if self._has_left:  # since the caller has looked
+            return
         config = self._config
         card = ModelRuntimeConfig()
         card.total_kv_blocks = model.num_blocks

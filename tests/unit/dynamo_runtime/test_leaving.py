@@ -81,16 +81,16 @@ async def test_a_first_stage_leaves_frontends_and_then_discovery(monkeypatch: py
     await leaving(command, WorkerDrain(), recording_engine()).finish(1.0)
     for each, hides in ((place, "hide"), (command, "hide the namespace")):
         await each.ended.wait()
-        assert each.done == [hides, "leave", "leave", "open", "queue drained", "shutdown"]
+        assert each.done == ["leave", hides, "leave", "open", "queue drained", "shutdown"]
 
 
 async def test_a_second_stage_refuses_calls_before_it_leaves_discovery() -> None:
-    """A caller drops a call that it is just sending then, and nobody would fetch the KV of that prefill."""
+    """A caller drops a call that it is just sending then, and no decode worker would fetch the KV of that prefill."""
     place, drain = Place(), WorkerDrain()
     running = drain.enter()
     leaving(place, drain, recording_engine()).leave("SIGTERM", grace_seconds=1.0)
     await asyncio.sleep(0.1)
-    assert place.done == []
+    assert place.done == ["leave"], "the queue, whose items would be refused"
     with pytest.raises(WorkerLeavingError, match="SIGTERM"):
         drain.enter()
     await until(lambda: place.done == ["leave", "leave"])
@@ -179,7 +179,7 @@ async def test_a_worker_that_flips_leaves_as_soon_as_no_request_comes_any_more(
     place, drain, loop = Place(is_first=True), WorkerDrain(), asyncio.get_running_loop()
     leaver = leaving(place, drain, recording_engine())
     leaver.flip(Role.DECODE)
-    await until(lambda: place.done == ["hide"])
+    await until(lambda: place.done == ["leave", "hide"])
     assert len(await collect(tracked(drain, LocalAgg(recording_engine())), request(max_tokens=1))) == 1
     called = loop.time()
     await place.ended.wait()
