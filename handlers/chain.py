@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 import msgspec
 
-from trtllm_disagg.errors import KvTransferError, StageTimeoutError
+from trtllm_disagg.errors import HandoffRefusedError, KvTransferError, StageTimeoutError
 from trtllm_disagg.handlers.multi_turn import PullBack
 from trtllm_disagg.handlers.peers import PREFILL
 from trtllm_disagg.handlers.recall import Recalls
@@ -73,6 +73,10 @@ class Chain:
         except KV_NOT_ARRIVED as error:
             error.blame(handoff.sender)
             raise
+        except HandoffRefusedError as error:  # the client has sent none: these two workers do not fit
+            unusable = KvTransferError(str(error))
+            unusable.blame(handoff.sender if error.peer is None else error.peer)
+            raise unusable from error
         finally:
             handoff.release()
             if self._pull is not None and handoff.receiver is not None:

@@ -19,6 +19,7 @@ from trtllm_disagg.engine.llm_api import RequestOutput
 from trtllm_disagg.errors import (
     DisaggError,
     EngineError,
+    HandoffRefusedError,
     KvTransferError,
     OverloadedError,
     RequestCancelledError,
@@ -240,7 +241,7 @@ class LocalDecode:
                                 if chunk.finish_reason is not None:
                                     self._record_end(request, result)
                                 yield chunk
-            except KvTransferError as error:
+            except (KvTransferError, HandoffRefusedError) as error:
                 if not has_begun and not context.is_stopped():  # otherwise its sender may have released it
                     # The lease is older than this decode, by the time of a handoff: half of it is enough.
                     lasted = time.monotonic() - began > engine.handoffs.lease_seconds / 2
@@ -279,7 +280,7 @@ class LocalDecode:
             self._prefill_workers.kv_arrived(handoff.sender)
 
     def _kv_was_lost(
-        self, handoff: Handoff, request: GenerateRequest, error: KvTransferError, *, waited: bool
+        self, handoff: Handoff, request: GenerateRequest, error: DisaggError, *, waited: bool
     ) -> None:
         """Raises OverloadedError for a request that had to wait here: its lease ended meanwhile, and its sender did
         nothing wrong.

@@ -18,6 +18,7 @@ from trtllm_disagg.errors import (
     ConfigError,
     DisaggError,
     EngineError,
+    HandoffRefusedError,
     NoInstanceError,
     PeerUnavailableError,
     StageTimeoutError,
@@ -65,7 +66,7 @@ _UNKNOWN = EngineFacts()
 _NOTHING_KNOWN = _Known(True, _UNKNOWN, {}, 0.0)
 
 #: Errors that count as failures of the instance. Overload and a bad request do not.
-_FAULTS = (PeerUnavailableError, StageTimeoutError, EngineError)
+_FAULTS = (PeerUnavailableError, HandoffRefusedError, StageTimeoutError, EngineError)
 
 
 class Peers:
@@ -250,10 +251,11 @@ class Call:
         """Errors of the prefill queue itself are no failure of a worker."""
         if not isinstance(error, DisaggError):
             return
-        if isinstance(error, PeerUnavailableError):
+        is_of_no_use = isinstance(error, (PeerUnavailableError, HandoffRefusedError))
+        if is_of_no_use:
             error.blame(self.instance_id)
         blamed = self.instance_id if error.peer is None else error.peer
-        if isinstance(error, PeerUnavailableError):
+        if is_of_no_use:
             self._peers.forget(blamed)
         if self._counts_failures and isinstance(error, _FAULTS) and blamed != QUEUE_ID:
             self._peers.breaker.failed(blamed)

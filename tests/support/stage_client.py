@@ -13,6 +13,7 @@ from typing import Any
 from trtllm_disagg.errors import (
     DisaggError,
     EngineError,
+    HandoffRefusedError,
     InvalidRequestError,
     NoInstanceError,
     OverloadedError,
@@ -67,7 +68,7 @@ class FakeContext:
 
 Raw = dict[str, Any]
 
-#: What is left of an error on its way to another process is its category (`runtime.py`).
+#: What is left of an error on its way to another process is its category; a refused handoff keeps its name.
 _ARRIVES_AS: dict[str, type[DisaggError]] = {
     kind.category: kind
     for kind in (
@@ -84,7 +85,9 @@ _ARRIVES_AS[WorkerLeavingError.category] = PeerUnavailableError
 
 def as_it_arrives(error: Exception) -> DisaggError:
     """How the caller of a worker sees what that worker has raised."""
-    if isinstance(error, DisaggError):
+    if isinstance(error, HandoffRefusedError):
+        arrived: DisaggError = HandoffRefusedError(str(error))
+    elif isinstance(error, DisaggError):
         arrived = _ARRIVES_AS[error.category](str(error))
     else:
         arrived = EngineError(f"{type(error).__name__}: {error}")

@@ -11,8 +11,9 @@ from dynamo.llm import exceptions as dynamo_errors
 
 from trtllm_disagg import errors
 
-#: Distinguishes a stage's timeout from a connection's: Dynamo gives both the same category.
+#: Distinguishes a stage's timeout from a connection's: Dynamo gives both the same category. So with a refused handoff.
 _OUR_TIMEOUT = f"{errors.StageTimeoutError.__name__}: "
+_REFUSED = f"{errors.HandoffRefusedError.__name__}: "
 
 #: EngineShutdown makes the frontend avoid the worker for seconds and migrate the request, which is right only for a
 #: worker that ends.
@@ -43,12 +44,14 @@ _ARRIVED = re.compile(rf"({'|'.join(_FROM_DYNAMO)}): (?:[A-Z]\w*Error: )?(.*)", 
 
 
 def to_dynamo(error: errors.DisaggError) -> Exception:
-    return _TO_DYNAMO[error.category](str(error))
+    is_refused = isinstance(error, errors.HandoffRefusedError)
+    return _TO_DYNAMO[error.category](_REFUSED * is_refused + str(error))
 
 
 def from_dynamo(error: Exception) -> errors.DisaggError:
     if isinstance(error, dynamo_errors.InvalidArgument):
-        refused = errors.InvalidRequestError(str(error))
+        kind = errors.HandoffRefusedError if _REFUSED in str(error) else errors.InvalidRequestError
+        refused = kind(str(error).removeprefix(_REFUSED))
         refused.was_raised_there = True
         return refused
     if match := _ARRIVED.match(str(error)):

@@ -42,7 +42,7 @@ from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, Token
 #: Our error, what Dynamo is given for it, how it arrives at the other worker.
 CROSSINGS: list[tuple[DisaggError, type[Exception], type[DisaggError]]] = [
     (InvalidRequestError("n=2: no"), dynamo_errors.InvalidArgument, InvalidRequestError),
-    (HandoffRefusedError("n=2: no"), dynamo_errors.InvalidArgument, InvalidRequestError),
+    (HandoffRefusedError("n=2: no"), dynamo_errors.InvalidArgument, HandoffRefusedError),
     (ConfigError("n=2: no"), dynamo_errors.InvalidArgument, InvalidRequestError),
     (OverloadedError("n=2: no"), dynamo_errors.HttpError, OverloadedError),
     (PeerUnavailableError("n=2: no"), dynamo_errors.CannotConnect, PeerUnavailableError),

@@ -25,6 +25,7 @@ from trtllm_disagg.engines.recording.result import scripted_token
 from trtllm_disagg.errors import (
     DisaggError,
     EngineError,
+    HandoffRefusedError,
     InvalidRequestError,
     KvTransferError,
     NoInstanceError,
@@ -342,11 +343,16 @@ async def test_an_answer_of_this_worker_alone_names_no_instance_that_has_failed(
     assert not asked.trace.facts.keys() & {"prefill_instance", "decode_instance"}
 
 
+#: Another version's handoff, for example, is refused: no client is to blame for two workers that do not fit.
+KV_OF_NO_USE = pytest.mark.parametrize("error", [KvTransferError("kv"), HandoffRefusedError("kv")], ids=repr)
+
+
+@KV_OF_NO_USE
 @pytest.mark.parametrize("order", ORDERS)
-async def test_kv_lost_after_the_first_token_is_recomputed_locally(order: str) -> None:
+async def test_kv_lost_after_the_first_token_is_recomputed_locally(order: str, error: DisaggError) -> None:
     """Between the first token, which the client has, and the second one."""
     pair = make_pair(order, max_tries=1)
-    pair.decode.scripts.append(Script(error=KvTransferError("the sender is gone")))
+    pair.decode.scripts.append(Script(error=error))
     asked = request(6)
     assert tokens_of(await collect(pair.generate, asked)) == expected_tokens(6)
     assert asked.trace.fallbacks[-1].startswith("local: ")
@@ -375,7 +381,8 @@ async def test_answer_that_fills_the_engine_gets_its_end_when_decode_fails(order
         await pair.quiet()
 
 
-async def test_a_prefill_worker_with_kv_that_does_not_arrive_is_not_called_again() -> None:
+@KV_OF_NO_USE
+async def test_a_prefill_worker_with_kv_that_does_not_arrive_is_not_called_again(error: DisaggError) -> None:
     """Also if its cache is the best one."""
 
     async def overlaps(request: GenerateRequest) -> Mapping[int, int]:
@@ -385,7 +392,7 @@ async def test_a_prefill_worker_with_kv_that_does_not_arrive_is_not_called_again
     load, engine = InFlight(), recording_engine()
     config = WorkerConfig(model="org/model", role=Role.DECODE, strategy="decode_first")
     stage = peers_of(config, Selection(prefills, BestCached(overlaps, load), "prefill"), in_flight=load)
-    engine.llm.scripts.append(Script(error=KvTransferError("kv")))
+    engine.llm.scripts.append(Script(error=error))
     asked = request(6)
     assert tokens_of(await collect(build_generate(config, engine, stage), asked)) == expected_tokens(6)
     calls = [[each["errand"]["stage"] for each in client.requests] for client in prefills.clients.values()]
