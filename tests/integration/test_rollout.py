@@ -30,8 +30,8 @@ SECONDS = 300.0
 
 @pytest.mark.parametrize(
     ("strategy", "engine", "new_seed"),
-    [("agg", "embedded", 1), ("decode_first", "recording", 0)],
-    ids=["another model", "the same model in pairs"],
+    [("agg", "embedded", 1), ("decode_first", "recording", 0), ("router", "recording", 0)],
+    ids=["another model", "the same model in pairs", "pairs made by the frontend"],
 )
 async def test_under_load_each_request_is_answered_in_full_by_workers_of_one_revision(
     strategy: str, engine: str, new_seed: int, checkpoints: Checkpoints, tmp_path: Path
@@ -89,6 +89,47 @@ async def command(*words: str) -> str:
     return out.decode()
 
 
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[DynamoDeployment]:
+    place = DynamoDeployment(tmp_path)
+    yield place
+    place.stop()
+
+
+async def test_workers_that_were_started_by_hand_are_replaced_under_load_without_a_wrong_answer(
+    place: DynamoDeployment, checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    AdminKey.create(key := tmp_path / "key")
+    engine = ["--engine", "recording", "--model", str(checkpoints("llama")), "--served-model-name", "tiny"]
+
+    def pair(revision: str) -> dict[str, list[str]]:
+        own = [*engine, "--admin-key-file", str(key), "--worker-revision", revision]
+        order = ["--disaggregation-strategy", "decode_first", "--disaggregation-mode"]
+        return {
+            f"{revision}-{role}": ["trtllm_disagg", "worker", *own, *order, role]
+            for role in ("prefill", "decode")
+        }
+
+    place.start_frontend()
+    place.start_workers(pair("v1"))
+    asked = bodies("tiny", 6)
+    place.wait_ready(asked[0])
+    monkeypatch.setenv("DYN_FILE_KV", str(tmp_path / "discovery"))
+    url = f"http://{LOOPBACK}:{place.http_port}"
+    where = ("--namespace", "dynamo", "--key-file", str(key), "--frontend", url)
+    async with httpx.AsyncClient(timeout=SECONDS) as client:
+        load = Load(client, url, asked)
+        await load.learn()
+        async with load.running(3):
+            place.start_workers(pair("v2"))
+            told = await command("rollout", *where, "--from", "v1", "--to", "v2")
+            await load.answers(6)
+    assert told == "v2 serves by 2 workers; 2 have left, and gave up 0 requests\n"
+    assert load.wrong == []
+    assert len(load.answered_by) == 2
+    place.wait_until(lambda: {place.exit_code(name) for name in pair("v1")} == {0}, "v1 has ended")
+
+
 # -- this version beside the release before
 
 
@@ -115,13 +156,6 @@ def python_before(tmp_path: Path) -> Path:
     where = [str(interpreter), "-c", "import trtllm_disagg; print(trtllm_disagg.__file__)"]
     assert subprocess.check_output(where).startswith(str(tree).encode())
     return interpreter
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[DynamoDeployment]:
-    place = DynamoDeployment(tmp_path)
-    yield place
-    place.stop()
 
 
 async def test_a_handoff_between_this_version_and_the_one_before_is_right_in_both_orders(
