@@ -31,7 +31,7 @@ from typing import Any
 import psutil
 
 from tests.support.handling import request
-from tests.support.stage_client import SayingInstance
+from tests.support.stage_client import Described
 from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker
 from trtllm_disagg.handlers.peers import Peers
 from trtllm_disagg.handlers.select import InFlight, LeastLoaded, RoundRobin, Selection, Selector
@@ -40,25 +40,12 @@ COUNTS = (10, 100, 1000)
 TURNS = 200
 
 
-class Instances:
-    """So many, which describe themselves."""
-
-    def __init__(self, count: int) -> None:
-        self._instances = {i: SayingInstance(i, {}) for i in range(1, count + 1)}
-
-    def instance_ids(self) -> list[int]:
-        return list(self._instances)
-
-    def instance(self, instance_id: int) -> SayingInstance:
-        return self._instances[instance_id]
-
-
 async def selection() -> None:
     for count in COUNTS:
         load = InFlight()
         selectors: dict[str, Selector] = {"round_robin": RoundRobin(), "least_loaded": LeastLoaded(load)}
         for name, selector in selectors.items():
-            stage = Selection(Instances(count), selector, "decode")
+            stage = Selection(Described(count), selector, "decode")
             peers = Peers(stage, CircuitBreaker(3, 5.0), {}, load)
             await peers.learn()
             asked = request()

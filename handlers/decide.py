@@ -29,6 +29,12 @@ log = logging.getLogger(__name__)
 _Key = tuple[int | str, bytes]
 
 
+def packed_blocks(tokens: Sequence[int], size: int) -> Iterator[bytes]:
+    """The whole blocks of `size` tokens, 8 bytes each."""
+    packed, width = array("q", tokens).tobytes(), size * 8
+    return (packed[at : at + width] for at in range(0, len(packed) - width + 1, width))
+
+
 class CachedPrefix:
     """The blocks in a prefix cache, kept up to date by KV events. A lookup takes O(blocks of the prompt)."""
 
@@ -44,7 +50,7 @@ class CachedPrefix:
         """Cached tokens at the start of a prompt. Its last token never counts: it is computed for its logits."""
         count = 0
         before: int | str = salt or ""
-        for block in self._blocks(tokens):
+        for block in packed_blocks(tokens, self._size):
             found = self._hashes.get((before, block))
             if found is None:
                 break
@@ -63,7 +69,7 @@ class CachedPrefix:
         cache_salt: str | None = None,
     ) -> None:
         before: int | str = parent_hash if parent_hash is not None else cache_salt or ""
-        for block, block_hash in zip(self._blocks(token_ids), block_hashes, strict=True):
+        for block, block_hash in zip(packed_blocks(token_ids, self._size), block_hashes, strict=True):
             self._forget(block_hash)
             self._hashes[before, block] = block_hash
             self._keys[block_hash] = before, block
@@ -82,11 +88,6 @@ class CachedPrefix:
         key = self._keys.pop(block_hash, None)
         if key is not None and self._hashes.get(key) == block_hash:
             del self._hashes[key]
-
-    def _blocks(self, tokens: Sequence[int]) -> Iterator[bytes]:
-        packed = array("q", tokens).tobytes()
-        width = self._size * 8
-        return (packed[at : at + width] for at in range(0, len(packed) - width + 1, width))
 
 
 class CachedPrefixes:

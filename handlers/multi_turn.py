@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from array import array
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from typing import NamedTuple
@@ -17,6 +16,7 @@ import msgspec
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.errors import DisaggError
 from trtllm_disagg.handlers.cancellation import AbortGuard
+from trtllm_disagg.handlers.decide import packed_blocks
 from trtllm_disagg.handlers.local import finished
 from trtllm_disagg.handlers.peers import Peers
 from trtllm_disagg.types import GenerateRequest, PhaseRequest, RequestContext, TokenChunk
@@ -95,10 +95,8 @@ class PullBack:
     def _keys(self, tokens: Sequence[int], salt: str | None) -> Iterator[bytes]:
         # The salt at a fixed length, so that it cannot be mistaken for tokens.
         hasher = hashlib.blake2b(hashlib.blake2b((salt or "").encode()).digest(), digest_size=16)
-        packed = array("q", tokens).tobytes()
-        width = self._size * 8
-        for at in range(0, len(packed) - width + 1, width):
-            hasher.update(packed[at : at + width])
+        for block in packed_blocks(tokens, self._size):
+            hasher.update(block)
             yield hasher.copy().digest()
 
 

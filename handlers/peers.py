@@ -251,11 +251,9 @@ class Call:
         """Errors of the prefill queue itself are no failure of a worker."""
         if not isinstance(error, DisaggError):
             return
-        is_of_no_use = isinstance(error, (PeerUnavailableError, HandoffRefusedError))
-        if is_of_no_use:
-            error.blame(self.instance_id)
         blamed = self.instance_id if error.peer is None else error.peer
-        if is_of_no_use:
+        if isinstance(error, (PeerUnavailableError, HandoffRefusedError)):
+            error.peer = blamed
             self._peers.forget(blamed)
         if self._counts_failures and isinstance(error, _FAULTS) and blamed != QUEUE_ID:
             self._peers.breaker.failed(blamed)

@@ -24,12 +24,10 @@ _KV_ROUTER_SECONDS = 1.0
 #: Before a router that has not answered is asked again.
 _KV_ROUTER_PAUSE_SECONDS = 5.0
 
-
 # Dynamo's frontend takes our first stage for aggregated workers. It requires that `decode_worker_id` (and the header
 # x-dynamo-worker-instance-id) is an instance of that stage, answers 400 otherwise, and forwards `prefill_worker_id`
 # (x-dynamo-prefill-instance-id) unchecked. Both may name an instance of either role; measured in both orders
 # (docs/log/dynamo.md).
-
 
 #: `nvext.annotations: ["disagg:next=1a2b,3c4d"]`: ids hexadecimal, as in logs, or decimal, as in Dynamo's requests.
 NEXT = "disagg:next="

@@ -76,10 +76,8 @@ class LiveState:
             CircuitBreaker(config.breaker_failures, config.breaker_seconds),
             other_occupancy=other_occupancy,
         )
-        if config.policy_file is not None:
-            live.set_thresholds(
-                read_mapping(Path(config.policy_file), flag_of("policy_file")), config.policy_file
-            )
+        if (policy := config.policy_file) is not None:
+            live.set_thresholds(read_mapping(Path(policy), flag_of("policy_file")), policy)
         return live
 
     def in_another_role(self, config: WorkerConfig, other_occupancy: OtherOccupancy) -> LiveState:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import re
 import subprocess
 import sys
@@ -18,7 +17,7 @@ import pytest
 from tests.conftest import Checkpoints
 from tests.integration.test_faults import config
 from tests.support.dynamo_deployment import COMPLETIONS, START_TIMEOUT, DynamoDeployment
-from tests.support.load import PAUSE_SECONDS, Load, bodies, first_stage
+from tests.support.load import Load, bodies, first_stage
 from trtllm_disagg.admin.keys import AdminKey
 from trtllm_disagg.processes.interpreter import python
 from trtllm_disagg.tools.up.lifecycle import running_deployment
@@ -45,29 +44,17 @@ async def test_under_load_each_request_is_answered_in_full_by_workers_of_one_rev
     async with running_deployment(setting) as deployment, httpx.AsyncClient(timeout=SECONDS) as client:
         load = Load(client, deployment.base_url, asked)
         await load.learn()
-        answers: list[tuple[int, dict[str, Any]]] = []
-        is_over = asyncio.Event()
-
-        async def keep_asking(turns: Iterator[int]) -> None:
-            while not is_over.is_set():
-                turn = next(turns)
-                answers.append((turn, await load.ask(asked[turn])))
-                await asyncio.sleep(PAUSE_SECONDS)
-
-        async with asyncio.TaskGroup() as clients:
-            turns = itertools.cycle(range(len(asked)))
-            for _ in range(3):
-                clients.create_task(keep_asking(turns))
+        async with load.running(3):
             to = ("--to", "v2", "--model", str(checkpoints("llama", new_seed)))
             told = await command("rollout", "--run-dir", str(deployment.run_dir), *to)
-            is_over.set()
         of_old = load.expected
         await load.learn()
 
     workers = len(deployment.processes) // 2
     assert told == f"v2 serves by {workers} workers; {workers} have left, and gave up 0 requests\n"
     pairs = set[tuple[int, str | None]]()
-    for turn, answer in answers:
+    assert all("instead of" in each for each in load.wrong), "a request failed"
+    for turn, answer in load.answered:
         assert answer["completion_token_ids"] in (of_old[turn], load.expected[turn])
         disagg = answer["engine_data"]["disagg"]
         assert "fallbacks" not in disagg
@@ -101,14 +88,11 @@ async def test_workers_that_were_started_by_hand_are_replaced_under_load_without
 ) -> None:
     AdminKey.create(key := tmp_path / "key")
     engine = ["--engine", "recording", "--model", str(checkpoints("llama")), "--served-model-name", "tiny"]
+    own = [*engine, "--admin-key-file", str(key), "--disaggregation-strategy", "decode_first"]
 
     def pair(revision: str) -> dict[str, list[str]]:
-        own = [*engine, "--admin-key-file", str(key), "--worker-revision", revision]
-        order = ["--disaggregation-strategy", "decode_first", "--disaggregation-mode"]
-        return {
-            f"{revision}-{role}": ["trtllm_disagg", "worker", *own, *order, role]
-            for role in ("prefill", "decode")
-        }
+        worker = ["trtllm_disagg", "worker", *own, "--worker-revision", revision, "--disaggregation-mode"]
+        return {f"{revision}-{role}": [*worker, role] for role in ("prefill", "decode")}
 
     place.start_frontend()
     place.start_workers(pair("v1"))

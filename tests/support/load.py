@@ -42,6 +42,8 @@ class Load:
     expected: list[list[int]] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     num_answers: int = 0
+    #: The nvext of each answer inside `running`, by the place of its request in `bodies`.
+    answered: list[tuple[int, Body]] = field(default_factory=list)
     #: How many answers each first-stage instance gave since `learn`.
     answered_by: Counter[int] = field(default_factory=Counter)
     _answered: asyncio.Event = field(default_factory=asyncio.Event)
@@ -75,8 +77,9 @@ class Load:
         while not stop.is_set():
             index = next(turns)
             try:
-                tokens = await self._ask(self.bodies[index])
-                if tokens != self.expected[index]:
+                extra = await self.ask(self.bodies[index])
+                self.answered.append((index, extra))
+                if (tokens := extra["completion_token_ids"]) != self.expected[index]:
                     self.wrong.append(f"request {index}: {tokens} instead of {self.expected[index]}")
             except Exception as error:
                 self.wrong.append(f"request {index}: {error!r}")

@@ -265,3 +265,16 @@ class SayingInstance:
 
     async def notify(self, notice: Raw) -> None:
         """It hears nothing."""
+
+
+class Described:
+    """So many instances, which describe themselves."""
+
+    def __init__(self, count: int) -> None:
+        self._instances = {i: SayingInstance(i, {}) for i in range(1, count + 1)}
+
+    def instance_ids(self) -> list[int]:
+        return list(self._instances)
+
+    def instance(self, instance_id: int) -> SayingInstance:
+        return self._instances[instance_id]

@@ -249,8 +249,7 @@ class Runtime:
 
     def _is_alone(self) -> bool:
         """Whether frontends know no other worker of its kind in this namespace. `register` has made the client."""
-        ids: list[int] = self._clients[self._config.frontend_endpoint_id].instance_ids()
-        return ids == [self.instance_id]
+        return [*self._clients[self._config.frontend_endpoint_id].instance_ids()] == [self.instance_id]
 
     async def _close_namespace(self, model: ServedModel) -> None:
         """Other namespaces of the model get all new requests, while one endpoint has a card of a type that no worker

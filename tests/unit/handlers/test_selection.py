@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.support.clock import Clock
 from tests.support.handling import raw_request, request
-from tests.support.stage_client import FakeContext, RecordingStageClient, SayingInstance
+from tests.support.stage_client import Described, FakeContext, RecordingStageClient
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.engine.engine_facts import EngineFacts
 from trtllm_disagg.errors import InvalidRequestError, NoInstanceError
@@ -370,16 +370,3 @@ async def calls_of_a_request(selector: str, num_peers: int) -> int:
         finally:
             sys.setprofile(None)
     return num_calls
-
-
-class Described:
-    """So many instances, which describe themselves."""
-
-    def __init__(self, count: int) -> None:
-        self._instances = {i: SayingInstance(i, {}) for i in range(1, count + 1)}
-
-    def instance_ids(self) -> list[int]:
-        return list(self._instances)
-
-    def instance(self, instance_id: int) -> SayingInstance:
-        return self._instances[instance_id]

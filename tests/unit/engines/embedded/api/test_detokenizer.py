@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -128,15 +129,7 @@ def test_the_work_for_a_token_does_not_depend_on_the_length(tokenizer: Any) -> N
 def test_streamed_text_of_two_choices_with_a_stop_word_is_correct(tokenizer: Any) -> None:
     """Two choices, one with a stop word that takes its start back."""
     whole = decoder(tokenizer, skip_special_tokens=True)
-    result = RequestOutput(
-        request_id=7,
-        prompt=None,
-        prompt_token_ids=[1],
-        num_choices=2,
-        streaming=True,
-        abort=lambda _: None,
-        detokenize=whole,
-    )
+    result = output(7, 2, whole)
     for token in tokenizer.encode("語é🎉 and so on STOP"):
         for index in range(2):
             result.deliver(TokenOutput(7, index, [token]))
@@ -150,17 +143,21 @@ def test_streamed_text_of_two_choices_with_a_stop_word_is_correct(tokenizer: Any
     assert result.outputs[1].text_diff == "!"
 
 
-def streamed(token_ids: list[int], tokenizer: Any) -> RequestOutput:
-    """An answer that has come token by token, with an update for each."""
-    result = RequestOutput(
-        request_id=1,
+def output(request_id: int, num_choices: int, detokenize: Callable[[list[int]], str]) -> RequestOutput:
+    return RequestOutput(
+        request_id=request_id,
         prompt=None,
         prompt_token_ids=[5],
-        num_choices=1,
+        num_choices=num_choices,
         streaming=True,
         abort=lambda _: None,
-        detokenize=decoder(tokenizer, skip_special_tokens=True),
+        detokenize=detokenize,
     )
+
+
+def streamed(token_ids: list[int], tokenizer: Any) -> RequestOutput:
+    """An answer that has come token by token, with an update for each."""
+    result = output(1, 1, decoder(tokenizer, skip_special_tokens=True))
     for token in token_ids[:-1]:
         result.deliver(TokenOutput(1, token_ids=[token]))
     result.deliver(TokenOutput(1, token_ids=token_ids[-1:], finish_reason="length"))

@@ -37,26 +37,29 @@ def until_paused(core: Core) -> None:
         core.step()
 
 
-@pytest.mark.parametrize("swap_tokens", [0, 8 * BLOCK], ids=["recomputed", "put aside"])
-def test_paused_requests_are_counted(make_core: MakeCore, swap_tokens: int) -> None:
-    core = make_core(embedded={"swap_tokens": swap_tokens})
+@pytest.fixture(params=[0, 8 * BLOCK], ids=["recomputed", "put aside"])
+def paused(make_core: MakeCore, request: pytest.FixtureRequest) -> tuple[Core, list[int]]:
+    """Three requests, of which one is paused."""
+    core = make_core(embedded={"swap_tokens": request.param})
     ids = [core.add([5 + i] * 30, 50) for i in range(3)]
     until_paused(core)
-    (paused,) = core.engine.scheduler.paused
+    return core, ids
+
+
+def test_paused_requests_are_counted(paused: tuple[Core, list[int]]) -> None:
+    core, ids = paused
+    (one,) = core.engine.scheduler.paused
     stats = core.stats[-1]
     assert stats["inflightBatchingStats"]["numPausedRequests"] == 1
-    assert stats["inflightBatchingStats"]["numPausedKvTokens"] == len(paused.tokens)
+    assert stats["inflightBatchingStats"]["numPausedKvTokens"] == len(one.tokens)
     assert (stats["numActiveRequests"], stats["numQueuedRequests"]) == (3, 0)
     core.run(*ids)
     assert core.stats[-1]["inflightBatchingStats"]["numPausedRequests"] == 0
     core.assert_idle()
 
 
-@pytest.mark.parametrize("swap_tokens", [0, 8 * BLOCK], ids=["recomputed", "put aside"])
-def test_a_paused_request_can_be_cancelled(make_core: MakeCore, swap_tokens: int) -> None:
-    core = make_core(embedded={"swap_tokens": swap_tokens})
-    ids = [core.add([5 + i] * 30, 50) for i in range(3)]
-    until_paused(core)
+def test_a_paused_request_can_be_cancelled(paused: tuple[Core, list[int]]) -> None:
+    core, ids = paused
     victim = core.engine.scheduler.paused[0].request_id
     core.engine.abort(victim)
     core.run(*ids)

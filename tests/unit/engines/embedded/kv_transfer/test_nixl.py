@@ -228,22 +228,32 @@ def test_a_pool_that_ucx_cannot_have_is_refused_by_name() -> None:
 # -- a read that lands late
 
 
-def test_a_late_read_has_ended_when_its_bytes_are_there() -> None:
-    """Over tcp a stopped sender answers when it goes on, however long that takes."""
+Late = tuple[Pool, "subprocess.Popen[bytes]", ReadTimeoutError]
+
+
+@pytest.fixture
+def late() -> Iterator[Late]:
+    """A receiver with a read of two blocks that a stopped sender has not answered in time, over tcp."""
     with pool_in_a_child("NIXL", "tcp") as (card, process):
         receiver = Pool("NIXL", 8, "late-receiver", TcpTransport())
         receiver.read(card, [0], [0])
         stop(process)
         with pytest.raises(ReadTimeoutError) as timeout:
             receiver.read(card, [3, 4], [5, 6], timeout=0.2)
-        assert timeout.value.may_land_later
-        assert not timeout.value.has_ended()
-        assert not receiver.kv[5:7].any()
-        process.send_signal(signal.SIGCONT)
-        wait_until(timeout.value.has_ended)
-        assert torch.equal(receiver.kv[5:7], filled(8)[3:5])
-        assert timeout.value.has_ended(), "asked again"
+        yield receiver, process, timeout.value
         receiver.close()
+
+
+def test_a_late_read_has_ended_when_its_bytes_are_there(late: Late) -> None:
+    """Over tcp a stopped sender answers when it goes on, however long that takes."""
+    receiver, process, timeout = late
+    assert timeout.may_land_later
+    assert not timeout.has_ended()
+    assert not receiver.kv[5:7].any()
+    process.send_signal(signal.SIGCONT)
+    wait_until(timeout.has_ended)
+    assert torch.equal(receiver.kv[5:7], filled(8)[3:5])
+    assert timeout.has_ended(), "asked again"
 
 
 def test_a_late_read_ends_although_the_next_pull_from_that_peer_fails() -> None:
@@ -300,17 +310,11 @@ def test_the_buffers_of_late_fetches_are_used_again() -> None:
         receiver.close()
 
 
-def test_a_late_read_of_a_sender_that_died_has_not_ended_by_itself() -> None:
-    with pool_in_a_child("NIXL", "tcp") as (card, process):
-        receiver = Pool("NIXL", 8, "late-receiver-2", TcpTransport())
-        receiver.read(card, [0], [0])
-        stop(process)
-        with pytest.raises(ReadTimeoutError) as timeout:
-            receiver.read(card, [3, 4], [5, 6], timeout=0.2)
-        process.kill()
-        process.wait()
-        assert not any(timeout.value.has_ended() for _ in range(100))
-        receiver.close()
+def test_a_late_read_of_a_sender_that_died_has_not_ended_by_itself(late: Late) -> None:
+    _, process, timeout = late
+    process.kill()
+    process.wait()
+    assert not any(timeout.has_ended() for _ in range(100))
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

@@ -45,37 +45,23 @@ def make_pool(backend: str) -> Iterator[MakePool]:
         pool.close()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("reads", [True, False], ids=["read", "written"])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(pairs=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 10)), min_size=1, max_size=8))
 def test_each_block_arrives_at_its_place_and_no_other_is_touched(
-    pools: tuple[Pool, Pool], pairs: list[tuple[int, int]]
+    pools: tuple[Pool, Pool], reads: bool, pairs: list[tuple[int, int]]
 ) -> None:
-    sender, receiver = pools
+    peer, own = pools
     remote = list(dict.fromkeys(theirs for theirs, _ in pairs))
     local = list(dict.fromkeys(mine for _, mine in pairs))
     remote, local = remote[: len(local)], local[: len(remote)]
-    sender.fill(1.0)
-    receiver.kv.fill_(-1)
-    expected = receiver.kv.clone()
-    expected[local] = sender.kv[remote]
-    assert receiver.read(sender.card, remote, local) == len(local) * BLOCK_BYTES
-    assert torch.equal(receiver.kv, expected)
-
-
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(pairs=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 10)), min_size=1, max_size=8))
-def test_written_blocks_arrive_at_their_places_only(
-    pools: tuple[Pool, Pool], pairs: list[tuple[int, int]]
-) -> None:
-    target, writer = pools
-    remote = list(dict.fromkeys(theirs for theirs, _ in pairs))
-    local = list(dict.fromkeys(mine for _, mine in pairs))
-    remote, local = remote[: len(local)], local[: len(remote)]
-    writer.fill(1.0)
+    (source, at), (target, to) = ((peer, remote), (own, local))[:: 1 if reads else -1]
+    source.fill(1.0)
     target.kv.fill_(-1)
     expected = target.kv.clone()
-    expected[remote] = writer.kv[local]
-    assert writer.write(target.card, remote, local) == len(local) * BLOCK_BYTES
+    expected[to] = source.kv[at]
+    move = own.read if reads else own.write
+    assert move(peer.card, remote, local) == len(local) * BLOCK_BYTES
     assert torch.equal(target.kv, expected)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ import torch
 from tests.conftest import Checkpoints
 from tests.support.cores import Core
 from tests.support.models import write_checkpoint
+from tests.support.ranks import PROMPTS as SOME
+from tests.support.ranks import STEM, Logits, MakeCore
 from trtllm_disagg.engines.embedded.core import build as core_module
 from trtllm_disagg.engines.embedded.kv_transfer.transports import TRANSPORTS
 from trtllm_disagg.engines.embedded.model import sampler
@@ -21,18 +23,8 @@ from trtllm_disagg.engines.embedded.params.model_config import FAMILIES
 #: With ten no prompt would reach a block of 16, 32 or 64 tokens that it does not reach with six.
 NEW_TOKENS = 6
 _ARRIVAL_SECONDS = 1.0
-STEM = [2 + (i * 17 + i * i) % 250 for i in range(80)]
-#: Two have a stem in common, of no whole number of tiles; Mistral's window is 40 tokens. The last one is the start of
-#: that, and ends nowhere in particular.
-PROMPTS = [
-    [3],
-    STEM + [9] * 53,
-    [*STEM, 11, 12, 13],
-    [5 + i % 7 for i in range(32)],
-    [2 + (i * 29) % 251 for i in range(65)],
-    [200 - i for i in range(97)],
-    STEM[:77],
-]
+#: The last one is the start of two others, and ends nowhere in particular.
+PROMPTS = [*SOME, [2 + (i * 29) % 251 for i in range(65)], STEM[:77]]
 #: Mixtral is Mistral's attention and Qwen3's experts.
 EXACT_FAMILIES = [family for family in FAMILIES if family != "mixtral"]
 #: One of each kind: the plain forward, with a window, transformers' modules. The others share these; their chunks and
@@ -40,8 +32,6 @@ EXACT_FAMILIES = [family for family in FAMILIES if family != "mixtral"]
 thorough = pytest.mark.parametrize(
     "way", [("llama", "auto"), ("mistral", "auto"), ("gemma2", "auto")], indirect=True, ids="-".join
 )
-Logits = dict[tuple[int, int], torch.Tensor]
-MakeCore = Callable[..., Core]
 
 
 class Recorder:
