@@ -6,6 +6,7 @@ import asyncio
 import re
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -123,7 +124,7 @@ def git(*words: str) -> bytes:
 
 @pytest.fixture
 def python_before(tmp_path: Path) -> Path:
-    """An interpreter whose trtllm_disagg is that of the release before."""
+    """An interpreter whose trtllm_disagg is from the wheel of the release before."""
     log = (ROOT / "CHANGELOG.md").read_text()
     release = next(line for line in log.splitlines() if re.match(r"## \d", line))
     commit = git("describe", "--tags", "--abbrev=0", "HEAD^") or git(
@@ -131,10 +132,12 @@ def python_before(tmp_path: Path) -> Path:
     )
     if not commit:
         pytest.skip("the commit of the release before is not in this clone")
-    tree, interpreter = tmp_path / "before", tmp_path / "python"
-    tree.mkdir()
-    archive = git("archive", commit.decode().strip(), "trtllm_disagg", "handlers")
-    subprocess.run(["tar", "-x", "-C", str(tree)], input=archive, check=True)
+    source, tree, interpreter = (tmp_path / name for name in ("source", "before", "python"))
+    source.mkdir()
+    subprocess.run(["tar", "-x", "-C", source], input=git("archive", commit.decode().strip()), check=True)
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir"]
+    subprocess.run([*build, str(tmp_path), str(source)], check=True, capture_output=True)
+    zipfile.ZipFile(next(tmp_path.glob("*.whl"))).extractall(tree)
     interpreter.write_text(f'#!/bin/sh\nPYTHONPATH="{tree}" exec "{sys.executable}" -P "$@"\n')
     interpreter.chmod(0o755)
     where = [str(interpreter), "-c", "import trtllm_disagg; print(trtllm_disagg.__file__)"]

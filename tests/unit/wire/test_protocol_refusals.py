@@ -156,12 +156,9 @@ FORGERIES: list[dict[str, Any]] = [{"remote_port": "x"}, {"remote_engine_id": "e
 
 @pytest.mark.usefixtures("no_leaks")
 @pytest.mark.parametrize("change", FORGERIES)
-@pytest.mark.parametrize(
-    ("order", "refusal"),
-    [("prefill_first", "kv_transfer_params"), ("decode_first", "unreadable handoff: kv_transfer_params")],
-)
+@pytest.mark.parametrize("order", ORDERS)
 async def test_a_request_whose_handoff_was_forged_is_answered_locally(
-    order: str, refusal: str, change: dict[str, Any]
+    order: str, change: dict[str, Any]
 ) -> None:
     pair = make_pair(order, handoff_protocol="two_phase")
     forge(pair.client, lambda params: forged(change, params))
@@ -170,7 +167,7 @@ async def test_a_request_whose_handoff_was_forged_is_answered_locally(
     await pair.idle()
     assert len(LLM.kv_store) == 0
     assert asked.trace.strategy == "local"
-    assert refusal in asked.trace.fallbacks[0]
+    assert "kv_transfer_params" in asked.trace.fallbacks[0]
 
 
 def forge(client: Any, change: Any) -> None:
