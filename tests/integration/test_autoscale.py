@@ -75,7 +75,7 @@ def test_the_workers_of_a_fleet_flip_with_the_load_by_what_they_and_the_frontend
     )
     answers: list[int] = []
     with served(config) as deployed:
-        where = ("--namespace", "dynamo", "--frontend", deployed.deployment.base_url)
+        where = ("--namespace", "dynamo", *(2 * ("--frontend", deployed.deployment.base_url)))
         key = ("--key-file", str(config.run_dir / "key"))
         command = subprocess.Popen(
             python("-m", "trtllm_disagg", "autoscale", *where, *key, *LATE),

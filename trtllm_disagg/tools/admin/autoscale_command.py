@@ -45,7 +45,9 @@ Reach = Callable[[Numbers], Awaitable[None]]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     client.add_arguments(parser)
     add, number = parser.add_argument, positive_up_to(2 * MOST_WORKERS)
-    add("--frontend", metavar="URL", help="without --run-dir: a frontend, whose times count")
+    add(
+        "--frontend", metavar="URL", action="append", help="without --run-dir: each frontend: its times count"
+    )
     add("--slo", metavar="LIMITS", help=f"in milliseconds (default: ttft={SLO.ttft:g},tpot={SLO.tpot:g})")
     add("--least", type=number, default=1, metavar="N", help="workers of each role (default: 1)")
     add(
@@ -105,7 +107,7 @@ async def _of_up(args: argparse.Namespace, ratio: Ratio) -> None:
 def _of_fleet(args: argparse.Namespace, ratio: Ratio) -> ExitCode:
     if args.frontend is None and not args.planner:
         raise ConfigError(
-            "--frontend is missing: the URL of a frontend, whose times count; or --run-dir of an `up`"
+            "--frontend is missing: the URL of each frontend, whose times count; or --run-dir of an `up`"
         )
 
     async def follow(workers: Workers, up: Up) -> ExitCode:
@@ -117,7 +119,7 @@ def _of_fleet(args: argparse.Namespace, ratio: Ratio) -> ExitCode:
             await _follow_planner(client.where_of_fleet(args)["namespace"], reach)
         from trtllm_disagg.tools.top.observers import ANSWER_SECONDS, FrontendObserver
 
-        frontend = FrontendObserver(FrontendClient(args.frontend, ANSWER_SECONDS))
+        frontend = FrontendObserver(*(FrontendClient(each, ANSWER_SECONDS) for each in args.frontend))
         await _keep(_Fleet(workers, frontend), ratio, reach, args.interval)
         return ExitCode.FAILED
 

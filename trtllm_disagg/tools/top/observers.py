@@ -166,8 +166,7 @@ class RunDirObserver:
         # First, because it says at which host the frontend listens.
         doubt = await self._ask_up()
         seen = await asyncio.gather(*(self._process(record) for record in records))
-        pages = [page for _, page in seen]
-        frontends = [page for record, page in zip(records, pages, strict=True) if record.role == "frontend"]
+        pages = [page for record, (_, page) in zip(records, seen, strict=True) if record.role == "frontend"]
         warnings = await asyncio.to_thread(self._new_warnings)
         return Snapshot(
             time.time(),
@@ -176,7 +175,7 @@ class RunDirObserver:
             str(self._described.get("strategy", "")),
             doubt,
             tuple(process for process, _ in seen),
-            frontend_of(frontends[0]) if frontends else FrontendLoad(),
+            frontend_of("".join(pages)),
             tuple(warnings),
         )
 
@@ -228,20 +227,20 @@ class RunDirObserver:
 
 
 class FrontendObserver:
-    """Observes a deployment on another machine, through its frontend only."""
+    """Observes a deployment on another machine, through its frontend only; with several, by what all have measured."""
 
-    def __init__(self, frontend: FrontendClient) -> None:
-        self._frontend = frontend
+    def __init__(self, frontend: FrontendClient, *others: FrontendClient) -> None:
+        self._frontend, self._all = frontend, (frontend, *others)
 
     async def look(self) -> Snapshot:
         try:
             async with asyncio.timeout(2 * ANSWER_SECONDS):
                 instances = await asyncio.to_thread(self._frontend.instances)
-                page = await _page(*self._frontend.address)
+                pages = await asyncio.gather(*(_page(*each.address) for each in self._all))
                 models = await asyncio.to_thread(self._frontend.models)
         except (TimeoutError, ConfigError):
-            instances, page, models = None, None, []
-        doubt = "" if page is not None else "the frontend does not answer"
+            instances, pages, models = None, [None], []
+        doubt = "" if None not in pages else "the frontend does not answer"
         return Snapshot(
             time.time(),
             self._frontend.url,
@@ -249,7 +248,7 @@ class FrontendObserver:
             "",
             doubt,
             tuple(_workers_of(instances or [])),
-            frontend_of(page or ""),
+            frontend_of("".join(filter(None, pages))),
         )
 
 

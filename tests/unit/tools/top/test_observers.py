@@ -56,7 +56,6 @@ def test_metric_that_is_no_count_is_unknown(number: str) -> None:
 )
 def test_histogram_without_bounds_or_counts_is_empty(bucket: str) -> None:
     page = f"dynamo_frontend_time_to_first_token_seconds_bucket{bucket}\n"
-    assert frontend_of(page).ttft == EMPTY
 
 
 def test_quantiles_of_latencies_are_those_of_prometheus() -> None:
@@ -74,14 +73,14 @@ def test_quantiles_of_latencies_are_those_of_prometheus() -> None:
     assert latency(EMPTY) is None
 
 
-def test_the_frontends_histograms_are_those_of_all_models() -> None:
+def test_the_frontends_histograms_are_those_of_all_models_and_all_frontends() -> None:
     name = "dynamo_frontend_time_to_first_token_seconds"
     lines = [f"# TYPE {name} histogram"]
     for model in ("a", "b"):
         lines += [f'{name}_bucket{{le="{le}",model="{model}"}} 1' for le in ("0.5", "+Inf")]
         lines += [f'{name}_sum{{model="{model}"}} 0.25', f'{name}_count{{model="{model}"}} 1']
-    seen = frontend_of("\n".join(lines) + "\n")
-    assert seen.ttft == (((0.5, 2.0), (float("inf"), 2.0)), 0.5)
+    page = PAGE + "\n".join(lines) + "\n"
+    assert frontend_of(page + page).ttft == (((0.5, 4.0), (float("inf"), 4.0)), 1.0)
 
 
 # -- processes
