@@ -44,7 +44,7 @@ async def roll_out(
     new, old = await _until_ready(workers, to, timeout)
     takers = (spec_of(new[0].is_.strategy).entry_role or Role.DECODE, Role.AGG)
     first = [each for each in new if each.is_.registered and each.is_.role in takers]
-    await until_known(first[0].is_.model, first, knows, timeout)
+    await until_known(workers, first, knows, timeout)
     say(f"revision {to} serves")
     given_up = 0
     for role in (*spec_of(new[0].is_.strategy).stop_order, "agg"):

@@ -19,7 +19,7 @@ from typing import Any
 from trtllm_disagg.admin.commands import Switch
 from trtllm_disagg.config.settings import not_negative
 from trtllm_disagg.config.worker_config import Role
-from trtllm_disagg.errors import ConfigError, DisaggError, StageTimeoutError
+from trtllm_disagg.errors import ConfigError, DisaggError, PeerUnavailableError, StageTimeoutError
 from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.strategies import require_switchable, spec_of, switchable
 from trtllm_disagg.tools.admin import client
@@ -85,13 +85,11 @@ def plan_switch(to: str, workers: Sequence[Worker]) -> SwitchPlan:
 POLL_SECONDS = 0.05
 _TIMEOUT_SECONDS = 5.0
 
-
 #: A model may be served at one of the two paths only.
 _ASKED: dict[str, dict[str, Any]] = {
     "completions": {"prompt": "?"},
     "chat/completions": {"messages": [{"role": "user", "content": "?"}]},
 }
-
 
 #: Whether the frontend sends requests for a model to the worker with that instance id.
 Knows = Callable[[str, int], Awaitable[bool]]
@@ -156,13 +154,11 @@ class Switched:
     def __str__(self) -> str:
         if self.seconds is None:
             return f"{self.model} runs {self.strategy} already: {', '.join(self.first)} first"
-        rest = (
-            f"; {self.requests_left} requests still run on the old first stage" if self.requests_left else ""
-        )
-        return f"switched {self.model} to {self.strategy} in {self.seconds:.1f} s{rest}"
+        text, left = f"switched {self.model} to {self.strategy} in {self.seconds:.1f} s", self.requests_left
+        return text + f"; {left} requests still run on the old first stage" * bool(left)
 
 
-#: Workers may have started during a round, which need another one.
+#: Workers may have started during a round, or entered discovery anew: they need another one.
 _MOST_ROUNDS = 3
 
 
@@ -183,10 +179,15 @@ async def switch(
     plan = plan_switch(to, await all_workers(workers))
     ran_already = plan.is_done
     began = time.monotonic()
-    for _ in range(_MOST_ROUNDS):
-        if not plan.is_done:
-            await _execute(plan, workers, knows, timeout, say)
-        change_new_workers()
+    for rounds_left in reversed(range(_MOST_ROUNDS)):
+        try:
+            if not plan.is_done:
+                await _execute(plan, workers, knows, timeout, say)
+            change_new_workers()
+        except PeerUnavailableError as error:
+            if not rounds_left:
+                raise
+            say(f"{error}; looking at the workers again")
         # Workers that started meanwhile may have compared themselves with workers not yet switched.
         try:
             plan = plan_switch(to, await all_workers(workers))
@@ -211,18 +212,20 @@ async def _execute(plan: SwitchPlan, workers: Workers, knows: Knows, timeout: fl
     for each in plan.first:
         await workers.send(each.endpoint_id, each.instance_id, Switch(plan.to))
         say(f"{each} is a first stage under {plan.to}")
-    await until_known(plan.model, plan.first, knows, timeout)
+    await until_known(workers, plan.first, knows, timeout)
     say(f"the frontend sends requests to {_names(plan.first)}")
     for each in plan.second:
         await workers.send(each.endpoint_id, each.instance_id, Switch(plan.to))
         say(f"{each} is a second stage; it finishes its requests")
 
 
-async def until_known(model: str, first: Iterable[Worker], knows: Knows, timeout: float) -> None:
-    """Raises StageTimeoutError."""
+async def until_known(workers: Workers, first: Iterable[Worker], knows: Knows, timeout: float) -> None:
+    """Raises StageTimeoutError, and PeerUnavailableError for a worker that has left discovery."""
     deadline = time.monotonic() + timeout
     for each in first:
-        while not await knows(model, each.instance_id):
+        while not await knows(each.is_.model, each.instance_id):
+            if each.instance_id not in {worker.instance_id for worker in await workers.workers()}:
+                raise PeerUnavailableError(f"{each} has left discovery")
             if time.monotonic() > deadline:
                 raise StageTimeoutError(
                     f"after {timeout:g} s the frontend does not send requests to {each}; the old first stage "
@@ -234,15 +237,11 @@ async def until_known(model: str, first: Iterable[Worker], knows: Knows, timeout
 async def _until_finished(plan: SwitchPlan, workers: Workers, timeout: float) -> int:
     """Wait until the old first stage has no requests. Returns how many still run there after `timeout` seconds."""
     deadline = time.monotonic() + timeout
-    while remaining := sum(
-        each.is_.whole_requests
-        for each in await all_workers(workers)
-        if each.is_.role != spec_of(plan.to).entry_role
-    ):
-        if time.monotonic() > deadline:
-            break
+    while True:
+        old = (each for each in await all_workers(workers) if each.is_.role != spec_of(plan.to).entry_role)
+        if not (remaining := sum(each.is_.whole_requests for each in old)) or time.monotonic() > deadline:
+            return remaining
         await asyncio.sleep(POLL_SECONDS)
-    return remaining
 
 
 def _names(workers: Iterable[Worker]) -> str:
@@ -291,10 +290,8 @@ def run(args: argparse.Namespace) -> ExitCode:
     require_switchable(args.to)
 
     async def change(workers: Workers, up: Up) -> ExitCode:
-        change_new_workers = partial(up.change_new_workers, Switch(args.to))
-        outcome = await switch(
-            workers, knows_by(args, up), args.to, args.timeout, client.say, change_new_workers
-        )
+        tell_up = partial(up.change_new_workers, Switch(args.to))
+        outcome = await switch(workers, knows_by(args, up), args.to, args.timeout, client.say, tell_up)
         print(json.dumps(asdict(outcome)) if args.json else outcome)
         return ExitCode.DONE
 

@@ -75,7 +75,7 @@ class FakeDeployment:
 
     async def knows(self, model: str, instance_id: int) -> bool:
         assert model == "m"
-        self.asked[instance_id] += self.said[instance_id]["registered"]
+        self.asked[instance_id] += instance_id in self.said and self.said[instance_id]["registered"]
         return self.asked[instance_id] > self.lag
 
     @property
@@ -145,7 +145,7 @@ async def test_switch_times_out_and_keeps_the_old_first_stage_while_the_frontend
         ("sideways", {}, f"one of {', '.join(switchable())}"),
         ("router", {}, f"one of {', '.join(switchable())}"),
         ("agg", {}, f"one of {', '.join(switchable())}"),
-        ("prefill_first", {1: None, 2: None}, "there is no prefill worker, and .*there are: 2 decode"),
+        ("prefill_first", {1: None, 2: None}, "no prefill worker, and .*2 decode.* its own by --endpoint"),
         ("decode_first", {1: None, 2: None}, "there are: 2 decode"),
         ("prefill_first", dict.fromkeys(range(1, 5)), "there is no prefill and no decode worker, .* none"),
         ("prefill_first", {i: {"strategy": "router"} for i in range(1, 5)}, "under router"),
@@ -156,7 +156,6 @@ async def test_switch_times_out_and_keeps_the_old_first_stage_while_the_frontend
             {2: {"fixed_by": ["--endpoint dyn://n.mine.generate"]}},
             "prefill 2 was started with --endpoint dyn://n.mine.generate",
         ),
-        ("prefill_first", {1: None, 2: None}, "not at one of its own by --endpoint"),
         ("prefill_first", {4: {"role": "cook"}}, "instance 4 at dyn://n.c.e is no trtllm-disagg worker"),
     ],
 )
@@ -178,21 +177,31 @@ async def test_a_worker_that_comes_during_a_switch_is_switched_too() -> None:
     fake = FakeDeployment("decode_first")
     late = fake.said[3] | {"registered": True}
     fake.after_step[4] = lambda: fake.said.update({5: late}) or fake.asked.update({5: 0})
-    told: list[int] = []
-    lines: list[str] = []
+    told, lines = list[int](), list[str]()
     await switch(fake, fake.knows, "prefill_first", 5.0, lines.append, lambda: told.append(len(fake.steps)))
     assert fake.strategies == {"prefill_first"}
     assert fake.steps[4:] == [("comes", 1), ("comes", 2), ("leaves", 3), ("leaves", 4), ("leaves", 5)]
     assert told == [4, 9], "`up` hears of it before it can start one more worker under the old order"
 
 
+async def test_a_worker_that_returns_under_another_id_is_switched_there() -> None:
+    """A cut of the network does that: each time it enters discovery anew."""
+    fake = FakeDeployment("decode_first")
+
+    def returns() -> None:
+        fake.said[5], fake.asked[5] = fake.said.pop(1) | {"strategy": "decode_first", "registered": False}, 0
+
+    fake.after_step[1] = returns
+    await run_switch(fake, "prefill_first")
+    assert fake.steps == [("comes", i) for i in (1, 2, 2, 5)] + [("leaves", 3), ("leaves", 4)]
+
+
 async def test_a_role_that_dies_during_the_switch_is_no_wrong_setting() -> None:
     """Exit code 2 would say that nothing has begun."""
     fake = FakeDeployment("decode_first")
     fake.after_step[4] = lambda: [fake.said.pop(prefill) for prefill in ROLES[Role.PREFILL]]
-    with pytest.raises(
-        DisaggError, match=r"switched to prefill_first, .* there is no prefill worker"
-    ) as caught:
+    named = r"switched to prefill_first, .* there is no prefill worker"
+    with pytest.raises(DisaggError, match=named) as caught:
         await run_switch(fake, "prefill_first")
     assert not isinstance(caught.value, ConfigError)
 
@@ -232,9 +241,7 @@ class _Answers(http.server.BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         pin = self.headers["x-dynamo-worker-instance-id"]
         known = self.path == "/v1/chat/completions" and pin == "7" and body["model"] == "m"
-        answer = (
-            {"nvext": {"worker_id": {"decode_worker_id": 7}}} if known else {"message": "Invalid request"}
-        )
+        answer = {"nvext": {"worker_id": {"decode_worker_id": 7}}} if known else {"message": "no"}
         self.send_response(200 if known else 400)
         self.end_headers()
         self.wfile.write(json.dumps(answer).encode())
@@ -284,15 +291,10 @@ class Flipping:
 
 
 async def test_a_flip_is_done_when_the_worker_is_ready_in_its_new_role() -> None:
-    outcome, worker = await flip(
-        Flipping({"warnings": ["it is small"]}, process="prefill-0"), 1, Flip("decode"), 5.0
-    )
-    assert (outcome.was, outcome.role, outcome.instance, outcome.warnings) == (
-        "prefill 1",
-        "decode",
-        "2",
-        ("it is small",),
-    )
+    flipping = Flipping({"warnings": ["it is small"]}, process="prefill-0")
+    outcome, worker = await flip(flipping, 1, Flip("decode"), 5.0)
+    said = outcome.was, outcome.role, outcome.instance, outcome.warnings
+    assert said == ("prefill 1", "decode", "2", ("it is small",))
     assert (worker.instance_id, worker.is_.process) == (2, "prefill-0")
 
 

@@ -46,8 +46,7 @@ def test_invalid_metrics_page_gives_an_empty_load() -> None:
 
 @pytest.mark.parametrize("number", ["NaN", "+Inf", "-Inf", "1e300"])
 def test_metric_that_is_no_count_is_unknown(number: str) -> None:
-    page = f"dynamo_frontend_inflight_requests {number}\ndynamo_frontend_queued_requests 2\n"
-    seen = frontend_of(page)
+    seen = frontend_of(f"dynamo_frontend_inflight_requests {number}\ndynamo_frontend_queued_requests 2\n")
     assert (seen.running, seen.waiting) == (None, 2)
 
 
@@ -55,7 +54,7 @@ def test_metric_that_is_no_count_is_unknown(number: str) -> None:
     "bucket", ["{} 1", '{le="x"} 1', '{le="NaN"} 1', '{le="+Inf"} NaN', '{le="+Inf"} +Inf']
 )
 def test_histogram_without_bounds_or_counts_is_empty(bucket: str) -> None:
-    page = f"dynamo_frontend_time_to_first_token_seconds_bucket{bucket}\n"
+    assert frontend_of(f"dynamo_frontend_time_to_first_token_seconds_bucket{bucket}\n").ttft == EMPTY
 
 
 def test_quantiles_of_latencies_are_those_of_prometheus() -> None:
