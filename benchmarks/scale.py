@@ -95,7 +95,7 @@ async def discovery(count: int) -> None:
 
 
 MODEL = Path(__file__).parents[1] / ".cache" / "demo-model"
-WORKERS_A_PROCESS, BLOCK, SECONDS, REQUESTS = 25, 32, 20.0, 400
+WORKERS_A_PROCESS, BLOCK, SECONDS, REQUESTS = 20, 32, 20.0, 400
 
 
 def serve(count: int, events: float) -> None:
@@ -229,6 +229,8 @@ def measure_fleet(count: int, events: float) -> None:
         print(
             f"{count} workers, {events:g} blocks a second each: ready after {time.monotonic() - began:.0f} s"
         )
+        for _ in range(2 * count):  # each worker asks its peers for their descriptions, with its first request
+            ask(url, [dice.randrange(10, 400) for _ in range(4 * BLOCK)])
         before = use(processes)
         time.sleep(SECONDS)
         idle = use(processes)

@@ -161,7 +161,7 @@ class WorkerConfig:
         0, "max tokens, prompts and answers, of those requests; 0: no bound", NUMBER
     )
     pull_min_tokens: int = option(
-        64,
+        96,
         "prefill_first: min tokens of the answer before this turn that prefill pulls from decode, and does not "
         "compute; 0: never",
         NUMBER,
