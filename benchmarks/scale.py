@@ -229,7 +229,9 @@ def measure_fleet(count: int, events: float) -> None:
         print(
             f"{count} workers, {events:g} blocks a second each: ready after {time.monotonic() - began:.0f} s"
         )
-        for _ in range(2 * count):  # each worker asks its peers for their descriptions, with its first request
+        for _ in range(
+            2 * count
+        ):  # each worker asks its peers for their descriptions, with its first request
             ask(url, [dice.randrange(10, 400) for _ in range(4 * BLOCK)])
         before = use(processes)
         time.sleep(SECONDS)

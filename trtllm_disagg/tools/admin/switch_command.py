@@ -180,6 +180,7 @@ async def switch(
     ran_already = plan.is_done
     began = time.monotonic()
     for rounds_left in reversed(range(_MOST_ROUNDS)):
+        was_cut_short = False
         try:
             if not plan.is_done:
                 await _execute(plan, workers, knows, timeout, say)
@@ -187,13 +188,14 @@ async def switch(
         except PeerUnavailableError as error:
             if not rounds_left:
                 raise
+            was_cut_short = True
             say(f"{error}; looking at the workers again")
         # Workers that started meanwhile may have compared themselves with workers not yet switched.
         try:
             plan = plan_switch(to, await all_workers(workers))
         except ConfigError as error:
             raise DisaggError(f"workers were switched to {to}, but changed meanwhile: {error}") from None
-        if plan.is_done:
+        if plan.is_done and not was_cut_short:
             break
     else:
         others = _names(w for w in plan.first + plan.second if w.is_.strategy != to)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -51,7 +52,7 @@ class FakeDeployment:
         self.after_step: dict[int, Callable[[], object]] = {}
         self.fails_after: int | None = None
         self.lag = lag
-        self.asked = dict.fromkeys(self.said, 0)
+        self.asked = defaultdict(int, dict.fromkeys(self.said, 0))
 
     async def workers(self) -> list[DescribedInstance]:
         for said in self.said.values():
@@ -59,7 +60,7 @@ class FakeDeployment:
         return [DescribedInstance("dyn://n.c.e", i, dict(said)) for i, said in self.said.items()]
 
     async def send(self, endpoint_id: str, instance_id: int, command: Command) -> dict[str, Any]:
-        if self.fails_after == len(self.steps):
+        if self.fails_after == len(self.steps) or instance_id not in self.said:
             raise PeerUnavailableError("it is gone")
         said = self.said[instance_id]
         if isinstance(command, Leave):
@@ -184,16 +185,15 @@ async def test_a_worker_that_comes_during_a_switch_is_switched_too() -> None:
     assert told == [4, 9], "`up` hears of it before it can start one more worker under the old order"
 
 
-async def test_a_worker_that_returns_under_another_id_is_switched_there() -> None:
-    """A cut of the network does that: each time it enters discovery anew."""
-    fake = FakeDeployment("decode_first")
-
-    def returns() -> None:
-        fake.said[5], fake.asked[5] = fake.said.pop(1) | {"strategy": "decode_first", "registered": False}, 0
-
-    fake.after_step[1] = returns
-    await run_switch(fake, "prefill_first")
-    assert fake.steps == [("comes", i) for i in (1, 2, 2, 5)] + [("leaves", 3), ("leaves", 4)]
+async def test_a_worker_that_returns_under_another_id_is_switched_there_and_one_that_dies_is_left_out() -> (
+    None
+):
+    fake, told = FakeDeployment("decode_first"), list[str]()
+    back = {"strategy": "decode_first", "registered": False}
+    fake.after_step = {1: lambda: fake.said.update({5: fake.said.pop(1) | back}), 5: lambda: fake.said.pop(4)}
+    await switch(fake, fake.knows, "prefill_first", 5.0, told.append, lambda: told.append("up"))
+    assert fake.steps == [("comes", i) for i in (1, 2, 2, 5)] + [("leaves", 3)]
+    assert told.count("up") == 1, "`up` starts further workers in the new order"
 
 
 async def test_a_role_that_dies_during_the_switch_is_no_wrong_setting() -> None:
@@ -217,7 +217,7 @@ async def test_switch_undone_by_another_command_raises() -> None:
 
 async def test_repeated_switch_still_updates_up() -> None:
     fake = FakeDeployment("decode_first")
-    told: list[str] = []
+    told = list[str]()
     await switch(fake, fake.knows, "decode_first", 5.0, told.append, lambda: told.append("up"))
     assert (told, fake.steps) == (["up"], [])
 
