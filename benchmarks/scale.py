@@ -125,7 +125,7 @@ def serve(count: int, events: float) -> None:
         await run_worker(config, engine_args, replace(api, llm=llm))
 
     async def all_workers() -> None:
-        together = [worker(role) for _ in range(count // 2) for role in ("prefill", "decode")]
+        together = [worker(("prefill", "decode")[number % 2]) for number in range(count)]
         await asyncio.gather(*together, *([tell_of_blocks(llms, events)] if events else []))
 
     asyncio.run(all_workers())
@@ -145,7 +145,7 @@ async def tell_of_blocks(llms: list[Any], per_second: float) -> None:
 
 
 @contextmanager
-def fleet(count: int, events: float, directory: Path) -> Iterator[dict[str, list[psutil.Process]]]:
+def fleet(count: int, events: float, directory: Path) -> Iterator[dict[str, list[psutil.Popen]]]:
     """The processes, by what they are, when all workers are ready; the frontend listens at `directory`/port."""
     from trtllm_disagg.tools.up.ports import free_http_port
 
@@ -164,7 +164,7 @@ def fleet(count: int, events: float, directory: Path) -> Iterator[dict[str, list
     sizes = [min(WORKERS_A_PROCESS, count - i) for i in range(0, count, WORKERS_A_PROCESS)]
     with ExitStack() as stack:
 
-        def start(name: str, argv: list[str]) -> psutil.Process:
+        def start(name: str, argv: list[str]) -> psutil.Popen:
             log = stack.enter_context((directory / f"{name}.log").open("wb"))
             process = psutil.Popen(argv, env=env, stdout=log, stderr=subprocess.STDOUT)
             stack.callback(process.wait)
@@ -197,7 +197,7 @@ def fleet(count: int, events: float, directory: Path) -> Iterator[dict[str, list
         }
 
 
-def use(processes: dict[str, list[psutil.Process]]) -> dict[str, tuple[float, float]]:
+def use(processes: dict[str, list[psutil.Popen]]) -> dict[str, tuple[float, float]]:
     """(seconds of CPU since the start, MiB now) of each kind."""
     return {
         kind: (
@@ -220,6 +220,8 @@ def measure_fleet(count: int, events: float) -> None:
         began = time.monotonic()
         logs, url = Path(name), f"http://127.0.0.1:{(Path(name) / 'port').read_text()}/v1/completions"
         while sum(file.read_text().count("worker ready") for file in logs.glob("workers-*.log")) < count:
+            if dead := [each for some in processes.values() for each in some if each.poll() is not None]:
+                raise RuntimeError(f"{dead} ended; their logs: {logs}")
             time.sleep(0.5)
         dice, is_served = random.Random(count), False
         while not is_served:

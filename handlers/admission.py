@@ -52,10 +52,7 @@ class Queued(RequestCount):
 
 class Admission:
     def __init__(
-        self,
-        thresholds: Live[Thresholds],
-        queued: Queued,
-        clock: Callable[[], float] = time.monotonic,
+        self, thresholds: Live[Thresholds], queued: Queued, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._thresholds = thresholds
         self._queued = queued

@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 import msgspec
 
-from trtllm_disagg.errors import HandoffRefusedError, KvTransferError, StageTimeoutError
+from trtllm_disagg.errors import DisaggError, HandoffRefusedError, KvTransferError, StageTimeoutError
 from trtllm_disagg.handlers.multi_turn import PullBack
 from trtllm_disagg.handlers.peers import PREFILL
 from trtllm_disagg.handlers.recall import Recalls
@@ -21,7 +21,15 @@ from trtllm_disagg.types import (
 from trtllm_disagg.wire.handoff_protocols import DYNAMO, HandoffProtocol
 
 #: Errors of a decode phase whose cause may be the worker that has the KV.
-KV_NOT_ARRIVED = (KvTransferError, StageTimeoutError)
+KV_NOT_ARRIVED = (KvTransferError, HandoffRefusedError, StageTimeoutError)
+
+
+def kv_lost(error: DisaggError, sender: int | None) -> DisaggError:
+    """The error, which blames the sender. No client has sent a handoff that is refused: the two workers do not fit."""
+    error.blame(sender)
+    lost = KvTransferError(str(error)) if isinstance(error, HandoffRefusedError) else error
+    lost.blame(error.peer)
+    return lost
 
 
 class Chain:
@@ -71,12 +79,7 @@ class Chain:
                         chunk = msgspec.structs.replace(chunk, engine_data=data)
                     yield chunk
         except KV_NOT_ARRIVED as error:
-            error.blame(handoff.sender)
-            raise
-        except HandoffRefusedError as error:  # the client has sent none: these two workers do not fit
-            unusable = KvTransferError(str(error))
-            unusable.blame(handoff.sender if error.peer is None else error.peer)
-            raise unusable from error
+            raise kv_lost(error, handoff.sender) from None
         finally:
             handoff.release()
             if self._pull is not None and handoff.receiver is not None:

@@ -18,7 +18,7 @@ from trtllm_disagg.errors import (
     RequestCancelledError,
 )
 from trtllm_disagg.handlers.cancellation import AbortGuard
-from trtllm_disagg.handlers.chain import KV_NOT_ARRIVED
+from trtllm_disagg.handlers.chain import KV_NOT_ARRIVED, kv_lost
 from trtllm_disagg.handlers.local import finished, only_chunk
 from trtllm_disagg.handlers.peers import PREFILL, Call, Peers, dispatch_span, select_instance
 from trtllm_disagg.types import (
@@ -140,9 +140,8 @@ class Concurrent:
                 async for chunk in chunks:
                     yield chunk
         except KV_NOT_ARRIVED as error:
-            error.blame(opened.sender)
             opened.on_lost()
-            raise
+            raise kv_lost(error, opened.sender) from None
         finally:
             await _end(pushing)
 

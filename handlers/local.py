@@ -285,7 +285,7 @@ class LocalDecode:
         """Raises OverloadedError for a request that had to wait here: its lease ended meanwhile, and its sender did
         nothing wrong.
         """
-        if waited:
+        if waited and isinstance(error, KvTransferError):
             raise OverloadedError(f"the batch had no room before the lease ended: {error}") from error
         if self._prefill_workers is not None and handoff.sender:
             self._prefill_workers.kv_was_lost(handoff.sender, request, error)

@@ -44,13 +44,13 @@ _ARRIVED = re.compile(rf"({'|'.join(_FROM_DYNAMO)}): (?:[A-Z]\w*Error: )?(.*)", 
 
 
 def to_dynamo(error: errors.DisaggError) -> Exception:
-    is_refused = isinstance(error, errors.HandoffRefusedError)
-    return _TO_DYNAMO[error.category](_REFUSED * is_refused + str(error))
+    name = _REFUSED if isinstance(error, errors.HandoffRefusedError) else ""
+    return _TO_DYNAMO[error.category](name + str(error))
 
 
 def from_dynamo(error: Exception) -> errors.DisaggError:
     if isinstance(error, dynamo_errors.InvalidArgument):
-        kind = errors.HandoffRefusedError if _REFUSED in str(error) else errors.InvalidRequestError
+        kind = errors.HandoffRefusedError if str(error).startswith(_REFUSED) else errors.InvalidRequestError
         refused = kind(str(error).removeprefix(_REFUSED))
         refused.was_raised_there = True
         return refused

@@ -199,7 +199,7 @@ NO_CONNECT = "TCP connect to 127.0.0.1:9 timed out"
         (ValueError('RateLimited: {"message":"full","code":429}'), OverloadedError, "full"),
         (ValueError('CapacityExhausted: {"message":"full","code":529}'), OverloadedError, "full"),
         (ValueError("CapacityExhausted: []"), OverloadedError, "[]"),
-        (dynamo_errors.InvalidArgument("kv_cache: bad"), InvalidRequestError, "kv_cache: bad"),
+        (dynamo_errors.InvalidArgument("'HandoffRefusedError: '"), InvalidRequestError, "Error: '"),
         (Exception("what is this"), PeerUnavailableError, "cannot be reached: what is this"),
         (ConnectionError("refused"), PeerUnavailableError, "cannot be reached: refused"),
     ],

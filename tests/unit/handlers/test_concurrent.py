@@ -18,6 +18,7 @@ from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.errors import (
     ConfigError,
     DisaggError,
+    HandoffRefusedError,
     InvalidRequestError,
     KvTransferError,
     PeerUnavailableError,
@@ -164,7 +165,8 @@ async def test_concurrent_push_ends_when_decode_ends() -> None:
     assert push.ended.is_set() or push.met == []
 
 
-async def test_a_decode_that_fails_ends_the_push() -> None:
+@pytest.mark.parametrize("kind", [KvTransferError, HandoffRefusedError])
+async def test_a_decode_that_fails_ends_the_push(kind: type[DisaggError]) -> None:
     push = ScriptedPush()
 
     async def fail(
@@ -172,14 +174,13 @@ async def test_a_decode_that_fails_ends_the_push() -> None:
     ) -> AsyncGenerator[TokenChunk, None]:
         await asyncio.sleep(0)
         if request.token_ids:
-            raise KvTransferError("lost")
+            raise kind("lost")
         yield TokenChunk([])
 
     with pytest.raises(KvTransferError, match="lost") as error:
         await collect(Concurrent(push.open_rendezvous, fail), request())
     assert push.ended.is_set()
-    assert error.value.peer == 7, "the sender of the KV"
-    assert push.lost_senders == [7]
+    assert (error.value.peer, push.lost_senders) == (7, [7]), "the sender of the KV"
 
 
 async def test_a_push_that_fails_closes_decode() -> None:

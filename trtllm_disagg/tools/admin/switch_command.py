@@ -154,8 +154,9 @@ class Switched:
     def __str__(self) -> str:
         if self.seconds is None:
             return f"{self.model} runs {self.strategy} already: {', '.join(self.first)} first"
-        text, left = f"switched {self.model} to {self.strategy} in {self.seconds:.1f} s", self.requests_left
-        return text + f"; {left} requests still run on the old first stage" * bool(left)
+        left = self.requests_left
+        rest = f"; {left} requests still run on the old first stage" if left else ""
+        return f"switched {self.model} to {self.strategy} in {self.seconds:.1f} s{rest}"
 
 
 #: Workers may have started during a round, or entered discovery anew: they need another one.

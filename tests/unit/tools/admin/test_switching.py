@@ -216,8 +216,7 @@ async def test_switch_undone_by_another_command_raises() -> None:
 
 
 async def test_repeated_switch_still_updates_up() -> None:
-    fake = FakeDeployment("decode_first")
-    told = list[str]()
+    fake, told = FakeDeployment("decode_first"), list[str]()
     await switch(fake, fake.knows, "decode_first", 5.0, told.append, lambda: told.append("up"))
     assert (told, fake.steps) == (["up"], [])
 
