@@ -23,6 +23,8 @@ from trtllm_disagg.errors import CommandRefusedError, ConfigError, InvalidReques
 from trtllm_disagg.strategies import require_switchable
 
 CONTROL = "trtllm_disagg.control"
+#: At a worker's system port, POST /engine/ADMIN_ROUTE answers with the worker's description, or executes a command.
+ADMIN_ROUTE = "trtllm_disagg"
 
 
 class Describe(msgspec.Struct, frozen=True, tag_field="command", tag="describe", forbid_unknown_fields=True):
@@ -47,7 +49,7 @@ class Flip(msgspec.Struct, frozen=True, tag_field="command", tag="flip", forbid_
     to: Literal["prefill", "decode"]
     #: Even the last worker of its role.
     force: bool = False
-    #: For `up` alone: the name of the worker's process.
+    #: For `up` alone: the worker's process, by name, or its instance id, hexadecimal.
     process: str = ""
 
 
@@ -55,6 +57,12 @@ class Scale(msgspec.Struct, frozen=True, tag_field="command", tag="scale", forbi
     """For `up` alone: the number of workers to run, by role."""
 
     workers: dict[str, int]
+    #: Workers change roles where that is enough; only what is missing then starts, and what is too much stops.
+    by_flips: bool = False
+
+
+class Undo(msgspec.Struct, frozen=True, tag_field="command", tag="undo", forbid_unknown_fields=True):
+    """For `up` alone, on the connection of a command that it has not done yet: takes the wish of that command back."""
 
 
 class Leave(msgspec.Struct, frozen=True, tag_field="command", tag="leave", forbid_unknown_fields=True):
@@ -64,7 +72,9 @@ class Leave(msgspec.Struct, frozen=True, tag_field="command", tag="leave", forbi
 
 
 class Rollout(msgspec.Struct, frozen=True, tag_field="command", tag="rollout", forbid_unknown_fields=True):
-    """For `up` alone: starts as many workers of `revision` as there are now, with what is not empty here."""
+    """For `up` alone: workers of `revision` take the place of those there are now, started with what is not empty here.
+    The current revision takes back a rollout that is on its way.
+    """
 
     revision: str
     model: str = ""
@@ -73,10 +83,14 @@ class Rollout(msgspec.Struct, frozen=True, tag_field="command", tag="rollout", f
     #: Interpreter of the new workers.
     python: str = ""
     worker_args: tuple[str, ...] = ()
+    #: Of the old workers.
+    drain_seconds: Annotated[float, msgspec.Meta(ge=0, le=MOST_SECONDS)] = 600.0
+    #: One worker at a time, each new one on the GPUs of an old one.
+    in_place: bool = False
 
 
 Command = Switch | Set | Flip | Leave
-UpCommand = Describe | Switch | Set | Flip | Scale | Rollout
+UpCommand = Describe | Switch | Set | Flip | Scale | Rollout | Undo
 
 
 def is_control(request: Mapping[str, Any]) -> bool:
@@ -133,6 +147,12 @@ class Description(msgspec.Struct, frozen=True):
     #: It has entered its role; before that it may give way to another worker, or fail.
     ready: bool = True
     revision: str | None = None
+    #: Of its life (`worker/life.py`); empty from an older version.
+    state: str = ""
+    #: The role that it flips to; empty when it does not.
+    becomes: str = ""
+    #: The id of the key that it obeys; None from an older version.
+    key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +194,10 @@ class Signer:
     def __init__(self, key: AdminKey, clock: Clock = time.time) -> None:
         self._key = key
         self._clock = clock
+
+    @property
+    def key_id(self) -> str:
+        return self._key.id
 
     def request(self, command: Command, instance_id: int) -> dict[str, Any]:
         """The request that carries the command to the worker `instance_id`."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from dynamo._core import VirtualConnectorClient
@@ -104,21 +105,40 @@ async def controller(
         runtime.shutdown()
 
 
-async def planned_workers(namespace: str) -> AsyncGenerator[dict[str, int]]:
-    """The numbers of workers by role that Dynamo's planner decides on, as its virtual connector keeps them in etcd. A
-    decision is complete when the caller asks for the next one. Raises ConfigError without etcd.
-    """
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Of Dynamo's planner: the number of workers by role; a role on which it does not decide is missing."""
+
+    id: int
+    workers: Mapping[str, int]
+    given: Any
+
+
+class Planner:
+    """The decisions of Dynamo's planner, as its virtual connector keeps them in etcd."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    async def newest(self) -> Decision:
+        given = await self._client.get()
+        numbers = {"prefill": given.num_prefill_workers, "decode": given.num_decode_workers}
+        decided = {role: number for role, number in numbers.items() if number >= 0}
+        return Decision(given.decision_id, decided, given)
+
+    async def confirm(self, decision: Decision) -> None:
+        """The numbers are there."""
+        await self._client.complete(decision.given)
+
+
+@asynccontextmanager
+async def planner(namespace: str) -> AsyncIterator[Planner]:
+    """Raises ConfigError without etcd."""
     try:
         runtime = DistributedRuntime(asyncio.get_running_loop(), "etcd", "tcp", event_plane="zmq")
     except Exception as error:
         raise ConfigError(f"the planner's decisions are in etcd [ETCD_ENDPOINTS]: {error}") from None
     try:
-        planner = VirtualConnectorClient(runtime, namespace)
-        while True:
-            await planner.wait()
-            decision = await planner.get()
-            numbers = {Role.PREFILL: decision.num_prefill_workers, Role.DECODE: decision.num_decode_workers}
-            yield {role.value: number for role, number in numbers.items() if number >= 0}  # -1: not decided
-            await planner.complete(decision)
+        yield Planner(VirtualConnectorClient(runtime, namespace))
     finally:
         runtime.shutdown()

@@ -6,34 +6,35 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import aclosing
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from trtllm_disagg.admin.commands import Describe, Flip, Scale
 from trtllm_disagg.config.settings import more_than_zero, positive_up_to
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.processes.exits import ExitCode, ending_as_on_ctrl_c
+from trtllm_disagg.strategies import spec_of
 from trtllm_disagg.tools.admin import client
-from trtllm_disagg.tools.admin.client import Up, Worker, Workers, all_workers
-from trtllm_disagg.tools.admin.flip_command import flip
+from trtllm_disagg.tools.admin.client import Worker, Workers, all_workers
+from trtllm_disagg.tools.admin.flip_command import flip, shown
 from trtllm_disagg.tools.admin.ratio import Goal, Ratio
 from trtllm_disagg.tools.plan.slo import DEFAULT_SLO as SLO
 from trtllm_disagg.tools.plan.slo import slo_of
 from trtllm_disagg.tools.top.frontend import FrontendClient
 from trtllm_disagg.tools.top.snapshot import Process, Snapshot, WorkerLoad
-from trtllm_disagg.tools.up.command_socket import NoUpError, send_to_up
+from trtllm_disagg.tools.up.command_socket import DeploymentDescription, NoUpError, send_to_up
 from trtllm_disagg.tools.up.plan import MOST_WORKERS
 
 if TYPE_CHECKING:
     from trtllm_disagg.tools.top.observers import Observer
 
-_INTERVAL, _FLIP_SECONDS, _RETRY_SECONDS = 2.0, 120.0, 30.0
+_INTERVAL, _FLIP_SECONDS, _RETRY_SECONDS, _PLANNER_SECONDS = 2.0, 120.0, 30.0, 0.5
 #: (new role, old role)
 _FLIPS: tuple[tuple[Literal["prefill", "decode"], str], ...] = (("prefill", "decode"), ("decode", "prefill"))
 #: Numbers of workers by role.
@@ -49,12 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--frontend", metavar="URL", action="append", help="without --run-dir: each frontend: its times count"
     )
     add("--slo", metavar="LIMITS", help=f"in milliseconds (default: ttft={SLO.ttft:g},tpot={SLO.tpot:g})")
-    add("--least", type=number, default=1, metavar="N", help="workers of each role (default: 1)")
+    add("--least", type=number, default=1, metavar="N", help="workers of each role, at least (default: 1)")
     add(
         "--most",
         type=number,
         metavar="N",
-        help="workers of all roles (default: as many as run when it begins)",
+        help="workers of all roles, at most (default: as many as run when it begins; with --planner: no limit)",
     )
     add(
         "--interval",
@@ -91,17 +92,34 @@ async def _of_up(args: argparse.Namespace, ratio: Ratio) -> None:
     """Never returns. Raises NoUpError when the `up` has ended."""
     from trtllm_disagg.tools.top.observers import observer_of
 
-    described = await asyncio.to_thread(send_to_up, args.run_dir, Describe())
+    told = await _describe(args.run_dir)
 
     async def reach(wanted: Numbers) -> None:
-        if len(wanted) > 1:
-            await asyncio.to_thread(client.change_deployment, args, partial(_flip_towards, wanted))
-        await asyncio.to_thread(send_to_up, args.run_dir, Scale({**wanted}), _say_below)
+        # Flips come first; only what is missing then starts, and what is too much stops.
+        await asyncio.to_thread(send_to_up, args.run_dir, Scale({**wanted}, by_flips=True), _say_below)
 
     if args.planner:
         with client.quiet_runtime(os.environ):
-            await _follow_planner(described["namespace"], reach)
-    await _keep(observer_of(args.run_dir, None), ratio, reach, args.interval)
+            await _follow_planner(told["namespace"], reach, ratio.goal)
+    ratio.roles = spec_of(told["strategy"]).roles
+    await _keep(_OfUp(args.run_dir, observer_of(args.run_dir, None)), ratio, reach, args.interval)
+
+
+async def _describe(run_dir: Path) -> DeploymentDescription:
+    told: DeploymentDescription = await asyncio.to_thread(send_to_up, run_dir, Describe())
+    return told
+
+
+@dataclass(frozen=True, slots=True)
+class _OfUp:
+    """Observes the workers of an `up` that count: those of a revision that comes or leaves do not."""
+
+    run_dir: Path
+    observer: Observer
+
+    async def look(self) -> Snapshot:
+        seen, told = await asyncio.gather(self.observer.look(), _describe(self.run_dir))
+        return replace(seen, processes=tuple(each for each in seen.processes if each.name in told["workers"]))
 
 
 def _of_fleet(args: argparse.Namespace, ratio: Ratio) -> ExitCode:
@@ -110,39 +128,39 @@ def _of_fleet(args: argparse.Namespace, ratio: Ratio) -> ExitCode:
             "--frontend is missing: the URL of each frontend, whose times count; or --run-dir of an `up`"
         )
 
-    async def follow(workers: Workers, up: Up) -> ExitCode:
+    async def follow(workers: Workers) -> ExitCode:
         async def reach(wanted: Numbers) -> None:
-            await _flip_towards(wanted, workers, up)
+            await _flip_towards(wanted, workers)
             _say_below("workers that no `up` here has started only flip")
 
         if args.planner:
-            await _follow_planner(client.where_of_fleet(args)["namespace"], reach)
+            await _follow_planner(client.where_of_fleet(args)["namespace"], reach, ratio.goal)
         from trtllm_disagg.tools.top.observers import ANSWER_SECONDS, FrontendObserver
 
         frontend = FrontendObserver(*(FrontendClient(each, ANSWER_SECONDS) for each in args.frontend))
-        await _keep(_Fleet(workers, frontend), ratio, reach, args.interval)
+        await _keep(_OfFleet(workers, frontend), ratio, reach, args.interval)
         return ExitCode.FAILED
 
-    return client.change_deployment(args, follow, waits="")
+    return client.change_fleet(args, follow, waits="")
 
 
-class _Fleet:
+@dataclass(frozen=True, slots=True)
+class _OfFleet:
     """Observes workers that no `up` of this machine has started, by what they and a frontend say."""
 
-    def __init__(self, workers: Workers, frontend: Observer) -> None:
-        self._workers = workers
-        self._frontend = frontend
+    workers: Workers
+    frontend: Observer
 
     async def look(self) -> Snapshot:
-        seen, there = await asyncio.gather(self._frontend.look(), all_workers(self._workers))
-        return replace(seen, processes=tuple(_process(each) for each in there if each.is_.ready))
+        seen, there = await asyncio.gather(self.frontend.look(), all_workers(self.workers))
+        return replace(seen, processes=tuple(_process(each) for each in there if each.description.ready))
 
 
 def _process(worker: Worker) -> Process:
-    share = worker.is_.kv_occupancy
-    blocks = (None, None) if share is None else (round(1000 * share), 1000)
-    load = WorkerLoad(batch=worker.is_.queued_requests, kv_blocks=blocks[0], kv_blocks_total=blocks[1])
-    return Process(str(worker), worker.is_.role, "ready", load=load)
+    told = worker.description
+    blocks = (None, None) if told.kv_occupancy is None else (round(1000 * told.kv_occupancy), 1000)
+    load = WorkerLoad(batch=told.queued_requests, kv_blocks=blocks[0], kv_blocks_total=blocks[1])
+    return Process(str(worker), told.role, "ready", load=load)
 
 
 async def _keep(observer: Observer, ratio: Ratio, reach: Reach, interval: float) -> None:
@@ -170,33 +188,52 @@ async def _is_reached(reach: Reach, wanted: Numbers, why: str) -> bool:
     return True
 
 
-async def _follow_planner(namespace: str, reach: Reach) -> None:
-    """Never returns. A decision that cannot be reached is tried again, and not confirmed. Raises NoUpError, and
-    ConfigError when etcd cannot be reached.
+async def _follow_planner(namespace: str, reach: Reach, goal: Goal) -> None:
+    """Never returns. The newest decision counts, also while an older one is on its way or cannot be reached; what is
+    reached is confirmed. Raises NoUpError, and ConfigError when etcd cannot be reached.
     """
-    from trtllm_disagg.dynamo_runtime.controller import planned_workers
+    from trtllm_disagg.dynamo_runtime.controller import planner
 
-    async with aclosing(planned_workers(namespace)) as decisions:
-        async for wanted in decisions:
-            while not await _is_reached(reach, wanted, "the planner's decision"):  # noqa: ASYNC110
-                await asyncio.sleep(_RETRY_SECONDS)
+    async with planner(namespace) as decisions:
+        seen, attempt, again_at = None, None, 0.0
+        while True:
+            now = await decisions.newest()
+            if now.workers and (now.id != seen or (attempt is None and time.monotonic() >= again_at)):
+                if attempt is not None:
+                    attempt.cancel()
+                seen, again_at = now.id, time.monotonic() + _RETRY_SECONDS
+                within = _within(now.workers, goal)
+                attempt = asyncio.create_task(_is_reached(reach, within, "the planner's decision"))
+            if attempt is not None and attempt.done():
+                if attempt.result():
+                    await decisions.confirm(now)
+                    again_at = math.inf
+                attempt = None
+            await asyncio.sleep(_PLANNER_SECONDS)
 
 
-async def _flip_towards(wanted: Numbers, workers: Workers, up: Up) -> ExitCode:
+def _within(wanted: Numbers, goal: Goal) -> Numbers:
+    """At least --least of each role, and at most --most in all: then those of the larger role are fewer."""
+    within = {role: max(number, goal.least) for role, number in wanted.items()}
+    while goal.most and sum(within.values()) > goal.most and max(within.values()) > goal.least:
+        within[max(within, key=lambda role: within[role])] -= 1
+    if within != wanted:
+        _say_below(f"{_shown(wanted)} is outside of --least and --most")
+    return within
+
+
+async def _flip_towards(wanted: Numbers, workers: Workers) -> None:
     """Workers with the fewest requests change roles, until one role has as many as are wanted."""
-    there = [each for each in await all_workers(workers) if each.is_.ready]
-    have = Counter(each.is_.role.value for each in there)
+    there = [each for each in await all_workers(workers) if each.description.ready]
+    have = Counter(each.description.role.value for each in there)
     for to, of in _FLIPS:
         while have[to] < wanted.get(to, 0) and have[of] > wanted.get(of, have[of]):
-            one = min(
-                (each for each in there if each.is_.role == of), key=lambda each: each.is_.whole_requests
-            )
-            outcome, worker = await flip(workers, one.instance_id, Flip(to), _FLIP_SECONDS)
-            up.change_new_workers(Flip(to, process=worker.is_.process))
-            _say_below(str(outcome))
+            able = (each for each in there if each.description.role == of)
+            one = min(able, key=lambda each: each.description.whole_requests)
+            outcome = await flip(workers, Flip(to, process=f"{one.instance_id:x}"), _FLIP_SECONDS)
+            _say_below(shown(outcome))
             there.remove(one)
             have.update({to: 1, of: -1})
-    return ExitCode.DONE
 
 
 def _say_below(text: str) -> None:

@@ -1,7 +1,6 @@
-"""The client of `switch`, `set`, `flip` and `rollout`: finds the workers of a running deployment, and sends commands
-(`commands.py`), signed with the deployment's key, to them and to their `up`.
-
-A deployment is either that of an `up`, given by its run directory, or any other one, found by Dynamo's discovery.
+"""The client of `switch`, `set`, `flip`, `scale` and `rollout`. A deployment is either that of an `up`, given by its run
+directory: `up` changes what it wants (`wish`). Or it is any other one, found by Dynamo's discovery: its workers get
+commands signed with their key (`change_fleet`).
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ import os
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -29,15 +28,18 @@ from trtllm_disagg.admin.commands import (
 )
 from trtllm_disagg.admin.keys import KEY_FILE, AdminKey
 from trtllm_disagg.config.args import argument_parser_of, whereabouts_of
-from trtllm_disagg.config.settings import namespace_of
+from trtllm_disagg.config.settings import namespace_of, not_negative
 from trtllm_disagg.config.worker_config import SETTINGS, Role, flag_of
 from trtllm_disagg.errors import ConfigError, DisaggError
-from trtllm_disagg.processes.exits import ExitCode
+from trtllm_disagg.processes.exits import ending_as_on_ctrl_c
 from trtllm_disagg.processes.steadily import without_silence
 from trtllm_disagg.tools.admin.user_key import user_key
 from trtllm_disagg.tools.up.command_socket import send_to_up
 from trtllm_disagg.tools.up.plan import PLANES
 from trtllm_disagg.tools.up.run_dir import is_alive, one_change_at_a_time, read_processes
+
+Outcome = TypeVar("Outcome")
+Say = Callable[[str], None]
 
 KEY_FLAG = "--key-file"
 _KEY_VARIABLE = SETTINGS["admin_key_file"].variables[0]
@@ -67,14 +69,6 @@ def require_one_place(args: argparse.Namespace) -> None:
         raise ConfigError(f"--run-dir says where everything is; give {' and '.join(given)} with it")
 
 
-def instance_id(text: str) -> int:
-    try:
-        return int(text, 16)
-    except ValueError:
-        allowed = "a hexadecimal instance id, as logs and answers have it"
-        raise ConfigError.bad_value("--instance", text, allowed) from None
-
-
 def say(text: str) -> None:
     """Print progress to stderr; the outcome goes to stdout."""
     print(text, file=sys.stderr, flush=True)
@@ -84,10 +78,30 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
 
 
-def signer(run_dir: Path | None, key_file: Path | None, environ: Mapping[str, str]) -> Signer:
+def add_timeout(parser: argparse.ArgumentParser, default: float | None, until: str) -> None:
+    """With a run directory the time is that of the command: `up` goes on after it."""
+    shown = "no limit" if default is None else "%(default)g"
+    parser.add_argument(
+        "--timeout", type=not_negative, default=default, metavar="SECONDS", help=f"{until} (default: {shown})"
+    )
+    parser.add_argument(
+        "--undo",
+        action="store_true",
+        help="with --run-dir: after Ctrl-C or --timeout `up` takes back what is not done (default: it goes on)",
+    )
+
+
+def wish(args: argparse.Namespace, command: UpCommand) -> Any:
+    """Have the `up` of --run-dir want what the command says, and wait until it is so. Returns its answer."""
+    require_one_place(args)
+    with ending_as_on_ctrl_c(), without_silence(say, "waiting for `up`") as tell:
+        return send_to_up(args.run_dir, command, tell, deadline=args.timeout, undo=args.undo)
+
+
+def signer(args: argparse.Namespace) -> Signer:
     """The signer of commands to workers. Raises ConfigError when there is no key."""
-    named = key_file or (run_dir and run_dir / KEY_FILE) or environ.get(_KEY_VARIABLE)
-    path = Path(named) if named else user_key(environ)
+    named = args.key_file or (args.run_dir and args.run_dir / KEY_FILE) or os.environ.get(_KEY_VARIABLE)
+    path = Path(named) if named else user_key(os.environ)
     if not named and not path.exists():
         raise ConfigError(
             f"{KEY_FLAG} is missing: workers take commands only with their key, that of {flag_of('admin_key_file')}; "
@@ -100,10 +114,10 @@ def signer(run_dir: Path | None, key_file: Path | None, environ: Mapping[str, st
 class Worker:
     endpoint_id: str
     instance_id: int
-    is_: Description
+    description: Description
 
     def __str__(self) -> str:
-        return f"{self.is_.role} {self.instance_id:x}"
+        return f"{self.description.role} {self.instance_id:x}"
 
 
 class Workers(Protocol):
@@ -129,18 +143,11 @@ def _worker(instance: DescribedInstance) -> Worker:
     return Worker(instance.endpoint_id, instance.instance_id, description)
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class Up:
     """The `up` of a deployment. Without a run directory it stands for that of workers which no `up` has started."""
 
     run_dir: Path | None = None
-    #: Its answer to Describe.
-    described: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def url(self) -> str | None:
-        """The URL of its frontend; None where unknown."""
-        return self.described.get("url")
 
     def change_new_workers(self, command: UpCommand) -> None:
         """Start further workers with the strategy or the thresholds of `command`. Raises a DisaggError."""
@@ -161,34 +168,36 @@ class Up:
 
 
 #: The work of a command on the workers and their `up`.
-Change = Callable[[Workers, Up], Awaitable[ExitCode]]
+Change = Callable[[Workers, Up], Awaitable[Outcome]]
 
 
-def change_deployment(
+def change_fleet(
     args: argparse.Namespace,
-    change: Change,
-    revisions: Iterable[str] | None = None,
+    change: Callable[[Workers], Awaitable[Outcome]],
+    revisions: Iterable[str] = ("",),
     waits: str = "waiting for the workers",
-) -> ExitCode:
-    """Run `change` on the workers of these revisions, with an `up` also on all that it has; None: on those of the
-    current one. No other command changes the deployment of this run directory meanwhile. `waits`: what a silence means;
-    empty for a command that does not end.
-
-    Returns the exit code of `change`, or 1 when it failed midway. Raises ConfigError for a wrong setting.
+) -> Outcome:
+    """Run `change` on the workers of these revisions that discovery lists. `waits`: what a silence means; empty for a
+    command that does not end. Returns what it returns. Raises ConfigError for a wrong setting.
     """
+    where = where_of_fleet(args)
+    namespaces = dict.fromkeys(namespace_of(where["namespace"], revision) for revision in revisions)
+    return _connected(args, where, namespaces, change, waits)
+
+
+def set_all(args: argparse.Namespace, change: Change[Outcome]) -> Outcome:
+    """Run `change` on all workers of a deployment. No other `set` changes that of this run directory meanwhile."""
     if args.run_dir is None:
-        where = where_of_fleet(args)
-        namespaces = {namespace_of(where["namespace"], revision): None for revision in revisions or ("",)}
-        return _change(args, Up(), where, namespaces, change, waits)
+        return change_fleet(args, lambda workers: change(workers, Up()))
     require_one_place(args)
-    others = partial(say, "waiting for another command that changes this deployment")
-    with one_change_at_a_time(args.run_dir, others):
-        described = send_to_up(args.run_dir, Describe(), seconds=_ANSWER_SECONDS)
-        os.environ["DYN_FILE_KV"] = described["discovery"]
-        live = described["revisions"]
-        all_of_them = live[:1] if revisions is None else (*live, *revisions)
-        namespaces = {namespace_of(described["namespace"], each): None for each in all_of_them}
-        return _change(args, Up(args.run_dir, described), PLANES, namespaces, change, waits)
+    with one_change_at_a_time(args.run_dir, partial(say, "waiting for another `set` of this deployment")):
+        told = send_to_up(args.run_dir, Describe(), seconds=_ANSWER_SECONDS)
+        os.environ["DYN_FILE_KV"] = told["discovery"]
+        namespaces = (namespace_of(told["namespace"], told["revisions"][0]),)
+        up = Up(args.run_dir)
+        return _connected(
+            args, PLANES, namespaces, lambda workers: change(workers, up), "waiting for the workers"
+        )
 
 
 def where_of_fleet(args: argparse.Namespace) -> Mapping[str, str]:
@@ -197,18 +206,17 @@ def where_of_fleet(args: argparse.Namespace) -> Mapping[str, str]:
     return whereabouts_of(os.environ) | given
 
 
-def _change(
+def _connected(
     args: argparse.Namespace,
-    up: Up,
     where: Mapping[str, str],
     namespaces: Iterable[str],
-    change: Change,
+    change: Callable[[Workers], Awaitable[Outcome]],
     waits: str,
-) -> ExitCode:
+) -> Outcome:
     """`where`: the planes."""
-    with_key = signer(args.run_dir, args.key_file, os.environ)
+    with_key = signer(args)
 
-    async def run() -> ExitCode:
+    async def run() -> Outcome:
         with quiet_runtime(os.environ):
             from trtllm_disagg.dynamo_runtime.controller import controller
 
@@ -222,15 +230,9 @@ def _change(
             )
             async with connecting as workers:
                 with without_silence(say, waits) if waits else nullcontext():
-                    return await change(workers, up)
+                    return await change(workers)
 
-    try:
-        return asyncio.run(run())
-    except ConfigError:
-        raise
-    except DisaggError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return ExitCode.FAILED
+    return asyncio.run(run())
 
 
 _STDERR = 2

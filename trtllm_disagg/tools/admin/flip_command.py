@@ -3,89 +3,92 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from typing import Any
 
 from trtllm_disagg.admin.commands import Flip
-from trtllm_disagg.config.settings import not_negative
 from trtllm_disagg.config.worker_config import Role
-from trtllm_disagg.errors import ConfigError, DisaggError, PeerUnavailableError, StageTimeoutError
+from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.tools.admin import client
-from trtllm_disagg.tools.admin.client import Up, Worker, Workers, all_workers
-
-_POLL_SECONDS = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Flipped:
-    """The outcome of a flip. `instance`: the id in the new role, hexadecimal."""
-
-    was: str
-    role: str
-    instance: str
-    seconds: float
-    warnings: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return f"{self.was} is {self.role} {self.instance}, after {self.seconds:.2f} s"
-
-
-async def flip(workers: Workers, instance: int, command: Flip, timeout: float) -> tuple[Flipped, Worker]:
-    """Raises ConfigError before the worker is asked, DisaggError when it refuses, and when it could not enter the new
-    role; StageTimeoutError when it is not there after `timeout` seconds: it goes on.
-    """
-    there = await all_workers(workers)
-    one = next((each for each in there if each.instance_id == instance), None)
-    if one is None:
-        listed = ", ".join(map(str, there)) or "none"
-        raise ConfigError.bad_value("--instance", f"{instance:x}", f"one of {listed}")
-    if one.is_.role == command.to and one.is_.flipped_from:
-        return Flipped(str(one), command.to, f"{instance:x}", 0.0), one
-    began = time.monotonic()
-    try:
-        answer = await workers.send(one.endpoint_id, instance, command)
-    except PeerUnavailableError:  # it may have left before its answer came
-        answer = {}
-    warnings = tuple(map(str, answer.get("warnings") or ()))
-    for warning in warnings:
-        client.say(f"warning: {warning}")
-    while time.monotonic() - began < timeout:
-        for each in await all_workers(workers):
-            if each.is_.flipped_from == f"{instance:x}" and each.is_.ready:
-                if each.is_.role != command.to:
-                    raise DisaggError(f"{one} could not become {command.to}, and is {each}: its log says why")
-                seconds = time.monotonic() - began
-                return Flipped(str(one), command.to, f"{each.instance_id:x}", seconds, warnings), each
-        await asyncio.sleep(_POLL_SECONDS)
-    raise StageTimeoutError(f"{one} is not {command.to} after {timeout:g} s; it finishes its requests first")
+from trtllm_disagg.tools.admin.client import Worker, all_workers
+from trtllm_disagg.tools.admin.fleet import Fleet, as_assumed_after
+from trtllm_disagg.tools.up.reconcile import Phase, Seen, Wanted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--instance", required=True, metavar="ID", type=client.instance_id, help="the worker, hexadecimal")
-    add("--to", required=True, choices=(Role.PREFILL.value, Role.DECODE.value), help="its new role")
-    add("--force", action="store_true", help="even if it is the last worker of its role")
-    client.add_arguments(parser)
     add(
-        "--timeout",
-        type=not_negative,
-        default=60.0,
-        metavar="SECONDS",
-        help="until it serves in its new role (default: %(default)g)",
+        "--instance",
+        required=True,
+        metavar="ID",
+        help="the worker: its instance id, hexadecimal, or with --run-dir the name of its process, as `top` has it",
     )
+    add("--to", required=True, choices=(Role.PREFILL.value, Role.DECODE.value), help="its new role")
+    add("--force", action="store_true", help="even if it is the last worker of its role, or would be slow")
+    client.add_arguments(parser)
+    client.add_timeout(parser, 60.0, "until it serves in its new role")
     client.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Raises ConfigError for a wrong setting (2), a DisaggError for a refusal or a failure (1)."""
+    command = Flip(args.to, args.force, args.instance)
+    if args.run_dir is None:
+        outcome = client.change_fleet(args, lambda workers: flip(workers, command, args.timeout))
+    else:
+        outcome = client.wish(args, command)
+    print(json.dumps(outcome) if args.json else shown(outcome))
+    return ExitCode.DONE
 
-    async def change(workers: Workers, up: Up) -> ExitCode:
-        outcome, worker = await flip(workers, args.instance, Flip(args.to, args.force), args.timeout)
-        up.change_new_workers(Flip(args.to, process=worker.is_.process))
-        print(json.dumps(asdict(outcome)) if args.json else outcome)
-        return ExitCode.DONE
 
-    return client.change_deployment(args, change)
+def shown(outcome: dict[str, Any]) -> str:
+    return "{was} flipped to {role} in {seconds:.2f} s; its id is now {instance}".format(**outcome)
+
+
+async def flip(workers: client.Workers, command: Flip, timeout: float) -> dict[str, Any]:
+    """Returns the outcome as JSON. Raises ConfigError before the worker is asked, DisaggError when it refuses or could
+    not enter the new role, StageTimeoutError when it is not there after `timeout` seconds: it goes on.
+    """
+    fleet = Fleet(workers, as_assumed_after(0.0), client.say)
+    there = await all_workers(workers)
+    one = next((each for each in there if f"{each.instance_id:x}" == command.process.lower()), None)
+    if one is None:
+        raise ConfigError.bad_value(
+            "--instance", command.process, f"one of {', '.join(map(str, there)) or 'none'}"
+        )
+    began = time.monotonic()
+    wanted = Wanted(
+        one.description.strategy,
+        one.description.revision or "",
+        roles={str(one): command.to},
+        forced=frozenset({str(one)} if command.force else ()),
+    )
+
+    def is_so(wanted: Wanted, seen: Sequence[Seen]) -> bool:
+        after = _after_flip(fleet.there, one)
+        if after and after.description.ready and after.description.role != command.to:
+            raise DisaggError(f"{one} could not become {command.to}, and is {after}: its log says why")
+        by_name = {each.name: each for each in seen}
+        return after is not None and by_name[str(after)].phase is Phase.SERVING
+
+    if (one.description.role, bool(one.description.flipped_from)) != (command.to, True):
+        await fleet.reach(
+            wanted, is_so, timeout, f"{one} is not {command.to}: it finishes its requests first"
+        )
+    now = _after_flip(fleet.there, one) or one
+    return {
+        "was": str(one),
+        "role": command.to,
+        "instance": f"{now.instance_id:x}",
+        "process": now.description.process,
+        "seconds": time.monotonic() - began,
+        "warnings": fleet.warnings,
+    }
+
+
+def _after_flip(there: Sequence[Worker], one: Worker) -> Worker | None:
+    """The worker with the id of its new role."""
+    return next((each for each in there if each.description.flipped_from == f"{one.instance_id:x}"), None)

@@ -65,6 +65,8 @@ class Ratio:
     goal: Goal
     #: So many looks are one measurement.
     num_looks: int = 10
+    #: Of the deployment, also those without a worker.
+    roles: Sequence[str] = ()
     _most: int = 0
     _looks: deque[Snapshot] = field(default_factory=deque)
     _in_a_row: Counter[tuple[str, bool]] = field(default_factory=Counter)
@@ -77,6 +79,9 @@ class Ratio:
         self._looks.append(seen)
         if len(self._looks) < _FIRST_LOOKS:
             return None
+        if wanted := self._floor(seen):
+            self.forget()
+            return wanted
         if is_whole := len(self._looks) > self.num_looks:
             self._looks.popleft()
         if wanted := self._next([*self._loads()], is_whole):
@@ -86,6 +91,17 @@ class Ratio:
     def forget(self) -> None:
         self._looks.clear()
         self._in_a_row.clear()
+
+    def _floor(self, seen: Snapshot) -> Wanted | None:
+        """Whatever the load is, each role has `least` workers."""
+        there = Counter(_serving(seen).values())
+        few = [role for role in self.roles if there[role] < self.goal.least]
+        numbers = {role: max(there[role], self.goal.least) for role in self.roles}
+        return (
+            Wanted(numbers, f"fewer {' and '.join(few)} workers than --least {self.goal.least}")
+            if few
+            else None
+        )
 
     def _next(self, loads: Sequence[_Load], is_whole: bool) -> Wanted | None:
         are_late = (load for load in loads if load.misses_limit or (is_whole and load.use >= _SOON_LATE))

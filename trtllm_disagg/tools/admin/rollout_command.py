@@ -1,87 +1,32 @@
 """`trtllm-disagg rollout`: the workers of a new revision take the place of the old ones, while both serve.
 
 Each revision has a namespace of its own, so pairs form within it, and Dynamo's frontend sends each request to one of
-them, by the number of their first stages.
+them, by the number of their first stages. `reconcile` says which worker starts or leaves next.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trtllm_disagg.admin.commands import Describe, Leave, Rollout
+from trtllm_disagg.admin.commands import Describe, Rollout
 from trtllm_disagg.config.args import argument_parser_of
 from trtllm_disagg.config.settings import not_negative
-from trtllm_disagg.config.worker_config import Role
-from trtllm_disagg.errors import ConfigError, PeerUnavailableError, StageTimeoutError
+from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.model_directory import servable_model
 from trtllm_disagg.processes.exits import ExitCode
-from trtllm_disagg.strategies import spec_of
 from trtllm_disagg.tools.admin import client
-from trtllm_disagg.tools.admin.client import Up, Worker, Workers, all_workers
-from trtllm_disagg.tools.admin.switch_command import Knows, Say, add_frontend, knows_by, until_known
+from trtllm_disagg.tools.admin.client import Workers, all_workers
+from trtllm_disagg.tools.admin.fleet import Fleet, Knows, add_frontend, knows_by, require_key
 from trtllm_disagg.tools.up.command_socket import send_to_up
+from trtllm_disagg.tools.up.reconcile import Seen, Wanted
 from trtllm_disagg.tools.up.up_command import add_worker_args, engine_configs_in
 
-_POLL_SECONDS = 0.5
 #: What `up` starts the new workers with.
-_CHANGES = ("model", "engine_configs", "python", "worker_args")
-
-
-async def roll_out(
-    workers: Workers, knows: Knows, to: str, timeout: float, drain_seconds: float, say: Say
-) -> dict[str, Any]:
-    """Wait until the revision `to` serves, and have the workers of all others leave: first the stage that takes
-    requests, and when its requests have ended the other one. Returns the outcome as JSON.
-
-    Raises StageTimeoutError before any worker has left. After a later DisaggError, or the death of this process, both
-    revisions serve, or what is left of the old one; the same call completes the rollout.
-    """
-    new, old = await _until_ready(workers, to, timeout)
-    takers = (spec_of(new[0].is_.strategy).entry_role or Role.DECODE, Role.AGG)
-    first = [each for each in new if each.is_.registered and each.is_.role in takers]
-    await until_known(workers, first, knows, timeout)
-    say(f"revision {to} serves")
-    given_up = 0
-    for role in (*spec_of(new[0].is_.strategy).stop_order, "agg"):
-        leaving = [_leave(workers, each, drain_seconds, say) for each in old if each.is_.role == role]
-        given_up += sum(await asyncio.gather(*leaving))
-    names = {"serving": [*map(str, new)], "left": [*map(str, old)]}
-    return {"revision": to, **names, "requests_given_up": given_up}
-
-
-async def _until_ready(workers: Workers, to: str, timeout: float) -> tuple[list[Worker], list[Worker]]:
-    """The workers of `to`, with each role that others have, and those others."""
-    deadline = time.monotonic() + timeout
-    while True:
-        there = await all_workers(workers)
-        new, old = (
-            [each for each in there if (each.is_.revision == to) is is_new] for is_new in (True, False)
-        )
-        missing = {each.is_.role for each in old} - {each.is_.role for each in new}
-        if not missing and any(each.is_.registered for each in new):
-            return new, old
-        if time.monotonic() > deadline:
-            lacks = f"no {' and no '.join(sorted(missing))} worker" if missing else "no first stage"
-            raise StageTimeoutError(
-                f"{lacks} of revision {to} is ready after {timeout:g} s; the old ones stay"
-            )
-        await asyncio.sleep(_POLL_SECONDS)
-
-
-async def _leave(workers: Workers, each: Worker, seconds: float, say: Say) -> int:
-    """Returns how many of its requests were given up."""
-    say(f"{each} finishes its requests and leaves")
-    try:
-        answer = await workers.send(each.endpoint_id, each.instance_id, Leave(seconds))
-    except PeerUnavailableError as error:
-        say(f"{each} ended meanwhile: {error}")
-        return 0
-    return int(answer["requests_left"])
+_CHANGES = ("model", "engine_configs", "python", "worker_args", "in_place")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,19 +34,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_frontend(parser)
     add = parser.add_argument
     name = argument_parser_of("worker_revision", "--to")
-    add("--to", required=True, type=name, metavar="NAME", help="the new revision")
+    add(
+        "--to",
+        required=True,
+        type=name,
+        metavar="NAME",
+        help="the new revision; the current one takes one back",
+    )
     add("--from", metavar="NAME", help="without --run-dir: the old one (default: workers without a revision)")
-    add("--model", metavar="MODEL", help="with --run-dir: of the new workers (default of these: as before)")
+    add("--model", metavar="MODEL", help="with --run-dir: of the new workers (default of these: unchanged)")
     add("--engine-configs", type=Path, metavar="DIR", help="with --run-dir: as of `up`")
     add("--python", default="", metavar="FILE", help="with --run-dir: interpreter of another environment")
+    add(
+        "--in-place",
+        action="store_true",
+        help="with --run-dir: one worker at a time, each new one on the GPUs of an old one (default: beside them)",
+    )
     add_worker_args(parser)
-    for flag, default, what in (
-        ("--timeout", 3600.0, "for a pair of the new revision to be ready"),
-        ("--drain-seconds", 600.0, "for an old worker to finish its requests"),
-    ):
-        add(
-            flag, type=not_negative, default=default, metavar="SECONDS", help=f"{what} (default: %(default)g)"
-        )
+    client.add_timeout(parser, 3600.0, "until the new revision answers the frontend")
+    add(
+        "--drain-seconds",
+        type=not_negative,
+        default=600.0,
+        metavar="SECONDS",
+        help="for an old worker to finish its requests (default: %(default)g)",
+    )
     client.add_json(parser)
 
 
@@ -114,30 +71,61 @@ def run(args: argparse.Namespace) -> ExitCode:
         raise ConfigError(
             f"{given[0]} needs --run-dir: only `up` starts workers; start them with --worker-revision"
         )
-    revisions = (args.to,) if args.run_dir else (getattr(args, "from") or "", args.to)
+    if args.run_dir is None:
+        revisions = (getattr(args, "from") or "", args.to)
+        key = client.signer(args).key_id
+        outcome = client.change_fleet(
+            args,
+            lambda workers: roll_out(
+                workers, knows_by(args), revisions, args.timeout, args.drain_seconds, key
+            ),
+            revisions,
+        )
+    else:
+        outcome = client.wish(args, _rollout(args))
+    text = f"{outcome['revision']} serves by {len(outcome['serving'])} workers; {len(outcome['left'])} have left, and "
+    text += f"gave up {outcome['requests_given_up']} requests"
+    print(json.dumps(outcome) if args.json else text)
+    return ExitCode.DONE
 
-    async def change(workers: Workers, up: Up) -> ExitCode:
-        if args.run_dir is not None:
-            await asyncio.to_thread(_start, args)
-        knows = knows_by(args, up)
-        outcome = await roll_out(workers, knows, args.to, args.timeout, args.drain_seconds, client.say)
-        serving, left = len(outcome["serving"]), len(outcome["left"])
-        text = f"{args.to} serves by {serving} workers; {left} have left, and gave up {{requests_given_up}} requests"
-        print(json.dumps(outcome) if args.json else text.format(**outcome))
-        return ExitCode.DONE
 
-    return client.change_deployment(args, change, revisions)
-
-
-def _start(args: argparse.Namespace) -> None:
-    """Have `up` start the new workers, unless they serve already."""
+def _rollout(args: argparse.Namespace) -> Rollout:
     strategy = send_to_up(args.run_dir, Describe())["strategy"]
     configs = engine_configs_in(args.engine_configs, strategy) if args.engine_configs else {}
-    rollout = Rollout(
+    return Rollout(
         args.to,
         str(servable_model(args.model)) if args.model else "",
         {role: str(file) for role, file in configs.items()},
         args.python,
         tuple(args.worker_args),
+        args.drain_seconds,
+        args.in_place,
     )
-    send_to_up(args.run_dir, rollout, client.say)
+
+
+async def roll_out(
+    workers: Workers, knows: Knows, revisions: tuple[str, str], timeout: float, drain_seconds: float, key: str
+) -> dict[str, Any]:
+    """Wait until the second of the revisions answers, and have the workers of the first leave. Returns the outcome as
+    JSON.
+
+    Raises StageTimeoutError before any worker has left. After a later DisaggError, or the death of this process, both
+    revisions serve, or what is left of the old one; the same call completes the rollout.
+    """
+    old, new = revisions
+    fleet = Fleet(workers, knows, client.say)
+    there = await all_workers(workers)
+    require_key(there, key)
+    strategy = next((each.description.strategy for each in there), "decode_first")
+    before = [each for each in there if (each.description.revision or "") != new]
+    left = {str(each) for each in before}
+    wanted = Wanted(strategy, old, following=new, drain_seconds=drain_seconds)
+
+    def is_done(wanted: Wanted, seen: Sequence[Seen]) -> bool:
+        left.update(each.name for each in seen if each.revision != new)
+        return wanted.revision == new and all(each.revision == new for each in seen)
+
+    late = f"revision {new} does not answer the frontend with a worker of each role; the old ones stay"
+    await fleet.reach(wanted, is_done, timeout, late)
+    serving = [str(each) for each in fleet.there]
+    return {"revision": new, "serving": serving, "left": sorted(left), "requests_given_up": fleet.given_up}

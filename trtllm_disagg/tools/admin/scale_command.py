@@ -9,16 +9,15 @@ from pathlib import Path
 from trtllm_disagg.admin.commands import Scale
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes.exits import ExitCode
-from trtllm_disagg.processes.steadily import without_silence
 from trtllm_disagg.tools.admin import client
-from trtllm_disagg.tools.up.command_socket import send_to_up
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--run-dir", type=Path, required=True, metavar="DIR", help="run directory of a running `up`")
     for role in ("prefill", "decode", "agg"):
-        add(f"--{role}", type=int, metavar="N", help=f"how many {role} workers (default: as they are)")
+        add(f"--{role}", type=int, metavar="N", help=f"number of {role} workers (default: unchanged)")
+    client.add_timeout(parser, None, "until they serve")
     client.add_json(parser)
 
 
@@ -28,10 +27,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     workers = {role: count for role, count in given.items() if count is not None}
     if not workers:
         raise ConfigError("say how many: --prefill N, --decode N or --agg N")
-    with without_silence(client.say, "waiting for `up`") as say:
-        running = send_to_up(args.run_dir, Scale(workers), say)
-    if args.json:
-        print(json.dumps(running))
-    else:
-        print("scaled: " + ", ".join(f"{count} {role}" for role, count in running.items()))
+    running = client.wish(args, Scale(workers))
+    text = "scaled: " + ", ".join(f"{count} {role}" for role, count in running.items())
+    print(json.dumps(running) if args.json else text)
     return ExitCode.DONE

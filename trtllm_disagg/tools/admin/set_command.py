@@ -29,7 +29,7 @@ _POLL_SECONDS = 0.2
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     client.add_arguments(parser)
     only = "only this worker, hexadecimal (default: all)"
-    parser.add_argument("--instance", metavar="ID", type=client.instance_id, help=only)
+    parser.add_argument("--instance", metavar="ID", type=_instance_id, help=only)
     for name in NAMES:
         parser.add_argument(
             flag_of(name),
@@ -45,6 +45,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="for workers that are starting (default: %(default)g)",
     )
     client.add_json(parser)
+
+
+def _instance_id(text: str) -> int:
+    try:
+        return int(text, 16)
+    except ValueError:
+        allowed = "a hexadecimal instance id, as logs and answers have it"
+        raise ConfigError.bad_value("--instance", text, allowed) from None
 
 
 def run(args: argparse.Namespace) -> ExitCode:
@@ -69,7 +77,7 @@ def run(args: argparse.Namespace) -> ExitCode:
             print(json.dumps([asdict(each) for each in changes]))
         return ExitCode.FAILED if any(each.error for each in changes) else ExitCode.DONE
 
-    return client.change_deployment(args, change)
+    return client.set_all(args, change)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +140,12 @@ def _chosen(workers: Sequence[Worker], values: Values, instance: int | None) -> 
         )
     for_all = set(values) <= set(ADMISSION)
     takers = [
-        each for each in workers if for_all or (each.is_.role != "agg" and each.is_.strategy in switchable())
+        each
+        for each in workers
+        if for_all or (each.description.role != "agg" and each.description.strategy in switchable())
     ]
     if not takers:
-        there = ", ".join(f"{each} under {each.is_.strategy}" for each in workers)
+        there = ", ".join(f"{each} under {each.description.strategy}" for each in workers)
         raise ConfigError.bad_value(
             "set", "thresholds", f"prefill or decode workers of {', '.join(switchable())}; there is: {there}"
         )

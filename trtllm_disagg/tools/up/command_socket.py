@@ -12,9 +12,11 @@ import json
 import logging
 import os
 import socket
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
+from io import BufferedIOBase
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -28,17 +30,18 @@ from trtllm_disagg.admin.commands import (
     Scale,
     Set,
     Switch,
+    Undo,
     UpCommand,
     decode_up_command,
 )
 from trtllm_disagg.config.thresholds import check_thresholds
 from trtllm_disagg.errors import ConfigError, DisaggError, StageTimeoutError
 from trtllm_disagg.processes.machine import peer_process
-from trtllm_disagg.strategies import spec_of, switchable
-from trtllm_disagg.tools.up.plan import DISCOVERY_DIR, NO_WORKERS
+from trtllm_disagg.tools.up.keeper import Keeper, Say
+from trtllm_disagg.tools.up.plan import DISCOVERY_DIR
 from trtllm_disagg.tools.up.run_dir import is_alive, read_processes
-from trtllm_disagg.tools.up.scaler import Say, Scaler
 from trtllm_disagg.tools.up.supervisor import Supervisor
+from trtllm_disagg.tools.up.wishes import Wish
 from trtllm_disagg.wire.kv_handle import UNREADABLE
 
 log = logging.getLogger(__name__)
@@ -59,15 +62,17 @@ class DeploymentDescription(TypedDict):
     discovery: str
     #: Of its workers, the current one first.
     revisions: list[str]
+    #: The processes of the workers of the current one.
+    workers: list[str]
 
 
 _ANSWERS: Mapping[type, Any] = {
     Describe: DeploymentDescription,
-    Switch: str,
+    Switch: dict[str, Any],
     Set: str,
-    Flip: str,
+    Flip: dict[str, Any],
     Scale: dict[str, int],
-    Rollout: str,
+    Rollout: dict[str, Any],
 }
 
 
@@ -76,11 +81,11 @@ class NoUpError(ConfigError):
 
 
 class CommandServer:
-    """Executes commands of this user's processes (and root's); scales one at a time."""
+    """Executes commands of this user's processes (and root's), side by side: each changes the wish, and waits."""
 
-    def __init__(self, supervisor: Supervisor) -> None:
+    def __init__(self, supervisor: Supervisor, keeper: Keeper) -> None:
         self._supervisor = supervisor
-        self._one_at_a_time = asyncio.Lock()
+        self._keeper = keeper
         self._running: set[asyncio.Task[None]] = set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -107,7 +112,12 @@ class CommandServer:
                     line = await self._line(reader)
                     self._require_admitted(writer)
                     command = decode_up_command(line)
-                    tell("done", await self._execute(command, lambda text: tell("said", text)))
+                    wish = Wish(self._keeper, self._supervisor, lambda text: tell("said", text))
+                    undoing = asyncio.create_task(self._undo(reader, wish))
+                    try:
+                        tell("done", await self._execute(command, wish))
+                    finally:
+                        undoing.cancel()
                 except ConfigError as error:
                     tell("refused", str(error))
                 except DisaggError as error:
@@ -136,52 +146,41 @@ class CommandServer:
         except ValueError:
             raise ConfigError(f"command: expected one line of at most {_MAX_LINE} bytes") from None
 
-    async def _execute(self, command: UpCommand, say: Say) -> Any:
-        if isinstance(command, Describe):
-            config = self._supervisor.config
-            return DeploymentDescription(
-                strategy=config.strategy,
-                namespace=config.namespace,
-                model=config.served_model_name,
-                url=config.base_url,
-                discovery=str(config.run_dir / DISCOVERY_DIR),
-                revisions=[config.revision, *Scaler(self._supervisor).other_revisions()],
-            )
-        if isinstance(command, Switch):
-            return self._switch(command.to)
-        if isinstance(command, Set):
-            return self._set(command.values)
-        if isinstance(command, Flip):
-            return self._flip(command)
-        async with self._one_at_a_time:
+    async def _undo(self, reader: asyncio.StreamReader, wish: Wish) -> None:
+        """Nothing else comes on the connection of a command. One that ends leaves the wish as it is."""
+        with suppress(ConfigError, OSError, ValueError):
+            if (line := await reader.readline()) and isinstance(decode_up_command(line), Undo):
+                wish.undo()
 
-            def note(text: str) -> None:
-                self._supervisor.note(text)
-                say(text)
+    async def _execute(self, command: UpCommand, wish: Wish) -> Any:
+        match command:
+            case Describe():
+                return self._describe()
+            case Set(values):
+                return self._set(values)
+            case Switch():
+                return await wish.switch(command)
+            case Flip():
+                return await wish.flip(command)
+            case Scale():
+                return await wish.scale(command)
+            case Rollout():
+                return await wish.roll_out(command)
+            case Undo():
+                raise ConfigError("command: undo; expected it after another command, on the same connection")
 
-            scaler = Scaler(self._supervisor)
-            if isinstance(command, Rollout):
-                return await scaler.roll_out(command, note)
-            return await scaler.scale(command.workers, note)
-
-    def _switch(self, to: str) -> str:
-        """Start further workers with `to`; the running workers have been switched already."""
-        config = self._supervisor.config
-        if to not in switchable() or spec_of(to).roles != spec_of(config.strategy).roles:
-            raise ConfigError.bad_value("strategy", to, "one that these workers can run")
-        self._supervisor.config = replace(config, strategy=to)
-        self._supervisor.note(f"strategy={to} from now on")
-        return to
-
-    def _flip(self, command: Flip) -> str:
-        """The process runs in its new role already."""
-        workers = {each.name: each for each in self._supervisor.processes if each.role not in NO_WORKERS}
-        if (process := workers.get(command.process)) is None:
-            raise ConfigError.bad_value("process", command.process, f"one of {', '.join(workers)}")
-        process.spec = replace(process.spec, role=command.to)
-        self._supervisor.changed(process)
-        self._supervisor.note(f"{process.name} is a {command.to} worker from now on")
-        return process.name
+    def _describe(self) -> DeploymentDescription:
+        config, keeper = self._supervisor.config, self._keeper
+        others = {each.revision for each in keeper.seen} - {config.revision}
+        return DeploymentDescription(
+            strategy=keeper.wanted.strategy,
+            namespace=config.namespace,
+            model=config.served_model_name,
+            url=config.base_url,
+            discovery=str(config.run_dir / DISCOVERY_DIR),
+            revisions=[config.revision, *sorted(others)],
+            workers=[each.name for each in keeper.of()],
+        )
 
     def _set(self, values: Mapping[str, Any]) -> str:
         """Start further workers with these thresholds; the running workers have them already."""
@@ -194,25 +193,39 @@ class CommandServer:
 
 
 @asynccontextmanager
-async def serving_commands(supervisor: Supervisor) -> AsyncIterator[None]:
-    """Inside the block `send_to_up` reaches the deployment."""
+async def serving_commands(supervisor: Supervisor) -> AsyncIterator[Keeper]:
+    """Inside the block the workers are kept as they are wanted, and `send_to_up` reaches the deployment."""
     path = supervisor.config.run_dir / COMMAND_SOCKET
-    commands = CommandServer(supervisor)
+    keeper = Keeper(supervisor)
+    await keeper.look()
+    keeping = asyncio.create_task(keeper.keep(), name="keeper")
+    keeping.add_done_callback(supervisor.ends_with)
+    commands = CommandServer(supervisor, keeper)
     server = await asyncio.start_unix_server(commands.serve, sock=listen_at(path), limit=_MAX_LINE)
     try:
-        yield
+        yield keeper
     finally:
         server.close()
         path.unlink(missing_ok=True)
         await commands.cancel()
+        keeping.cancel()
+        await asyncio.wait((keeping,))
 
 
 def send_to_up(
-    run_dir: Path, command: UpCommand, say: Say = lambda text: None, *, seconds: float | None = None
+    run_dir: Path,
+    command: UpCommand,
+    say: Say = lambda text: None,
+    *,
+    seconds: float | None = None,
+    deadline: float | None = None,
+    undo: bool = False,
 ) -> Any:
     """Send a command to the `up` of `run_dir`, wait until it is done, and return its answer. Raises ConfigError when it
     is refused, NoUpError without an `up`, DisaggError when it fails or answers what no `up` of this version does, and
-    StageTimeoutError when `up` sends nothing for `seconds`.
+    StageTimeoutError when `up` sends nothing for `seconds`, or is not done after `deadline` seconds.
+
+    After that time, and on Ctrl-C, `up` goes on with what the command wants; with `undo` it takes that back.
     """
     try:
         connection = connect_to(run_dir / COMMAND_SOCKET, seconds)
@@ -224,35 +237,66 @@ def send_to_up(
         raise (NoUpError if is_absent else ConfigError).bad_value(
             "--run-dir", str(run_dir), f"the run directory of a running `up` ({error.strerror or error})"
         ) from None
+    over = None if deadline is None else time.monotonic() + deadline
     with connection, connection.makefile("rwb") as stream:
         stream.write(msgspec.json.encode(command) + b"\n")
         stream.flush()
-        while line := _line_of(stream, run_dir, seconds):
-            try:
-                ((kind, raw),) = msgspec.json.decode(line, type=dict[str, Any]).items()
-                what: Any = msgspec.convert(raw, _ANSWERS[type(command)] if kind == "done" else str)
-            except UNREADABLE as error:
-                raise DisaggError(
-                    f"the `up` of {run_dir} does not answer as one of version {__version__}: {error}"
-                ) from None
-            if kind == "done":
-                return what
-            if kind == "refused":
-                raise ConfigError(what)
-            if kind == "failed":
-                raise DisaggError(what)
-            say(what)
+        try:
+            return _answer_of(run_dir, command, _lines(connection, stream, run_dir, seconds, over), say)
+        except (KeyboardInterrupt, _DeadlineError) as error:
+            if undo:
+                stream.write(msgspec.json.encode(Undo()) + b"\n")
+                stream.flush()
+            say("`up` takes it back" if undo else "`up` goes on with it (--undo takes it back)")
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            raise StageTimeoutError(f"not done after {deadline:g} s") from None
+
+
+class _DeadlineError(Exception):
+    pass
+
+
+def _answer_of(run_dir: Path, command: UpCommand, lines: Iterator[bytes], say: Say) -> Any:
+    for line in lines:
+        try:
+            ((kind, raw),) = msgspec.json.decode(line, type=dict[str, Any]).items()
+            what: Any = msgspec.convert(raw, _ANSWERS[type(command)] if kind == "done" else str)
+        except UNREADABLE as error:
+            raise DisaggError(
+                f"the `up` of {run_dir} does not answer as one of version {__version__}: {error}"
+            ) from None
+        if kind == "done":
+            return what
+        if kind == "refused":
+            raise ConfigError(what)
+        if kind == "failed":
+            raise DisaggError(what)
+        say(what)
     raise DisaggError(f"`up` in {run_dir} ended before it had done this")
 
 
-def _line_of(stream: Iterator[bytes], run_dir: Path, seconds: float | None) -> bytes:
-    """Empty at the end. A line without its end is the last one of an `up` that has ended."""
-    try:
-        line = next(stream, b"")
-    except TimeoutError:
-        why = f"the `up` of {run_dir} has not answered for {seconds:g} s; it may be stopped (Ctrl-Z)"
-        raise StageTimeoutError(why) from None
-    return line if line.endswith(b"\n") else b""
+def _lines(
+    connection: socket.socket,
+    stream: BufferedIOBase,
+    run_dir: Path,
+    seconds: float | None,
+    over: float | None,
+) -> Iterator[bytes]:
+    """A line without its end is the last one of an `up` that has ended."""
+    while True:
+        if over is not None:
+            connection.settimeout(max(over - time.monotonic(), 0.001))
+        try:
+            line = next(stream, b"")
+        except TimeoutError:
+            if over is not None:
+                raise _DeadlineError from None
+            why = f"the `up` of {run_dir} has not answered for {seconds:g} s; it may be stopped (Ctrl-Z)"
+            raise StageTimeoutError(why) from None
+        if not line.endswith(b"\n"):
+            return
+        yield line
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
@@ -20,7 +20,6 @@ from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes import machine
 from trtllm_disagg.processes.exits import EXIT_CODES, ONE_INTERRUPT_SECONDS, ExitCode, is_wanted
 from trtllm_disagg.processes.interpreter import python
-from trtllm_disagg.strategies import spec_of
 from trtllm_disagg.tools.up.command_socket import serving_commands
 from trtllm_disagg.tools.up.managed_process import ManagedProcess
 from trtllm_disagg.tools.up.plan import (
@@ -29,40 +28,32 @@ from trtllm_disagg.tools.up.plan import (
     ProcessRole,
     num_system_ports,
     plan,
-    worker_total,
 )
 from trtllm_disagg.tools.up.ports import free_http_port, free_system_ports
 from trtllm_disagg.tools.up.run_dir import RunDir
-from trtllm_disagg.tools.up.scaler import with_workers
 from trtllm_disagg.tools.up.status import Status
 from trtllm_disagg.tools.up.supervisor import Supervisor, first_completed
+from trtllm_disagg.tools.up.workers import needs_of, with_workers
 
 _AGAIN_SECONDS = 30.0
 
 
-def prepare(config: DeploymentConfig, status: Status) -> Supervisor:
+def prepare(config: DeploymentConfig, status: Status, environ: Mapping[str, str] | None = None) -> Supervisor:
     """Check for Dynamo and the engine, the machine's limits and the port, plan the processes, and claim the run
     directory. Starts no process.
     """
     if find_spec("dynamo") is None:
         raise ConfigError(f"frontend and workers need Dynamo, which is not installed here: {INSTALL_DYNAMO}")
+    environ = dict(os.environ if environ is None else environ)
     for shortage in check_deployment_limits([config]):
         status.note(f"warning: {shortage}")
     http_port = free_http_port(config.http_host, config.http_port)
     config = replace(config, http_port=http_port, run_dir=config.run_dir.absolute())
-    config = with_workers(config)
-    specs = plan(config, system_ports=free_system_ports(num_system_ports(config)), environ=os.environ)
+    config = with_workers(config, environ)
+    specs = plan(config, system_ports=free_system_ports(num_system_ports(config)), environ=environ)
     # Last, because it removes the traces of the deployment before.
     run_dir = RunDir.claim(config.run_dir, status.note)
-    return Supervisor(config, specs, run_dir, status)
-
-
-def needs_of(config: DeploymentConfig) -> machine.Needs:
-    spec = spec_of(config.strategy)
-    workers = worker_total(config) if spec.is_disaggregated else 0
-    routers = sum(config.workers[role] for role in spec.kv_routed_roles) if config.next_router == "kv" else 0
-    inotify = machine.INOTIFY_PER_WORKER * workers + machine.INOTIFY_PER_KV_ROUTER * routers
-    return machine.Needs(machine.INOTIFY_PER_FRONTEND + inotify, moves_kv=spec.is_disaggregated)
+    return Supervisor(config, specs, run_dir, status, environ)
 
 
 def check_deployment_limits(configs: Iterable[DeploymentConfig]) -> list[str]:
@@ -70,11 +61,13 @@ def check_deployment_limits(configs: Iterable[DeploymentConfig]) -> list[str]:
     return machine.check_limits(sum(map(needs_of, configs), machine.Needs()))
 
 
-async def serve(config: DeploymentConfig, status: Status) -> ExitCode:
+async def serve(
+    config: DeploymentConfig, status: Status, environ: Mapping[str, str] | None = None
+) -> ExitCode:
     """Run `up` to its end. Returns 0 after a clean stop, 1 when the deployment failed or a process had to be killed,
     and 128 + signal number (130 for SIGINT) when it was stopped before it was ready.
     """
-    supervisor = prepare(config, status)
+    supervisor = prepare(config, status, environ)
     status.note(f"run directory: {supervisor.config.run_dir}")
     async with status.showing(supervisor.processes):
         return await _serve(supervisor, status)
@@ -123,7 +116,7 @@ async def _autoscale(supervisor: Supervisor) -> None:
     while True:
         with (run_dir / "autoscale.log").open("ab") as log:
             child = await asyncio.create_subprocess_exec(
-                *argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                *argv, env=supervisor.environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
         try:
             code = await child.wait()
@@ -205,14 +198,15 @@ class Deployment:
 
 @asynccontextmanager
 async def running_deployment(
-    config: DeploymentConfig, status: Status | None = None
+    config: DeploymentConfig, status: Status | None = None, environ: Mapping[str, str] | None = None
 ) -> AsyncIterator[Deployment]:
-    """A deployment that is ready when the block begins, and drained or killed when it ends.
+    """A deployment that is ready when the block begins, and drained or killed when it ends. `environ`: where another
+    thread may change that of this process.
 
     Raises DeploymentFailedError with a readable report when the deployment does not become ready.
     """
     status = status or Status()
-    supervisor = prepare(config, status)
+    supervisor = prepare(config, status, environ)
     try:
         async with status.showing(supervisor.processes):
             try:
@@ -235,7 +229,7 @@ def deployment_in_background(config: DeploymentConfig, status: Status | None = N
     """`running_deployment` in a thread, for callers without an event loop, such as a session fixture of pytest."""
     ready: Future[Deployment] = Future()
     loop = asyncio.new_event_loop()
-    keeping = loop.create_task(_keep(running_deployment(config, status), ready))
+    keeping = loop.create_task(_keep(running_deployment(config, status, dict(os.environ)), ready))
     thread = threading.Thread(target=_run, args=(loop, keeping), name="deployment")
     thread.start()
     try:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from trtllm_disagg.processes.machine import birth
-from trtllm_disagg.processes.reports import ACTIVITY_VARIABLE, DRAINING, Activity, read_activity
+from trtllm_disagg.processes.reports import ACTIVITY_VARIABLE, Activity, read_activity
 from trtllm_disagg.tools.up.orphan_reaper import kill_marked
 from trtllm_disagg.tools.up.plan import Backoff, ProcessRole, ProcessSpec
 from trtllm_disagg.tools.up.run_dir import (
@@ -33,6 +33,38 @@ _SWEEP_SECONDS = 0.1
 ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
+class Deaths:
+    """Counts the deaths of one process, from which follow the delay of its next start, and when it is given up."""
+
+    def __init__(self, backoff: Backoff) -> None:
+        self._backoff = backoff
+        self._in_a_row = 0
+        self.failed_starts = 0
+        #: The report of the last one.
+        self.last = ""
+
+    def count(self, ready_seconds: float | None, report: str) -> None:
+        """Count one more death. `ready_seconds`: how long the process had been ready; None when it never was."""
+        self.last = report
+        if ready_seconds is None:
+            self.failed_starts += 1
+        else:
+            self.failed_starts = 0
+            if ready_seconds >= self._backoff.steady:
+                self._in_a_row = 0
+        self._in_a_row += 1
+
+    @property
+    def is_hopeless(self) -> bool:
+        return self.failed_starts >= self._backoff.attempts
+
+    @property
+    def delay(self) -> float:
+        """Seconds before the next start."""
+        doublings = min(self._in_a_row - 1, 30)
+        return min(self._backoff.first * 2.0**doublings, self._backoff.most)
+
+
 class ManagedProcess:
     """A process in its own session, so that a Ctrl-C in the terminal reaches only `up`."""
 
@@ -42,6 +74,7 @@ class ManagedProcess:
         log: Path,
         most_log_bytes: int = MOST_LOG_BYTES,
         look_seconds: float = LOOK_SECONDS,
+        backoff: Backoff | None = None,
     ) -> None:
         self.spec = spec
         self.log = log
@@ -51,6 +84,15 @@ class ManagedProcess:
         self.returncode: int | None = None
         self.started_at = self.changed_at = time.monotonic()
         self.restarts = 0
+        #: Its runs end for good: `up` has told it to stop. Else it starts again when it dies.
+        self.told_to_stop = asyncio.Event()
+        self.deaths = Deaths(backoff or Backoff())
+        #: Set since it was ready for the first time.
+        self.was_ready = asyncio.Event()
+        #: It died too often to be started again.
+        self.is_given_up = False
+        #: Something else than `up` told it to stop.
+        self.has_left = False
         #: What an ended process has left behind is gone, too, or given up.
         self.is_swept = True
         #: When a process in state `restarting` starts.
@@ -76,13 +118,6 @@ class ManagedProcess:
     @property
     def is_running(self) -> bool:
         return self._process is not None and self.returncode is None
-
-    @property
-    def stays(self) -> bool:
-        """The process serves or will serve: it is neither stopping nor given up."""
-        if self.state == "restarting":
-            return True
-        return self.is_running and self.state != "stopping" and self.activity.doing != DRAINING
 
     @property
     def holds_gpus(self) -> bool:
@@ -175,6 +210,7 @@ class ManagedProcess:
                 self._log_start = 0
 
     def became_ready(self) -> None:
+        self.was_ready.set()
         self._ready_at = time.monotonic()
         self._become("ready")
 
@@ -183,9 +219,15 @@ class ManagedProcess:
         self.restart_at = time.monotonic() + seconds
         self._become("restarting")
 
-    def terminate(self) -> None:
-        if self.is_running and self._process is not None:
+    def leaves(self) -> None:
+        """It ends when its requests have ended: it was told so."""
+        self.told_to_stop.set()
+        if self.is_running:
             self._become("stopping")
+
+    def terminate(self) -> None:
+        self.leaves()
+        if self.is_running and self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
 
@@ -241,32 +283,3 @@ async def kill_all_marked(variable: str, mark: str, seconds: float) -> list[int]
     while (left := await asyncio.to_thread(kill_marked, mark, variable)) and time.monotonic() < deadline:  # noqa: ASYNC110
         await asyncio.sleep(_SWEEP_SECONDS)
     return left
-
-
-class Deaths:
-    """Counts the deaths of one process, from which follow the delay of its next start, and when it is given up."""
-
-    def __init__(self, backoff: Backoff) -> None:
-        self._backoff = backoff
-        self._in_a_row = 0
-        self.failed_starts = 0
-
-    def count(self, ready_seconds: float | None) -> None:
-        """Count one more death. `ready_seconds`: how long the process had been ready; None when it never was."""
-        if ready_seconds is None:
-            self.failed_starts += 1
-        else:
-            self.failed_starts = 0
-            if ready_seconds >= self._backoff.steady:
-                self._in_a_row = 0
-        self._in_a_row += 1
-
-    @property
-    def is_hopeless(self) -> bool:
-        return self.failed_starts >= self._backoff.attempts
-
-    @property
-    def delay(self) -> float:
-        """Seconds before the next start."""
-        doublings = min(self._in_a_row - 1, 30)
-        return min(self._backoff.first * 2.0**doublings, self._backoff.most)

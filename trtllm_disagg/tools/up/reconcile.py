@@ -12,12 +12,15 @@ On the way to what is wanted
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from trtllm_disagg.admin.commands import Description
 from trtllm_disagg.config.worker_config import Role
-from trtllm_disagg.strategies import spec_of, switchable
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.strategies import require_switchable, spec_of, switchable
 
 
 class Phase(StrEnum):
@@ -166,6 +169,40 @@ def reconcile(wanted: Wanted, seen: Sequence[Seen]) -> list[Step]:
     moved = [step.name for step in steps if isinstance(step, Stop | Flip | Switch)]
     assert len(moved) == len({*moved}), "one step a worker"
     return steps
+
+
+def check_switch(to: str, now: str, workers: Sequence[Description]) -> None:
+    """Raises ConfigError, which names what is allowed, when workers of the strategy `now` cannot run `to`."""
+    require_switchable(to)
+    roles = Counter(each.role for each in workers)
+    there = ", ".join(f"{count} {role}" for role, count in sorted(roles.items())) or "none"
+    if now not in switchable() or roles[Role.AGG]:
+        raise ConfigError.bad_value(
+            "--to",
+            to,
+            f"no switch of a deployment of {there} under {now}: its frontend treats them otherwise; start another "
+            "deployment",
+        )
+    if missing := [role for role in (Role.PREFILL, Role.DECODE) if not roles[role] and workers]:
+        raise ConfigError(
+            f"there is no {' and no '.join(missing)} worker, and --to {to} needs both roles (there are: {there}); "
+            "switch when one is ready at the usual endpoint of the namespace, not at one of its own by --endpoint or "
+            "--next-endpoint"
+        )
+    for each in workers:
+        if each.fixed_by:
+            name = each.process or each.role
+            raise ConfigError.bad_value(
+                "--to",
+                to,
+                f"no switch: {name} was started with {' and '.join(each.fixed_by)}; only workers at the usual "
+                "endpoints can be switched",
+            )
+    models = sorted({each.model for each in workers})
+    if len(models) > 1:
+        raise ConfigError.bad_value(
+            "--namespace", ", ".join(models), "the namespace of one model; there are several in this one"
+        )
 
 
 class _View:

@@ -9,7 +9,9 @@ import os
 import subprocess
 import time
 import uuid
-from collections.abc import Coroutine, Iterable, Sequence
+from asyncio import FIRST_COMPLETED
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -17,7 +19,8 @@ from trtllm_disagg.errors import ERROR_PREFIX
 from trtllm_disagg.strategies import spec_of
 from trtllm_disagg.tools.up.brokers import EventBroker
 from trtllm_disagg.tools.up.http import answers, is_ready, lacks_model
-from trtllm_disagg.tools.up.managed_process import Deaths, ManagedProcess, kill_all_marked
+from trtllm_disagg.tools.up.look import described
+from trtllm_disagg.tools.up.managed_process import ManagedProcess, kill_all_marked
 from trtllm_disagg.tools.up.orphan_reaper import (
     MARK_VARIABLE,
     PROCESS_VARIABLE,
@@ -53,88 +56,11 @@ Second = TypeVar("Second")
 PROBE_SECONDS, ABANDON_SECONDS, FAIR_SECONDS = 0.1, 5.0, 3.0
 
 
-class Restarts:
-    """Starts dead processes again, each in its own task, so that they do not wait for each other."""
-
-    def __init__(self, owner: Supervisor) -> None:
-        self._owner = owner
-        self._deaths: dict[ManagedProcess, Deaths] = {}
-        self._tasks: dict[ManagedProcess, asyncio.Task[None]] = {}
-
-    async def after(self, deaths: asyncio.Queue[ManagedProcess]) -> None:
-        """Start again each process in the queue, until cancelled. Never returns. Raises DeploymentFailedError when a
-        frontend stays dead.
-        """
-        try:
-            async with asyncio.TaskGroup() as restarts:
-                while True:
-                    process = await deaths.get()
-                    if self._owner.is_outdated(process):
-                        await self._owner.remove(process)
-                        self._owner.note(f"{process.name} has left, with its revision")
-                    elif self._owner.keeps(process):
-                        self._tasks[process] = restarts.create_task(self._after(process))
-        except ExceptionGroup as group:
-            raise group.exceptions[0] from None
-
-    async def forget(self, process: ManagedProcess) -> None:
-        """Never start this process again."""
-        self._deaths.pop(process, None)
-        # Waiting for a task that is done would let `after` make another one meanwhile.
-        if (task := self._tasks.pop(process, None)) and not task.done():
-            task.cancel()
-            await asyncio.wait((task,))
-
-    async def _after(self, process: ManagedProcess) -> None:
-        report = death_report(process, "while serving")
-        if process.ended_well and process.role != "frontend":
-            alike = (each for each in self._owner.processes if each.role == process.role)
-            is_last = all(each.state == "exited" for each in alike)
-            self._owner.note(left_report(process, is_last=is_last))
-        elif self._owner.config.restart:
-            await self._until_ready(process, report)
-        else:
-            self._give_up(process, report)
-
-    async def _until_ready(self, process: ManagedProcess, report: str) -> None:
-        died_at = time.monotonic()
-        deaths = self._deaths.setdefault(process, Deaths(self._owner.config.backoff))
-        deaths.count(process.ready_seconds)
-        # A process that all others need at their start is never given up.
-        while (process.role in STARTED_FIRST or not deaths.is_hopeless) and not process.is_running:
-            self._owner.report_error(continued(report, f"it starts again in {deaths.delay:g} s"))
-            process.waits(deaths.delay)
-            self._owner.changed(process)
-            await asyncio.sleep(deaths.delay)
-            await self._owner.swept(process)
-            process.spec = self._spec_of_now(process)
-            try:
-                await self._owner.bring_up(process)
-            except DeploymentFailedError as error:
-                report = str(error)
-                deaths.count(None)
-            else:
-                away = time.monotonic() - died_at
-                self._owner.note(f"{process.name} is back (pid {process.pid}), {away:.1f} s after it died")
-                return
-        self._give_up(process, given_up_report(process, report, deaths.failed_starts))
-
-    def _give_up(self, process: ManagedProcess, report: str) -> None:
-        if process.role == "frontend":
-            raise DeploymentFailedError(report)
-        self._owner.report_error(f"{report}\nthe other processes serve on")
-
-    def _spec_of_now(self, process: ManagedProcess) -> ProcessSpec:
-        """The process with the current strategy and thresholds, on its old port unless another program uses that."""
-        spec, config = process.spec, self._owner.config
-        if spec.role not in NO_WORKERS and not all(is_free(LOOPBACK, port) for port in spec.ports.values()):
-            (port,) = free_system_ports(1)
-            spec = replace(spec, system_port=port)
-        return same_again(spec, config, os.environ, (known.spec for known in self._owner.processes))
-
-
 class Supervisor:
-    """Owns the processes from `load` to `kill`. The caller of `load` must call `kill` in every case."""
+    """Owns the processes from `load` to `kill`. The caller of `load` must call `kill` in every case.
+
+    Each process has one task, `_live`: no other code starts it, or waits for its end.
+    """
 
     def __init__(
         self,
@@ -142,23 +68,31 @@ class Supervisor:
         specs: Sequence[ProcessSpec],
         run_dir: RunDir,
         status: Status,
+        environ: Mapping[str, str] | None = None,
         kill_seconds: float = 5.0,
     ) -> None:
-        """`kill_seconds`: for SIGKILL to end a process. The kernel may keep one for ever that waits for a device."""
+        """`environ`: of all processes; None: that of now. `kill_seconds`: for SIGKILL to end a process. The kernel may
+        keep one for ever that waits for a device.
+        """
+        #: Of the current revision.
         self.config = config
+        self.environ = dict(os.environ if environ is None else environ)
         self._kill_seconds = kill_seconds
-        self.processes = [ManagedProcess(spec, run_dir.log(spec.name)) for spec in specs]
-        self._run_dir = run_dir
+        self.run_dir = run_dir
         self._until_discovery_is_lost = run_dir.discovery_in_sight()
         self._events = EventBroker(run_dir.path)
         self._status = status
         self._mark = uuid.uuid4().hex
         self._reaper: subprocess.Popen[bytes] | None = None
-        self._watchers: dict[ManagedProcess, asyncio.Task[None]] = {}
-        self._deaths: asyncio.Queue[ManagedProcess] = asyncio.Queue()
-        #: The task that starts or stops these processes reports their end.
-        self._starting_or_stopping: set[ManagedProcess] = set()
-        self._restarts = Restarts(self)
+        self.processes = [self._process_of(spec) for spec in specs]
+        self._lives: dict[ManagedProcess, asyncio.Task[None]] = {}
+        #: Why the deployment cannot go on.
+        self._failure = asyncio.get_running_loop().create_future()
+        #: Revision -> how its workers are started, beside the current one.
+        self.other_configs: dict[str, DeploymentConfig] = {}
+        #: Set when a process has changed its state.
+        self.has_changed = asyncio.Event()
+        self._is_loading = self._is_watched = False
         #: `processes.json` is out of date because it could not be written.
         self._is_outdated = False
         self._stopping = False
@@ -166,35 +100,42 @@ class Supervisor:
         #: Pids that SIGKILL has not ended.
         self._survivors: list[int] = []
 
+    def _process_of(self, spec: ProcessSpec) -> ManagedProcess:
+        return ManagedProcess(spec, self.run_dir.log(spec.name), backoff=self.config.backoff)
+
     async def load(self) -> None:
         """Start all processes and wait until they can serve a request.
 
         Raises DeploymentFailedError when one dies, or the startup timeout passes.
         """
-        self._reaper = start_reaper(self._mark)
+        self._reaper = start_reaper(self._mark, self.environ)
         self._events.start()
         deadline = time.monotonic() + self.config.startup_seconds
+        self._is_loading = True
         for is_first in (True, False):
             wave = [each for each in self.processes if (each.role in STARTED_FIRST) == is_first]
-            await self._load_wave(wave, deadline)
+            for process in wave:
+                self._begin(process)
+            if not await first_completed(self._are_ready(wave), self._fails(), deadline - time.monotonic()):
+                raise DeploymentFailedError(late_report(self.processes, self.config.startup_seconds))
+        self._is_loading = False
 
-    async def _load_wave(self, wave: Sequence[ManagedProcess], deadline: float) -> None:
-        for process in wave:
-            await self._start(process)
-        timeout = deadline - time.monotonic()
-        outcome = await first_completed(self._all_ready(wave), self._deaths.get(), timeout)
-        if isinstance(outcome, ManagedProcess):
-            raise DeploymentFailedError(death_report(outcome, "before the deployment was ready"))
-        if outcome is None:
-            raise DeploymentFailedError(late_report(self.processes, self.config.startup_seconds))
+    async def _are_ready(self, wave: Sequence[ManagedProcess]) -> bool:
+        await asyncio.gather(*(process.was_ready.wait() for process in wave))
+        return True
+
+    async def _fails(self) -> None:
+        """Never returns. Raises DeploymentFailedError."""
+        await asyncio.shield(self._failure)
 
     async def watch(self) -> None:
         """Report processes that die, and start them again while the others serve on. Never returns. Raises
         DeploymentFailedError when a frontend stays dead.
         """
+        self._is_watched = True
         looking = asyncio.create_task(self._report_lost_discovery())
         try:
-            await self._restarts.after(self._deaths)
+            await self._fails()
         finally:
             looking.cancel()
 
@@ -202,67 +143,172 @@ class Supervisor:
         """Each process watches the discovery store that was there when it started, and hears of no other one."""
         await self._until_discovery_is_lost()
         self.report_error(
-            f"{self._run_dir.discovery} was removed or moved: frontend and workers lose each other, and requests fail; "
+            f"{self.run_dir.discovery} was removed or moved: frontend and workers lose each other, and requests fail; "
             "stop this `up`, and start it again"
         )
 
-    async def add(self, spec: ProcessSpec) -> ManagedProcess:
-        """Start one more worker, and wait until it is ready. Raises DeploymentFailedError when it dies or is late; then
-        it is removed, and the others serve on.
-        """
-        process = ManagedProcess(spec, self._run_dir.log(spec.name))
+    # -- one process
+
+    def add(self, spec: ProcessSpec) -> ManagedProcess:
+        """Begin the life of one more process."""
+        process = self._process_of(spec)
         self.processes.append(process)
-        try:
-            await self.bring_up(process)
-        except BaseException:
-            await self._forget(process)
-            raise
+        self._begin(process)
         return process
 
-    async def bring_up(self, process: ManagedProcess) -> None:
-        """Start a process and wait until it is ready. Raises DeploymentFailedError, after ending it, if it is not."""
-        self._starting_or_stopping.add(process)
+    def _begin(self, process: ManagedProcess) -> None:
+        life = self._lives[process] = asyncio.create_task(self._live(process), name=process.name)
+        life.add_done_callback(self.ends_with)
+
+    def ends_with(self, task: asyncio.Task[None]) -> None:
+        """An error of this task, also one that no code expects, ends the deployment."""
+        if not task.cancelled() and (error := task.exception()) and not self._failure.done():
+            self._failure.set_exception(error)
+            self._failure.exception()  # nothing may wait for it any more
+
+    async def _live(self, process: ManagedProcess) -> None:
+        """All starts of a process, one after the other, until it is told to stop, leaves by itself, or is given up."""
+        deaths = process.deaths
+        report = await self._run(process)
+        while not (process.told_to_stop.is_set() or self._stopping):
+            if self._is_loading:
+                raise DeploymentFailedError(report)
+            if process.ended_well and process.ready_seconds is not None and process.role != "frontend":
+                process.has_left = True
+                alike = (each for each in self.processes if each.role == process.role)
+                self.note(left_report(process, is_last=all(each.state == "exited" for each in alike)))
+                break
+            died_at = time.monotonic()
+            deaths.count(process.ready_seconds, report)
+            is_hopeless = deaths.is_hopeless and process.role not in STARTED_FIRST
+            if is_hopeless or not (self.config.restart and self._is_watched):
+                self._give_up(process, report, is_hopeless)
+                break
+            self.report_error(continued(report, f"it starts again in {deaths.delay:g} s"))
+            process.waits(deaths.delay)
+            self.changed(process)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(process.told_to_stop.wait(), deaths.delay)
+                break
+            process.spec = self._spec_of_now(process)
+            report = await self._run(process, died_at)
+        self.changed(process)
+
+    def config_of(self, revision: str | None) -> DeploymentConfig:
+        """How the workers of a revision are started; None: what is no worker."""
+        return self.other_configs.get(revision, self.config) if revision is not None else self.config
+
+    def _spec_of_now(self, process: ManagedProcess) -> ProcessSpec:
+        """The process with the current settings of its revision, on its old port unless another program uses that."""
+        spec, config = process.spec, self.config_of(process.spec.revision)
+        if spec.role not in NO_WORKERS and not all(is_free(LOOPBACK, port) for port in spec.ports.values()):
+            (port,) = free_system_ports(1)
+            spec = replace(spec, system_port=port)
+        return same_again(spec, config, self.environ, (known.spec for known in self.processes))
+
+    def _give_up(self, process: ManagedProcess, report: str, is_hopeless: bool) -> None:
+        process.is_given_up = True
+        if is_hopeless:
+            report = given_up_report(process, report, process.deaths.failed_starts)
+        if process.role == "frontend":
+            raise DeploymentFailedError(report)
+        self.report_error(f"{report}\nthe other processes serve on")
+
+    async def _run(self, process: ManagedProcess, died_at: float | None = None) -> str:
+        """One run of a process, until what it leaves behind is gone, too. Returns the report of its end."""
         try:
-            await self._start(process)
-            seconds = self.config.startup_seconds
-            await first_completed(self._becomes_ready(process), self._gone([process]), seconds)
-            if process.is_running and process.state != "ready":
-                late = late_report([process], seconds)
-                await self._until_killed([process])
-                raise DeploymentFailedError(late)
-            if not process.is_running:
-                raise DeploymentFailedError(death_report(process, "before it was ready"))
+            mark = await self._start(process)
+        except OSError as error:
+            return f"{process.name} cannot be started: {error}"
+        ended = asyncio.create_task(process.wait())
+        becomes_ready = asyncio.create_task(self._becomes_ready(process, died_at))
+        late = ""
+        try:
+            seconds = None if self._is_loading else self.config.startup_seconds
+            await asyncio.wait((ended, becomes_ready), timeout=seconds, return_when=FIRST_COMPLETED)
+            if not (ended.done() or becomes_ready.done() or process.told_to_stop.is_set()):
+                late = late_report([process], self.config.startup_seconds)
+                process.kill()
+            if becomes_ready.done():
+                becomes_ready.result()
+            await ended
         finally:
-            self._starting_or_stopping.discard(process)
+            becomes_ready.cancel()
+            ended.cancel()
+        self.changed(process)
+        report = late or death_report(process, self._when(process))
+        # The ranks of mpiexec have sessions of their own, and would keep the GPUs from the next start.
+        await kill_all_marked(PROCESS_VARIABLE, mark, self._kill_seconds)
+        process.is_swept = True
+        return report
 
-    def is_outdated(self, process: ManagedProcess) -> bool:
-        """A worker of another revision than the current one."""
-        return process.spec.revision not in (None, self.config.revision)
+    def _when(self, process: ManagedProcess) -> str:
+        if process.ready_seconds is not None:
+            return "while serving"
+        return "before the deployment was ready" if self._is_loading else "before it was ready"
 
-    def keeps(self, process: ManagedProcess) -> bool:
-        """It is to run: it may have been removed between its death and this question."""
-        return process in self.processes and process not in self._starting_or_stopping
+    async def _start(self, process: ManagedProcess) -> str:
+        """Returns the mark of the process and of all that it starts."""
+        mark = uuid.uuid4().hex
+        inherited = {name: value for name, value in self.environ.items() if name not in PER_PROCESS_ENV}
+        marks = {MARK_VARIABLE: self._mark, PROCESS_VARIABLE: mark}
+        await process.start({**inherited, **process.spec.env, **marks})
+        self.changed(process)
+        return mark
 
-    async def swept(self, process: ManagedProcess) -> None:
-        """Wait until what a dead process has left behind is gone, or given up."""
-        await asyncio.wait((self._watchers[process],))
+    async def _becomes_ready(self, process: ManagedProcess, died_at: float | None) -> None:
+        while not (await self._is_ready(process) and process.is_running):  # noqa: ASYNC110
+            await asyncio.sleep(PROBE_SECONDS)
+        process.became_ready()
+        self.changed(process)
+        if died_at is not None:
+            away = time.monotonic() - died_at
+            self.note(f"{process.name} is back (pid {process.pid}), {away:.1f} s after it died")
 
-    async def remove(self, process: ManagedProcess) -> bool:
-        """Stop one worker when its requests have ended, and forget it. Returns whether it ended by itself."""
-        await self._restarts.forget(process)
-        self._starting_or_stopping.add(process)
-        await self._stop_wave([process], self.config.stop_seconds, asyncio.Event())
-        await self._forget(process)
-        return not process.is_running and process.ended_well
+    async def _is_ready(self, process: ManagedProcess) -> bool:
+        if await is_ready(process.spec, self.config):
+            return await self._has_entered(process) and not await self._is_unknown(process)
+        # A restarted frontend lists no model while no worker is there that registers one.
+        first_stage = spec_of(self.config.strategy).kv_routed_roles
+        is_served = any(each.role in first_stage and each.state == "ready" for each in self.processes)
+        return process.restarts > 0 and not is_served and await answers(process.spec, self.config)
 
-    async def _forget(self, process: ManagedProcess) -> None:
-        self._starting_or_stopping.add(process)
+    async def _has_entered(self, process: ManagedProcess) -> bool:
+        """A worker is healthy before it has registered, and before it has seen whether it may."""
+        if process.role in NO_WORKERS or process.spec.system_port is None:
+            return True
+        with suppress(OSError):
+            told = await described(process.spec.system_port)
+            return told is None or told.description.ready
+        return False
+
+    async def _is_unknown(self, process: ManagedProcess) -> bool:
+        """It is to be the only first stage, and a frontend that serves has not noticed it yet."""
+        if process.role != spec_of(self.config.strategy).entry_role:
+            return False
+        serving = [each for each in self.processes if each.role == "frontend" and each.state == "ready"]
+        return any([await lacks_model(each.spec, self.config) for each in serving])
+
+    async def remove(self, process: ManagedProcess, seconds: float | None = None) -> None:
+        """Wait until a worker that leaves (`process.leaves`), or is told to do so by SIGTERM now, has ended, for
+        `seconds` at most (None: as for a stop of all), and forget it.
+        """
+        if not process.told_to_stop.is_set():
+            process.terminate()
+        self.changed(process)
+        await self._stopped(
+            [process], self.config.stop_seconds if seconds is None else seconds, asyncio.Event()
+        )
+        await self.forget(process)
+
+    async def forget(self, process: ManagedProcess) -> None:
         await self._until_killed([process])
-        if not process.is_running:  # else it still has its ports and GPUs
-            self._watchers.pop(process, None)
+        if not process.is_running and process in self.processes:  # else it still has its ports and GPUs
+            self._lives.pop(process, None)
             self.processes.remove(process)
-            self._starting_or_stopping.discard(process)
         self._write()
+
+    # -- all of them
 
     async def drain(self, hurry: asyncio.Event | None = None) -> bool:
         """Stop in the order of the request path, so that running requests can end. Returns whether none was killed."""
@@ -298,67 +344,20 @@ class Supervisor:
                     stop_reaper(self._reaper)
             finally:
                 # Last: the sockets of the next deployment have the same names.
-                self._run_dir.release()
+                self.run_dir.release()
 
     async def _until_killed(self, processes: Sequence[ManagedProcess]) -> None:
         for process in processes:
+            process.told_to_stop.set()
             process.kill()
-        if watchers := [self._watchers[process] for process in processes if process in self._watchers]:
-            await asyncio.wait(watchers, timeout=self._kill_seconds)
-
-    async def _start(self, process: ManagedProcess) -> None:
-        mark = uuid.uuid4().hex
-        try:
-            inherited = {name: value for name, value in os.environ.items() if name not in PER_PROCESS_ENV}
-            marks = {MARK_VARIABLE: self._mark, PROCESS_VARIABLE: mark}
-            await process.start({**inherited, **process.spec.env, **marks})
-        except OSError as error:
-            raise DeploymentFailedError(f"{process.name} cannot be started: {error}") from error
-        self._watchers[process] = asyncio.create_task(self._reap(process, mark))
-        self.changed(process)
+        if lives := [self._lives[process] for process in processes if process in self._lives]:
+            await asyncio.wait(lives, timeout=self._kill_seconds)
 
     def note(self, text: str) -> None:
         self._status.note(text)
 
     def report_error(self, report: str) -> None:
         self._status.note(f"\n{ERROR_PREFIX}{report}\n")
-
-    async def _reap(self, process: ManagedProcess, mark: str) -> None:
-        await process.wait()
-        try:
-            if not self._stopping and process not in self._starting_or_stopping:
-                self._deaths.put_nowait(process)
-            self.changed(process)
-        finally:
-            # The ranks of mpiexec have sessions of their own, and would keep the GPUs from the next start.
-            await kill_all_marked(PROCESS_VARIABLE, mark, self._kill_seconds)
-            process.is_swept = True
-
-    async def _all_ready(self, wave: Sequence[ManagedProcess]) -> bool:
-        await asyncio.gather(*(self._becomes_ready(process) for process in wave))
-        return True
-
-    async def _becomes_ready(self, process: ManagedProcess) -> None:
-        while True:
-            if await self._is_ready(process) and process.is_running:
-                process.became_ready()
-                return self.changed(process)
-            await asyncio.sleep(PROBE_SECONDS)
-
-    async def _is_ready(self, process: ManagedProcess) -> bool:
-        if await is_ready(process.spec, self.config):
-            return not await self._is_unknown(process)
-        # A restarted frontend lists no model while no worker is there that registers one.
-        first_stage = spec_of(self.config.strategy).kv_routed_roles
-        is_served = any(each.role in first_stage and each.state == "ready" for each in self.processes)
-        return process.restarts > 0 and not is_served and await answers(process.spec, self.config)
-
-    async def _is_unknown(self, process: ManagedProcess) -> bool:
-        """It is to be the only first stage, and a frontend that serves has not noticed it yet."""
-        if process.role != spec_of(self.config.strategy).entry_role:
-            return False
-        serving = [each for each in self.processes if each.role == "frontend" and each.state == "ready"]
-        return any([await lacks_model(each.spec, self.config) for each in serving])
 
     async def _stop(
         self, waves: Iterable[Sequence[ProcessRole]], timeout: float, hurry: asyncio.Event | None
@@ -368,19 +367,21 @@ class Supervisor:
         deadline = time.monotonic() + timeout
         fair = min(timeout, max(FAIR_SECONDS, self.config.beyond_drain_seconds))
         running = [process for process in self.processes if process.is_running]
+        for process in self.processes:
+            process.told_to_stop.set()
         for roles in waves:
             wave = [process for process in running if process.role in roles]
             # Even after a wave that used up all of it, the next one can shut down.
-            await self._stop_wave(wave, max(deadline - time.monotonic(), fair), hurry)
+            for process in wave:
+                process.terminate()
+                self.changed(process)
+            await self._stopped(wave, max(deadline - time.monotonic(), fair), hurry)
         await self.kill()
         return not self._survivors and all(process.ended_well for process in running)
 
-    async def _stop_wave(self, wave: Sequence[ManagedProcess], timeout: float, hurry: asyncio.Event) -> None:
+    async def _stopped(self, wave: Sequence[ManagedProcess], timeout: float, hurry: asyncio.Event) -> None:
         began = time.monotonic()
-        for process in wave:
-            process.terminate()
-            self.changed(process)
-        await first_completed(self._gone(wave), hurry.wait(), timeout=timeout)
+        await first_completed(self._all_over(wave), hurry.wait(), timeout=timeout)
         leftovers = [process for process in wave if process.is_running]
         if names := ", ".join(process.name for process in leftovers):
             waited = time.monotonic() - began
@@ -388,21 +389,23 @@ class Supervisor:
         for process in leftovers:
             process.kill()
 
-    async def _gone(self, processes: Iterable[ManagedProcess]) -> None:
-        await asyncio.gather(*(asyncio.shield(self._watchers[process]) for process in processes))
+    async def _all_over(self, processes: Iterable[ManagedProcess]) -> None:
+        if lives := [self._lives[process] for process in processes if process in self._lives]:
+            await asyncio.wait(lives)
 
     def changed(self, process: ManagedProcess) -> None:
         self._write()
         self._status.changed(process)
+        self.has_changed.set()
 
     def _write(self) -> None:
         try:
-            self._run_dir.write(known.record() for known in self.processes if known.pid)
+            self.run_dir.write(known.record() for known in self.processes if known.pid)
             self._is_outdated = False
         except OSError as error:
             # Other tools then read an old state, but a full disk is no reason to stop serving.
             if not self._is_outdated:
-                self._status.note(f"warning: {self._run_dir.processes_file} is out of date: {error}")
+                self._status.note(f"warning: {self.run_dir.processes_file} is out of date: {error}")
             self._is_outdated = True
 
 

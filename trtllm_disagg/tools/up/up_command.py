@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from trtllm_disagg.cli import parsed
-from trtllm_disagg.config.args import argument_parser_of, parse_worker_flags, read_worker_flags
+from trtllm_disagg.config.args import argument_parser_of, read_worker_flags
 from trtllm_disagg.config.worker_config import SETTINGS, choices_of, flag_of
 from trtllm_disagg.config.yaml_file import shipped
 from trtllm_disagg.engine.engines import resolve_engine
@@ -28,8 +28,6 @@ from trtllm_disagg.tools.up.plan import (
     STARTUP_SECONDS,
     DeploymentConfig,
     ProcessRole,
-    shared_env,
-    worker_arguments,
 )
 
 
@@ -171,17 +169,15 @@ def _serve(config: DeploymentConfig) -> ExitCode:
     # Imported only after the flags are checked; `--help` does not need them.
     import asyncio
 
-    from trtllm_disagg.config.engine_args import ENGINE_KEYS, build_engine_args
+    from trtllm_disagg.config.engine_args import ENGINE_KEYS
     from trtllm_disagg.tools.up.lifecycle import serve
     from trtllm_disagg.tools.up.status import status_for
+    from trtllm_disagg.tools.up.workers import check_workers, parsed_workers
 
     name, config = default_name(config.model), replace(config, model=str(servable_model(config.model)))
     status = status_for(sys.stderr)
-    environ = {**os.environ, **shared_env(config, os.environ)}
-    # Each worker would refuse the same, seconds after its start; of another name `up` would never hear.
-    workers = [parse_worker_flags(arguments, environ) for arguments in worker_arguments(config).values()]
-    if any(worker.served_model_name != config.served_model_name for worker in workers):
-        raise ConfigError("--worker-args: --served-model-name is a flag of `up` itself")
+    environ = dict(os.environ)
+    workers = parsed_workers(config, environ)
     # A file would beat the engine's flags.
     flags = ENGINE_KEYS.keys() - {"model"} | {"extra_engine_args"}
     by_flags = any(worker.is_explicit(name) for worker in workers for name in flags)
@@ -189,28 +185,8 @@ def _serve(config: DeploymentConfig) -> ExitCode:
         chosen, told = engine_configs_for(name, config.strategy)
         config = replace(config, engine_configs=chosen)
         status.note(told)
-        workers = [parse_worker_flags(arguments, environ) for arguments in worker_arguments(config).values()]
-    for worker in workers:
-        build_engine_args(replace(worker, engine=resolve_engine(worker.engine)))
-        if "chat" in worker.endpoint_types and worker.custom_jinja_template is None:
-            _require_chat_template(Path(config.model))
-    return asyncio.run(serve(config, status))
-
-
-def _require_chat_template(model: Path) -> None:
-    """Without one, Dynamo's frontend would try for ever to serve chats; models of DeepSeek have theirs in its code."""
-    file = model / "tokenizer_config.json"
-    texts = [each.read_text(encoding="utf-8") for each in (model / "config.json", file) if each.is_file()]
-    has_one = any((model / f"chat_template.{suffix}").exists() for suffix in ("jinja", "json"))
-    if (
-        texts
-        and not has_one
-        and not any(f'"{word}' in text for text in texts for word in ("chat_template", "deepseek"))
-    ):
-        instead = "--worker-args '--custom-jinja-template FILE', or '--endpoint-types completions'"
-        raise ConfigError(
-            f"--model: {file} has no chat_template, which chats need; add it, or give {instead}"
-        )
+    check_workers(config, environ)
+    return asyncio.run(serve(config, status, environ))
 
 
 def config_from(args: argparse.Namespace, run_dir: Path) -> DeploymentConfig:

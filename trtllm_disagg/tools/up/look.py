@@ -1,0 +1,109 @@
+"""What is: what each worker says of itself, on its system port, and what the frontend says of a worker."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from trtllm_disagg.admin.commands import ADMIN_ROUTE, Command, Description, Signer
+from trtllm_disagg.errors import DisaggError, InvalidRequestError, PeerUnavailableError
+from trtllm_disagg.tools.up.http import ask
+from trtllm_disagg.tools.up.plan import LOOPBACK
+
+_DESCRIBE_SECONDS = 2.0
+#: Longer than the grace period that a worker waits until all frontends have removed it.
+_COMMAND_SECONDS = 60.0
+_FRONTEND_SECONDS = 5.0
+
+
+class Described(msgspec.Struct, frozen=True):
+    """A worker's own description."""
+
+    instance: str
+    description: Description
+
+
+async def described(system_port: int) -> Described | None:
+    """What the worker at this port says of itself; None for one of another version, which says nothing there. Raises
+    OSError when it does not answer now.
+    """
+    status, body = await ask(_url(system_port), _DESCRIBE_SECONDS, {})
+    try:
+        said = json.loads(body)
+        return Described(said["instance"], msgspec.convert(said, Description)) if status == 200 else None
+    except (ValueError, KeyError, TypeError, msgspec.ValidationError):
+        return None
+
+
+async def command_worker(system_port: int, instance: str, signer: Signer, command: Command) -> dict[str, Any]:
+    """Has the worker at this port execute a command, and returns its answer. Raises InvalidRequestError where it
+    refuses, another DisaggError where it fails or does not answer.
+    """
+    drains: float = getattr(command, "seconds", 0.0)
+    request = signer.request(command, int(instance, 16))
+    try:
+        _, body = await ask(_url(system_port), _COMMAND_SECONDS + drains, request)
+        said = json.loads(body)
+    except (OSError, ValueError) as error:
+        raise PeerUnavailableError(f"no answer to {type(command).__name__.lower()}: {error}") from None
+    if isinstance(said, dict) and isinstance(answer := said.get("answer"), dict):
+        return answer
+    refused = said.get("error") if isinstance(said, dict) else None
+    if not isinstance(refused, dict):
+        raise DisaggError(f"an answer that is none: {said!r:.200}")
+    is_refusal = refused.get("code") == InvalidRequestError.category
+    raise (InvalidRequestError if is_refusal else DisaggError)(str(refused.get("message")))
+
+
+def _url(system_port: int) -> str:
+    return f"http://{LOOPBACK}:{system_port}/engine/{ADMIN_ROUTE}"
+
+
+#: A model may be served at one of the two paths only.
+_PROMPTS: dict[str, dict[str, Any]] = {
+    "completions": {"prompt": "?"},
+    "chat/completions": {"messages": [{"role": "user", "content": "?"}]},
+}
+
+
+async def frontend_knows(url: str, model: str, instance: int) -> bool:
+    """Whether the frontend sends requests for a model to the worker with that instance id. The query pins the worker
+    and generates no token: the frontend answers only where it would send the request, and refuses a pin to a worker
+    that it does not know.
+    """
+    for path, body in _pinned(model, {"annotations": ["query_instance_id:"]}):
+        try:
+            _, answer = await ask(f"{url}/v1/{path}", _FRONTEND_SECONDS, body, _pin(instance))
+            if json.loads(answer)["nvext"]["worker_id"]["decode_worker_id"] == instance:
+                return True
+        except (OSError, ValueError, KeyError, TypeError):
+            pass  # not served there, or not by this worker
+    return False
+
+
+async def frontend_answers(url: str, model: str, instance: int) -> str:
+    """Empty when the frontend answers a request, of one token, by the worker with that instance id; else why not."""
+    why = ""
+    for path, body in _pinned(model, {}):
+        try:
+            status, answer = await ask(f"{url}/v1/{path}", _FRONTEND_SECONDS, body, _pin(instance))
+            if status == 200 and json.loads(answer)["choices"]:
+                return ""
+            if status != 404 or not why:
+                why = f"status {status}: {answer.decode(errors='replace')[:200]}"
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            why = why or str(error)
+    return why
+
+
+def _pinned(model: str, options: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    nvext = {"extra_fields": ["worker_id"], **options}
+    for path, prompt in _PROMPTS.items():
+        yield path, {"model": model, "max_tokens": 1, "nvext": nvext, **prompt}
+
+
+def _pin(instance: int) -> dict[str, str]:
+    return {"x-dynamo-worker-instance-id": str(instance)}
