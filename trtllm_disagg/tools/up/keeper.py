@@ -151,7 +151,8 @@ class Keeper:
                 await self.look()
                 steps = reconcile(self.wanted, self.seen)
                 for step in steps:
-                    self._take(step)
+                    if not isinstance(step, Stop | Flip | Switch) or self._find(step.name):  # it may be gone by now
+                        self._take(step)
                 self._has_looked.set()
                 self._has_looked = asyncio.Event()
                 is_at_rest = not (steps or self._changes) and all(
@@ -177,7 +178,8 @@ class Keeper:
         for each in self.seen:
             if each.phase is Phase.SERVING and each.name in self._coming:
                 self._coming.remove(each.name)
-                self._note(f"{each.name} is ready (pid {self._process(each.name).pid})")
+                process = self._find(each.name)
+                self._note(f"{each.name} is ready (pid {process.pid if process else 0})")
 
     def _let_go(self, process: ManagedProcess) -> None:
         """One worker fewer is wanted: something else than this `up` has told it to stop."""
@@ -421,7 +423,7 @@ class Keeper:
     async def until(self, change: Change, is_so: Callable[[], bool]) -> None:
         """Raises the DisaggError by which the change cannot be, also where another command wants something else."""
         while True:
-            await self._next_look()
+            await self.next_look()
             failed = [
                 each for each in self.seen if change.needs_all and each.fault and each.name in change.started
             ]
@@ -439,7 +441,7 @@ class Keeper:
         change.error = error
         self._want(taken_back(self.wanted, change.before, change.after))
 
-    async def _next_look(self) -> None:
+    async def next_look(self) -> None:
         looked = self._has_looked
         self._supervisor.has_changed.set()
         await looked.wait()
@@ -447,7 +449,7 @@ class Keeper:
     async def until_gone(self, names: Iterable[str]) -> None:
         gone = {*names}
         while gone & {each.name for each in self._supervisor.processes}:
-            await self._next_look()
+            await self.next_look()
 
     async def forget_ended(self) -> None:
         """Workers that were given up, or have left, have no place any more: new ones may take it."""
@@ -478,13 +480,19 @@ class Keeper:
         for change in self._changes:
             change.say(text)
 
+    def _find(self, name: str) -> ManagedProcess | None:
+        return next((each for each in self._supervisor.processes if each.name == name), None)
+
     def _process(self, name: str) -> ManagedProcess:
-        return next(each for each in self._supervisor.processes if each.name == name)
+        process = self._find(name)
+        assert process is not None, name
+        return process
 
     # -- what commands ask
 
     def described_as(self, name: str) -> Described | None:
-        return self._descriptions.get(self._process(name))
+        process = self._find(name)
+        return None if process is None else self._descriptions.get(process)
 
     def of(self, revision: str | None = None) -> list[Seen]:
         """The workers of a revision; None: of the current one."""
@@ -496,7 +504,8 @@ class Keeper:
 
     def numbers(self) -> dict[str, int]:
         """How many of each role serve or will serve."""
-        there = Counter(each.role for each in self.of() if each.lasts and each.phase is not Phase.GIVEN_UP)
+        alive = (each for each in self.of() if each.lasts and each.phase is not Phase.GIVEN_UP)
+        there = Counter(map(self.wanted.role_of, alive))
         return {role: there[role] for role in spec_of(self.wanted.strategy).roles}
 
     @property
