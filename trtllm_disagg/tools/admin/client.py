@@ -1,6 +1,6 @@
-"""The client of `switch`, `set`, `flip`, `scale` and `rollout`. A deployment is either that of an `up`, given by its run
-directory: `up` changes what it wants (`wish`). Or it is any other one, found by Dynamo's discovery: its workers get
-commands signed with their key (`change_fleet`).
+"""The client of `switch`, `set`, `flip`, `scale` and `rollout`. The `up` of a run directory changes what it wants
+(`wish`). Workers that no `up` has started, found by Dynamo's discovery, get commands signed with their key
+(`change_fleet`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from trtllm_disagg.config.args import argument_parser_of, whereabouts_of
 from trtllm_disagg.config.settings import namespace_of, not_negative
 from trtllm_disagg.config.worker_config import SETTINGS, Role, flag_of
 from trtllm_disagg.errors import ConfigError, DisaggError
-from trtllm_disagg.processes.exits import ending_as_on_ctrl_c
 from trtllm_disagg.processes.steadily import without_silence
 from trtllm_disagg.tools.admin.user_key import user_key
 from trtllm_disagg.tools.up.command_socket import send_to_up
@@ -94,7 +93,7 @@ def add_timeout(parser: argparse.ArgumentParser, default: float | None, until: s
 def wish(args: argparse.Namespace, command: UpCommand) -> Any:
     """Have the `up` of --run-dir want what the command says, and wait until it is so. Returns its answer."""
     require_one_place(args)
-    with ending_as_on_ctrl_c(), without_silence(say, "waiting for `up`") as tell:
+    with without_silence(say, "waiting for `up`") as tell:
         return send_to_up(args.run_dir, command, tell, deadline=args.timeout, undo=args.undo)
 
 
@@ -143,7 +142,7 @@ def _worker(instance: DescribedInstance) -> Worker:
     return Worker(instance.endpoint_id, instance.instance_id, description)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class Up:
     """The `up` of a deployment. Without a run directory it stands for that of workers which no `up` has started."""
 

@@ -18,7 +18,7 @@ from trtllm_disagg.tools.up import reconcile as steps
 from trtllm_disagg.tools.up.look import frontend_answers, frontend_knows
 from trtllm_disagg.tools.up.reconcile import Phase, Seen, Wanted, reconcile, takes_requests
 
-POLL_SECONDS = 0.2
+POLL_SECONDS = 0.05
 #: A worker's states (worker/life.py) in which it finishes its requests.
 LEAVING_STATES = ("unlisted", "draining", "over")
 
@@ -44,7 +44,8 @@ def as_assumed_after(seconds: float) -> Knows:
     asked_at: dict[int, float] = {}
 
     async def knows(model: str, instance_id: int, is_new: bool) -> bool:
-        return time.monotonic() - asked_at.setdefault(instance_id, time.monotonic()) >= seconds
+        now = time.monotonic()
+        return now - asked_at.setdefault(instance_id, now) >= seconds
 
     return knows
 

@@ -71,6 +71,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         raise ConfigError(
             f"{given[0]} needs --run-dir: only `up` starts workers; start them with --worker-revision"
         )
+    client.require_one_place(args)
     if args.run_dir is None:
         revisions = (getattr(args, "from") or "", args.to)
         key = client.signer(args).key_id

@@ -151,7 +151,9 @@ class Keeper:
                 await self.look()
                 steps = reconcile(self.wanted, self.seen)
                 for step in steps:
-                    if not isinstance(step, Stop | Flip | Switch) or self._find(step.name):  # it may be gone by now
+                    if not isinstance(step, Stop | Flip | Switch) or self._find(
+                        step.name
+                    ):  # it may be gone by now
                         self._take(step)
                 self._has_looked.set()
                 self._has_looked = asyncio.Event()

@@ -61,13 +61,11 @@ def check_deployment_limits(configs: Iterable[DeploymentConfig]) -> list[str]:
     return machine.check_limits(sum(map(needs_of, configs), machine.Needs()))
 
 
-async def serve(
-    config: DeploymentConfig, status: Status, environ: Mapping[str, str] | None = None
-) -> ExitCode:
+async def serve(config: DeploymentConfig, status: Status) -> ExitCode:
     """Run `up` to its end. Returns 0 after a clean stop, 1 when the deployment failed or a process had to be killed,
     and 128 + signal number (130 for SIGINT) when it was stopped before it was ready.
     """
-    supervisor = prepare(config, status, environ)
+    supervisor = prepare(config, status)
     status.note(f"run directory: {supervisor.config.run_dir}")
     async with status.showing(supervisor.processes):
         return await _serve(supervisor, status)

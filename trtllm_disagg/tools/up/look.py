@@ -69,19 +69,22 @@ _PROMPTS: dict[str, dict[str, Any]] = {
 }
 
 
-async def frontend_knows(url: str, model: str, instance: int) -> bool:
+async def frontend_knows(url: str, model: str, instance: int) -> bool | None:
     """Whether the frontend sends requests for a model to the worker with that instance id. The query pins the worker
     and generates no token: the frontend answers only where it would send the request, and refuses a pin to a worker
-    that it does not know.
+    that it does not know. None: it does not say (DYN_DISABLE_FRONTEND_NVEXT).
     """
+    is_silent = False
     for path, body in _pinned(model, {"annotations": ["query_instance_id:"]}):
         try:
-            _, answer = await ask(f"{url}/v1/{path}", _FRONTEND_SECONDS, body, _pin(instance))
-            if json.loads(answer)["nvext"]["worker_id"]["decode_worker_id"] == instance:
+            status, answer = await ask(f"{url}/v1/{path}", _FRONTEND_SECONDS, body, _pin(instance))
+            said = json.loads(answer)
+            is_silent |= status == 200 and "worker_id" not in (said.get("nvext") or {})
+            if said["nvext"]["worker_id"]["decode_worker_id"] == instance:
                 return True
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             pass  # not served there, or not by this worker
-    return False
+    return None if is_silent else False
 
 
 async def frontend_answers(url: str, model: str, instance: int) -> str:

@@ -86,6 +86,8 @@ class Supervisor:
         self._reaper: subprocess.Popen[bytes] | None = None
         self.processes = [self._process_of(spec) for spec in specs]
         self._lives: dict[ManagedProcess, asyncio.Task[None]] = {}
+        #: Of processes that have ended: what they left behind is killed.
+        self._sweeps: dict[ManagedProcess, asyncio.Task[None]] = {}
         #: Why the deployment cannot go on.
         self._failure = asyncio.get_running_loop().create_future()
         #: Revision -> how its workers are started, beside the current one.
@@ -167,7 +169,16 @@ class Supervisor:
             self._failure.exception()  # nothing may wait for it any more
 
     async def _live(self, process: ManagedProcess) -> None:
-        """All starts of a process, one after the other, until it is told to stop, leaves by itself, or is given up."""
+        """All starts of a process, one after the other, until it is told to stop, leaves by itself, or is given up; and
+        until what it leaves behind is gone, too.
+        """
+        try:
+            await self._live_on(process)
+        finally:
+            await self._swept(process)
+        self.changed(process)
+
+    async def _live_on(self, process: ManagedProcess) -> None:
         deaths = process.deaths
         report = await self._run(process)
         while not (process.told_to_stop.is_set() or self._stopping):
@@ -190,9 +201,9 @@ class Supervisor:
             with suppress(TimeoutError):
                 await asyncio.wait_for(process.told_to_stop.wait(), deaths.delay)
                 break
+            await self._swept(process)
             process.spec = self._spec_of_now(process)
             report = await self._run(process, died_at)
-        self.changed(process)
 
     def config_of(self, revision: str | None) -> DeploymentConfig:
         """How the workers of a revision are started; None: what is no worker."""
@@ -215,7 +226,7 @@ class Supervisor:
         self.report_error(f"{report}\nthe other processes serve on")
 
     async def _run(self, process: ManagedProcess, died_at: float | None = None) -> str:
-        """One run of a process, until what it leaves behind is gone, too. Returns the report of its end."""
+        """One run of a process. Returns the report of its end."""
         try:
             mark = await self._start(process)
         except OSError as error:
@@ -235,12 +246,18 @@ class Supervisor:
         finally:
             becomes_ready.cancel()
             ended.cancel()
+            self._sweeps[process] = asyncio.create_task(self._sweep(process, mark))
         self.changed(process)
-        report = late or death_report(process, self._when(process))
-        # The ranks of mpiexec have sessions of their own, and would keep the GPUs from the next start.
+        return late or death_report(process, self._when(process))
+
+    async def _sweep(self, process: ManagedProcess, mark: str) -> None:
+        """The ranks of mpiexec have sessions of their own, and would keep the GPUs from the next start."""
         await kill_all_marked(PROCESS_VARIABLE, mark, self._kill_seconds)
         process.is_swept = True
-        return report
+
+    async def _swept(self, process: ManagedProcess) -> None:
+        if (sweep := self._sweeps.pop(process, None)) is not None:
+            await sweep
 
     def _when(self, process: ManagedProcess) -> str:
         if process.ready_seconds is not None:
@@ -381,7 +398,7 @@ class Supervisor:
 
     async def _stopped(self, wave: Sequence[ManagedProcess], timeout: float, hurry: asyncio.Event) -> None:
         began = time.monotonic()
-        await first_completed(self._all_over(wave), hurry.wait(), timeout=timeout)
+        await first_completed(self.over(wave), hurry.wait(), timeout=timeout)
         leftovers = [process for process in wave if process.is_running]
         if names := ", ".join(process.name for process in leftovers):
             waited = time.monotonic() - began
@@ -389,7 +406,8 @@ class Supervisor:
         for process in leftovers:
             process.kill()
 
-    async def _all_over(self, processes: Iterable[ManagedProcess]) -> None:
+    async def over(self, processes: Iterable[ManagedProcess]) -> None:
+        """Wait until their lives are over."""
         if lives := [self._lives[process] for process in processes if process in self._lives]:
             await asyncio.wait(lives)
 

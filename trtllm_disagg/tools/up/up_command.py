@@ -186,7 +186,7 @@ def _serve(config: DeploymentConfig) -> ExitCode:
         config = replace(config, engine_configs=chosen)
         status.note(told)
     check_workers(config, environ)
-    return asyncio.run(serve(config, status, environ))
+    return asyncio.run(serve(config, status))
 
 
 def config_from(args: argparse.Namespace, run_dir: Path) -> DeploymentConfig:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trtllm_disagg.admin.commands import Describe, Switch
+from trtllm_disagg.admin.commands import Describe, Set
 from trtllm_disagg.errors import ConfigError, DisaggError, StageTimeoutError
 from trtllm_disagg.tools.admin.client import Up, quiet_runtime
 from trtllm_disagg.tools.up.command_socket import COMMAND_SOCKET, listen_at, send_to_up
@@ -21,7 +21,7 @@ def test_command_to_an_up_that_does_not_answer_ends_with_the_reason(tmp_path: Pa
 
 def test_an_up_that_ends_while_a_command_changes_its_workers_is_no_wrong_setting(tmp_path: Path) -> None:
     with pytest.raises(DisaggError, match="workers were changed, but `up` knows nothing of it") as caught:
-        Up(tmp_path, {}).change_new_workers(Switch("prefill_first"))
+        Up(tmp_path).change_new_workers(Set({}))
     assert not isinstance(caught.value, ConfigError)
 
 

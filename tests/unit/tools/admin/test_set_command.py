@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from trtllm_disagg.admin.commands import Command, DescribedInstance, Set, Switch, UpCommand
+from trtllm_disagg.admin.commands import Command, DescribedInstance, Set, Signer, Switch, UpCommand
+from trtllm_disagg.admin.keys import AdminKey
 from trtllm_disagg.cli import run
 from trtllm_disagg.config.thresholds import NAMES
 from trtllm_disagg.errors import ConfigError, PeerUnavailableError
@@ -73,10 +74,12 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDeployment:
     """What the commands reach."""
     deployment = FakeDeployment()
 
-    async def carry_out(change: client.Change) -> ExitCode:
+    async def carry_out(change: client.Change[ExitCode]) -> ExitCode:
         return await change(deployment, deployment.up)
 
-    monkeypatch.setattr(client, "change_deployment", lambda args, change: asyncio.run(carry_out(change)))
+    monkeypatch.setattr(client, "set_all", lambda args, change: asyncio.run(carry_out(change)))
+    monkeypatch.setattr(client, "change_fleet", lambda args, change: asyncio.run(change(deployment)))
+    monkeypatch.setattr(client, "signer", lambda args: Signer(AdminKey(b"secret")))
     return deployment
 
 

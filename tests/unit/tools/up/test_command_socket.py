@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 
 from tests.support.commanded_up import tell, worker_config
-from tests.support.handling import until
-from trtllm_disagg.admin.commands import Describe, Flip, Scale, Switch
+from trtllm_disagg.admin.commands import Describe, Scale, Set
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.processes.machine import birth
 from trtllm_disagg.tools.up import command_socket
@@ -32,11 +31,10 @@ from trtllm_disagg.tools.up.command_socket import (
     send_to_up,
     serving_commands,
 )
-from trtllm_disagg.tools.up.managed_process import ManagedProcess
-from trtllm_disagg.tools.up.plan import Backoff, ProcessRole, same_again
+from trtllm_disagg.tools.up.plan import Backoff
 from trtllm_disagg.tools.up.run_dir import ProcessRecord, RunDir
 from trtllm_disagg.tools.up.status import Status
-from trtllm_disagg.tools.up.supervisor import Restarts, Supervisor
+from trtllm_disagg.tools.up.supervisor import Supervisor
 
 #: Sends a command as a user with no rights, and prints the answer.
 AS_USER_WITHOUT_RIGHTS = (
@@ -65,7 +63,7 @@ async def test_command_that_fails_unexpectedly_answers_the_reason_and_is_logged(
     try:
         async with serving_commands(supervisor):
             with pytest.raises(DisaggError, match="RuntimeError: the terminal is gone"):
-                await tell(supervisor, Switch("prefill_first"))
+                await tell(supervisor, Set({"max_local_prefill_length": 7}))
     finally:
         await supervisor.kill()
     assert "a command failed unexpectedly" in caplog.text
@@ -85,60 +83,6 @@ async def test_a_stop_while_a_command_is_served_logs_nothing(
     finally:
         await supervisor.kill()
     assert caplog.messages == []
-
-
-async def test_a_worker_that_was_removed_after_its_death_gets_no_other_start(tmp_path: Path) -> None:
-    told: list[str] = []
-
-    class Told(Status):
-        def note(self, text: str) -> None:
-            told.append(text)
-
-    run_dir = RunDir.claim(tmp_path / "run")
-    supervisor = Supervisor(worker_config(run_dir.path), [], run_dir, Told())
-    deaths: asyncio.Queue[ManagedProcess] = asyncio.Queue()
-    try:
-        async with serving_commands(supervisor):
-            await tell(supervisor, Scale({"prefill": 2}))
-            removed = supervisor.processes[1]
-            await tell(supervisor, Scale({"prefill": 1}))
-            told.clear()
-            deaths.put_nowait(removed)
-            restarting = asyncio.create_task(Restarts(supervisor).after(deaths))
-            await until(deaths.empty)
-            for _ in range(20):
-                await asyncio.sleep(0)
-            restarting.cancel()
-    finally:
-        await supervisor.kill()
-    assert told == []
-
-
-async def test_a_flipped_worker_counts_in_its_new_role_and_is_started_again_in_it(tmp_path: Path) -> None:
-    run_dir = RunDir.claim(tmp_path / "run")
-    files: dict[ProcessRole, Path] = {
-        "prefill": tmp_path / "prefill.yaml",
-        "decode": tmp_path / "decode.yaml",
-    }
-    config = replace(worker_config(run_dir.path), engine_configs=files)
-    supervisor = Supervisor(config, [], run_dir, Status())
-    try:
-        async with serving_commands(supervisor):
-            await tell(supervisor, Scale({"prefill": 2, "decode": 1}))
-            assert (await tell(supervisor, Flip("decode", process="prefill-1")))[0] == "prefill-1"
-            with pytest.raises(ConfigError, match="'prefill-7' is not allowed; expected one of prefill-0"):
-                await tell(supervisor, Flip("decode", process="prefill-7"))
-            assert (await tell(supervisor, Scale({"decode": 2})))[0] == {"prefill": 1, "decode": 2}
-            flipped = next(each for each in supervisor.processes if each.name == "prefill-1")
-            again = same_again(flipped.spec, supervisor.config, {}, [])
-    finally:
-        await supervisor.kill()
-    assert (again.name, again.role, again.system_port) == ("prefill-1", "decode", flipped.spec.system_port)
-    role, file = (
-        again.argv[again.argv.index(flag) + 1] for flag in ("--disaggregation-mode", "--extra-engine-args")
-    )
-    # Its engine has GPUs of its own, and is loaded as it was.
-    assert (role, file) == ("decode", str(files["prefill"]))
 
 
 async def test_on_a_full_disk_workers_come_are_started_again_and_leave(tmp_path: Path) -> None:

@@ -13,16 +13,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.commanded_up import tell
 from tests.support.deployments import wait_until
+from trtllm_disagg.admin.commands import Scale
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes.machine import birth
 from trtllm_disagg.tools.up.brokers import EventBroker
+from trtllm_disagg.tools.up.command_socket import serving_commands
 from trtllm_disagg.tools.up.gpus import GpuNeeds, Gpus
 from trtllm_disagg.tools.up.managed_process import ManagedProcess
 from trtllm_disagg.tools.up.orphan_reaper import PROCESS_VARIABLE, kill_marked
 from trtllm_disagg.tools.up.plan import Backoff, DeploymentConfig, ProcessSpec, RunDirInUseError
 from trtllm_disagg.tools.up.run_dir import RunDir, read_processes
-from trtllm_disagg.tools.up.scaler import Scaler
 from trtllm_disagg.tools.up.status import Status
 from trtllm_disagg.tools.up.supervisor import Supervisor
 
@@ -48,11 +50,17 @@ async def supervising(
 ) -> AsyncIterator[Supervisor]:
     run_dir = RunDir.claim(directory / "run")
     config = DeploymentConfig("decode_first", "m", "m", run_dir.path, **settings)  # type: ignore[arg-type]
-    supervisor = Supervisor(config, [], run_dir, status, kill_seconds)
+    supervisor = Supervisor(config, [], run_dir, status, kill_seconds=kill_seconds)
     try:
         yield supervisor
     finally:
         await supervisor.kill()
+
+
+async def added(supervisor: Supervisor, spec: ProcessSpec) -> ManagedProcess:
+    worker = supervisor.add(spec)
+    await asyncio.wait_for(worker.was_ready.wait(), SECONDS)
+    return worker
 
 
 async def pid_in(file: Path) -> int:
@@ -90,7 +98,7 @@ async def test_children_of_a_dead_worker_in_other_sessions_are_gone_before_its_n
     status = Starts()
     async with supervising(tmp_path, status, backoff=Backoff(first=0.0)) as supervisor:
         watching = asyncio.create_task(supervisor.watch())
-        worker = await supervisor.add(with_child(tmp_path / "child"))
+        worker = await added(supervisor, with_child(tmp_path / "child"))
         status.child = await pid_in(tmp_path / "child")
 
         os.kill(worker.pid, signal.SIGKILL)
@@ -114,10 +122,6 @@ class EndlessSweep:
         return [*kill_marked(mark, variable), *survivor]
 
 
-def unheard(said: str) -> None:
-    pass
-
-
 async def always_ready(spec: ProcessSpec, config: DeploymentConfig) -> bool:
     return True
 
@@ -130,17 +134,17 @@ async def test_dead_worker_counts_and_keeps_its_gpus_while_its_descendants_are_k
     gpus = Gpus({"prefill": ("0",)}, {"prefill": GpuNeeds(1, 0.9, 60.0)})
     async with supervising(tmp_path, Status(), worker_command=IDLE, gpus=gpus) as supervisor:
         watching = asyncio.create_task(supervisor.watch())
-        await Scaler(supervisor).scale({"prefill": 1}, unheard)
-        sweep.is_endless = True
-        os.kill(supervisor.processes[0].pid, signal.SIGKILL)
-        await asyncio.to_thread(sweep.began.wait, SECONDS)
+        async with serving_commands(supervisor):
+            await tell(supervisor, Scale({"prefill": 1}))
+            sweep.is_endless = True
+            os.kill(supervisor.processes[0].pid, signal.SIGKILL)
+            assert await asyncio.to_thread(sweep.began.wait, SECONDS)
 
-        (record,) = read_processes(tmp_path / "run")
-        assert record.state == "restarting"
-        assert (await Scaler(supervisor).scale({"prefill": 1}, unheard))["prefill"] == 1
-        with pytest.raises(ConfigError, match="--gpus"):
-            await Scaler(supervisor).scale({"prefill": 2}, unheard)
-        sweep.is_endless = False
+            (record,) = read_processes(tmp_path / "run")
+            assert record.state == "restarting"
+            with pytest.raises(ConfigError, match="--gpus"):
+                await tell(supervisor, Scale({"prefill": 2}))
+            sweep.is_endless = False
         watching.cancel()
 
 
@@ -150,13 +154,13 @@ async def test_worker_that_does_not_start_again_keeps_its_gpus_while_its_descend
     sweep = EndlessSweep(monkeypatch)
     monkeypatch.setattr(f"{SUPERVISOR}.is_ready", always_ready)
     async with supervising(tmp_path, Status(), restart=False) as supervisor:
-        worker = await supervisor.add(ProcessSpec("decode-0", "decode", IDLE))
+        worker = await added(supervisor, ProcessSpec("decode-0", "decode", IDLE))
         sweep.is_endless = True
         os.kill(worker.pid, signal.SIGKILL)
-        await asyncio.to_thread(sweep.began.wait, SECONDS)
+        assert await asyncio.to_thread(sweep.began.wait, SECONDS)
         assert (worker.state, worker.holds_gpus) == ("exited", True)
         sweep.is_endless = False
-        await supervisor.swept(worker)
+        await supervisor.over([worker])
         assert not worker.holds_gpus
 
 
@@ -185,7 +189,7 @@ async def test_worker_dies_once_although_the_sweep_of_its_late_start_outlasts_th
     backoff = Backoff(first=1.0, most=1.0)
     async with supervising(tmp_path, status, 0.3, startup_timeout=0.5, backoff=backoff) as supervisor:
         watching = asyncio.create_task(supervisor.watch())
-        worker = await supervisor.add(ProcessSpec("decode-0", "decode", IDLE))
+        worker = await added(supervisor, ProcessSpec("decode-0", "decode", IDLE))
         sweep.is_endless = True
         os.kill(worker.pid, signal.SIGKILL)
         await asyncio.wait_for(status.is_back.wait(), SECONDS)
@@ -208,7 +212,7 @@ async def test_worker_that_sigkill_does_not_end_is_named_and_fails_the_stop(
     status = Notes()
     monkeypatch.setattr(f"{SUPERVISOR}.is_ready", always_ready)
     async with supervising(tmp_path, status, 0.1, stop_timeout=0.1) as supervisor:
-        worker = await supervisor.add(ProcessSpec("decode-0", "decode", IDLE))
+        worker = await added(supervisor, ProcessSpec("decode-0", "decode", IDLE))
         # A process that hangs while it exits: it has no environment any more in which a mark could be.
         monkeypatch.setattr("trtllm_disagg.tools.up.managed_process.kill_marked", lambda mark, variable: [])
         monkeypatch.setattr(worker, "terminate", lambda: None)
@@ -219,7 +223,7 @@ async def test_worker_that_sigkill_does_not_end_is_named_and_fails_the_stop(
             assert f"pid {worker.pid}" in status.text
         finally:
             kill()
-            await supervisor.swept(worker)
+            await supervisor.over([worker])
 
 
 async def test_run_directory_is_in_use_until_the_sockets_in_it_are_closed(
@@ -248,7 +252,7 @@ async def test_descendants_are_killed_although_each_report_fails(tmp_path: Path)
 
     status = Broken()
     async with supervising(tmp_path, status) as supervisor:
-        await supervisor.add(with_child(tmp_path / "child"))
+        await added(supervisor, with_child(tmp_path / "child"))
         child = os.pidfd_open(await pid_in(tmp_path / "child"))
         status.is_broken = True
     await is_gone(child)

@@ -263,14 +263,14 @@ def test_late_frontend_is_reported_with_the_reason_that_it_logged(tmp_path: Path
 def test_delays_before_the_next_start(ready: list[float | None], delays: list[float]) -> None:
     deaths = Deaths(Backoff(steady=60.0))
     for seconds, delay in zip(ready, delays, strict=True):
-        deaths.count(seconds)
+        deaths.count(seconds, "")
         assert deaths.delay == delay
 
 
 def test_only_consecutive_failed_starts_end_restarts() -> None:
     deaths = Deaths(Backoff(attempts=2))
     for seconds in (5.0, None, 5.0, None):
-        deaths.count(seconds)
+        deaths.count(seconds, "")
     assert not deaths.is_hopeless
-    deaths.count(None)
+    deaths.count(None, "")
     assert deaths.is_hopeless

@@ -1,18 +1,18 @@
-"""`scale`: which workers come and leave. The supervisor starts real processes."""
+"""`scale`, `switch` and `set` of an `up`: which workers come and leave, and how they start. Its real processes only say
+that they are healthy; those of `test_keeper.py` describe themselves.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import sys
 from dataclasses import replace
 
 import pytest
 
 from tests.support.commanded_up import tell
-from trtllm_disagg.admin.commands import Describe, Rollout, Scale, Set, Switch, UpCommand
+from trtllm_disagg.admin.commands import Describe, Scale, Set, Switch, UpCommand
 from trtllm_disagg.cli import run
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.processes.exits import ExitCode
@@ -60,7 +60,7 @@ async def test_a_new_worker_gets_no_gpu_of_one_that_still_drains(supervisor: Sup
     one_each = Gpus({"prefill": ("0", "1")}, {"prefill": GpuNeeds(1, 0.9, 60.0)})
     supervisor.config = replace(supervisor.config, gpus=one_each)
     await tell(supervisor, Scale({"prefill": 1}))
-    supervisor.processes[0].state = "stopping"
+    supervisor.processes[0].leaves()
 
     await tell(supervisor, Scale({"prefill": 1}))
 
@@ -95,7 +95,7 @@ async def test_wrong_counts_are_refused_before_anything_starts(
 
 
 async def test_scaled_up_worker_starts_with_the_current_strategy(supervisor: Supervisor) -> None:
-    assert (await tell(supervisor, Switch("prefill_first")))[0] == "prefill_first"
+    assert (await tell(supervisor, Switch("prefill_first")))[0]["strategy"] == "prefill_first"
     await tell(supervisor, Scale({"prefill": 1}))
     argv = supervisor.processes[0].spec.argv
     assert argv[argv.index("--disaggregation-strategy") + 1] == "prefill_first"
@@ -112,49 +112,3 @@ async def test_scaled_up_worker_starts_with_current_thresholds(supervisor: Super
     await tell(supervisor, Scale({"prefill": 1}))
     argv = supervisor.processes[0].spec.argv
     assert argv[-4:] == ("--max-local-prefill-length", "9", "--eff-isl-ratio-threshold", "0.5")
-
-
-# -- rollout
-
-
-async def test_a_rollout_starts_the_second_stage_first_and_forgets_old_workers_as_they_end(
-    supervisor: Supervisor,
-) -> None:
-    watching = asyncio.create_task(supervisor.watch())
-    await tell(supervisor, Scale({"prefill": 2, "decode": 1}))
-    rollout = Rollout("v2", model="m2", worker_args=("--max-tries", "3"))
-    answer, said = await tell(supervisor, rollout)
-    new = supervisor.processes[3:]
-    assert (answer, [process.name for process in new]) == ("v2", ["prefill-2", "prefill-3", "decode-1"])
-    assert said.index("decode-1 starts") > max(i for i, text in enumerate(said) if "prefill-" in text)
-    for process in new:
-        assert process.spec.env["DYN_NAMESPACE_WORKER_SUFFIX"] == "v2"
-        assert [
-            process.spec.argv[i + 1] for i, word in enumerate(process.spec.argv) if word == "--model"
-        ] == ["m2"]
-        assert process.spec.argv[-2:] == ("--max-tries", "3")
-    described, _ = await tell(supervisor, Describe())
-    assert described["revisions"] == ["v2", ""]
-
-    # As after the command of `rollout`.
-    for process in supervisor.processes[:3]:
-        os.kill(process.pid, signal.SIGTERM)
-    async with asyncio.timeout(20):
-        while len(supervisor.processes) > 3:  # noqa: ASYNC110 - nothing tells
-            await asyncio.sleep(0.01)
-    assert await tell(supervisor, rollout) == ("v2", []), "it is done already"
-    assert alive(supervisor) == ["prefill-2", "prefill-3", "decode-1"]
-    assert (await tell(supervisor, Scale({"prefill": 1})))[0] == {"prefill": 1, "decode": 1}
-    watching.cancel()
-
-
-async def test_a_rollout_whose_workers_do_not_become_ready_or_to_no_name_changes_nothing(
-    supervisor: Supervisor,
-) -> None:
-    await tell(supervisor, Scale({"prefill": 1, "decode": 1}))
-    with pytest.raises(DisaggError, match=r"prefill-1 .*cannot be started|prefill-1 .*exit code"):
-        await tell(supervisor, Rollout("v2", python="/bin/false"))
-    assert alive(supervisor) == ["prefill-0", "decode-0"]
-    assert supervisor.config.revision == ""
-    with pytest.raises(ConfigError, match="--to: 'v 2' is not allowed; expected letters"):
-        await tell(supervisor, Rollout("v 2"))
