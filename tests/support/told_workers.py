@@ -147,6 +147,7 @@ class Running:
     async def until(self, is_so: Any) -> None:
         async with asyncio.timeout(SECONDS):
             while not is_so():
+                self.supervisor.has_changed.set()
                 await self.keeper.next_look()
 
     def roles(self) -> dict[str, str]:

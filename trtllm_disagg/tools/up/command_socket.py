@@ -118,6 +118,7 @@ class CommandServer:
                         tell("done", await self._execute(command, wish))
                     finally:
                         undoing.cancel()
+                        wish.end()
                 except ConfigError as error:
                     tell("refused", str(error))
                 except DisaggError as error:

@@ -7,8 +7,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, cast
@@ -139,6 +139,8 @@ class Keeper:
         #: Worker -> the command to it that is on its way.
         self._under_way: dict[str, asyncio.Task[None]] = {}
         self._has_looked = asyncio.Event()
+        #: Held from a look until the steps that follow from it are taken.
+        self._turn = asyncio.Lock()
         self._last_refusal = ""
 
     # -- the loop
@@ -180,8 +182,8 @@ class Keeper:
         for each in self.seen:
             if each.phase is Phase.SERVING and each.name in self._coming:
                 self._coming.remove(each.name)
-                process = self._find(each.name)
-                self._note(f"{each.name} is ready (pid {process.pid if process else 0})")
+                pid = next((known.pid for known in workers if known.name == each.name), 0)
+                self._note(f"{each.name} is ready (pid {pid})")
 
     def _let_go(self, process: ManagedProcess) -> None:
         """One worker fewer is wanted: something else than this `up` has told it to stop."""
@@ -412,15 +414,20 @@ class Keeper:
 
     # -- wishes
 
-    @contextmanager
-    def changed(self, change: Change) -> Iterator[None]:
-        """Inside the block the command that wants this waits (`until`). The wish stays after it."""
+    @asynccontextmanager
+    async def fresh_look(self) -> AsyncIterator[None]:
+        """Inside the block, where a command checks what it wants and says so, no step is taken."""
+        async with self._turn:
+            await self.look()
+            yield
+
+    def accept(self, change: Change) -> None:
+        """The command that wants this waits from now on (`until`), until `end`. Its wish stays after that."""
         self._changes.append(change)
         self._want(change.after)
-        try:
-            yield
-        finally:
-            self._changes.remove(change)
+
+    def end(self, change: Change) -> None:
+        self._changes.remove(change)
 
     async def until(self, change: Change, is_so: Callable[[], bool]) -> None:
         """Raises the DisaggError by which the change cannot be, also where another command wants something else."""
@@ -444,9 +451,7 @@ class Keeper:
         self._want(taken_back(self.wanted, change.before, change.after))
 
     async def next_look(self) -> None:
-        looked = self._has_looked
-        self._supervisor.has_changed.set()
-        await looked.wait()
+        await self._has_looked.wait()
 
     async def until_gone(self, names: Iterable[str]) -> None:
         gone = {*names}

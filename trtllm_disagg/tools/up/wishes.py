@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -34,8 +33,7 @@ class Wish:
     say: Say
     change: Change | None = None
 
-    @contextmanager
-    def _changed(self, after: Wanted, *keys: str, needs_all: bool = False) -> Iterator[Change]:
+    def _accept(self, after: Wanted, *keys: str, needs_all: bool = False) -> Change:
         """`keys`: what of the wish this command changes; "workers.ROLE" and "roles.WORKER" are entries."""
         wanted = {key: _part(after, key) for key in keys}
 
@@ -43,8 +41,13 @@ class Wish:
             return all(_part(now, key) == value for key, value in wanted.items())
 
         self.change = Change(self.keeper.wanted, after, self.say, stands, needs_all=needs_all)
-        with self.keeper.changed(self.change):
-            yield self.change
+        self.keeper.accept(self.change)
+        return self.change
+
+    def end(self) -> None:
+        """The command waits no longer."""
+        if self.change is not None:
+            self.keeper.end(self.change)
 
     # -- scale
 
@@ -53,19 +56,20 @@ class Wish:
         DeploymentFailedError when a new worker does not become ready: then the numbers are as before.
         """
         keeper, counts = self.keeper, self._checked_counts(command.workers)
-        await keeper.forget_ended()
-        wanted = replace(keeper.wanted, workers={**keeper.wanted.workers, **counts})
-        if command.by_flips:
-            wanted = self._with_flips(wanted)
-        self._require_room(wanted)
 
         def is_so() -> bool:
             there = [each for each in keeper.of() if keeper.wanted.role_of(each) in counts]
             serving = Counter(each.role for each in there if each.phase is Phase.SERVING)
             return len(there) == serving.total() and all(serving[role] == n for role, n in counts.items())
 
-        with self._changed(wanted, *(f"workers.{role}" for role in counts), needs_all=True) as change:
-            await keeper.until(change, is_so)
+        await keeper.forget_ended()
+        async with keeper.fresh_look():
+            wanted = replace(keeper.wanted, workers={**keeper.wanted.workers, **counts})
+            if command.by_flips:
+                wanted = self._with_flips(wanted)
+            self._require_room(wanted)
+            change = self._accept(wanted, *(f"workers.{role}" for role in counts), needs_all=True)
+        await keeper.until(change, is_so)
         return keeper.numbers()
 
     def _checked_counts(self, workers: Mapping[str, int]) -> dict[str, int]:
@@ -111,9 +115,29 @@ class Wish:
         InvalidRequestError for one that cannot flip; then nothing has changed.
         """
         keeper, to, began = self.keeper, command.to, time.monotonic()
-        one = self._worker(command.process)
-        was = f"{one.role} {self._instance(one.name)}"
-        wanted = keeper.wanted
+        async with keeper.fresh_look():
+            one = self._worker(command.process)
+            was = f"{one.role} {self._instance(one.name)}"
+            change = self._accept(self._with_flip(command, one), f"roles.{one.name}")
+
+        def is_so() -> bool:
+            return any(
+                (each.name, each.role, each.phase, each.is_busy) == (one.name, to, Phase.SERVING, False)
+                for each in keeper.of()
+            )
+
+        await keeper.until(change, is_so)
+        return {
+            "was": was,
+            "role": to,
+            "instance": self._instance(one.name),
+            "process": one.name,
+            "seconds": time.monotonic() - began,
+            "warnings": change.warnings,
+        }
+
+    def _with_flip(self, command: Flip, one: Seen) -> Wanted:
+        wanted, to = self.keeper.wanted, command.to
         if wanted.role_of(one) == to == one.role:
             allowed = f"a worker of the other role: {one.name} is a {to} worker"
             raise ConfigError.bad_value("--instance", command.process, allowed)
@@ -126,25 +150,7 @@ class Wish:
                 "worker (--force)"
             )
         forced = wanted.forced | {one.name} if command.force else wanted.forced
-        wanted = replace(wanted, workers=counts, roles={**wanted.roles, one.name: to}, forced=forced)
-
-        def is_so() -> bool:
-            return any(
-                (each.name, each.role, each.phase, each.is_busy) == (one.name, to, Phase.SERVING, False)
-                for each in keeper.of()
-            )
-
-        with self._changed(wanted, f"roles.{one.name}") as change:
-            await keeper.until(change, is_so)
-        seconds = time.monotonic() - began
-        return {
-            "was": was,
-            "role": to,
-            "instance": self._instance(one.name),
-            "process": one.name,
-            "seconds": seconds,
-            "warnings": change.warnings,
-        }
+        return replace(wanted, workers=counts, roles={**wanted.roles, one.name: to}, forced=forced)
 
     def _worker(self, name: str) -> Seen:
         """By its process or its instance id."""
@@ -169,20 +175,21 @@ class Wish:
         changed.
         """
         keeper, to, began = self.keeper, command.to, time.monotonic()
-        told = [told for each in keeper.of() if (told := keeper.described_as(each.name))]
-        check_switch(to, keeper.wanted.strategy, [each.description for each in told])
 
         def runs_it() -> bool:
             serving = [each for each in keeper.of() if each.phase is Phase.SERVING]
             return all(each.strategy == to and each.is_registered == each.is_first for each in serving)
 
         outcome: dict[str, Any] = {"model": keeper.config.served_model_name, "strategy": to}
-        if keeper.wanted.strategy == to and runs_it():
-            return outcome | {"first": self._first(), "seconds": None, "requests_left": 0}
-        with self._changed(replace(keeper.wanted, strategy=to), "strategy") as change:
-            await keeper.until(change, runs_it)
-            deadline = time.monotonic() + _FINISH_SECONDS
-            await keeper.until(change, lambda: not self._left() or time.monotonic() > deadline)
+        async with keeper.fresh_look():
+            told = [told for each in keeper.of() if (told := keeper.described_as(each.name))]
+            check_switch(to, keeper.wanted.strategy, [each.description for each in told])
+            if keeper.wanted.strategy == to and runs_it():
+                return outcome | {"first": self._first(), "seconds": None, "requests_left": 0}
+            change = self._accept(replace(keeper.wanted, strategy=to), "strategy")
+        await keeper.until(change, runs_it)
+        deadline = time.monotonic() + _FINISH_SECONDS
+        await keeper.until(change, lambda: not self._left() or time.monotonic() > deadline)
         took = {"seconds": time.monotonic() - began, "requests_left": self._left()}
         return outcome | {"first": self._first(), **took}
 
@@ -200,24 +207,22 @@ class Wish:
         changed, and DeploymentFailedError when the new revision does not come: the old one stays.
         """
         keeper, to = self.keeper, command.revision
-        wanted = keeper.wanted
-        if to == wanted.revision and wanted.following is not None:
-            return await self._withdraw(wanted.following)
-        if to != wanted.revision:
-            if to != wanted.following:
+        async with keeper.fresh_look():
+            wanted = keeper.wanted
+            withdrawn = wanted.following if to == wanted.revision else None
+            if withdrawn is not None:
+                wanted = replace(wanted, following=None, in_place=False)
+            elif to not in wanted.revisions:
                 wanted = self._with_revision(command)
-            old = [self._label(each) for each in keeper.of()]
-        else:
-            old = [self._label(each) for each in keeper.seen if each.revision != to]
+            leaving = [self._label(each) for each in keeper.seen if each.revision != to]
+            change = self._accept(wanted)
 
         def is_done() -> bool:
-            now = keeper.wanted
-            return now.revision == to and all(each.revision == to for each in keeper.seen)
+            return keeper.wanted.revision == to and all(each.revision == to for each in keeper.seen)
 
-        with self._changed(wanted) as change:
-            await keeper.until(change, is_done)
+        await keeper.until(change, is_done)
         serving = [self._label(each) for each in keeper.of()]
-        return {"revision": to, "serving": serving, "left": old, "requests_given_up": change.given_up}
+        return {"revision": to, "serving": serving, "left": leaving, "requests_given_up": change.given_up}
 
     def _with_revision(self, command: Rollout) -> Wanted:
         keeper, supervisor = self.keeper, self.supervisor
@@ -274,19 +279,6 @@ class Wish:
         for shortage in machine.check_limits(needs):
             self.say(f"warning: {shortage}")
         return config
-
-    async def _withdraw(self, following: str) -> dict[str, Any]:
-        keeper = self.keeper
-        left = [self._label(each) for each in keeper.of(following)]
-        with self._changed(replace(keeper.wanted, following=None, in_place=False)) as change:
-            await keeper.until(change, lambda: not keeper.of(following))
-        serving = [self._label(each) for each in keeper.of()]
-        return {
-            "revision": keeper.wanted.revision,
-            "serving": serving,
-            "left": left,
-            "requests_given_up": change.given_up,
-        }
 
     # -- undo
 

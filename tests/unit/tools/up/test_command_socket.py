@@ -170,9 +170,9 @@ def test_a_socket_that_a_dead_process_left_is_refused_and_replaced(tmp_path: Pat
 async def test_a_command_is_executed_when_its_client_has_gone(supervisor: Supervisor) -> None:
     with connect_to(supervisor.config.run_dir / COMMAND_SOCKET) as connection:
         connection.sendall(b'{"command": "scale", "workers": {"prefill": 1}}\n')
-    # The next one waits for its turn.
-    line, said = await tell(supervisor, Scale({"prefill": 1}))
-    assert (line, said) == ({"prefill": 1, "decode": 0}, [])
+    line, _ = await tell(supervisor, Scale({"prefill": 1}))
+    assert line == {"prefill": 1, "decode": 0}
+    assert [each.name for each in supervisor.processes] == ["prefill-0"]
 
 
 def test_a_command_for_an_up_that_starts_says_when_to_try_again(tmp_path: Path) -> None:

@@ -122,6 +122,10 @@ class EndlessSweep:
         return [*kill_marked(mark, variable), *survivor]
 
 
+async def says_nothing(port: int) -> None:
+    pass
+
+
 async def always_ready(spec: ProcessSpec, config: DeploymentConfig) -> bool:
     return True
 
@@ -131,6 +135,7 @@ async def test_dead_worker_counts_and_keeps_its_gpus_while_its_descendants_are_k
 ) -> None:
     sweep = EndlessSweep(monkeypatch)
     monkeypatch.setattr(f"{SUPERVISOR}.is_ready", always_ready)
+    monkeypatch.setattr(f"{SUPERVISOR}.described", says_nothing)
     gpus = Gpus({"prefill": ("0",)}, {"prefill": GpuNeeds(1, 0.9, 60.0)})
     async with supervising(tmp_path, Status(), worker_command=IDLE, gpus=gpus) as supervisor:
         watching = asyncio.create_task(supervisor.watch())
