@@ -177,7 +177,7 @@ class Keeper:
         for process in workers:
             if process.has_left:
                 self._let_go(process)
-        looks = (self._look_at(process) for process in workers if not process.has_left)
+        looks = (self._look_at(process) for process in workers if not process.is_over)
         self.seen = tuple(await asyncio.gather(*looks))
         for each in self.seen:
             if each.phase is Phase.SERVING and each.name in self._coming:

@@ -120,6 +120,11 @@ class ManagedProcess:
         return self._process is not None and self.returncode is None
 
     @property
+    def is_over(self) -> bool:
+        """It has ended, and does not start again."""
+        return self.told_to_stop.is_set() and not self.is_running and self.state != "restarting"
+
+    @property
     def holds_gpus(self) -> bool:
         """The GPUs of its environment are not free: it or a rank of it runs, if only to drain, or it starts again."""
         return self.is_running or self.state == "restarting" or not self.is_swept

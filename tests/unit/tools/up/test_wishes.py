@@ -62,7 +62,12 @@ async def test_a_new_worker_gets_no_gpu_of_one_that_still_drains(supervisor: Sup
     await tell(supervisor, Scale({"prefill": 1}))
     supervisor.processes[0].leaves()
 
-    await tell(supervisor, Scale({"prefill": 1}))
+    scaling = asyncio.create_task(tell(supervisor, Scale({"prefill": 1})))
+    async with asyncio.timeout(20):
+        while len(supervisor.processes) < 2:  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.01)
+    supervisor.processes[0].terminate()
+    await scaling
 
     assert [each.spec.env["CUDA_VISIBLE_DEVICES"] for each in supervisor.processes] == ["0", "1"]
 
