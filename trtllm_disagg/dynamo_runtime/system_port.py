@@ -36,8 +36,12 @@ def require_system_port(environ: Mapping[str, str]) -> None:
 
 @contextmanager
 def without_system_port() -> Iterator[None]:
-    """A runtime that is made inside does not open this worker's system port. Dynamo has no argument for it."""
-    port = os.environ.pop(_SYSTEM_PORT, None)
+    """A runtime that is made inside does not open this worker's system port. Dynamo has no argument for it. The
+    variable stays, changed: `dict(os.environ)` in another thread raises KeyError when one is taken away.
+    """
+    port = os.environ.get(_SYSTEM_PORT)
+    if port is not None:
+        os.environ[_SYSTEM_PORT] = "-1"
     try:
         yield
     finally:

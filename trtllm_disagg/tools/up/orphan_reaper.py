@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 MARK_VARIABLE = "TRTLLM_DISAGG_DEPLOYMENT"
@@ -25,13 +26,11 @@ CLEAN_SWEEPS = 4
 MOST_SECONDS = 60.0
 
 
-def start_reaper(mark: str) -> subprocess.Popen[bytes]:
-    """Start the reaper of this process; `stop_reaper` ends it."""
-    marks = (MARK_VARIABLE, PROCESS_VARIABLE)
-    environment = {name: value for name, value in os.environ.items() if name not in marks}
+def start_reaper(mark: str, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start the reaper of this process, with the variables of `environ`; `stop_reaper` ends it."""
     return subprocess.Popen(
         [sys.executable, "-I", "-S", __file__, mark, str(os.getpid())],
-        env=environment,
+        env={name: environ[name] for name in environ if name not in (MARK_VARIABLE, PROCESS_VARIABLE)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from trtllm_disagg.errors import ERROR_PREFIX
+from trtllm_disagg.processes.interpreter import environment
 from trtllm_disagg.strategies import spec_of
 from trtllm_disagg.tools.up.brokers import EventBroker
 from trtllm_disagg.tools.up.http import answers, is_ready, lacks_model
@@ -171,7 +172,7 @@ class Supervisor:
 
         Raises DeploymentFailedError when one dies, or the startup timeout passes.
         """
-        self._reaper = start_reaper(self._mark)
+        self._reaper = start_reaper(self._mark, environment())
         self._events.start()
         deadline = time.monotonic() + self.config.startup_seconds
         for is_first in (True, False):
@@ -309,7 +310,7 @@ class Supervisor:
     async def _start(self, process: ManagedProcess) -> None:
         mark = uuid.uuid4().hex
         try:
-            inherited = {name: value for name, value in os.environ.items() if name not in PER_PROCESS_ENV}
+            inherited = {name: value for name, value in environment().items() if name not in PER_PROCESS_ENV}
             marks = {MARK_VARIABLE: self._mark, PROCESS_VARIABLE: mark}
             await process.start({**inherited, **process.spec.env, **marks})
         except OSError as error:
