@@ -22,6 +22,8 @@ from trtllm_disagg.tools.up.plan import LOOPBACK
 from trtllm_disagg.tools.up.ports import free_http_port, free_system_ports
 
 START_SECONDS = 120.0
+#: Of a client between two requests, so that new workers find a processor to start on.
+PAUSE_SECONDS = 0.25
 #: The name for clients in the manifest.
 MODEL = "Qwen/Qwen3-8B"
 NAMESPACE = "serving-demo"
@@ -155,7 +157,7 @@ def test_the_workers_of_an_update_replace_those_before_without_a_failed_request(
     def ask_always(client: int) -> int:
         for number in itertools.count():
             graph.ask(f"{client}: about a list of {number}:", 64)
-            if is_over.is_set():
+            if is_over.wait(PAUSE_SECONDS):
                 return number
         raise AssertionError
 

@@ -32,7 +32,7 @@ class SecondTries:
 
     @property
     def needed(self) -> list[str]:
-        return [*self._shared, *self._tests]
+        return [*(text.partition("\n")[0] for text in self._shared), *self._tests]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(
