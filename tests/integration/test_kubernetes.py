@@ -66,7 +66,9 @@ def on_an_engine_of_ours(component: Manifest, engine: str) -> None:
     spec, model = container(component), str(demo_model().absolute())
     spec["args"][1] = f"--extra-engine-args={DEMO_CONFIGS / component['name']}.yaml"
     if engine == "recording":
-        spec["args"][1] = f"--override-engine-args={json.dumps({'recording': {'step_seconds': STEP_SECONDS}})}"
+        spec["args"][1] = (
+            f"--override-engine-args={json.dumps({'recording': {'step_seconds': STEP_SECONDS}})}"
+        )
     given = {"TRTLLM_DISAGG_MODEL": model, "TRTLLM_DISAGG_ENGINE": engine}
     for each in spec["env"]:
         each["value"] = given.get(each["name"], each["value"])
