@@ -15,9 +15,7 @@ def python(*arguments: str) -> tuple[str, ...]:
 
 
 def environment() -> dict[str, str]:
-    """A copy of this process's environment, for other processes. `dict(os.environ)` raises KeyError when another thread
-    takes a variable away meanwhile, as pytest's main thread does after each test.
-    """
+    """A copy, whatever other threads change meanwhile: `dict(os.environ)` raises KeyError for what they take away."""
     return {name: value for name in list(os.environ) if (value := os.environ.get(name)) is not None}
 
 
