@@ -27,11 +27,6 @@ PLUGIN_TESTS = $(addprefix --ignore=tests/unit/,$(addsuffix .py,dynamo_runtime/t
 # Three processes (tests/support/groups.py), for a quarter of the time is spent waiting for other processes: two leave a
 # third of two processors idle. PYTEST_ARGS="-n 0" for one.
 PYTEST = $(BIN)/python -m pytest -n 3 $(PYTEST_ARGS)
-# Some 400 tests run real processes on whatever machine this is. What fails is run once more, one test at a time; a failure that repeats
-# fails the run, and one that does not is named above as FAILED and is a bug to find, in the product or in the test.
-ONCE_MORE = [ $$? -eq 1 ] && echo "once more, what failed, one at a time:" && \
-	$(BIN)/python -m pytest -n 0 --last-failed --last-failed-no-failures none --maxfail 3 && \
-	echo "all of it passed now: FAILED above names tests that are not stable"
 # Where Python may not keep what it compiles beside the sources, it keeps that here: every process of the tests would compile
 # all that it imports.
 ifdef PYTHONDONTWRITEBYTECODE
@@ -62,7 +57,7 @@ demo: $(STAMP)
 	@$(BIN)/trtllm-disagg demo --model $(MODEL)
 
 test: $(TOOLS) model
-	$(PYTEST) || { $(ONCE_MORE); }
+	$(PYTEST) --second-try
 	$(BIN)/python -m tests.levels
 
 test-fast: $(TOOLS)
@@ -78,8 +73,8 @@ test-gpu-user:
 else
 test-gpu-user: private BIN = $(GPU_USER)/bin
 test-gpu-user: $(GPU_USER)/installed model
-	$(BIN)/python -m pytest -q -n 2 -m fast $(PYTEST_ARGS) $(PLUGIN_TESTS) || { $(ONCE_MORE); }
-	$(BIN)/python -m pytest -q $(PYTEST_ARGS) tests/integration/test_recording_orders.py || { $(ONCE_MORE); }
+	$(BIN)/python -m pytest -q -n 2 -m fast $(PYTEST_ARGS) $(PLUGIN_TESTS) --second-try
+	$(BIN)/python -m pytest -q $(PYTEST_ARGS) tests/integration/test_recording_orders.py --second-try
 endif
 
 # The engine's tests at the CPU levels below this machine's own; a part of `make test`.

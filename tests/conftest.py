@@ -15,6 +15,7 @@ from tests.support.durations import DurationRecorder, mark_by_speed, recorded_du
 from tests.support.groups import GroupScheduling, in_order, uses_fleet
 from tests.support.models import write_checkpoint
 
+pytest_plugins = ["tests.support.second_try"]
 Checkpoints = Callable[..., Path]
 _FLEET = pytest.StashKey[Fleet]()
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -90,7 +91,8 @@ def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     users = [item for item in request.session.items if uses_fleet(item)]
     params = [item.callspec.params for item in users if hasattr(item, "callspec")]
     wanted = {"agg", *(each["strategy"] for each in params if "strategy" in each)}
-    request.config.stash[_FLEET] = fleet = Fleet(tmp_path_factory.mktemp("fleet"), wanted)
+    tries: Any = request.config.pluginmanager.get_plugin("second tries")
+    request.config.stash[_FLEET] = fleet = Fleet(tmp_path_factory.mktemp("fleet"), wanted, tries.shared)
     yield fleet
     fleet.close()
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.parity.answers import Api, Question, Refusal, ask
-from tests.support.deployments import DEMO_CONFIGS, DISAGGREGATED, FIXED, Fleet, Served, demo_config, served
+from tests.support.deployments import DISAGGREGATED, FIXED, Fleet, Served, demo_config, served
 from trtllm_disagg.tools.up.plan import DeploymentFailedError
 from trtllm_disagg.tools.up.run_dir import read_processes
 
@@ -25,11 +25,10 @@ def mismatches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str
     directories = [tmp_path_factory.mktemp(strategy) for strategy in DISAGGREGATED]
 
     def report(strategy: str, directory: Path) -> str:
-        prefill = directory / "prefill.yaml"
-        text = (DEMO_CONFIGS / "prefill.yaml").read_text()
-        prefill.write_text(text.replace("tokens_per_block: 16", "tokens_per_block: 32"))
-        files = {"prefill": prefill, "decode": DEMO_CONFIGS / "decode.yaml"}
-        config = demo_config(strategy, directory / "run", engine_configs=files)
+        files: dict[Any, Path] = {role: directory / f"{role}.yaml" for role in ("prefill", "decode")}
+        for role, size in (("prefill", 32), ("decode", 16)):
+            files[role].write_text(f"kv_cache_config: {{tokens_per_block: {size}}}")
+        config = demo_config(strategy, directory / "run", engine="recording", engine_configs=files)
         with pytest.raises(DeploymentFailedError) as failed, served(config):
             """It does not come up."""
         assert all(record.state == "exited" for record in read_processes(config.run_dir))

@@ -47,7 +47,7 @@ def write_inputs(directory: Path) -> None:
 
 @asynccontextmanager
 async def bench(directory: Path) -> AsyncIterator[asyncio.subprocess.Process]:
-    flags = ["--workers", "2", "--layouts", f"{AGG},{ORDER}", "--workloads", "chat", "--time-scale", "2"]
+    flags = ["--workers", "2", "--layouts", f"{AGG},{ORDER}", "--workloads", "256:64", "--time-scale", "2"]
     flags += ["--rates", "4,8", "--requests", "4", "--engine-configs", str(directory / "configs")]
     flags += ["--model", str(directory / "model"), "--slo", "ttft=60000,tpot=1000"]
     flags += ["--aiperf", str(directory / "aiperf"), "--out", str(directory / "out")]

@@ -45,17 +45,6 @@ def took(deployment: Served, oracle: Oracle, prompt: list[int], salt: str) -> tu
     return answer.told["strategy"], answer.told["reason"]
 
 
-def test_prompt_of_exactly_the_local_length_stays_local(
-    deployment: tuple[Served, Path],
-    oracle: Oracle,  # noqa: F811
-) -> None:
-    served, _ = deployment
-    for length, expected in ((LIMIT - 1, "short"), (LIMIT, "short"), (LIMIT + 1, "long")):
-        strategy, reason = took(served, oracle, ids(length, seed=length), f"exact-{length}")
-        assert reason == expected
-        assert strategy == ("local" if expected == "short" else served.strategy)
-
-
 def test_cached_tokens_do_not_count_as_prompt_length(deployment: tuple[Served, Path], oracle: Oracle) -> None:  # noqa: F811
     served, _ = deployment
     prompt = ids(4 * LIMIT, seed=77)

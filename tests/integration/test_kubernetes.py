@@ -22,6 +22,7 @@ from trtllm_disagg.tools.up.plan import LOOPBACK
 from trtllm_disagg.tools.up.ports import free_http_port, free_system_ports
 
 START_SECONDS = 120.0
+STEP_SECONDS = 0.01
 #: The name for clients in the manifest.
 MODEL = "Qwen/Qwen3-8B"
 NAMESPACE = "serving-demo"
@@ -60,11 +61,15 @@ def cluster() -> Iterator[Cluster]:
     cluster.close()
 
 
-def on_the_embedded_engine(component: Manifest) -> None:
+def on_an_engine_of_ours(component: Manifest, engine: str) -> None:
     """The demo model instead of the one of the manifest; everything else stays."""
     spec, model = container(component), str(demo_model().absolute())
     spec["args"][1] = f"--extra-engine-args={DEMO_CONFIGS / component['name']}.yaml"
-    given = {"TRTLLM_DISAGG_MODEL": model, "TRTLLM_DISAGG_ENGINE": "embedded"}
+    if engine == "recording":
+        spec["args"][1] = (
+            f"--override-engine-args={json.dumps({'recording': {'step_seconds': STEP_SECONDS}})}"
+        )
+    given = {"TRTLLM_DISAGG_MODEL": model, "TRTLLM_DISAGG_ENGINE": engine}
     for each in spec["env"]:
         each["value"] = given.get(each["name"], each["value"])
 
@@ -94,14 +99,14 @@ class Graph:
 
 
 @pytest.fixture
-def graph(cluster: Cluster, tmp_path: Path) -> Iterator[Graph]:
+def graph(cluster: Cluster, tmp_path: Path, engine: str) -> Iterator[Graph]:
     of_manifest = components(rendered(ROOT / "deploy" / "k8s" / "decode_first"))
     kubelet = Kubelet(cluster, {"trtllm-disagg-admin-key": {"key": secrets.token_bytes(32)}}, tmp_path)
     http_port = free_http_port(LOOPBACK, 0)
     try:
         kubelet.start(of_manifest["frontend"], http_port, OF_OPERATOR | OF_FRONTENDS)
         for role in ("prefill", "decode"):
-            on_the_embedded_engine(of_manifest[role])
+            on_an_engine_of_ours(of_manifest[role], engine)
         with httpx.Client(base_url=f"http://{LOOPBACK}:{http_port}", timeout=60.0) as client:
             yield Graph(kubelet, cluster, of_manifest, client)
     finally:
@@ -121,6 +126,7 @@ def stop(graph: Graph, pod: Pod) -> None:
     assert pod.process.wait(grace_seconds) == 0, pod.log.read_text()[-2000:]
 
 
+@pytest.mark.parametrize("engine", ["embedded"])
 def test_pods_of_a_manifest_find_each_other_answer_and_are_switched(graph: Graph, tmp_path: Path) -> None:
     _, decode = graph.start_workers()
     wait_until(lambda: has_model(graph), "a model", START_SECONDS)
@@ -147,6 +153,7 @@ def test_pods_of_a_manifest_find_each_other_answer_and_are_switched(graph: Graph
     assert '"part":"decode/prefill_first"' in decode.log.read_text()
 
 
+@pytest.mark.parametrize("engine", ["recording"])
 def test_the_workers_of_an_update_replace_those_before_without_a_failed_request(graph: Graph) -> None:
     old = graph.start_workers()
     wait_until(lambda: has_model(graph), "a model", START_SECONDS)
@@ -163,11 +170,11 @@ def test_the_workers_of_an_update_replace_those_before_without_a_failed_request(
         asking = [clients.submit(ask_always, client) for client in range(3)]
         try:
             new = graph.start_workers("5e6f7a8b")
-            wait_until(lambda: pulls(new[-1]) > 0, "the new workers answer, too")
+            wait_until(lambda: all(answered(pod) for pod in new), "the new workers answer, too")
             for pod in old:
                 stop(graph, pod)
-            before = pulls(new[-1])
-            wait_until(lambda: pulls(new[-1]) > before + 3, "the new workers answer alone")
+            before = answered(new[-1])
+            wait_until(lambda: answered(new[-1]) > before + 3, "the new workers answer alone")
         finally:
             is_over.set()
         assert all(each.result() > 3 for each in asking)
@@ -199,9 +206,16 @@ def has_prefilled(steps: Path) -> bool:
 
 
 def pulls(pod: Pod) -> float:
+    return metric(pod, "trtllm_disagg_kv_pulls_total")
+
+
+def answered(pod: Pod) -> float:
+    return metric(pod, "dynamo_component_requests_total", 'dynamo_endpoint="generate"')
+
+
+def metric(pod: Pod, name: str, label: str = "") -> float:
     page = httpx.get(f"http://{LOOPBACK}:{pod.port}/metrics").text
-    found = re.findall(r"^trtllm_disagg_kv_pulls_total\{.*\} (\S+)$", page, re.MULTILINE)
-    return sum(map(float, found))
+    return sum(map(float, re.findall(rf"^{name}\{{.*{label}.*\}} (\S+)$", page, re.MULTILINE)))
 
 
 def become_ready(pods: Sequence[Pod], cluster: Cluster) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Checkpoints
-from tests.support.deployments import DISAGGREGATED, FIXED, WORKER_SIDE, demo_config, served, wait_until
+from tests.support.deployments import demo_config, served, wait_until
 from tests.support.tracing import Collector, collecting
 from trtllm_disagg.strategies import spec_of
 from trtllm_disagg.tools.trace.reading import Node, Trace
@@ -38,7 +38,7 @@ def covered(nodes: list[Node], start: int, end: int) -> float:
     return total / (end - start)
 
 
-@pytest.mark.parametrize("strategy", FIXED)
+@pytest.mark.parametrize("strategy", ["decode_first", "router"])
 def test_a_request_is_one_trace_over_frontend_and_workers(
     strategy: str, checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,9 +70,9 @@ def test_a_request_is_one_trace_over_frontend_and_workers(
     assert [node.span.name for node in trace.roots] == [FRONTEND]
     ours = [node for node in trace.nodes if node.is_ours]
     workers = {node.worker.partition("-")[0] for node in ours}
-    assert workers == ({"prefill", "decode"} if strategy in DISAGGREGATED else {"agg"})
+    assert workers == {"prefill", "decode"}
     requests = [node for node in ours if node.span.name == "request"]
-    assert len(requests) == (2 if strategy in DISAGGREGATED and strategy not in WORKER_SIDE else 1)
+    assert len(requests) == (2 if strategy == "router" else 1)
     parts = [child for request in requests for child in request.children]
     frontend = trace.roots[0].span
     assert covered(parts, frontend.start, frontend.end) >= LEAST_COVERED

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -202,11 +203,14 @@ def served(config: DeploymentConfig) -> Iterator[Served]:
 
 
 class Fleet:
-    """One deployment per strategy. All that will be needed load side by side, as soon as one is asked for."""
+    """One deployment per strategy. All that will be needed load side by side, as soon as one is asked for. One that
+    does not start is tried once more, and `tell` hears of it, before it fails all that ask for it.
+    """
 
-    def __init__(self, run_dirs: Path, wanted: Iterable[str]) -> None:
+    def __init__(self, run_dirs: Path, wanted: Iterable[str], tell: Callable[[str, Exception], None]) -> None:
         self._run_dirs = run_dirs
         self._wanted = set(wanted)
+        self._tell = tell
         self._slots = threading.Semaphore(LOADING_AT_ONCE)
         self._done = threading.Event()
         self._ready: dict[str, Future[Served]] = {}
@@ -235,8 +239,15 @@ class Fleet:
         with ExitStack() as stack:
             try:
                 with self._slots:
-                    config = demo_config(strategy, self._run_dirs / strategy)
-                    ready.set_result(stack.enter_context(served(config)))
+                    ready.set_result(self._start(strategy, stack))
             except Exception as error:
                 ready.set_exception(error)
             self._done.wait()
+
+    def _start(self, strategy: str, stack: ExitStack) -> Served:
+        config = demo_config(strategy, self._run_dirs / strategy)
+        try:
+            return stack.enter_context(served(config))
+        except Exception as error:
+            self._tell(f"the shared {strategy}", error)
+        return stack.enter_context(served(replace(config, run_dir=self._run_dirs / f"{strategy}-again")))

@@ -24,6 +24,8 @@ FLEET = (
     "tests/parity/test_matrix.py",
     "tests/parity/test_ways.py",
 )
+#: The last ones to begin run alone, on half of the processors.
+UNRECORDED_SECONDS = 60.0
 #: Folders with files that share engines, or that look for what mpich leaves in /dev/shm.
 _TOGETHER = ("tests/conformance/", "tests/unit/engines/embedded/tensor_parallel/")
 
@@ -39,7 +41,7 @@ def uses_fleet(item: pytest.Item) -> bool:
 
 
 def in_order(items: list[pytest.Item], seconds: Mapping[str, float]) -> None:
-    """The groups that take longest come first. `seconds` of each file; one that is not recorded takes none."""
+    """The groups that take longest come first. `seconds` of each file; one that is not recorded may be long, too."""
     for item in items:
         if uses_fleet(item) and file_of(item) not in FLEET:
             raise pytest.UsageError(f"{item.nodeid} uses the fleet: its file must be in FLEET of {__name__}")
@@ -47,7 +49,7 @@ def in_order(items: list[pytest.Item], seconds: Mapping[str, float]) -> None:
             raise pytest.UsageError(f"{item.nodeid}: an address is another one in each process; name the ids")
     lengths: defaultdict[str, float] = defaultdict(float)
     for file in {file_of(item) for item in items}:
-        lengths[group_of(file)] += seconds.get(file, 0.0)
+        lengths[group_of(file)] += seconds.get(file, UNRECORDED_SECONDS)
 
     def place(item: pytest.Item) -> tuple[float, str, bool]:
         group = group_of(file_of(item))

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from trtllm_disagg.errors import ConfigError
 
-_SYSTEM_PORT, _SYSTEM_HOST = "DYN_SYSTEM_PORT", "DYN_SYSTEM_HOST"
+_SYSTEM_PORT, _SYSTEM_HOST, _NO_PORT = "DYN_SYSTEM_PORT", "DYN_SYSTEM_HOST", "-1"
 #: Dynamo reads the number as a signed one of 16 bits.
 _HIGHEST_PORT = 2**15 - 1
 
@@ -36,13 +36,13 @@ def require_system_port(environ: Mapping[str, str]) -> None:
 
 @contextmanager
 def without_system_port() -> Iterator[None]:
-    """A runtime that is made inside does not open this worker's system port. Dynamo has no argument for it."""
-    port = os.environ.pop(_SYSTEM_PORT, None)
+    """A runtime made inside opens no system port. The variable stays: another thread may be copying all of them."""
+    port = os.environ.get(_SYSTEM_PORT, _NO_PORT)
+    os.environ[_SYSTEM_PORT] = _NO_PORT
     try:
         yield
     finally:
-        if port is not None:
-            os.environ[_SYSTEM_PORT] = port
+        os.environ[_SYSTEM_PORT] = port
 
 
 def _can_be_host(text: str) -> bool:

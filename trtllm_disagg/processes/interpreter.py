@@ -14,6 +14,11 @@ def python(*arguments: str) -> tuple[str, ...]:
     return (sys.executable, "-P", *arguments)
 
 
+def environment() -> dict[str, str]:
+    """A copy, whatever other threads change meanwhile: `dict(os.environ)` raises KeyError for what they take away."""
+    return {name: value for name in list(os.environ) if (value := os.environ.get(name)) is not None}
+
+
 def leave_current_directory() -> None:
     """Stops a process that was started by `python -m` from importing from the current directory."""
     if not sys.flags.safe_path and sys.path and sys.path[0] in ("", _current_directory()):

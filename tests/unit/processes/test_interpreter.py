@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections import UserDict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.support.deployments import wait_until
 from trtllm_disagg.engines.embedded.kv_transfer.transports import why_no_cma
 from trtllm_disagg.engines.embedded.tensor_parallel.launch import core_launch
-from trtllm_disagg.processes.interpreter import python
+from trtllm_disagg.processes.interpreter import environment, python
+from trtllm_disagg.tools.up.orphan_reaper import MARK_VARIABLE, start_reaper, stop_reaper
 
 #: What workers, frontends and engines import: ours, of the standard library, and of others.
 PLANTED = ("yaml", "torch", "msgspec", "ctypes", "argparse", "prometheus_client", "uvloop", "sitecustomize")
@@ -26,6 +29,14 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r}); 1 / 0\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+class Changing(UserDict[str, str]):
+    """As os.environ is while another thread takes a variable away: its name is in the list, and no longer there."""
+
+    def __iter__(self) -> Iterator[str]:
+        yield "PYTEST_CURRENT_TEST"
+        yield from super().__iter__()
 
 
 def run(command: Sequence[str], **environment: str) -> subprocess.CompletedProcess[str]:
@@ -57,3 +68,18 @@ def test_a_worker_runs_nothing_of_the_current_directory(planted: Path, command: 
     done = run(command)
     assert "error: " in done.stderr
     assert not (planted / "ran").exists()
+
+
+def test_a_variable_that_is_taken_away_meanwhile_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", Changing(HOME="/root"))
+    assert environment() == {"HOME": "/root"}
+
+
+def test_the_reaper_starts_while_the_environment_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", Changing())
+    reaper = start_reaper("a mark", {"HOME": "/root", MARK_VARIABLE: "of the deployment around this one"})
+    try:
+        shown = Path(f"/proc/{reaper.pid}/environ")
+        wait_until(lambda: shown.read_bytes() == b"HOME=/root\0", "the reaper runs with what it was given")
+    finally:
+        stop_reaper(reaper)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
@@ -19,7 +18,7 @@ from trtllm_disagg import INSTALL_DYNAMO
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes import machine
 from trtllm_disagg.processes.exits import EXIT_CODES, ONE_INTERRUPT_SECONDS, ExitCode, is_wanted
-from trtllm_disagg.processes.interpreter import python
+from trtllm_disagg.processes.interpreter import environment, python
 from trtllm_disagg.tools.up.command_socket import serving_commands
 from trtllm_disagg.tools.up.managed_process import ManagedProcess
 from trtllm_disagg.tools.up.plan import (
@@ -38,13 +37,13 @@ from trtllm_disagg.tools.up.workers import needs_of, with_workers
 _AGAIN_SECONDS = 30.0
 
 
-def prepare(config: DeploymentConfig, status: Status, environ: Mapping[str, str] | None = None) -> Supervisor:
+def prepare(config: DeploymentConfig, status: Status) -> Supervisor:
     """Check for Dynamo and the engine, the machine's limits and the port, plan the processes, and claim the run
     directory. Starts no process.
     """
     if find_spec("dynamo") is None:
         raise ConfigError(f"frontend and workers need Dynamo, which is not installed here: {INSTALL_DYNAMO}")
-    environ = dict(os.environ if environ is None else environ)
+    environ = environment()
     for shortage in check_deployment_limits([config]):
         status.note(f"warning: {shortage}")
     http_port = free_http_port(config.http_host, config.http_port)
@@ -196,15 +195,14 @@ class Deployment:
 
 @asynccontextmanager
 async def running_deployment(
-    config: DeploymentConfig, status: Status | None = None, environ: Mapping[str, str] | None = None
+    config: DeploymentConfig, status: Status | None = None
 ) -> AsyncIterator[Deployment]:
-    """A deployment that is ready when the block begins, and drained or killed when it ends. `environ`: where another
-    thread may change that of this process.
+    """A deployment that is ready when the block begins, and drained or killed when it ends.
 
     Raises DeploymentFailedError with a readable report when the deployment does not become ready.
     """
     status = status or Status()
-    supervisor = prepare(config, status, environ)
+    supervisor = prepare(config, status)
     try:
         async with status.showing(supervisor.processes):
             try:
@@ -227,7 +225,7 @@ def deployment_in_background(config: DeploymentConfig, status: Status | None = N
     """`running_deployment` in a thread, for callers without an event loop, such as a session fixture of pytest."""
     ready: Future[Deployment] = Future()
     loop = asyncio.new_event_loop()
-    keeping = loop.create_task(_keep(running_deployment(config, status, dict(os.environ)), ready))
+    keeping = loop.create_task(_keep(running_deployment(config, status), ready))
     thread = threading.Thread(target=_run, args=(loop, keeping), name="deployment")
     thread.start()
     try:

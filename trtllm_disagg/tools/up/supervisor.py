@@ -5,7 +5,6 @@ until too many starts have failed.
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
 import time
 import uuid
@@ -16,6 +15,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from trtllm_disagg.errors import ERROR_PREFIX
+from trtllm_disagg.processes.interpreter import environment
 from trtllm_disagg.strategies import spec_of
 from trtllm_disagg.tools.up.brokers import EventBroker
 from trtllm_disagg.tools.up.http import answers, is_ready, lacks_model
@@ -76,7 +76,7 @@ class Supervisor:
         """
         #: Of the current revision.
         self.config = config
-        self.environ = dict(os.environ if environ is None else environ)
+        self.environ = environment() if environ is None else environ
         self._kill_seconds = kill_seconds
         self.run_dir = run_dir
         self._until_discovery_is_lost = run_dir.discovery_in_sight()

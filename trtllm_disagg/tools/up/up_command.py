@@ -20,6 +20,7 @@ from trtllm_disagg.engine.engines import resolve_engine
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.model_directory import servable_model
 from trtllm_disagg.processes.exits import ExitCode, ending_as_on_ctrl_c
+from trtllm_disagg.processes.interpreter import environment
 from trtllm_disagg.strategies import STRATEGIES, spec_of
 from trtllm_disagg.tools.up.gpus import ROLE_VARIABLES
 from trtllm_disagg.tools.up.plan import (
@@ -176,7 +177,7 @@ def _serve(config: DeploymentConfig) -> ExitCode:
 
     name, config = default_name(config.model), replace(config, model=str(servable_model(config.model)))
     status = status_for(sys.stderr)
-    environ = dict(os.environ)
+    environ = environment()
     workers = parsed_workers(config, environ)
     # A file would beat the engine's flags.
     flags = ENGINE_KEYS.keys() - {"model"} | {"extra_engine_args"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
 import subprocess
 import threading
@@ -26,6 +25,7 @@ from trtllm_disagg.engines.embedded.ipc.messages import (
 )
 from trtllm_disagg.engines.embedded.ipc.sockets import Link, Listener, accept
 from trtllm_disagg.engines.embedded.tensor_parallel.launch import Launch, RankWatch, core_launch
+from trtllm_disagg.processes.interpreter import environment
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class CoreClient:
         listener = self._open.enter_context(Listener("core"))
         self._end_seconds = end_seconds
         start = Start(args, listener.path, builder, step_timeout_seconds)
-        self._process = _spawn(launch(num_ranks, num_threads, os.environ), start)
+        self._process = _spawn(launch(num_ranks, num_threads, environment()), start)
         try:
             self._link = self._open.enter_context(contextlib.closing(self._accept(listener)))
             self._link.wait_at_most(_POLL_SECONDS)

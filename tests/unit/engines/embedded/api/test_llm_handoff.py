@@ -98,21 +98,6 @@ async def test_handoff_has_first_token_ids_and_opaque_state(prefill: LLM) -> Non
     await eventually(lambda: no_leases(prefill))
 
 
-@pytest.mark.parametrize("streaming", [True, False])
-async def test_two_engines_answer_what_one_does(prefill: LLM, decode: LLM, streaming: bool) -> None:
-    tokens = prompt(2 + streaming)
-    whole = await prefill.generate_async(tokens, PARAMS)
-    handoff = to_decode(await run_prefill(prefill, tokens))
-    result = decode.generate_async(tokens, PARAMS, streaming=streaming, disaggregated_params=handoff)
-    updates = [list(update.outputs[0].token_ids) async for update in result]
-    assert updates[0][:1] == handoff.first_gen_tokens, "the first token is repeated, and comes first"
-    output = result.outputs[0]
-    assert output.token_ids == whole.outputs[0].token_ids
-    assert output.logprobs == whole.outputs[0].logprobs, "the first token's came along"
-    assert (output.finish_reason, output.text) == ("length", whole.outputs[0].text)
-    await eventually(lambda: no_leases(prefill))
-
-
 async def test_without_logprobs_of_the_first_token_the_others_keep_their_places(
     prefill: LLM, decode: LLM
 ) -> None:
@@ -187,13 +172,6 @@ def test_incomplete_handoff_is_refused_at_once(decode: LLM, changes: dict[str, A
     with pytest.raises(ValueError, match=reason):
         decode.generate_async([5], disaggregated_params=dataclasses.replace(whole, **changes))
     assert len(decode._running) == 0
-
-
-@pytest.mark.parametrize("kind", ["context_only", "generation_only"])
-def test_a_handoff_has_one_choice(decode: LLM, kind: str) -> None:
-    params = DisaggregatedParams(request_type=kind, opaque_state=b"x", first_gen_tokens=[5])
-    with pytest.raises(ValueError, match=f"a {kind} request has exactly one choice"):
-        decode.generate_async([5], SamplingParams(n=2), disaggregated_params=params)
 
 
 @pytest.mark.parametrize("state", [b"x", b"\x81\xa1\xff\x01", b"\xff" * 100])

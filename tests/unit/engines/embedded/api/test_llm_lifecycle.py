@@ -39,18 +39,6 @@ async def first_token(result: Any) -> None:
 # -- abort
 
 
-@pytest.mark.parametrize("streaming", [True, False])
-async def test_an_aborted_request_ends_as_cancelled_and_the_next_one_runs(llm: LLM, streaming: bool) -> None:
-    result = llm.generate_async([5, 6, 7], ENDLESS, streaming=streaming)
-    if streaming:
-        await first_token(result)
-    result.abort()
-    await result
-    assert result.outputs[0].finish_reason == "cancelled"
-    assert result.outputs[0].length < 400
-    assert (await llm.generate_async([5, 6, 7])).outputs[0].finish_reason == "length"
-
-
 async def test_aborting_one_request_leaves_the_others_alone(llm: LLM) -> None:
     results = [
         llm.generate_async([5, 6, 7 + i], SamplingParams(max_tokens=60, ignore_eos=True)) for i in range(3)

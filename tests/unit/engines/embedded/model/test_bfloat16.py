@@ -32,11 +32,10 @@ NEW_TOKENS = 6
 DENSE, MIXTURE = (0.1, 0.15), (0.4, 1.0)
 
 
-#: As a CPU's level has it, for every family; and the other ways, for the plain forward, soft-caps and experts.
+#: As a CPU's level has it, for every family; and the other way, for the plain forward, soft-caps and experts.
 WAYS = [(family, "auto") for family in FAMILIES]
-WAYS += [
-    (family, weights) for family in ("llama", "gemma2", "qwen3_moe") for weights in ("float32", "bfloat16")
-]
+OTHER = "float32" if this_cpu().has_bfloat16 else "bfloat16"
+WAYS += [(family, OTHER) for family in ("llama", "gemma2", "qwen3_moe")]
 
 
 def computed_in(weights: str) -> torch.dtype:
