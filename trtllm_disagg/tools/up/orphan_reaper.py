@@ -27,13 +27,7 @@ MOST_SECONDS = 60.0
 
 
 def start_reaper(mark: str, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-<<<<<<< HEAD
-    """Start the reaper of this process; `stop_reaper` ends it. `environ`: no view of one that others change."""
-    marks = (MARK_VARIABLE, PROCESS_VARIABLE)
-    environment = {name: value for name, value in environ.items() if name not in marks}
-=======
     """Start the reaper of this process, with the variables of `environ`; `stop_reaper` ends it."""
->>>>>>> suite
     return subprocess.Popen(
         [sys.executable, "-I", "-S", __file__, mark, str(os.getpid())],
         env={name: environ[name] for name in environ if name not in (MARK_VARIABLE, PROCESS_VARIABLE)},
