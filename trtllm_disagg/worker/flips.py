@@ -6,6 +6,7 @@ describes them. `flip` and `doctor` judge them by the same functions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -19,8 +20,8 @@ from trtllm_disagg.worker.pairing import Description, fixed_by, require_pair, un
 
 #: A worker does much less than the others of its role below this share of what the largest of them does.
 _MUCH_SMALLER = 0.5
-#: TensorRT-LLM builds an engine for the role that this variable names: it leaves out weights that only the other one
-#: needs. Beside `context` and `generation` it takes older names: ctx0, gen0, decode.
+#: TensorRT-LLM may leave out weights that only the role not named by this variable needs. Beside `context` and
+#: `generation` it takes older names: ctx0, gen0, decode.
 _ROLE_VARIABLE = "TRTLLM_DISAGG_ROLE"
 _NAMES_OF_ROLES = {"ctx": Role.PREFILL, "context": Role.PREFILL, "prefill": Role.PREFILL}
 _NAMES_OF_ROLES |= {"gen": Role.DECODE, "generation": Role.DECODE, "decode": Role.DECODE}
@@ -150,7 +151,7 @@ def _misfits(own: Description, alike: Sequence[Description]) -> Iterator[Misfit]
     beside = [RoleSettings.described(each) for each in alike]
     for variable, role in settings.role_variables.items():
         if role is not to:
-            yield Misfit(variable, "it unset", f"TensorRT-LLM has built this engine for {role} alone")
+            yield Misfit(variable, "it unset", f"TensorRT-LLM may have built this engine for {role} alone")
     if to is Role.DECODE:
         yield from filter(None, (graphs_misfit(settings), overlap_misfit(settings)))
     if settings.block_reuse is False and any(each.block_reuse for each in beside):
@@ -163,15 +164,10 @@ def _misfits(own: Description, alike: Sequence[Description]) -> Iterator[Misfit]
     yield from _smaller("max_num_tokens", settings.max_num_tokens, tokens, to, is_grave=False)
     sizes = {str(each) for each in beside} - {""}
     if sizes and str(settings) not in sizes:
-        cost = (
-            f"its steps take another time than those of the other {to} workers, and KV is cut anew on its way"
-        )
+        cost = f"its steps take another time than those of other {to} workers, and KV is cut anew on its way"
         yield Misfit(str(settings), " or ".join(sorted(sizes)), cost, is_grave=False)
     if settings.num_gpus > 1 and own.get("transceiver_runtime") in ("PYTHON", "auto"):
-        cost = (
-            "the Python transceiver keeps the marks of both roles, so that its ranks agree twice in every step until "
-            "the worker is started again"
-        )
+        cost = "the Python transceiver keeps the marks of both roles: until a restart its ranks agree twice in each step"
         yield Misfit(str(settings), "one GPU, or transceiver_runtime: CPP", cost, is_grave=False)
 
 
@@ -179,9 +175,9 @@ def _smaller(
     key: str, own: int | None, others: Sequence[int | None], to: Role, *, is_grave: bool
 ) -> Iterator[Misfit]:
     most = max(filter(None, others), default=0)
-    if own is not None and own < (least := _MUCH_SMALLER * most):
+    if own is not None and own < (least := math.ceil(_MUCH_SMALLER * most)):
         cost = f"another {to} worker has {most}, and this one does less at once"
-        yield Misfit(f"{key}: {own}", f"at least {least:g}", cost, is_grave)
+        yield Misfit(f"{key}: {own}", f"at least {least}", cost, is_grave)
 
 
 # -- the check
