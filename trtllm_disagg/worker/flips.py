@@ -12,11 +12,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import msgspec
+from packaging.version import Version
 
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.engine.engine_facts import EngineFacts
+from trtllm_disagg.engine.trtllm_version import OLDEST_SERVED
 from trtllm_disagg.errors import ConfigError, InvalidRequestError
-from trtllm_disagg.worker.pairing import Description, fixed_by, require_pair, unmet_by_prefill
+from trtllm_disagg.worker.pairing import Description, fixed_by, require_pair
 
 #: A worker does much less than the others of its role below this share of what the largest of them does.
 _MUCH_SMALLER = 0.5
@@ -106,7 +108,18 @@ def _role_variables(environ: Mapping[str, str]) -> dict[str, Role]:
     return bound
 
 
-# -- what a role is slow with
+# -- what a role needs, and what it is slow with
+
+
+def unmet_by_prefill(prefill: Description) -> dict[str, str]:
+    """What TensorRT-LLM needs of a prefill worker's engine that this one has not, by the name of the setting."""
+    settings, version, unmet = RoleSettings.described(prefill), prefill.get("trtllm_version"), {}
+    if settings.overlap_scheduler and version and Version(version) < OLDEST_SERVED:
+        unmet["overlap_scheduler"] = "disable_overlap_scheduler: true"
+    if settings.context_parallel_size != 1:
+        only_decode = "context_parallel_size: 1; only decode workers take more (cp_type: HELIX)"
+        unmet["context_parallel_size"] = only_decode
+    return unmet
 
 
 class Misfit(NamedTuple):
@@ -167,7 +180,7 @@ def _misfits(own: Description, alike: Sequence[Description]) -> Iterator[Misfit]
         cost = f"its steps take another time than those of other {to} workers, and KV is cut anew on its way"
         yield Misfit(str(settings), " or ".join(sorted(sizes)), cost, is_grave=False)
     if settings.num_gpus > 1 and own.get("transceiver_runtime") in ("PYTHON", "auto"):
-        cost = "the Python transceiver keeps the marks of both roles: until a restart its ranks agree twice in each step"
+        cost = "the Python transceiver keeps the marks of both roles: until a restart ranks agree twice in each step"
         yield Misfit(str(settings), "one GPU, or transceiver_runtime: CPP", cost, is_grave=False)
 
 

@@ -17,8 +17,8 @@ from trtllm_disagg.engine.trtllm_version import (
 )
 from trtllm_disagg.strategies import STRATEGIES
 from trtllm_disagg.tools.doctor.pair import DEFAULT_BLOCK_SIZE, Pair, Side
-from trtllm_disagg.worker.flips import Misfit, graphs_misfit, overlap_misfit
-from trtllm_disagg.worker.pairing import BY_KEY, fixed_by, unmet_by_prefill
+from trtllm_disagg.worker.flips import Misfit, graphs_misfit, overlap_misfit, unmet_by_prefill
+from trtllm_disagg.worker.pairing import BY_KEY, fixed_by
 
 #: The verdict of a rule that holds, and of one about a deployment that could not be checked.
 FINE, UNKNOWN = "ok", "not known"
