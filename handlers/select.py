@@ -167,11 +167,11 @@ class Weights:
         self.are_equal = True
 
     def set(self, instance_id: int, weight: int | None) -> None:
-        """`weight`: None where it is not known, or no longer."""
+        """`weight`: None where it is not known, or no longer; what another program describes may be no weight."""
         if self._known.get(instance_id) == weight:
             return
         self._known.pop(instance_id, None)
-        if weight is not None:
+        if weight is not None and weight > 0:
             self._known[instance_id] = weight
         self.are_equal = len(set(self._known.values())) <= 1
         self._median = median_low(self._known.values()) if self._known else 1

@@ -200,7 +200,8 @@ async def test_an_instance_that_comes_back_to_unequal_ones_catches_up_on_one_rou
 
 
 def test_an_unknown_weight_is_the_median_of_the_known_ones() -> None:
-    known = weights_of(16, 256, 512)
+    known = weights_of(16, 256, 512, 0, -1)
+    assert known.of([3, 4]) == [256, 256]
     assert known.of([0, 9]) == [16, 256]
     known.set(1, None)
     assert (known.of([1]), known.are_equal) == ([16], False)

@@ -468,7 +468,7 @@ _rule("tokenizer", lambda side: side.given.get("tokenizer") or "model's", "both 
 )
 
 
-@_rule("parallelism", lambda side: side.settings)
+@_rule("parallelism", lambda side: str(side.settings))
 def _ranks(pair: Pair) -> Problem | None:
     """it may differ; KV is cut anew on the way"""
     prefill, decode = (side.args for side in pair.sides)
