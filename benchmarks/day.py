@@ -3,6 +3,8 @@
 The GPU is imagined (`modelled.measured`), everything else is real. In the morning documents are asked about (long
 prompts, short answers), in the evening people chat (short prompts, long answers), at night few do either. Printed are
 the share of requests that keep both limits, and the GPU seconds that were used for them. All layouts run side by side.
+`--files role` takes the sizes of the shipped prefill.yaml and decode.yaml, whose workers cannot flip; `flex` those of
+flex.yaml.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ ENGINE = {
     "kv_cache_config": {"tokens_per_block": 32},
     "modelled": {"measured": STEPS | {"kv_bytes_per_token": 131_072}, "link_gb_per_second": 50},
 }
+SHIPPED = Path(__file__).parents[1] / "engine_configs" / "modelled"
 TTFT, TPOT = 1.0, 0.030
 
 
@@ -116,15 +119,24 @@ async def gpu_seconds(deployment: Deployment, used: list[float], ratios: list[st
         seen_at = now
 
 
-def config_of(layout: str, strategy: str, directory: Path) -> DeploymentConfig:
+def engine_of(role: str, files: str) -> dict[str, Any]:
+    """`files`: one for both roles, or role or flex: the shipped ones, on the same imagined GPU."""
+    if files == "one":
+        return ENGINE
+    content = yaml.safe_load((SHIPPED / f"{'flex' if files == 'flex' else role}.yaml").read_text())
+    return {**content, **{key: ENGINE[key] for key in ("max_seq_len", "modelled")}}
+
+
+def config_of(layout: str, strategy: str, directory: Path, files: str = "one") -> DeploymentConfig:
     """`layout`: 2P3D, 5agg, or auto5: from one worker of each role to five workers."""
     pair, alone, auto = (re.fullmatch(p, layout) for p in (r"(\d+)P(\d+)D", r"(\d+)agg", r"auto(\d+)"))
     roles = ("agg",) if alone else ("prefill", "decode")
-    files = directory / f"{layout}-engines"
-    files.mkdir()
+    engines = directory / f"{layout}-engines"
+    engines.mkdir()
     for role in roles:
         transceiver = {} if alone else {"cache_transceiver_config": {"backend": "NIXL"}}
-        (files / f"{role}.yaml").write_text(yaml.safe_dump(ENGINE | transceiver))
+        content = engine_of(role, files if not alone else "one") | transceiver
+        (engines / f"{role}.yaml").write_text(yaml.safe_dump(content))
     settings: dict[str, Any] = {}
     if pair:
         settings = {"prefill_workers": int(pair[1]), "decode_workers": int(pair[2])}
@@ -141,7 +153,7 @@ def config_of(layout: str, strategy: str, directory: Path) -> DeploymentConfig:
         run_dir=directory / layout,
         http_port=0,
         engine="modelled",
-        engine_configs=engine_configs_in(files, strategy),
+        engine_configs=engine_configs_in(engines, strategy),
         **settings,
     )
 
@@ -180,17 +192,18 @@ async def day(config: DeploymentConfig, layout: str, seconds: float, seed: int) 
 
 async def main(args: argparse.Namespace, directory: Path) -> None:
     days = (
-        day(config_of(layout, args.strategy, directory), layout, args.seconds, args.seed)
+        day(config_of(layout, args.strategy, directory, args.files), layout, args.seconds, args.seed)
         for layout in args.layouts
     )
     for result in await asyncio.gather(*days):
-        print(json.dumps(result), flush=True)
+        print(json.dumps({"files": args.files} | result), flush=True)
 
 
 def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("layouts", nargs="+", help="2P3D, 5agg, auto5")
     parser.add_argument("--strategy", default="decode_first")
+    parser.add_argument("--files", default="one", choices=("one", "role", "flex"), help="engine configs")
     parser.add_argument("--seconds", type=float, default=480.0, help="of a day")
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args(words)

@@ -138,6 +138,8 @@ class Peers:
         self._learned, self._look_at = list(there), now + _LOOK_SECONDS
         if len(self._known) > len(there):
             present = set(there)
+            for gone in self._known.keys() - present:
+                self.in_flight.weights.set(gone, None)
             self._known = {each: known for each, known in self._known.items() if each in present}
             self._unfit &= present
         new = [each for each in there if each not in self._known and each != QUEUE_ID]
@@ -224,6 +226,9 @@ class Peers:
         facts = EngineFacts.described(description)
         self._known[instance.instance_id] = _Known(fits, facts, description, self._clock())
         (self._unfit.discard if fits else self._unfit.add)(instance.instance_id)
+        # A prompt fills a step of any size: only decode workers do as much at once as they have slots.
+        if not self._prefill:
+            self.in_flight.weights.set(instance.instance_id, facts.slots)
 
 
 class Call:

@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from statistics import median_low
 from typing import Any, Protocol
 
 from trtllm_disagg.errors import InvalidRequestError, NoInstanceError
@@ -155,11 +156,37 @@ class Selector(Protocol):
         ...
 
 
+class Weights:
+    """How much each instance does at once, relative to the others. One of which that is not known counts as the median
+    of those known.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, int] = {}
+        self._median = 1
+        self.are_equal = True
+
+    def set(self, instance_id: int, weight: int | None) -> None:
+        """`weight`: None where it is not known, or no longer; what another program describes may be no weight."""
+        if self._known.get(instance_id) == weight:
+            return
+        self._known.pop(instance_id, None)
+        if weight is not None and weight > 0:
+            self._known[instance_id] = weight
+        self.are_equal = len(set(self._known.values())) <= 1
+        self._median = median_low(self._known.values()) if self._known else 1
+
+    def of(self, instances: Iterable[int]) -> list[int]:
+        return [self._known.get(each, self._median) for each in instances]
+
+
 class InFlight:
     """The load that this worker has on each instance: the prompt tokens of its running calls."""
 
     def __init__(self) -> None:
         self._tokens: dict[int, int] = {}
+        #: Of the same instances.
+        self.weights = Weights()
 
     def __getitem__(self, instance_id: int) -> int:
         return self._tokens.get(instance_id, 0)
@@ -183,54 +210,81 @@ class InFlight:
 class RoundRobin:
     """Chooses the instance that has waited longest for a turn. To count requests would not do: where every other one
     has a single candidate, as with a pin, or a prompt that one instance has cached, all between would go to one.
+
+    With unequal weights an instance is due again after a time that is as much shorter as its weight is larger. What it
+    was late, or early, counts for its next turn, up to a round: so the shares are exact, and none catches up on more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, weights: Weights | None = None) -> None:
         self._turns = itertools.count()
         #: By instance, in the order of these turns.
-        self._last_turns: dict[int, int] = {}
+        self._last_turns: dict[int, float] = {}
+        self._weights = weights or Weights()
 
     async def choose(self, request: GenerateRequest, candidates: Sequence[int]) -> int:
         return self.cheapest(await self._costs(request, candidates))
 
-    def cheapest(self, costs: Mapping[int, int]) -> int:
+    def cheapest(self, costs: Mapping[int, float]) -> int:
         """Only the cheapest get a turn."""
         least = min(costs.values())
         cheapest = [each for each, cost in costs.items() if cost == least]
+        turn: float = next(self._turns)
+        last = self._last_turns
         # No function of ours is called for each of a thousand instances.
-        without_turn = [each for each in cheapest if each not in self._last_turns]
-        chosen = min(without_turn) if without_turn else min(cheapest, key=self._last_turns.__getitem__)
-        self._last_turns.pop(chosen, None)
-        self._last_turns[chosen] = next(self._turns)
-        if len(self._last_turns) > _REMEMBERED:
-            del self._last_turns[next(iter(self._last_turns))]
+        if without_turn := [each for each in cheapest if each not in last]:
+            chosen = min(without_turn)
+        elif self._weights.are_equal:
+            chosen = min(cheapest, key=last.__getitem__)
+        else:
+            weights = self._weights.of(cheapest)
+            total, each_round = sum(weights), len(weights)
+            due, chosen = min(
+                [(last[each] + total / weight, each) for each, weight in zip(cheapest, weights, strict=True)]
+            )
+            turn -= max(-each_round, min(each_round, turn - due))
+        last.pop(chosen, None)
+        last[chosen] = turn
+        if len(last) > _REMEMBERED:
+            del last[next(iter(last))]
         return chosen
 
-    async def _costs(self, request: GenerateRequest, candidates: Sequence[int]) -> Mapping[int, int]:
+    async def _costs(self, request: GenerateRequest, candidates: Sequence[int]) -> Mapping[int, float]:
         return dict.fromkeys(candidates, 0)
 
 
 class Random:
-    def __init__(self, numbers: random.Random | None = None) -> None:
+    def __init__(self, weights: Weights | None = None, numbers: random.Random | None = None) -> None:
+        self._weights = weights or Weights()
         self._numbers = numbers or random.Random()
 
     async def choose(self, request: GenerateRequest, candidates: Sequence[int]) -> int:
-        return self._numbers.choice(candidates)
+        if self._weights.are_equal:
+            return self._numbers.choice(candidates)
+        return self._numbers.choices(candidates, self._weights.of(candidates))[0]
 
 
 class LeastLoaded(RoundRobin):
-    """Chooses the instance with the fewest prompt tokens in flight from this worker; among equals, in turn."""
+    """Chooses the instance with the fewest prompt tokens in flight from this worker, for its weight; among equals, in
+    turn.
+    """
 
     def __init__(self, in_flight: InFlight) -> None:
-        super().__init__()
+        super().__init__(in_flight.weights)
         self._in_flight = in_flight
 
-    async def _costs(self, request: GenerateRequest, candidates: Sequence[int]) -> Mapping[int, int]:
+    async def _costs(self, request: GenerateRequest, candidates: Sequence[int]) -> Mapping[int, float]:
         return self.work(dict.fromkeys(candidates, 0))
 
-    def work(self, cached: Mapping[int, int]) -> Mapping[int, int]:
-        """Of each instance the tokens in flight, less those of this prompt that it has `cached`."""
-        in_flight = self._in_flight.of(cached)
+    def work(self, cached: Mapping[int, int]) -> Mapping[int, float]:
+        """Of each instance the tokens in flight, as many as they would be on one of mean weight, less those of this
+        prompt that it has `cached`.
+        """
+        in_flight: Mapping[int, float] = self._in_flight.of(cached)
+        if not self._weights.are_equal:
+            weights = self._weights.of(cached)
+            mean = sum(weights) / len(weights)
+            load = zip(in_flight.items(), weights, strict=True)
+            in_flight = {each: tokens * mean / weight for (each, tokens), weight in load}
         return {each: in_flight[each] - tokens for each, tokens in cached.items()}
 
 
@@ -257,7 +311,7 @@ class BestCached(LeastLoaded):
         #: A router that hangs would cost each request `seconds`.
         self._asked_again_at = 0.0
 
-    async def _costs(self, request: GenerateRequest, candidates: Sequence[int]) -> Mapping[int, int]:
+    async def _costs(self, request: GenerateRequest, candidates: Sequence[int]) -> Mapping[int, float]:
         cached = await self._cached(request)
         return self.work({each: cached.get(each, 0) for each in candidates})
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from trtllm_disagg.engine.rank_placement import num_ranks_of
 from trtllm_disagg.types import GenerateRequest
 
 
@@ -19,6 +20,14 @@ class EngineFacts(msgspec.Struct, frozen=True):
     longest_step: int | None = None
     #: Whether it decodes with guides.
     has_guides: bool | None = None
+    #: Requests in a step of each attention-DP rank, and the number of those ranks.
+    max_batch_size: int | None = None
+    num_ranks: int = 1
+
+    @property
+    def slots(self) -> int | None:
+        """The number of requests that the engine runs at once."""
+        return self.max_batch_size and self.max_batch_size * self.num_ranks
 
     @classmethod
     def of(cls, max_seq_len: int | None, engine_args: Any) -> EngineFacts:
@@ -27,9 +36,9 @@ class EngineFacts(msgspec.Struct, frozen=True):
             return cls(max_seq_len)
         is_chunked = getattr(engine_args, "enable_chunked_prefill", True)
         longest_step = None if is_chunked else getattr(engine_args, "max_num_tokens", None) or None
-        return cls(
-            max_seq_len, longest_step, getattr(engine_args, "guided_decoding_backend", None) is not None
-        )
+        has_guides = getattr(engine_args, "guided_decoding_backend", None) is not None
+        most = getattr(engine_args, "max_batch_size", None)
+        return cls(max_seq_len, longest_step, has_guides, most, num_ranks_of(engine_args))
 
     @classmethod
     def described(cls, description: object) -> EngineFacts:

@@ -10,13 +10,11 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 import msgspec
-from packaging.version import Version
 
 from trtllm_disagg import __version__
 from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
 from trtllm_disagg.engine.engine_facts import EngineFacts
 from trtllm_disagg.engine.engines import ENGINES, UNRESOLVED
-from trtllm_disagg.engine.trtllm_version import OLDEST_SERVED
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.worker.model_facts import UNKNOWN_MODEL, ModelFacts
 
@@ -152,17 +150,6 @@ def _equal(key: str, setting: str, *, may_change: bool = False, is_in_kind: bool
     return Property(
         key, setting, lambda one, other: bool(one.get(key) == other.get(key)), may_change, is_in_kind
     )
-
-
-def unmet_by_prefill(engine: Description) -> dict[str, str]:
-    """What TensorRT-LLM needs of a prefill worker's engine that this one has not, by the key of the description."""
-    version, unmet = engine.get("trtllm_version"), {}
-    if engine.get("overlap_scheduler") and version and Version(version) < OLDEST_SERVED:
-        unmet["overlap_scheduler"] = "disable_overlap_scheduler: true"
-    if engine.get("context_parallel_size", 1) != 1:
-        only_decode = "context_parallel_size: 1; only decode workers take more (cp_type: HELIX)"
-        unmet["context_parallel_size"] = only_decode
-    return unmet
 
 
 def may_share_kv(one: Description, other: Description) -> bool:

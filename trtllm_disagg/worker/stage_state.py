@@ -7,27 +7,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trtllm_disagg.admin.commands import Command, Flip, Leave, Set, Verifier
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.engine.engine_facts import EngineFacts
-from trtllm_disagg.errors import ConfigError, InvalidRequestError, PeerUnavailableError
+from trtllm_disagg.errors import InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.handlers.decide import KV_OCCUPANCY
 from trtllm_disagg.handlers.services import LiveState
 from trtllm_disagg.strategies import spec_of
 from trtllm_disagg.types import InProgress
-from trtllm_disagg.worker.pairing import WAS_SWITCHED, Description, fixed_by, require_pair, unmet_by_prefill
+from trtllm_disagg.worker.flips import check_flip, flipped
+from trtllm_disagg.worker.pairing import WAS_SWITCHED, Description, fixed_by
 
 if TYPE_CHECKING:
     from trtllm_disagg.dynamo_runtime.worker_endpoint import DynamoRegistration
     from trtllm_disagg.handlers.peers import Peers
 
 log = logging.getLogger(__name__)
-
-#: Of the other workers of a role's sizes, below which a worker that comes to them is much smaller.
-_MUCH_SMALLER = 0.5
 
 
 class StageState:
@@ -200,51 +196,3 @@ class StageState:
                 f"to: {to!r} is not allowed with max_seq_len {own} on this worker and {other} on the other role's; "
                 "expected the same: a frontend keeps one context length for a model"
             )
-
-
-def flipped(config: WorkerConfig, to: Role) -> WorkerConfig:
-    """The configuration of the same worker in another role. Raises InvalidRequestError, which names what ties it to its
-    own role.
-    """
-    if config.role is Role.AGG:
-        raise _refusal(to, "no flip: a worker of mode agg runs both phases")
-    if config.role is to:
-        raise _refusal(to, f"the other role: this worker is a {to} worker")
-    if flags := fixed_by(config):
-        raise _refusal(
-            to, f"a worker at the usual endpoints; this one was started with {' and '.join(flags)}"
-        )
-    try:
-        return replace(config, role=to, endpoint=None, next_endpoint=None)
-    except ConfigError as error:
-        raise _refusal(to, f"settings that a {to} worker may have: {error}") from None
-
-
-def check_flip(own: Description, others: Sequence[Description], *, force: bool) -> list[str]:
-    """Whether a worker can join the others of its new role; `own`: its description in that role, `others`: all other
-    workers of its model. Returns a sentence for each thing that would only be slow. Raises InvalidRequestError or
-    ConfigError for what would fail or be wrong.
-    """
-    to = Role(own["role"])
-    before = Role.DECODE if to is Role.PREFILL else Role.PREFILL
-    alike, peers = ([each for each in others if each.get("role") == role] for role in (to, before))
-    if not peers and not force:
-        raise _refusal(to, f"another {before} worker beside it: it is the last {before} worker (--force)")
-    for each in peers:
-        require_pair(own, each)
-    if to is Role.PREFILL and (unmet := unmet_by_prefill(own)):
-        raise _refusal(to, "; ".join(unmet.values()))
-    for each in alike:
-        if each.get("weights") != own.get("weights"):
-            raise _refusal(to, f"the model of the other {to} workers, {each.get('source')}")
-        if why := EngineFacts.described(own).why_less_than(EngineFacts.described(each), to is Role.PREFILL):
-            raise _refusal(to, f"what the other {to} workers take: {why}")
-    return [
-        f"{key} is {own[key]} here, and {most} on another {to} worker: this one does less at once"
-        for key in ("max_batch_size", "max_num_tokens")
-        if own[key] < _MUCH_SMALLER * (most := max((each.get(key) or 0 for each in alike), default=0))
-    ]
-
-
-def _refusal(to: Role, allowed: str) -> InvalidRequestError:
-    return InvalidRequestError(f"to: {to.value!r} is not allowed; expected {allowed}")

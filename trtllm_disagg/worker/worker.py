@@ -56,6 +56,7 @@ from trtllm_disagg.prefill_queue import PrefillQueue, open_prefill_queue
 from trtllm_disagg.processes.reports import ACTIVITY_VARIABLE, DRAINING, SERVING, Reporter, reporter_of
 from trtllm_disagg.tracing.tracer import Tracer, tracer_of
 from trtllm_disagg.types import Generate
+from trtllm_disagg.worker.flips import RoleSettings, flipped
 from trtllm_disagg.worker.model_facts import UNKNOWN_MODEL, read_model_facts
 from trtllm_disagg.worker.pairing import (
     Fingerprint,
@@ -65,7 +66,7 @@ from trtllm_disagg.worker.pairing import (
     require_callable,
     with_engine,
 )
-from trtllm_disagg.worker.stage_state import StageState, flipped
+from trtllm_disagg.worker.stage_state import StageState
 from trtllm_disagg.worker.startup_checks import ModelNameGuard, StartupChecks
 
 log = logging.getLogger(__name__)
@@ -242,12 +243,7 @@ def _describe(config: WorkerConfig, engine_args: dict[str, Any]) -> tuple[ModelI
     fingerprint = Fingerprint.of(
         config.engine, engine_args, config.kv_block_size, facts, installed_version(), os.environ
     )
-    of_role = {
-        "max_batch_size": config.max_batch_size,
-        "max_num_tokens": config.max_num_tokens,
-        "overlap_scheduler": not engine_args.get("disable_overlap_scheduler"),
-        "context_parallel_size": engine_args.get("context_parallel_size") or 1,
-    }
+    of_role = RoleSettings.of(engine_args, os.environ).to_json()
     return identity, describe_worker(config, fingerprint, identity) | of_role
 
 
@@ -406,8 +402,8 @@ async def _selection(
     if config.calls_second_stage and config.next_router == "kv":
         overlaps.listen()
     selectors: dict[str, Callable[[], Selector]] = {
-        "round_robin": RoundRobin,
-        "random": Random,
+        "round_robin": lambda: RoundRobin(in_flight.weights),
+        "random": lambda: Random(in_flight.weights),
         "least_loaded": lambda: LeastLoaded(in_flight),
         "kv": lambda: BestCached(overlaps, in_flight),
     }

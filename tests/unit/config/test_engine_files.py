@@ -113,26 +113,33 @@ ENGINES: dict[str, tuple[str, type[LlmArgs]]] = {
 }
 
 
-def load(path: Path) -> dict[str, Any]:
+#: In either role.
+FLEX = "flex"
+
+
+def load(path: Path, role: Role) -> dict[str, Any]:
     engine, _ = ENGINES.get(path.parent.name, ("tensorrt_llm", LlmArgs))
     return build_engine_args(
-        WorkerConfig(model="org/model", role=Role(path.stem), engine=engine, extra_engine_args=str(path))
+        WorkerConfig(model="org/model", role=role, engine=engine, extra_engine_args=str(path))
     )
 
 
 def args_of(path: Path) -> LlmArgs:
     _, args = ENGINES.get(path.parent.name, ("tensorrt_llm", LlmArgs))
-    return args(**load(path))
+    roles = (Role.PREFILL, Role.DECODE) if path.stem == FLEX else (Role(path.stem),)
+    one, *other = [args(**load(path, role)) for role in roles]
+    assert other in ([], [one])
+    return one
 
 
 def short_name(path: Path) -> str:
     return str(path.relative_to(FOLDER))
 
 
-def test_every_model_has_the_three_roles() -> None:
+def test_every_model_has_the_three_roles_and_a_worker_that_flips() -> None:
     for model in MODELS:
         roles = [path.stem for path in FILES if path.parent.name == model]
-        assert roles == ["agg", "decode", "prefill"]
+        assert roles == ["agg", "decode", FLEX, "prefill"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=short_name)
@@ -147,12 +154,13 @@ def test_every_key_of_an_engine_file_has_a_comment_and_is_known_to_its_engine(pa
         assert set(check_marks(args, "modelled")) <= {"disable_overlap_scheduler"}
 
 
+@pytest.mark.parametrize("sides", [("prefill", "decode"), (FLEX, "decode"), ("prefill", FLEX), (FLEX, FLEX)])
 @pytest.mark.parametrize("model", MODELS)
-def test_the_two_sides_of_a_pair_fit(model: str) -> None:
-    prefill, decode = (args_of(FOLDER / model / f"{role}.yaml") for role in ("prefill", "decode"))
+def test_the_two_sides_of_a_pair_fit(model: str, sides: tuple[str, str]) -> None:
+    prefill, decode = (args_of(FOLDER / model / f"{name}.yaml") for name in sides)
     assert prefill.max_seq_len == decode.max_seq_len
     assert prefill.dtype == decode.dtype
-    for name in ("tokens_per_block", "dtype", "enable_block_reuse"):
+    for name in ("tokens_per_block", "dtype", *(["enable_block_reuse"] if FLEX not in sides else [])):
         assert getattr(prefill.kv_cache_config, name) == getattr(decode.kv_cache_config, name)
     assert prefill.cache_transceiver_config == decode.cache_transceiver_config
     for side in (prefill, decode):
@@ -164,4 +172,20 @@ def test_the_two_sides_of_a_pair_fit(model: str) -> None:
         assert side.max_seq_len is not None
         buffer = side.cache_transceiver_config.max_tokens_in_buffer
         assert buffer is None or buffer >= side.max_seq_len
-    assert prefill.disable_overlap_scheduler or model == "demo"
+    assert prefill.disable_overlap_scheduler is (sides[0] != FLEX and model != "demo")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_worker_that_flips_prefills_as_prefill_does_and_decodes_as_decode_does(model: str) -> None:
+    flex, prefill, decode = (args_of(FOLDER / model / f"{name}.yaml") for name in (FLEX, "prefill", "decode"))
+    assert flex.max_num_tokens == prefill.max_num_tokens
+    slots, graphs = flex.max_batch_size, flex.cuda_graph_config
+    if model != "deepseek-r1":  # whose ranks are fewer
+        assert (slots, graphs and graphs.enable_padding) == (
+            decode.max_batch_size,
+            decode.cuda_graph_config and decode.cuda_graph_config.enable_padding,
+        )
+        assert flex.tensor_parallel_size == decode.tensor_parallel_size
+    assert graphs is not None
+    assert model in ENGINES or graphs.max_batch_size == slots
+    assert flex.kv_cache_config.enable_block_reuse

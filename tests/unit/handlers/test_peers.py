@@ -148,3 +148,20 @@ async def test_an_instance_that_fails_a_call_is_asked_for_its_description_again(
         raise PeerUnavailableError("cannot connect")
     await peers.pick(request())
     assert stage.instances[1].times_asked == 2
+
+
+@pytest.mark.parametrize(
+    ("prefill", "weights"), [(False, [16, 64, 64]), (True, [1, 1, 1])], ids=["decode", "prefill"]
+)
+async def test_decode_workers_weigh_as_many_as_they_have_slots_and_prefill_workers_the_same(
+    prefill: bool, weights: list[int]
+) -> None:
+    """A prompt fills a step, however many requests would fit into it."""
+    small, ranks = {"max_batch_size": 16}, {"max_batch_size": 16, "num_ranks": 4}
+    stage = Stage(small, ranks, PeerUnavailableError("silent"), ranks)
+    peers = Peers(stage, CircuitBreaker(3, 5.0), {}, clock=Clock(), prefill=prefill)
+    await peers.learn()
+    assert peers.in_flight.weights.of([1, 2, 3]) == weights
+    stage.instances = {1: stage.instances[1]}
+    await peers.learn()
+    assert peers.in_flight.weights.are_equal, "those that are gone count no more"

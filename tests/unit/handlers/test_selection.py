@@ -31,6 +31,7 @@ from trtllm_disagg.handlers.select import (
     RoundRobin,
     Selection,
     Selector,
+    Weights,
 )
 from trtllm_disagg.handlers.services import peers_of
 from trtllm_disagg.types import GenerateRequest
@@ -69,7 +70,7 @@ def selectors() -> list[Selector]:
     load = InFlight()
     return [
         RoundRobin(),
-        Random(random.Random(1)),
+        Random(numbers=random.Random(1)),
         LeastLoaded(load),
         BestCached(cached(i1=100, i7=50), load),
         BestCached(unable, load),
@@ -144,8 +145,91 @@ async def test_an_instance_that_comes_back_gets_one_turn_and_not_all_that_it_mis
     assert [await selector.choose(request(), [1, 2, 3]) for _ in range(6)] == [3, 1, 2, 3, 1, 2]
 
 
+def weights_of(*weights: int) -> Weights:
+    """Of the instances 0, 1, 2 ..."""
+    known = Weights()
+    for instance_id, weight in enumerate(weights):
+        known.set(instance_id, weight)
+    return known
+
+
+@given(st.lists(st.integers(1, 2048), min_size=2, max_size=12), st.integers(1, 1000))
+async def test_shares_of_turns_are_as_the_weights(weights: list[int], num_turns: int) -> None:
+    """An instance has a first turn as soon as it is there; so none is further from its share than a round."""
+    one, other = RoundRobin(weights_of(*weights)), RoundRobin(weights_of(*weights))
+    ids = range(len(weights))
+    chosen = [await one.choose(request(), ids) for _ in range(num_turns)]
+    assert chosen == [await other.choose(request(), ids) for _ in range(num_turns)], "it is no chance"
+    if num_turns >= len(weights):
+        counts = Counter(chosen)
+        for each, weight in enumerate(weights):
+            share = num_turns * weight / sum(weights)
+            assert abs(counts[each] - share) <= len(weights)
+
+
+async def test_small_instances_have_their_turns_between_those_of_large_ones() -> None:
+    selector = RoundRobin(weights_of(256, 64, 256))
+    chosen = [await selector.choose(request(), range(3)) for _ in range(18)]
+    assert chosen == [0, 1, 2, 0, 2, 0, 2, 0, 2, 0, 1, 2, 0, 2, 0, 2, 0, 2]
+
+
+@given(
+    st.integers(1, 300),
+    st.lists(st.sets(st.integers(0, 6), min_size=1).map(sorted), min_size=1, max_size=60),
+)
+async def test_equal_weights_give_each_turn_to_the_one_that_has_waited_longest(
+    weight: int, candidates: list[list[int]]
+) -> None:
+    """As without weights, whichever instances may be chosen; an unknown weight is as the others."""
+    known = weights_of(*[weight] * 6)
+    selectors = RoundRobin(), RoundRobin(known), LeastLoaded(InFlight())
+    waited = dict.fromkeys(range(7), -1)
+    for turn, ids in enumerate(candidates):
+        chosen = [await each.choose(request(), ids) for each in selectors]
+        assert chosen == [min(ids, key=lambda each: (waited[each], each))] * len(selectors)
+        waited[chosen[0]] = turn
+
+
+async def test_an_instance_that_comes_back_to_unequal_ones_catches_up_on_one_round() -> None:
+    selector = RoundRobin(weights_of(1, 2, 2))
+    for ids, num_turns in ((range(3), 5), (range(1, 3), 100)):
+        for _ in range(num_turns):
+            await selector.choose(request(), ids)
+    chosen = Counter([await selector.choose(request(), range(3)) for _ in range(20)])
+    assert chosen[0] <= 20 / 5 + 2
+
+
+def test_an_unknown_weight_is_the_median_of_the_known_ones() -> None:
+    known = weights_of(16, 256, 512, 0, -1)
+    assert known.of([3, 4]) == [256, 256]
+    assert known.of([0, 9]) == [16, 256]
+    known.set(1, None)
+    assert (known.of([1]), known.are_equal) == ([16], False)
+    known.set(2, None)
+    assert (known.of([0, 1, 2]), known.are_equal) == ([16, 16, 16], True)
+
+
+async def test_a_random_instance_is_chosen_as_often_as_its_weight_says() -> None:
+    selector = Random(weights_of(16, 256), random.Random(5))
+    chosen = Counter([await selector.choose(request(), [0, 1]) for _ in range(2000)])
+    assert chosen[0] == pytest.approx(2000 * 16 / 272, rel=0.2)
+
+
+async def test_load_counts_relative_to_the_weight() -> None:
+    load = InFlight()
+    for each, weight in ((1, 16), (2, 256)):
+        load.weights.set(each, weight)
+        load.add(each, 100)
+    assert await LeastLoaded(load).choose(request(), [1, 2]) == 2
+    load.add(2, 1499)
+    assert await LeastLoaded(load).choose(request(), [1, 2]) == 2
+    load.add(2, 2)
+    assert await LeastLoaded(load).choose(request(), [1, 2]) == 1
+    assert await BestCached(cached(i2=64), load).choose(request(), [1, 2]) == 2
+
+
 async def test_random_selector_picks_every_instance() -> None:
-    selector = Random(random.Random(0))
+    selector = Random(numbers=random.Random(0))
     assert {await selector.choose(request(), [1, 2, 3]) for _ in range(50)} == {1, 2, 3}
 
 
@@ -330,21 +414,27 @@ def test_only_the_last_instances_are_remembered() -> None:
         selected.check(pinning("1f4"))
 
 
-@pytest.mark.parametrize("selector", ["round_robin", "least_loaded", "kv"])
-async def test_a_request_among_a_thousand_peers_calls_no_more_functions_than_among_ten(selector: str) -> None:
-    few, many = [await calls_of_a_request(selector, count) for count in (10, 1000)]
+@pytest.mark.parametrize("slots", [[64], [16, 256]], ids=["equal", "unequal"])
+@pytest.mark.parametrize("selector", ["round_robin", "random", "least_loaded", "kv"])
+async def test_a_request_among_a_thousand_peers_calls_no_more_functions_than_among_ten(
+    selector: str, slots: list[int]
+) -> None:
+    few, many = [await calls_of_a_request(selector, count, slots) for count in (10, 1000)]
     assert many <= 1.1 * few
 
 
-async def calls_of_a_request(selector: str, num_peers: int) -> int:
+async def calls_of_a_request(selector: str, num_peers: int, slots: list[int]) -> int:
     """Functions of ours that are called to look at the peers for one request, when all are known."""
     load = InFlight()
+    for each in range(num_peers):
+        load.weights.set(each, slots[each % len(slots)])
 
     async def none_cached(_: GenerateRequest) -> dict[int, int]:
         return {}
 
-    selectors = {
-        "round_robin": RoundRobin(),
+    selectors: dict[str, Selector] = {
+        "round_robin": RoundRobin(load.weights),
+        "random": Random(load.weights),
         "least_loaded": LeastLoaded(load),
         "kv": BestCached(none_cached, load),
     }

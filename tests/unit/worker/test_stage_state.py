@@ -373,7 +373,9 @@ def flip_to(to: str, **more: Any) -> dict[str, Any]:
     return {"command": "flip", "to": to} | more
 
 
-SMALL = "max_batch_size is 8 here, and 64 on another decode worker: this one does less at once"
+SMALL = (
+    "max_num_tokens: 8 (expected at least 256): another decode worker has 512, and this one does less at once"
+)
 
 
 @pytest.mark.parametrize(
@@ -383,7 +385,7 @@ SMALL = "max_batch_size is 8 here, and 64 on another decode worker: this one doe
         *(("prefill", {"role": "decode", "strategy": name, "peer": {}}, {}, []) for name in disaggregated()),
         ("decode", {}, {"force": True}, []),
         ("decode", {"own": {"longest_step": 256}, "peer": {}}, {}, []),
-        ("decode", {"own": {"max_batch_size": 8}, "peer": {}}, {}, [SMALL]),
+        ("decode", {"own": {"max_num_tokens": 8}, "peer": {}}, {}, [SMALL]),
     ],
 )
 async def test_a_worker_that_fits_begins_its_flip_and_says_what_will_be_slow(

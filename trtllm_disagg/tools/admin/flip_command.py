@@ -27,7 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the worker: its instance id, hexadecimal, or with --run-dir the name of its process, as `top` has it",
     )
     add("--to", required=True, choices=(Role.PREFILL.value, Role.DECODE.value), help="its new role")
-    add("--force", action="store_true", help="even if it is the last worker of its role, or would be slow")
+    add(
+        "--force",
+        action="store_true",
+        help="even if it is the last worker of its role, or its engine suits the other one",
+    )
     client.add_arguments(parser)
     client.add_timeout(parser, 60.0, "until it serves in its new role")
     client.add_json(parser)

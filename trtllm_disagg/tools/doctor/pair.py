@@ -20,6 +20,7 @@ from trtllm_disagg.engine.engines import ENGINES, TENSORRT_LLM_BACKENDS
 from trtllm_disagg.engine.trtllm_version import NEWEST_KNOWN, TrtllmVersion
 from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.worker.flips import RoleSettings
 from trtllm_disagg.worker.model_facts import ModelFacts, read_model_facts
 from trtllm_disagg.worker.pairing import Description, Fingerprint
 
@@ -109,9 +110,13 @@ class Side:
         return min((each for each in (self.max_seq_len, self.facts.max_positions) if each), default=None)
 
     @property
+    def settings(self) -> RoleSettings:
+        """Those that are given, as a live worker describes them."""
+        return RoleSettings.of(self.args.model_dump(exclude_unset=True), {})
+
+    @property
     def num_gpus(self) -> int:
-        args = self.args
-        return args.tensor_parallel_size * args.pipeline_parallel_size * args.context_parallel_size
+        return self.settings.num_gpus
 
     @property
     def revision(self) -> str | None:
@@ -128,8 +133,7 @@ class Side:
             "weights": self.model,
             "layout": self.facts.layout,
             "precision": self.facts.precision,
-            "overlap_scheduler": not self.args.disable_overlap_scheduler,
-            "context_parallel_size": self.args.context_parallel_size,
+            **self.settings.to_json(),
             **{name: getattr(self.fingerprint, name) for name in Fingerprint.__dataclass_fields__},
         }
 

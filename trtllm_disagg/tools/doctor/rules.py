@@ -17,7 +17,8 @@ from trtllm_disagg.engine.trtllm_version import (
 )
 from trtllm_disagg.strategies import STRATEGIES
 from trtllm_disagg.tools.doctor.pair import DEFAULT_BLOCK_SIZE, Pair, Side
-from trtllm_disagg.worker.pairing import BY_KEY, fixed_by, unmet_by_prefill
+from trtllm_disagg.worker.flips import Misfit, graphs_misfit, overlap_misfit, unmet_by_prefill
+from trtllm_disagg.worker.pairing import BY_KEY, fixed_by
 
 #: The verdict of a rule that holds, and of one about a deployment that could not be checked.
 FINE, UNKNOWN = "ok", "not known"
@@ -316,10 +317,12 @@ def _timeout(pair: Pair) -> Problem | None:
 @_rule("overlap scheduler", lambda side: "off" if side.args.disable_overlap_scheduler else "on")
 def _overlap(pair: Pair) -> Problem | None:
     """context_only requests and overlapping steps exclude each other in older TensorRT-LLM"""
-    if pair.prefill.args.disable_overlap_scheduler:
-        return None
     if instead := unmet_by_prefill(pair.prefill.described).get("overlap_scheduler"):
         return _error(f"prefill: {instead}")
+    if problem := _note_of_decode(overlap_misfit(pair.decode.settings)):
+        return problem
+    if pair.prefill.args.disable_overlap_scheduler:
+        return None
     return _note("fine since TensorRT-LLM PR 10755; older versions refuse context_only requests with it")
 
 
@@ -465,15 +468,7 @@ _rule("tokenizer", lambda side: side.given.get("tokenizer") or "model's", "both 
 )
 
 
-def _ranks_of(side: Side) -> str:
-    args = side.args
-    expert = f" EP{args.moe_expert_parallel_size}" if (args.moe_expert_parallel_size or 0) > 1 else ""
-    dp = " attention DP" if args.enable_attention_dp else ""
-    context = f" CP{args.context_parallel_size}" if args.context_parallel_size != 1 else ""
-    return f"TP{args.tensor_parallel_size} PP{args.pipeline_parallel_size}{context}{expert}{dp}"
-
-
-@_rule("parallelism", _ranks_of)
+@_rule("parallelism", lambda side: str(side.settings))
 def _ranks(pair: Pair) -> Problem | None:
     """it may differ; KV is cut anew on the way"""
     prefill, decode = (side.args for side in pair.sides)
@@ -496,7 +491,7 @@ def _gpus(pair: Pair) -> Problem | None:
     if not all(side.gpus for side in pair.sides):
         return None
     few = [
-        f"{side.role}: {side.num_gpus} GPUs for {_ranks_of(side)}"
+        f"{side.role}: {side.num_gpus} GPUs for {side.settings}"
         for side in pair.sides
         if len(side.gpus) < side.num_gpus
     ]
@@ -516,28 +511,19 @@ def _gpus(pair: Pair) -> Problem | None:
     )
 
 
-def _largest_graph(side: Side) -> int | None:
-    """Its number of requests; None for the default, 0 without graphs."""
-    graphs = side.args.cuda_graph_config
-    return 0 if graphs is None else max(graphs.batch_sizes or [graphs.max_batch_size or 0]) or None
-
-
 def _graphs_of(side: Side) -> str:
-    most = _largest_graph(side)
+    most = side.settings.largest_graph
     return "default" if most is None else f"up to {most}" if most else "off"
 
 
 @_rule("CUDA graphs", _graphs_of)
 def _graphs(pair: Pair) -> Problem | None:
     """decode is bound by launches without them"""
-    most, batch = _largest_graph(pair.decode), pair.decode.args.max_batch_size
-    if most == 0:
-        return _note("decode: without CUDA graphs every step pays for its launches")
-    if most is not None and pair.decode.gave("max_batch_size") and most < batch:
-        return _note(
-            f"decode: steps of more than {most} requests run without a graph; max_batch_size is {batch}"
-        )
-    return None
+    return _note_of_decode(graphs_misfit(pair.decode.settings))
+
+
+def _note_of_decode(misfit: Misfit | None) -> Problem | None:
+    return misfit and _note(f"decode: {misfit.cost}")
 
 
 _rule(

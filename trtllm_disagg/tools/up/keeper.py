@@ -177,7 +177,7 @@ class Keeper:
         for process in workers:
             if process.has_left:
                 self._let_go(process)
-        looks = (self._look_at(process) for process in workers if not process.is_over)
+        looks = (self._look_at(each) for each in workers if not each.is_over or each.name in self._under_way)
         self.seen = tuple(await asyncio.gather(*looks))
         for each in self.seen:
             if each.phase is Phase.SERVING and each.name in self._coming:
@@ -526,6 +526,8 @@ def _phase(process: ManagedProcess, told: Described | None) -> Phase:
             return Phase.STARTING
         case "exited" if process.is_given_up:
             return Phase.GIVEN_UP
+        case "exited" if process.told_to_stop.is_set():
+            return Phase.LEAVING
         case "restarting" | "exited":
             return Phase.WAITING
         case "stopping":

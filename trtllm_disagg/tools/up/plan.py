@@ -108,6 +108,8 @@ class DeploymentConfig:
     revision: str = ""
     engine: str | None = None
     engine_configs: Mapping[ProcessRole, Path] = field(default_factory=dict)
+    #: Without them, those that fit the model's name are of workers that may flip.
+    flex: bool = False
     kv_block_size: int | None = None
     next_router: str | None = None
     prefill_dispatch: str = "direct"

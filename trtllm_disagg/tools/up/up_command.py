@@ -50,6 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model's name, else none)",
     )
     add(
+        "--flex",
+        action="store_true",
+        help="flex.yaml for both roles, so that every worker may flip (default: prefill.yaml and decode.yaml)",
+    )
+    add(
         "--kv-block-size",
         type=int,
         metavar="TOKENS",
@@ -183,9 +188,11 @@ def _serve(config: DeploymentConfig) -> ExitCode:
     flags = ENGINE_KEYS.keys() - {"model"} | {"extra_engine_args"}
     by_flags = any(worker.is_explicit(name) for worker in workers for name in flags)
     if not by_flags and all(resolve_engine(worker.engine) == "tensorrt_llm" for worker in workers):
-        chosen, told = engine_configs_for(name, config.strategy)
+        chosen, told = engine_configs_for(name, config.strategy, flex=config.flex)
         config = replace(config, engine_configs=chosen)
         status.note(told)
+    if config.flex and not config.engine_configs:
+        raise ConfigError.bad_value("--flex", True, "--engine-configs DIR beside it, with flex.yaml")
     check_workers(config, environ)
     return asyncio.run(serve(config, status))
 
@@ -202,7 +209,9 @@ def config_from(args: argparse.Namespace, run_dir: Path) -> DeploymentConfig:
             fitting = ", ".join(name for name, spec in STRATEGIES.items() if role in spec.roles)
             allowed = f"--strategy {fitting}, not {args.strategy}"
             raise ConfigError.bad_value(f"--{role}-workers", values[f"{role}_workers"], allowed)
-    configs = engine_configs_in(args.engine_configs, args.strategy) if args.engine_configs else {}
+    configs = (
+        engine_configs_in(args.engine_configs, args.strategy, flex=args.flex) if args.engine_configs else {}
+    )
     return DeploymentConfig(
         **values
         | {
@@ -234,13 +243,16 @@ def default_name(model: str) -> str:
     return Path(model).resolve().name if os.path.isdir(model) else model
 
 
-def engine_configs_in(directory: Path, strategy: str) -> dict[ProcessRole, Path]:
-    """The YAML file of every role that `strategy` needs."""
-    directory = shipped(directory)
+def engine_configs_in(directory: Path, strategy: str, *, flex: bool = False) -> dict[ProcessRole, Path]:
+    """The YAML file of every role that `strategy` needs; with `flex` one for all, of workers that may flip."""
+    directory, roles = shipped(directory), spec_of(strategy).roles
+    if flex and len(roles) == 1:
+        fitting = ", ".join(name for name, spec in STRATEGIES.items() if len(spec.roles) > 1)
+        raise ConfigError.bad_value("--flex", True, f"--strategy {fitting}, not {strategy}")
     files: dict[ProcessRole, Path] = {
-        role: (directory / f"{role}.yaml").absolute() for role in spec_of(strategy).roles
+        role: (directory / f"{'flex' if flex else role}.yaml").absolute() for role in roles
     }
-    missing = [file.name for file in files.values() if not os.path.isfile(file)]
+    missing = dict.fromkeys(file.name for file in files.values() if not os.path.isfile(file))
     if missing:
         raise ConfigError.bad_value(
             "--engine-configs", str(directory), f"a directory with {' and '.join(missing)}"
@@ -254,13 +266,15 @@ _NO_MODELS, _MODELS = ("demo", "modelled"), {"qwen3": r"qwen3-(0\.6|1\.7|4|8|14)
 _VARIANT = r"(-(instruct|base|chat|thinking|hf|bf16|fp8|fp4|nvfp4|v?\d+))*"
 
 
-def engine_configs_for(model: str, strategy: str) -> tuple[dict[ProcessRole, Path], str]:
+def engine_configs_for(
+    model: str, strategy: str, *, flex: bool = False
+) -> tuple[dict[ProcessRole, Path], str]:
     """The shipped files for a model of this name, and what a user should know: their machine, or the limits without."""
     name = model.rpartition("/")[2].lower().removeprefix("meta-")
     for folder in sorted(shipped(Path("engine_configs/demo")).parent.glob("*")):
         known = _MODELS.get(folder.name, re.escape(folder.name.removesuffix("-fp8")))
         if folder.name not in _NO_MODELS and re.fullmatch(known + _VARIANT, name):
-            files = engine_configs_in(folder, strategy)
+            files = engine_configs_in(folder, strategy, flex=flex)
             made_for = next(iter(files.values())).read_text().partition(":")[0].removeprefix("# ")
             return files, f"engine configs: {folder}, for {made_for}; --engine-configs DIR takes others"
     default = {name: setting.default for name, setting in SETTINGS.items()}

@@ -317,10 +317,10 @@ def shipped() -> Iterator[WorkerConfig]:
     """Those of TensorRT-LLM."""
     configs = ROOT / "engine_configs"
     for path in sorted(configs.glob("*/*.yaml")):
-        if path.stem in list(Role) and not _OTHER_ENGINES.search(path.read_text()):
+        if not _OTHER_ENGINES.search(path.read_text()):
             yield WorkerConfig(
                 model="org/model",
-                role=Role(path.stem),
+                role=Role.DECODE if path.stem == "flex" else Role(path.stem),
                 engine="tensorrt_llm",
                 extra_engine_args=str(path),
                 publish_kv_events=True,

@@ -134,6 +134,11 @@ def test_shipped_engine_pairs_have_no_error_and_no_note_but_reuse_off(folder: Pa
     ended = doctor(folder / "prefill.yaml", folder / "decode.yaml", "--json")
     assert ended.status == 0
     assert json.loads(ended.out)["notes"] == (folder.name == "gpt-oss-120b")
+    for sides in (("flex", "flex"), ("flex", "decode"), ("prefill", "flex")):
+        ended = doctor(*(folder / f"{name}.yaml" for name in sides), "--json")
+        rows = {row["rule"] for row in json.loads(ended.out)["rows"] if row["verdict"] != "ok"}
+        # What prefill with overlap and decode without reuse have for certain.
+        assert (ended.status, rows - {"overlap scheduler", "KV events"}) == (0, set())
 
 
 @pytest.mark.parametrize(

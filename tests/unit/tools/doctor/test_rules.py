@@ -139,6 +139,7 @@ BROKEN: list[tuple[str, str, str, dict[str, Any]]] = [
     ("keys", "error", "kv_transfer_timeout_ms: None: expected a finite", decode({TIMEOUT: None})),
     ("keys", "error", "expected CPP or auto with backend UCX", both({BACKEND: "UCX"})),
     ("overlap scheduler", "note", "PR 10755", prefill({"disable_overlap_scheduler": False})),
+    ("overlap scheduler", "note", "decode: in every step", decode({"disable_overlap_scheduler": True})),
     ("KV dtype", "error", "the same kv_cache_config.dtype", decode({"kv_cache_config.dtype": "auto"})),
     ("dtype", "error", "the same dtype", decode({"dtype": "float16"})),
     ("attention window", "error", "max_attention_window", prefill({WINDOW: [4096, 32768]})),

@@ -136,6 +136,23 @@ def test_engine_files_that_come_with_the_package_are_found_by_name(
         config_of("--strategy=agg", f"--engine-configs={name}")
 
 
+def test_workers_that_may_flip_have_one_file_for_both_roles(up: list[str], tmp_path: Path) -> None:
+    file = ENGINE_CONFIGS / "demo" / "flex.yaml"
+    config = config_of("--strategy=decode_first", "--engine-configs=demo", "--flex")
+    assert config.engine_configs == {"prefill": file, "decode": file}
+    chosen, told = up_command.engine_configs_for("Qwen/Qwen3-8B", "router", flex=True)
+    assert set(chosen.values()) == {ENGINE_CONFIGS / "qwen3" / "flex.yaml"}
+    assert "qwen3, for Qwen3 (dense, up to 14B)" in told
+    for flags, allowed in (
+        (["--strategy=agg", "--engine-configs=demo"], "--strategy prefill_first, decode_first, .*, not agg"),
+        (["--strategy=auto", f"--engine-configs={tmp_path}"], r"a directory with flex\.yaml$"),
+    ):
+        with pytest.raises(ConfigError, match=allowed):
+            config_of(*flags, "--flex")
+    with pytest.raises(ConfigError, match="--flex: True is not allowed; expected --engine-configs DIR"):
+        run([*up, "--engine=embedded", "--flex"])
+
+
 @pytest.mark.parametrize(
     ("model", "folder"),
     [
