@@ -86,6 +86,8 @@ class Change:
     started: set[str] = field(default_factory=set)
     #: It fails when one of those cannot serve.
     needs_all: bool = False
+    #: Numbers count: where a worker refuses to flip, another one starts.
+    may_start: bool = False
     warnings: list[str] = field(default_factory=list)
     #: Requests of workers that were stopped before they had finished them.
     given_up: int = 0
@@ -93,7 +95,7 @@ class Change:
     def concerns(self, step: Flip | Switch) -> bool:
         if isinstance(step, Switch):
             return self.after.strategy != self.before.strategy
-        return self.after.roles.get(step.name) != self.before.roles.get(step.name)
+        return not self.may_start and self.after.roles.get(step.name) != self.before.roles.get(step.name)
 
 
 def taken_back(now: Wanted, before: Wanted, after: Wanted) -> Wanted:

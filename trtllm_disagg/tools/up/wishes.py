@@ -33,14 +33,14 @@ class Wish:
     say: Say
     change: Change | None = None
 
-    def _accept(self, after: Wanted, *keys: str, needs_all: bool = False) -> Change:
+    def _accept(self, after: Wanted, *keys: str, **options: bool) -> Change:
         """`keys`: what of the wish this command changes; "workers.ROLE" and "roles.WORKER" are entries."""
         wanted = {key: _part(after, key) for key in keys}
 
         def stands(now: Wanted) -> bool:
             return all(_part(now, key) == value for key, value in wanted.items())
 
-        self.change = Change(self.keeper.wanted, after, self.say, stands, needs_all=needs_all)
+        self.change = Change(self.keeper.wanted, after, self.say, stands, **options)
         self.keeper.accept(self.change)
         return self.change
 
@@ -68,7 +68,8 @@ class Wish:
             if command.by_flips:
                 wanted = self._with_flips(wanted)
             self._require_room(wanted)
-            change = self._accept(wanted, *(f"workers.{role}" for role in counts), needs_all=True)
+            keys = (f"workers.{role}" for role in counts)
+            change = self._accept(wanted, *keys, needs_all=True, may_start=command.by_flips)
         await keeper.until(change, is_so)
         return keeper.numbers()
 

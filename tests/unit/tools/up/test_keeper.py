@@ -172,6 +172,13 @@ async def test_numbers_by_flips_move_workers_and_start_only_what_is_missing(tmp_
         assert sum(name.startswith("decode") and role == "prefill" for name, role in roles.items()) == 1
 
 
+async def test_where_a_worker_refuses_to_flip_numbers_by_flips_start_and_stop(tmp_path: Path) -> None:
+    async with running(tmp_path, decode_workers=2) as up:
+        (up.faults / "refuse").touch()
+        assert await up.tell(Scale({"prefill": 2, "decode": 1}, by_flips=True)) == {"prefill": 2, "decode": 1}
+        assert up.roles() == {"prefill-0": "prefill", "decode-0": "decode", "prefill-1": "prefill"}
+
+
 async def test_of_two_commands_that_want_different_numbers_the_later_one_is_done(tmp_path: Path) -> None:
     async with running(tmp_path) as up:
         first = asyncio.create_task(up.tell(Scale({"decode": 3})))
