@@ -287,3 +287,18 @@ async def test_leaving_worker_gives_no_step_to_an_engine_without_statistics() ->
     leaving(place, WorkerDrain(), engine, seconds=0.2).leave("SIGTERM or SIGINT")
     await place.ended.wait()
     assert engine.llm.calls_of("generate_async") == []
+
+
+async def test_a_flip_opens_the_namespace_when_its_grace_period_is_over_while_requests_drain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another first stage may have come meanwhile; the last request may take minutes (503 for 19.8 s)."""
+    monkeypatch.setenv("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", "0.4")
+    place, drain = Place(is_first=True), WorkerDrain()
+    running = drain.enter()
+    leaving(place, drain, recording_engine()).flip(Role.DECODE)
+    async with asyncio.timeout(5):
+        await until(lambda: "open" in place.done)
+    assert drain.num_running == 1
+    drain.leave(running)
+    await place.ended.wait()
