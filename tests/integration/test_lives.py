@@ -36,7 +36,13 @@ class Deployment(DynamoDeployment):
         pace = json.dumps({"recording": {"step_seconds": STEP_SECONDS}})
         words = ["trtllm_disagg", "worker", "--engine", "recording", "--model", str(demo_model())]
         words += ["--served-model-name", "slow", "--admin-key-file", str(key), "--override-engine-args", pace]
-        words += ["--drain-seconds", "60", "--disaggregation-strategy", "decode_first", "--disaggregation-mode"]
+        words += [
+            "--drain-seconds",
+            "60",
+            "--disaggregation-strategy",
+            "decode_first",
+            "--disaggregation-mode",
+        ]
         self.start_workers({name: [*words, role] for name, role in roles.items()})
 
     def describe(self, worker: str) -> dict[str, Any]:

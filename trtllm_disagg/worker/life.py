@@ -249,6 +249,7 @@ async def live(worker: Worker, first: T) -> None:
     term: T | None = first
     before: T | None = None
     while term is not None:
+        life.tell(Event.NEXT)
         try:
             async with term.entered() as serving:
                 await life.ended(serving)
@@ -264,4 +265,3 @@ async def live(worker: Worker, first: T) -> None:
             worker.require_engine()
             following, before = term.following(life.becomes), term
         term = following if life.reason.has_next else None
-        life.happened(Event.NEXT)
