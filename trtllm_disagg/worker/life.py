@@ -170,8 +170,9 @@ class Life:
             self._why, self.has_served = None, False
             self._ends.clear()
         self.has_served |= action is Action.SERVE
-        # The first reason stays, but for one that prevails.
-        if action is Action.PREVAIL or (self._why is None and action in (Action.LEAVE, Action.END)):
+        # The first reason stays; only an end for good prevails over a next role term, and the engine's death over all.
+        prevails = action is Action.PREVAIL and (self.reason.has_next or event is Event.DIED)
+        if prevails or (self._why is None and action in (Action.LEAVE, Action.END)):
             self._why = event
             self._ends.set()
         return action
