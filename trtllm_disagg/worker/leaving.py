@@ -12,13 +12,14 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable
-from typing import Protocol
 
 from trtllm_disagg.dynamo_runtime.handler import SMALLEST_REQUEST
+from trtllm_disagg.dynamo_runtime.registration import Registration
 from trtllm_disagg.engine.capabilities import COUNTS_REQUESTS
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.errors import DisaggError
 from trtllm_disagg.handlers.cancellation import WorkerDrain, num_in_background
+from trtllm_disagg.prefill_queue import PrefillQueue
 from trtllm_disagg.wire.bodies import decode_request
 from trtllm_disagg.worker.life import Action, Event, Life
 
@@ -38,40 +39,14 @@ _UNCALLED = 0.25
 _SENT_SECONDS = 0.25
 
 
-class Queue(Protocol):
-    """The part of `prefill_queue.PrefillQueue` that is used here."""
-
-    async def leave(self) -> None: ...
-
-    async def drained(self) -> None: ...
-
-
-class Gate(Protocol):
-    async def open(self) -> None: ...
-
-
-class Place(Protocol):
-    """The part of `dynamo_runtime.registration.Registration` that is used here."""
-
-    @property
-    def gate(self) -> Gate: ...
-
-    @property
-    def grace_seconds(self) -> float: ...
-
-    async def hide(self, *, closes_namespace: bool) -> bool: ...
-
-    async def unlist(self) -> None: ...
-
-
 class Leaving:
     def __init__(
         self,
         life: Life,
-        place: Place,
+        place: Registration,
         drain: WorkerDrain,
         engine: Engine,
-        queue: Queue,
+        queue: PrefillQueue,
         drain_seconds: float,
         leave_seconds: float = _LEAVE_SECONDS,
     ) -> None:

@@ -1,4 +1,4 @@
-"""A worker's life on one page: its states, what happens to it, and the one sequence that it lives by (`live`).
+"""A worker's life on one page: its states, what happens to it (`TABLE`), and the sequence of its role terms (`live`).
 
 The engine lives as long as the process; what is around it lives for one role term.
 """
@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol, Self, TypeVar
+from typing import TYPE_CHECKING
 
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.errors import WorkerLeavingError
+
+if TYPE_CHECKING:
+    from trtllm_disagg.worker.process import WorkerProcess
+    from trtllm_disagg.worker.worker import RoleTerm
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +47,8 @@ class Event(Enum):
     DROPPED = "dropped by discovery"
     DIED = "engine died"
     FAILED = "role term failed"
-    AWAKE = "frozen and awake, or its files are lost"
+    #: Its files in discovery may be gone, or are.
+    AWAKE = "frozen and awake"
     UNCALLED = "callers know that it left"
     DRAINED = "drained"
     DEADLINE = "deadline"
@@ -56,74 +59,51 @@ class Action(Enum):
     """What a worker does about it."""
 
     LIST = "enter discovery"
-    SERVE = "be ready"
-    #: Leave, for this reason.
-    LEAVE = "leave"
-    #: Go on leaving, but for this reason.
+    READY = "be ready"
+    LEAVE = "begin to leave"
+    #: Go on leaving, for this reason in place of the first one.
     PREVAIL = "prevail"
-    REFUSE = "refuse"
-    RENEW = "enter again"
+    RENEW = "enter discovery again"
     DRAIN = "wait for requests"
-    HAND_BACK = "hand requests back"
+    CUT = "hand requests back"
     END = "end the runtime"
     OPEN = "open a runtime"
+    REFUSE = "refuse"
     IGNORE = "ignore"
 
 
-_ROWS: Mapping[State, Mapping[Event, tuple[State, Action]]] = {
-    State.LOADING: {
-        Event.LOADED: (State.LISTED, Action.LIST),
-        Event.STOP: (State.OVER, Action.END),
-        Event.DIED: (State.OVER, Action.END),
-        Event.FAILED: (State.OVER, Action.END),
-    },
-    State.LISTED: {
-        Event.PAIRED: (State.SERVING, Action.SERVE),
-        Event.STOP: (State.UNLISTED, Action.LEAVE),
-        Event.FLIP: (State.UNLISTED, Action.LEAVE),
-        Event.FINISH: (State.UNLISTED, Action.LEAVE),
-        Event.DROPPED: (State.OVER, Action.END),
-        Event.DIED: (State.UNLISTED, Action.LEAVE),
-        Event.FAILED: (State.OVER, Action.END),
-        Event.AWAKE: (State.LISTED, Action.RENEW),
-    },
-    State.SERVING: {
-        Event.STOP: (State.UNLISTED, Action.LEAVE),
-        Event.FLIP: (State.UNLISTED, Action.LEAVE),
-        Event.FINISH: (State.UNLISTED, Action.LEAVE),
-        Event.DROPPED: (State.OVER, Action.END),
-        Event.DIED: (State.UNLISTED, Action.LEAVE),
-        Event.FAILED: (State.OVER, Action.END),
-        Event.AWAKE: (State.SERVING, Action.RENEW),
-    },
-    State.UNLISTED: {
-        Event.STOP: (State.UNLISTED, Action.PREVAIL),
-        Event.FINISH: (State.UNLISTED, Action.PREVAIL),
-        Event.DIED: (State.UNLISTED, Action.PREVAIL),
-        Event.FAILED: (State.OVER, Action.END),
-        Event.UNCALLED: (State.DRAINING, Action.DRAIN),
-    },
-    State.DRAINING: {
-        Event.STOP: (State.DRAINING, Action.PREVAIL),
-        Event.FINISH: (State.DRAINING, Action.PREVAIL),
-        Event.DIED: (State.DRAINING, Action.PREVAIL),
-        Event.FAILED: (State.OVER, Action.END),
-        Event.DRAINED: (State.OVER, Action.END),
-        Event.DEADLINE: (State.OVER, Action.HAND_BACK),
-    },
-    State.OVER: {
-        Event.STOP: (State.OVER, Action.PREVAIL),
-        Event.DIED: (State.OVER, Action.PREVAIL),
-        Event.NEXT: (State.LOADING, Action.OPEN),
-    },
-}
-#: Of what a state has no row for, commands are refused, and nothing else changes anything.
-_COMMANDS = (Event.FLIP, Event.FINISH)
-TABLE = {
-    (state, event): _ROWS[state].get(event, (state, Action.REFUSE if event in _COMMANDS else Action.IGNORE))
-    for state in State
-    for event in Event
-}
+#: In each state the next state and the action, where something happens. Else commands are refused, and events ignored.
+_TABLE = """
+          loading      listed          serving         unlisted          draining          over
+LOADED    listed:LIST  -               -               -                 -                 -
+PAIRED    -            serving:READY   -               -                 -                 -
+STOP      over:END     unlisted:LEAVE  unlisted:LEAVE  unlisted:PREVAIL  draining:PREVAIL  over:PREVAIL
+FLIP      -            unlisted:LEAVE  unlisted:LEAVE  -                 -                 -
+FINISH    -            unlisted:LEAVE  unlisted:LEAVE  unlisted:PREVAIL  draining:PREVAIL  -
+DROPPED   -            over:END        over:END        -                 -                 -
+DIED      over:END     unlisted:LEAVE  unlisted:LEAVE  unlisted:PREVAIL  draining:PREVAIL  over:PREVAIL
+FAILED    over:END     over:END        over:END        over:END          over:END          -
+AWAKE     -            listed:RENEW    serving:RENEW   -                 -                 -
+UNCALLED  -            -               -               draining:DRAIN    -                 -
+DRAINED   -            -               -               -                 over:END          -
+DEADLINE  -            -               -               -                 over:CUT          -
+NEXT      -            -               -               -                 -                 loading:OPEN
+"""
+
+
+def _table(text: str) -> dict[tuple[State, Event], tuple[State, Action]]:
+    table = {}
+    states, *rows = (line.split() for line in text.split("\n") if line)
+    for name, *cells in rows:
+        event = Event[name]
+        otherwise = Action.REFUSE if event in (Event.FLIP, Event.FINISH) else Action.IGNORE
+        for state, cell in zip(map(State, states), cells, strict=True):
+            then, _, action = cell.partition(":")
+            table[state, event] = (State(then), Action[action]) if action else (state, otherwise)
+    return table
+
+
+TABLE = _table(_TABLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +112,11 @@ class Reason:
 
     #: For the log, and for the errors of requests.
     text: str
-    #: It leaves discovery in order, and answers callers that do not know yet.
+    #: The worker leaves discovery in order, and answers callers that do not know yet.
     has_grace: bool = False
     #: It stays for the whole grace period, also when no request comes any more.
     stays: bool = False
-    #: All workers of its namespace leave, so that gets no new request, although others are still there.
+    #: All workers of its namespace leave: new requests go to others at once.
     closes_namespace: bool = False
     #: A role term follows.
     has_next: bool = False
@@ -144,7 +124,7 @@ class Reason:
 
 REASONS = {
     Event.STOP: Reason("SIGTERM or SIGINT", has_grace=True, stays=True),
-    Event.FLIP: Reason("it becomes a {becomes} worker", has_grace=True, has_next=True),
+    Event.FLIP: Reason("it becomes a {to} worker", has_grace=True, has_next=True),
     Event.FINISH: Reason("a command", has_grace=True, stays=True, closes_namespace=True),
     Event.DROPPED: Reason("discovery has dropped it", has_next=True),
     Event.DIED: Reason("its engine died"),
@@ -169,7 +149,7 @@ class Life:
         if action is Action.OPEN:
             self._why, self.has_served = None, False
             self._ends.clear()
-        self.has_served |= action is Action.SERVE
+        self.has_served |= action is Action.READY
         # The first reason stays; only an end for good prevails over a next role term, and the engine's death over all.
         prevails = action is Action.PREVAIL and (self.reason.has_next or event is Event.DIED)
         if prevails or (self._why is None and action in (Action.LEAVE, Action.END)):
@@ -178,7 +158,7 @@ class Life:
         return action
 
     def tell(self, event: Event) -> None:
-        """What happened, and nothing waits for the action."""
+        """`happened`, for callers that leave the action to others."""
         self.happened(event)
 
     def command(self, event: Event, to: Role | None = None) -> Action:
@@ -190,12 +170,12 @@ class Life:
 
     @property
     def reason(self) -> Reason:
-        """Only while a role term ends."""
+        """Of the end of the role term; only once it ends."""
         return REASONS[self._why or Event.FAILED]
 
     @property
     def why(self) -> str:
-        return self.reason.text.format(becomes=self._to)
+        return self.reason.text.format(to=self._to)
 
     @property
     def becomes(self) -> Role | None:
@@ -210,45 +190,16 @@ class Life:
         finally:
             told.cancel()
         if serving.done():
-            self.happened(Event.FAILED if serving.exception() else Event.DROPPED)
+            self.tell(Event.FAILED if serving.exception() else Event.DROPPED)
 
 
-class Term(Protocol):
-    """The part of `worker.RoleTerm` that is used here."""
-
-    @property
-    def role(self) -> Role: ...
-
-    def entered(self) -> AbstractAsyncContextManager[asyncio.Task[None]]:
-        """The task loads what is missing, enters discovery, registers and serves. The runtime ends with the block."""
-
-    async def leave(self) -> None:
-        """The one sequence of leaving (`leaving.Leaving`); nothing where the life is over."""
-
-    def following(self, to: Role | None) -> Self:
-        """The next role term, in the role `to`; None: in this one's."""
-
-    def again(self, after: Self) -> Self:
-        """A role term as this one was, after one that failed."""
-
-
-T = TypeVar("T", bound=Term)
-
-
-class Worker(Protocol):
-    life: Life
-
-    def require_engine(self, error: Exception | None = None) -> None:
-        """Raises EngineLostError when the engine has died; `error`: what failed because of that."""
-
-
-async def live(worker: Worker, first: T) -> None:
-    """The only sequence: role terms, one after another. Raises what a role term in use raises, or the first one; one
-    that cannot be entered gives way to the one before.
+async def live(worker: WorkerProcess, first: RoleTerm) -> None:
+    """The only sequence: one role term after another. One that cannot be entered gives way to the one before. Raises
+    what a role term in use raises, or one without a role term before it, and EngineLostError when the engine dies.
     """
     life = worker.life
-    term: T | None = first
-    before: T | None = None
+    term: RoleTerm | None = first
+    before: RoleTerm | None = None
     while term is not None:
         life.tell(Event.NEXT)
         try:
@@ -256,7 +207,7 @@ async def live(worker: Worker, first: T) -> None:
                 await life.ended(serving)
                 await term.leave()
         except Exception as error:
-            life.happened(Event.FAILED)
+            life.tell(Event.FAILED)
             worker.require_engine(error)
             if before is None or life.has_served:
                 raise

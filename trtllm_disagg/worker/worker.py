@@ -12,7 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from trtllm_disagg.admin.commands import Verifier
 from trtllm_disagg.admin.keys import AdminKey
@@ -126,6 +126,9 @@ class RoleTerm:
 
     @contextlib.asynccontextmanager
     async def entered(self) -> AsyncIterator[asyncio.Task[None]]:
+        """The task opens a runtime, loads what is missing, enters discovery, registers and serves. The runtime ends
+        with the block, which raises what the task raises.
+        """
         serving = asyncio.create_task(self._serve(), name=f"{self.role} term")
         try:
             yield serving
@@ -142,15 +145,18 @@ class RoleTerm:
             serving.result()
 
     async def leave(self) -> None:
+        """The one sequence of leaving (`Leaving`); nothing where the role term is over already."""
         if self._process.life.state is State.UNLISTED and self.leaving is not None:
             await self.leaving.run()
 
-    def following(self, to: Role | None) -> Self:
+    def following(self, to: Role | None) -> RoleTerm:
+        """The next role term, in the role `to`; None: in this one's."""
         config = self.config if to is None else flipped(self.config, to)
-        return type(self)(self._process, config, self.live, self._instance)
+        return RoleTerm(self._process, config, self.live, self._instance)
 
-    def again(self, after: Self) -> Self:
-        return type(self)(self._process, self.config, self.live, after._flipped_from)
+    def again(self, after: RoleTerm) -> RoleTerm:
+        """A role term as this one was, after one that failed."""
+        return RoleTerm(self._process, self.config, self.live, after._flipped_from)
 
     async def _serve(self) -> None:
         config, process = self.config, self._process
@@ -305,7 +311,7 @@ class _Parts:
         tell("registering")
         await stage.apply(await self.checks.before_registering(self.description))
         await self.queue.start(generate, runtime.instance_id, runtime.endpoint_for_frontends)
-        if life.happened(Event.PAIRED) is Action.SERVE:
+        if life.happened(Event.PAIRED) is Action.READY:
             log.info(
                 "worker ready: %s at %s, instance %x; discovery: %s",
                 worker_label(config.role, config.strategy),

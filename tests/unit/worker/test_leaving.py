@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import ModuleType
+from typing import cast
 
 import pytest
 
@@ -18,10 +19,12 @@ from tests.support.trying import tracked
 from tests.unit.worker.test_stage_state import serving_life
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.dynamo_runtime.publishers import StatsForwarder
+from trtllm_disagg.dynamo_runtime.registration import Registration
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.errors import WorkerLeavingError
 from trtllm_disagg.handlers.cancellation import WorkerDrain, in_background
 from trtllm_disagg.handlers.local import LocalAgg, LocalPrefill
+from trtllm_disagg.prefill_queue import NoPrefillQueue
 from trtllm_disagg.types import GenerateRequest, RequestContext, TokenChunk
 from trtllm_disagg.worker.leaving import Leaving
 from trtllm_disagg.worker.life import Event, State
@@ -45,7 +48,15 @@ class Place:
         self.life = serving_life()
         self.drain = drain or WorkerDrain()
         engine = engine or recording_engine()
-        self.leaving = Leaving(self.life, self, self.drain, engine, self, seconds, leave_seconds)
+        self.leaving = Leaving(
+            self.life,
+            cast(Registration, self),
+            self.drain,
+            engine,
+            cast(NoPrefillQueue, self),
+            seconds,
+            leave_seconds,
+        )
         self.ended = asyncio.Event()
         self.grace_seconds = grace
         self._is_first = is_first
