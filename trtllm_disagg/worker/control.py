@@ -50,7 +50,7 @@ class Control:
         self._instance_id = instance_id
         self._describe = describe
         self._list_others = list_others
-        #: None while the worker loads.
+        #: None until discovery lists the worker.
         self.changes: Changeable | None = None
 
     async def at_system_port(self, body: dict[str, Any]) -> dict[str, Any]:

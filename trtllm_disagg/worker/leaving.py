@@ -12,6 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable
+from typing import TypeVar
 
 from trtllm_disagg.dynamo_runtime.handler import SMALLEST_REQUEST
 from trtllm_disagg.dynamo_runtime.registration import Registration
@@ -24,6 +25,7 @@ from trtllm_disagg.wire.bodies import decode_request
 from trtllm_disagg.worker.life import Action, Event, Life
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 #: Engines have no event for being idle, so they are polled.
 _POLL_SECONDS = 0.05
@@ -70,20 +72,22 @@ class Leaving:
 
     async def run(self) -> None:
         """From unlisted to over."""
-        life, reason = self._life, self._life.reason
-        grace_seconds = self._place.grace_seconds if reason.has_grace else 0.0
+        life, place, reason = self._life, self._place, self._life.reason
+        grace_seconds = place.grace_seconds if reason.has_grace else 0.0
         log.info("leaving: %s", life.why)
         self._drain.begin(life.why)
         await asyncio.sleep(min(grace_seconds, _ANSWER_SECONDS))
         is_over = time.monotonic() + grace_seconds
         await self._in_time(self._queue.leave())
         if grace_seconds:
-            if await self._hide(reason.closes_namespace):
+            if await self._in_time(place.hide(closes_namespace=reason.closes_namespace)) is not False:
                 await self._until_uncalled(grace_seconds)
             else:
+                # A second stage: a caller drops a call that it is just sending to a worker that leaves discovery, and
+                # the KV of a prefill would wait for the end of its lease.
                 self._drain.refuses = True
                 await asyncio.sleep(min(grace_seconds, _SENT_SECONDS))
-        await self._in_time(self._place.unlist())
+        await self._in_time(place.unlist())
         if life.reason.stays:
             await asyncio.sleep(is_over - time.monotonic())
         life.happened(Event.UNCALLED)
@@ -97,17 +101,6 @@ class Leaving:
         life.happened(ended)
         await self._drain.cut()
 
-    async def _hide(self, closes_namespace: bool) -> bool:
-        """False for a second stage, which refuses calls before it leaves discovery: a caller drops one that it is just
-        sending then, and the KV of a prefill would wait for the end of its lease.
-        """
-        try:
-            async with asyncio.timeout(self._leave_seconds):
-                return await self._place.hide(closes_namespace=closes_namespace)
-        except Exception as error:
-            log.error("frontends cannot be told that this worker leaves: %r", error)
-            return True
-
     async def _until_uncalled(self, grace_seconds: float) -> None:
         """Wait until callers know that this worker has left: for the grace period, or until no request has come for a
         part of it. A request that comes later finds no worker, and is sent to another one.
@@ -120,14 +113,16 @@ class Leaving:
             if seen != (seen := self._drain.num_entered):
                 quiet_since = now
 
-    async def _in_time(self, leaving: Awaitable[None]) -> None:
+    async def _in_time(self, step: Awaitable[T]) -> T | None:
+        """None for a step that fails, or takes too long: the worker leaves all the same."""
         try:
             async with asyncio.timeout(self._leave_seconds):
-                await leaving
+                return await step
         except TimeoutError:
-            log.error("leaving discovery or the prefill queue took more than %g s", self._leave_seconds)
+            log.error("a step of leaving discovery took more than %g s", self._leave_seconds)
         except Exception as error:
-            log.error("leaving discovery or the prefill queue failed: %r", error)
+            log.error("a step of leaving discovery failed: %r", error)
+        return None
 
     async def _open_namespace(self, at: float = 0.0) -> None:
         """If this worker has closed it. Not later than the end of the grace period: another first stage may have come,

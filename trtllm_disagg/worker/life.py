@@ -157,10 +157,6 @@ class Life:
             self._ends.set()
         return action
 
-    def tell(self, event: Event) -> None:
-        """`happened`, for callers that leave the action to others."""
-        self.happened(event)
-
     def command(self, event: Event, to: Role | None = None) -> Action:
         """`to`: the role of a flip. Raises WorkerLeavingError in a state that takes no command."""
         if (action := self.happened(event)) is Action.REFUSE:
@@ -190,7 +186,7 @@ class Life:
         finally:
             told.cancel()
         if serving.done():
-            self.tell(Event.FAILED if serving.exception() else Event.DROPPED)
+            self.happened(Event.FAILED if serving.exception() else Event.DROPPED)
 
 
 async def live(worker: WorkerProcess, first: RoleTerm) -> None:
@@ -201,13 +197,13 @@ async def live(worker: WorkerProcess, first: RoleTerm) -> None:
     term: RoleTerm | None = first
     before: RoleTerm | None = None
     while term is not None:
-        life.tell(Event.NEXT)
+        life.happened(Event.NEXT)
         try:
             async with term.entered() as serving:
                 await life.ended(serving)
                 await term.leave()
         except Exception as error:
-            life.tell(Event.FAILED)
+            life.happened(Event.FAILED)
             worker.require_engine(error)
             if before is None or life.has_served:
                 raise

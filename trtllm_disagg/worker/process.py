@@ -68,11 +68,11 @@ class WorkerProcess:
             log.info("the engine cannot %s", missing)
         self._watch(engine)
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self.life.tell, Event.STOP)
+            asyncio.get_running_loop().add_signal_handler(number, self.life.happened, Event.STOP)
         return engine
 
     def _watch(self, engine: Engine) -> None:
-        health = EngineHealth(engine, lambda reason: self.life.tell(Event.DIED), self._times)
+        health = EngineHealth(engine, lambda reason: self.life.happened(Event.DIED), self._times)
         health.start()
         self._watches.callback(health.stop)
         if self.config.stall_seconds:

@@ -32,7 +32,7 @@ from trtllm_disagg.engine.llm_api import LlmApi, serve_as_rank
 from trtllm_disagg.engine.trtllm_version import installed_version
 from trtllm_disagg.handlers.admission import Admission
 from trtllm_disagg.handlers.cancellation import WorkerDrain
-from trtllm_disagg.handlers.decide import OtherOccupancy, StageOccupancy
+from trtllm_disagg.handlers.decide import StageOccupancy
 from trtllm_disagg.handlers.peers import Peers
 from trtllm_disagg.handlers.run import RunCounts
 from trtllm_disagg.handlers.select import (
@@ -275,7 +275,6 @@ class _Parts:
         leaving = Leaving(process.life, registration, self.drain, engine, self.queue, config.drain_seconds)
         max_seq_len = self.description["max_seq_len"]
         stage = self.stage = StageState(config, process.life, live, peers, registration, max_seq_len)
-        control.changes = Changeable(live, stage, leaving)
         generate = self._request_path(engine, peers, live, stage)
         await self.served.answer_with(
             generate, self.describe, control.handle, engine.longest_prompt, partial(probe, engine)
@@ -289,7 +288,7 @@ class _Parts:
             for name, watching in self._watches(live, stage).items():
                 ended.callback(asyncio.create_task(watching, name=name).cancel)
             if process.life.happened(Event.LOADED) is Action.LIST:
-                self.term.leaving = leaving
+                self.term.leaving, control.changes = leaving, Changeable(live, stage, leaving)
                 await registration.list_for_peers()
                 await self._serve_and_register(generate, stage)
 
@@ -341,17 +340,12 @@ class _Parts:
 
     async def _live_state(self, block_size: int) -> LiveState:
         """That of the role term before, as far as it goes on in this one."""
-        occupancies = await self._occupancies()
-        if self.term.live is None:
-            return LiveState.of(self.config, block_size, occupancies)
-        return self.term.live.in_another_role(self.config, occupancies)
-
-    async def _occupancies(self) -> OtherOccupancy:
-        """How full the workers of the other role are."""
-        endpoint_id = self.config.peer_endpoint_id
-        if endpoint_id is None or not self.config.reads_occupancy:
-            return lambda: None
-        return StageOccupancy(await self.runtime.stage(endpoint_id)).now
+        config, before = self.config, self.term.live
+        read = config.peer_endpoint_id if config.reads_occupancy else None
+        other_occupancy = StageOccupancy(await self.runtime.stage(read)).now if read else lambda: None
+        if before is None:
+            return LiveState.of(config, block_size, other_occupancy)
+        return before.in_another_role(config, other_occupancy)
 
     async def _open_peers(self, live: LiveState) -> Peers:
         """The workers of the other role that this one can serve with."""

@@ -150,7 +150,7 @@ async def test_only_a_lost_worker_enters_discovery_again() -> None:
     await worker.stage.renew(only_if_lost=True)
     assert [word for word, _ in registration.history] == ["enter", "renew"]
     assert registration.is_at_frontends
-    worker.life.tell(Event.STOP)
+    worker.life.happened(Event.STOP)
     await worker.stage.renew()
     assert registration.history[-1][0] == "renew" != registration.history[-2][0], "it leaves"
 

@@ -37,7 +37,7 @@ def life_in(state: State) -> Life:
         if event is Event.FLIP:
             life.command(event, Role.DECODE)
         else:
-            life.tell(event)
+            life.happened(event)
     assert life.state is state
     return life
 
@@ -129,12 +129,12 @@ class Term:
     async def _serve(self, outcome: Outcome) -> None:
         worker, life = self._worker, self._worker.life
         assert life.state is State.LOADING
-        life.tell(Event.LOADED)
+        life.happened(Event.LOADED)
         if worker.in_use or not isinstance(outcome, Exception):
-            life.tell(Event.PAIRED)
+            life.happened(Event.PAIRED)
         if isinstance(outcome, EngineLostError):
             worker.lost = outcome
-            life.tell(Event.DIED)
+            life.happened(Event.DIED)
         elif isinstance(outcome, Exception):
             raise outcome
         elif isinstance(outcome, Role):
@@ -142,15 +142,15 @@ class Term:
         elif outcome is Event.DROPPED:
             return
         else:
-            life.tell(outcome)
+            life.happened(outcome)
         await asyncio.Event().wait()
 
     async def leave(self) -> None:
         life = self._worker.life
         if life.state is State.UNLISTED:
             self._worker.left.append(self.role)
-            life.tell(Event.UNCALLED)
-            life.tell(Event.DRAINED)
+            life.happened(Event.UNCALLED)
+            life.happened(Event.DRAINED)
 
     def following(self, to: Role | None) -> Self:
         return type(self)(self._worker, to or self.role, f"{len(self._worker.seen)}")

@@ -131,8 +131,8 @@ class Serving:
 
 def serving_life() -> Life:
     life = Life()
-    life.tell(Event.LOADED)
-    life.tell(Event.PAIRED)
+    life.happened(Event.LOADED)
+    life.happened(Event.PAIRED)
     return life
 
 
