@@ -187,6 +187,8 @@ class Life:
             told.cancel()
         if serving.done():
             self.happened(Event.FAILED if serving.exception() else Event.DROPPED)
+        if self._why is Event.DROPPED:
+            log.warning("discovery has dropped this worker: it enters again, with the engine as it is")
 
 
 async def live(worker: WorkerProcess, first: RoleTerm) -> None:
