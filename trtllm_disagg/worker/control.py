@@ -53,20 +53,19 @@ class Control:
         #: None until discovery lists the worker.
         self.changes: Changeable | None = None
 
-    async def at_system_port(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def at_system_port(self, body: Any) -> dict[str, Any]:
         """The JSON answer to POST /engine/ADMIN_ROUTE, from the moment that the runtime exists: also to a worker that
         discovery does not list. Everyone may ask for the description; commands are signed.
         """
         if not body or body == {DESCRIBE: True}:
             return {"instance": f"{self._instance_id:x}"} | self._describe()
         try:
-            if [*body] != [CONTROL]:
-                raise InvalidRequestError(
-                    f"{', '.join(map(repr, body))}: not allowed; expected nothing, {DESCRIBE!r} or {CONTROL!r}"
-                )
+            if not isinstance(body, dict) or [*body] != [CONTROL]:
+                allowed = f"{{}}, {{{DESCRIBE!r}: true}} or a signed command in {{{CONTROL!r}: ...}}"
+                raise InvalidRequestError(f"{body!r:.80} is not allowed; expected {allowed}")
             return {"answer": await self.handle(body[CONTROL])}
         except DisaggError as error:
-            return {"error": {"message": str(error), "code": error.category, "status": error.status}}
+            return {"error": {"message": str(error), "code": error.category}}
 
     async def handle(self, raw: Any) -> dict[str, Any]:
         """Execute a control command and return its JSON answer. Raises a DisaggError, and then nothing has changed:

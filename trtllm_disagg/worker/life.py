@@ -200,18 +200,20 @@ async def live(worker: WorkerProcess, first: RoleTerm) -> None:
     before: RoleTerm | None = None
     while term is not None:
         life.happened(Event.NEXT)
+        failure: Exception | None = None
         try:
             async with term.entered() as serving:
                 await life.ended(serving)
                 await term.leave()
         except Exception as error:
             life.happened(Event.FAILED)
-            worker.require_engine(error)
-            if before is None or life.has_served:
-                raise
-            log.error("this worker cannot be a %s worker: %s", term.role, error)
-            following, before = before.again(after=term), None
-        else:
-            worker.require_engine()
+            failure = error
+        worker.require_engine(failure)
+        if failure is None:
             following, before = term.following(life.becomes), term
+        elif before is None or life.has_served:
+            raise failure
+        else:
+            log.error("this worker cannot be a %s worker: %s", term.role, failure)
+            following, before = before.again(after=term), None
         term = following if life.reason.has_next else None

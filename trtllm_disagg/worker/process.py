@@ -84,7 +84,7 @@ class WorkerProcess:
         if self.engine is not None and self.engine.death is not None:
             if error is not None:
                 log.warning("a step of this worker failed after its engine's death: %s", error)
-            raise EngineLostError(f"the engine died: {self.engine.death}") from None
+            raise EngineLostError(f"the engine died: {self.engine.death}")
 
     async def open_runtime(self, config: WorkerConfig) -> Runtime:
         """Only the first role term fails without discovery; a later one waits for it."""

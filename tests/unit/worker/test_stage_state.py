@@ -13,8 +13,9 @@ import pytest
 from tests.support.handling import request, until
 from tests.support.stage_client import FakeContext
 from tests.support.trying import counts_of, trying
-from trtllm_disagg.admin.commands import Command, Verifier, decode_command
+from trtllm_disagg.admin.commands import CONTROL, Command, Verifier, decode_command
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.dynamo_runtime.handler import DESCRIBE
 from trtllm_disagg.dynamo_runtime.registration import Place, Registration
 from trtllm_disagg.engine.engine_facts import EngineFacts
 from trtllm_disagg.errors import ConfigError, InvalidRequestError, PeerUnavailableError
@@ -165,6 +166,10 @@ async def test_a_worker_told_to_leave_answers_with_the_requests_that_it_gave_up(
     assert worker.leaving.seconds == 9
     with pytest.raises(InvalidRequestError, match="seconds"):
         await worker.handle_command({"command": "leave", "seconds": -1})
+
+
+def flip_to(to: str, **more: Any) -> dict[str, Any]:
+    return {"command": "flip", "to": to} | more
 
 
 def switch_to(to: str) -> dict[str, str]:
@@ -363,6 +368,51 @@ async def test_a_worker_describes_what_waits_on_it() -> None:
     assert worker.describe()["queued_requests"] == 0
 
 
+# -- at the system port
+
+
+async def test_a_worker_describes_itself_at_its_system_port_and_takes_the_same_commands() -> None:
+    worker, registration, _ = stage_state("prefill", "decode_first")
+    told = await worker.control.at_system_port({})
+    assert told == await worker.control.at_system_port({DESCRIBE: True})
+    assert told.items() >= {"instance": "7", "role": "prefill", "registered": False}.items()
+    answer = await worker.control.at_system_port({CONTROL: switch_to("prefill_first")})
+    assert answer["answer"]["registered"] is True
+    assert registration.history == [("enter", "prefill_first")]
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "named"),
+    [
+        (
+            {"tokens": [1]},
+            "InvalidRequest",
+            "expected {}, {'trtllm_disagg.describe': true} or a signed command in",
+        ),
+        ({DESCRIBE: False}, "InvalidRequest", "is not allowed"),
+        ([1], "InvalidRequest", r"[1] is not allowed"),
+        ({CONTROL: {"command": "stop"}}, "InvalidRequest", "expected a command of switch, set"),
+        ({CONTROL: flip_to("decode")}, "InvalidRequest", "the other role"),
+        ({CONTROL: switch_to("decode_first")}, "Unavailable", "no worker of the other role"),
+    ],
+)
+async def test_what_a_worker_refuses_at_its_system_port_is_an_error_with_its_name(
+    body: Any, code: str, named: str
+) -> None:
+    worker, registration, _ = stage_state("decode", "prefill_first", Others())
+    error = (await worker.control.at_system_port(body))["error"]
+    assert error["code"] == code
+    assert named in error["message"]
+    assert registration.history == []
+
+
+async def test_a_worker_that_is_not_listed_yet_takes_no_command() -> None:
+    worker, _, _ = stage_state("decode", "decode_first")
+    worker.control.changes = None
+    error = (await worker.control.at_system_port({CONTROL: switch_to("auto")}))["error"]
+    assert (error["code"], "takes commands later" in error["message"]) == ("Unavailable", True)
+
+
 # -- a worker that flips
 
 
@@ -398,10 +448,6 @@ def flips(
     listed = [engine | {"role": role} | (own or {}), engine | {"role": other} | (alike or {})]
     listed += [engine | {"role": role} | peer] if peer is not None else []
     return stage_state(role, strategy, listed=listed, **settings)[0]
-
-
-def flip_to(to: str, **more: Any) -> dict[str, Any]:
-    return {"command": "flip", "to": to} | more
 
 
 SMALL = "max_batch_size is 8 here, and 64 on another decode worker: this one does less at once"
