@@ -44,6 +44,7 @@ class Event(Enum):
     STOP = "told to stop"
     FLIP = "flip"
     FINISH = "finish with its revision"
+    #: Its lease is over. A worker that leaves goes on with that: it flips, or ends, as it was told.
     DROPPED = "dropped by discovery"
     DIED = "engine died"
     FAILED = "role term failed"
