@@ -160,6 +160,7 @@ class Registration:
 
     async def unlist(self) -> None:
         """Leave discovery, for good. Requests that run, or are being sent, are still answered."""
+        self.listing.is_closed = True  # also where the next step hangs
         try:
             # First: a frontend serves no model while one of its cards has no instance.
             await self._cards.close()
