@@ -63,6 +63,7 @@ class DynamoDeployment:
 
     directory: Path
     http_port: int = field(default_factory=lambda: free_http_port(LOOPBACK, 0))
+    grace_seconds: float = 0.0
     system_ports: dict[str, int] = field(default_factory=dict)
     _processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
@@ -86,7 +87,7 @@ class DynamoDeployment:
             "DYN_FILE_KV": str(self.directory / "discovery"),
             "DYN_REQUEST_PLANE": "tcp",
             "DYN_EVENT_PLANE": "zmq",
-            "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",
+            "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": f"{self.grace_seconds:g}",
             "TMPDIR": str(self.directory),
         }
         with self._log(name).open("wb") as log:
@@ -162,8 +163,8 @@ class DynamoDeployment:
     def connection(self, port: int = 0) -> contextlib.closing[http.client.HTTPConnection]:
         return contextlib.closing(http.client.HTTPConnection(LOOPBACK, port or self.http_port, timeout=30))
 
-    def post(self, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
-        with self.connection() as connection:
+    def post(self, path: str, body: dict[str, Any], port: int = 0) -> tuple[int, bytes]:
+        with self.connection(port) as connection:
             connection.request("POST", path, json.dumps(body), JSON)
             response = connection.getresponse()
             return response.status, response.read()
@@ -186,6 +187,13 @@ class DynamoDeployment:
             for line in response:
                 if line.startswith(b"data: {"):
                     yield json.loads(line[6:])
+
+    def asks(self, worker: str, body: dict[str, Any]) -> dict[str, Any]:
+        """What a worker answers at its system port."""
+        status, content = self.post("/engine/trtllm_disagg", body, self.system_ports[worker])
+        assert status == 200, f"{status} {content!r}\n{self.logs()}"
+        answer: dict[str, Any] = json.loads(content)
+        return answer
 
     def gauge(self, worker: str, name: str) -> float:
         """Of the worker's own metrics; as of its engine's last step."""

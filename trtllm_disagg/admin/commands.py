@@ -219,6 +219,10 @@ class Verifier:
         #: Nonce -> when its command expires by itself.
         self._seen: dict[str, float] = {}
 
+    @property
+    def key_id(self) -> str | None:
+        return self._key and self._key.id
+
     def command_of(self, raw: Any) -> Command:
         """Raises CommandRefusedError without a valid signature, InvalidRequestError when `raw` is no command."""
         if self._key is None:

@@ -125,7 +125,7 @@ class EngineHealth:
     def __init__(
         self,
         engine: Engine,
-        on_death: Callable[[str], None],
+        on_death: Callable[[str], object],
         times: HealthTimes = TIMES,
         end_process: Callable[[str], None] = end_process,
     ) -> None:

@@ -6,84 +6,69 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trtllm_disagg.admin.commands import Command, Flip, Leave, Set, Verifier
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.dynamo_runtime.registration import Place, Registration
 from trtllm_disagg.errors import InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.handlers.decide import KV_OCCUPANCY
 from trtllm_disagg.handlers.services import LiveState
 from trtllm_disagg.strategies import spec_of
 from trtllm_disagg.types import InProgress
-from trtllm_disagg.worker.flips import check_flip, flipped
-from trtllm_disagg.worker.pairing import WAS_SWITCHED, Description, fixed_by
+from trtllm_disagg.worker.life import Action, Event, Life
+from trtllm_disagg.worker.pairing import WAS_SWITCHED, fixed_by
 
 if TYPE_CHECKING:
-    from trtllm_disagg.dynamo_runtime.worker_endpoint import DynamoRegistration
     from trtllm_disagg.handlers.peers import Peers
 
 log = logging.getLogger(__name__)
 
 
 class StageState:
-    """A worker's stage, and the commands that change it. `live.strategy`: the deployment's, as the worker knows it."""
+    """A worker's stage, and what changes it. `live.strategy`: the deployment's, as the worker knows it."""
 
     def __init__(
         self,
         config: WorkerConfig,
-        own: dict[str, Any],
+        life: Life,
         live: LiveState,
         peers: Peers,
-        registration: DynamoRegistration,
-        verifier: Verifier,
-        list_others: Callable[[], Awaitable[Sequence[Description]]],
-        flip: Callable[[Role], None],
-        finish: Callable[[float], Awaitable[int]],
+        registration: Registration,
+        max_seq_len: int | None,
     ) -> None:
-        """`own`: the constant part of this worker's description. `peers`: used only on workers that may switch.
-        `list_others` describes all other workers of the model; `flip` begins to leave for another role, `finish` for
-        good (`Leaving.finish`).
-        """
+        """`peers`: used only on workers that may switch. `max_seq_len`: of this worker's engine."""
         self._config = config
-        self._own = own
+        self._life = life
         self._live = live
         self._peers = peers
         self._registration = registration
-        self._verifier = verifier
-        self._list_others = list_others
-        self._begin_flip = flip
-        self._finish = finish
+        self._max_seq_len = max_seq_len
         #: The requests from frontends that run; `switch` waits until an old first stage has none.
         self.whole_requests = InProgress()
         #: Stays true after a switch back: workers that started in between have the strategy from before it.
         self._was_switched = live.strategy.value != config.strategy
         #: Held during a change of strategy or registration: one at a time.
-        self._changing = asyncio.Lock()
+        self.changing = asyncio.Lock()
 
     def describe(self) -> dict[str, Any]:
-        """This worker's description as of now, as JSON."""
+        """The part of this worker's description that changes while it serves, as JSON."""
         occupancy = {KV_OCCUPANCY: self._live.occupancy.share} if self._config.publish_metrics else {}
-        return (
-            self._own
-            | occupancy
-            | {
-                "strategy": self._live.strategy.value,
-                WAS_SWITCHED: self._was_switched,
-                "registered": self._registration.is_at_frontends,
-                "whole_requests": self.whole_requests.count,
-                "queued_requests": self._live.queued.requests,
-                "queued_tokens": self._live.queued.tokens,
-                "fixed_by": fixed_by(self._config),
-            }
-        )
+        return occupancy | {
+            "strategy": self._live.strategy.value,
+            WAS_SWITCHED: self._was_switched,
+            "registered": self._registration.place is Place.FRONTENDS,
+            "whole_requests": self.whole_requests.count,
+            "queued_requests": self._live.queued.requests,
+            "queued_tokens": self._live.queued.tokens,
+            "fixed_by": fixed_by(self._config),
+        }
 
     async def apply(self, strategy: str) -> None:
         """Become the stage that this role is under `strategy`: the configuration's strategy, or the one that the others
         were switched to while this worker started. A switch command that this worker has already executed stays in
         force. Raises what registering raises.
         """
-        async with self._changing:
+        async with self.changing:
             live = self._live.strategy
             if not self._was_switched and strategy != live.value:
                 live.set(strategy)
@@ -98,37 +83,19 @@ class StageState:
             else:
                 await self._registration.stand_by()
 
-    async def renew(self) -> None:
-        """Enter this worker into discovery again, which may have dropped it."""
-        async with self._changing:
-            await self._registration.renew()
-
-    async def return_if_lost(self) -> None:
-        """Enter this worker into file discovery again if that has dropped it."""
-        async with self._changing:
-            if await self._registration.is_lost():
-                log.warning("discovery has dropped this worker: it enters discovery again")
+    async def renew(self, *, only_if_lost: bool = False) -> None:
+        """Enter this worker into file discovery again, which may have dropped it."""
+        async with self.changing:
+            if only_if_lost and not await self._registration.is_lost():
+                return
+            if self._life.happened(Event.AWAKE) is Action.RENEW:
+                log.warning("this worker enters discovery again, which has dropped it")
                 await self._registration.renew()
 
-    async def handle_command(self, raw: Any) -> dict[str, Any]:
-        """Execute a control command and return its JSON answer. Raises a DisaggError, and then nothing has changed:
-        CommandRefusedError for a command that is not signed with the deployment's key.
+    async def switch(self, to: str) -> None:
+        """Become the stage that this role is under the strategy `to`. Raises a DisaggError, and then nothing has
+        changed.
         """
-        # The shield lets a change that has begun complete when the client that asked disconnects.
-        change = asyncio.create_task(self._execute(self._verifier.command_of(raw)))
-        return await asyncio.shield(change)
-
-    async def _execute(self, command: Command) -> dict[str, Any]:
-        if isinstance(command, Set):
-            return {"changed": self._live.set_thresholds(command.values, "set")}
-        if isinstance(command, Flip):
-            return {"warnings": await self._flip(command)}
-        if isinstance(command, Leave):
-            return {"requests_left": await self._finish(command.seconds)}
-        await self._switch(command.to)
-        return self.describe()
-
-    async def _switch(self, to: str) -> None:
         config = self._config
         if not config.may_switch:
             raise InvalidRequestError(
@@ -140,7 +107,7 @@ class StageState:
                 f"to: {to!r} is not allowed with {' and '.join(flags)}; expected the usual endpoints: there frontends "
                 "and the other role look for a worker that was switched"
             )
-        async with self._changing:
+        async with self.changing:
             strategy = self._live.strategy
             was = strategy.value
             # A first stage runs its strategy for as long as it is registered, so that no request meets another one.
@@ -159,17 +126,6 @@ class StageState:
         self._was_switched |= was != to
         log.info("switched from %s to %s: %s stage", was, to, "first" if self._is_first(to) else "second")
 
-    async def _flip(self, command: Flip) -> list[str]:
-        to = Role(command.to)
-        async with self._changing:
-            flipped(self._config, to)
-            own = self.describe() | {"role": to.value}
-            warnings = check_flip(own, await self._list_others(), force=command.force)
-            self._begin_flip(to)
-        for warning in warnings:
-            log.warning("as a %s worker: %s", to, warning)
-        return warnings
-
     async def _stand_by_again(self) -> None:
         """After an entry that failed: the KV routers of the other role have lost this worker's card."""
         try:
@@ -187,7 +143,7 @@ class StageState:
                 f"no worker of the other role is there at {self._config.peer_endpoint_id}"
             )
         await self._peers.learn()
-        own = self._own.get("max_seq_len")
+        own = self._max_seq_len
         other = next(
             (each for facts in self._peers.facts() if (each := facts.max_seq_len) not in (None, own)), own
         )

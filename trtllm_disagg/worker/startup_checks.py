@@ -145,7 +145,7 @@ def _shown(source: Any, weights: Any) -> str:
 class PeerDirectory(Protocol):
     """The part of `dynamo_runtime.worker_endpoint.Runtime` that the checks use."""
 
-    async def wait_for_second_stage(self, endpoint_id: str) -> bool: ...
+    async def wait_for_second_stage(self, endpoint_id: str) -> None: ...
 
     async def peer_descriptions(self, endpoint_id: str) -> list[dict[str, Any]]: ...
 
@@ -169,17 +169,15 @@ class StartupChecks:
         """Spares a worker that must not serve the minutes that its engine takes to load."""
         await self._names.require_same()
 
-    async def before_listing(self, own: dict[str, Any]) -> bool:
+    async def before_listing(self, own: dict[str, Any]) -> None:
         """After it, other workers and frontends may send requests to this one. Finds the workers that started while
-        the engine was loading. Under `--on-missing-stage fail` a first stage waits for the second one; returns False
-        when this worker was stopped before one came.
+        the engine was loading. Under `--on-missing-stage fail` a first stage waits for the second one.
         """
         if self._config.next_endpoint_id is None:
             await self._require_fit(own)
-        elif not await self._second_stage_fits(self._config.next_endpoint_id, own):
-            return False
+        else:
+            await self._require_second_stage(self._config.next_endpoint_id, own)
         await self._names.require_same()
-        return True
 
     async def before_registering(self, own: dict[str, Any]) -> str:
         """After it, a frontend sends requests. Refuses one of two workers that started together and could not find each
@@ -196,14 +194,13 @@ class StartupChecks:
         await self._require_fit(own)
         return strategy
 
-    async def _second_stage_fits(self, endpoint_id: str, own: dict[str, Any]) -> bool:
+    async def _require_second_stage(self, endpoint_id: str, own: dict[str, Any]) -> None:
         peers = await self._peers.peer_descriptions(endpoint_id)
         if not peers and self._config.on_missing_stage == "fail":
             log.info("waiting for the second stage at %s", endpoint_id)
             # Discovery lists a dead instance for some seconds: only one that answers is there.
             while not peers:
-                if not await self._peers.wait_for_second_stage(endpoint_id):
-                    return False
+                await self._peers.wait_for_second_stage(endpoint_id)
                 await asyncio.sleep(_POLL_SECONDS)
                 peers = await self._peers.peer_descriptions(endpoint_id)
         if not peers:
@@ -212,7 +209,6 @@ class StartupChecks:
         may_differ = ("strategy",) if self._follows_switches and were_switched(peers) else ()
         for peer in peers:
             require_pair(own, peer, ignored=may_differ)
-        return True
 
     @property
     def _follows_switches(self) -> bool:

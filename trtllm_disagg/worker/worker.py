@@ -7,36 +7,32 @@ import contextlib
 import gc
 import logging
 import os
-import signal
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trtllm_disagg.admin.commands import Verifier
+from trtllm_disagg.admin.commands import ADMIN_ROUTE, Verifier
 from trtllm_disagg.admin.keys import AdminKey
 from trtllm_disagg.config.engine_args import dump_config
 from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
 from trtllm_disagg.dynamo_runtime.advertised import Advertised
+from trtllm_disagg.dynamo_runtime.cards import Cards
 from trtllm_disagg.dynamo_runtime.kv_events import EventSources
+from trtllm_disagg.dynamo_runtime.listing import ServedEndpoints, keep_in_discovery
 from trtllm_disagg.dynamo_runtime.publishers import create_publishers
-from trtllm_disagg.dynamo_runtime.shutdown import Leaving, keep_in_discovery, leave_when_dead
+from trtllm_disagg.dynamo_runtime.registration import Registration
 from trtllm_disagg.dynamo_runtime.system_port import require_system_port
-from trtllm_disagg.dynamo_runtime.worker_endpoint import DynamoRegistration, Runtime, ServedModel
-from trtllm_disagg.engine.capabilities import block_size_of
-from trtllm_disagg.engine.daemon_thread import in_daemon_thread
+from trtllm_disagg.dynamo_runtime.worker_endpoint import Runtime
 from trtllm_disagg.engine.engine import Engine
-from trtllm_disagg.engine.health import HealthTimes, close, probe
+from trtllm_disagg.engine.health import probe
 from trtllm_disagg.engine.llm_api import LlmApi, serve_as_rank
-from trtllm_disagg.engine.rank_placement import Affinity
 from trtllm_disagg.engine.trtllm_version import installed_version
-from trtllm_disagg.errors import ConfigError, EngineLostError
 from trtllm_disagg.handlers.admission import Admission
 from trtllm_disagg.handlers.cancellation import WorkerDrain
-from trtllm_disagg.handlers.decide import OtherOccupancy, StageOccupancy
+from trtllm_disagg.handlers.decide import StageOccupancy
 from trtllm_disagg.handlers.peers import Peers
 from trtllm_disagg.handlers.run import RunCounts
 from trtllm_disagg.handlers.select import (
@@ -53,10 +49,13 @@ from trtllm_disagg.handlers.services import LiveState, build_generate, peers_of,
 from trtllm_disagg.handlers.trace import LinesTogether, RequestLog
 from trtllm_disagg.model_directory import fingerprint
 from trtllm_disagg.prefill_queue import PrefillQueue, open_prefill_queue
-from trtllm_disagg.processes.reports import ACTIVITY_VARIABLE, DRAINING, SERVING, Reporter, reporter_of
+from trtllm_disagg.processes.reports import ACTIVITY_VARIABLE, DRAINING, SERVING, reporter_of
 from trtllm_disagg.tracing.tracer import Tracer, tracer_of
 from trtllm_disagg.types import Generate
+from trtllm_disagg.worker.control import Changeable, Control
 from trtllm_disagg.worker.flips import RoleSettings, flipped
+from trtllm_disagg.worker.leaving import Leaving
+from trtllm_disagg.worker.life import Action, Event, State, live
 from trtllm_disagg.worker.model_facts import UNKNOWN_MODEL, read_model_facts
 from trtllm_disagg.worker.pairing import (
     Fingerprint,
@@ -66,14 +65,13 @@ from trtllm_disagg.worker.pairing import (
     require_callable,
     with_engine,
 )
+from trtllm_disagg.worker.process import WorkerProcess, served_model, worker_label
 from trtllm_disagg.worker.stage_state import StageState
 from trtllm_disagg.worker.startup_checks import ModelNameGuard, StartupChecks
 
 log = logging.getLogger(__name__)
 
-#: Thresholds of generations 0, 1 and 2 of the garbage collector; Python's defaults are 700, 10, 10.
-_COLLECTOR_THRESHOLDS = 20_000, 20, 20
-_LOAD_SECONDS, _REOPEN_SECONDS = 1.0, 2.0
+_LOAD_SECONDS = 1.0
 
 
 async def run_worker(config: WorkerConfig, engine_args: dict[str, Any], api: LlmApi) -> None:
@@ -90,7 +88,7 @@ async def run_worker(config: WorkerConfig, engine_args: dict[str, Any], api: Llm
         return
     if config.server_disable_gc:
         gc.disable()
-    process = _Process(
+    process = WorkerProcess(
         config,
         engine_args,
         api,
@@ -99,132 +97,94 @@ async def run_worker(config: WorkerConfig, engine_args: dict[str, Any], api: Llm
         EventSources(renewable=config.discovery_backend in ("file", "etcd") or config.role is not Role.AGG),
     )
     try:
-        await serve_in_turns(Turn(config), partial(_serve_as, process), process.told_to_stop)
+        await live(process, RoleTerm(process, config))
     finally:
         await process.end()
 
 
-@dataclass(slots=True)
-class Turn:
+class RoleTerm:
     """One role of a worker, from its start in that role to its end."""
 
-    config: WorkerConfig
-    #: Its state; before its start that of the role before, None in the first one.
-    live: LiveState | None = None
-    #: The instance id in the role before, hexadecimal.
-    flipped_from: str = ""
-    is_ready: bool = False
+    def __init__(
+        self,
+        process: WorkerProcess,
+        config: WorkerConfig,
+        live: LiveState | None = None,
+        flipped_from: str = "",
+    ) -> None:
+        """`live`: that of the role term before; None in the first one. `flipped_from`: the instance id in it."""
+        self.config = config
+        self.live = live
+        self.leaving: Leaving | None = None
+        self._process = process
+        self._flipped_from = flipped_from
+        self._instance = ""
+        self._runtime: Runtime | None = None
 
+    @property
+    def role(self) -> Role:
+        return self.config.role
 
-@dataclass(slots=True)
-class _Process:
-    """What outlives a worker's role: its engine, the events of its cache, and the order to stop."""
-
-    config: WorkerConfig
-    engine_args: dict[str, Any]
-    api: LlmApi
-    reporter: Reporter
-    advertised: Advertised
-    sources: EventSources
-    engine: Engine | None = None
-    load_seconds: float = 0.0
-    told_to_stop: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def load(self, machine_id: int) -> Engine:
-        """Load the engine, unless a role before has. From then on SIGTERM and SIGINT are the order to stop."""
-        if self.engine is not None:
-            return self.engine
-        config = self.config
-        label = _worker_label(config.role, config.strategy)
-        log.info("loading %s on the %s engine as %s", config.model, config.engine, label)
-        self.reporter.tell("starting the engine")
-        began = time.monotonic()
-        by_router = config.conversation_affinity_dp_rank_source == "dynamo"
-        affinity = Affinity(config.conversation_affinity, by_router=by_router)
-        load = partial(Engine.open, self.api, self.engine_args, machine_id, affinity)
-        engine = self.engine = await in_daemon_thread(load, "engine-load")
-        self.load_seconds = time.monotonic() - began
-        _tune_garbage_collector()
-        for missing in engine.capabilities.missing():
-            log.info("the engine cannot %s", missing)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self.told_to_stop.set)
-        return engine
-
-    async def end(self) -> None:
-        """Raises EngineLostError when the engine does not end in time."""
-        if self.engine is None:
-            return
-        self.reporter.tell("ending the engine")
-        if not await close(self.engine, _health_times(self.config)):
-            # Raised even while another error is: TensorRT-LLM's exit handler would wait without a limit.
-            raise EngineLostError("the engine did not shut down in time (--engine-health-shutdown-timeout)")
-
-
-async def serve_in_turns(
-    turn: Turn, serve: Callable[[Turn], Awaitable[Turn | None]], told_to_stop: asyncio.Event
-) -> None:
-    """Serve in one role after another; `serve` returns the next one. A worker that cannot enter a role returns to the
-    one before. Raises what a role in use raises, and what the return raises.
-    """
-    before: Turn | None = None
-    while not told_to_stop.is_set():
+    @contextlib.asynccontextmanager
+    async def entered(self) -> AsyncIterator[asyncio.Task[None]]:
+        """The task opens a runtime, loads what is missing, enters discovery, registers and serves. The runtime ends
+        with the block, which raises what the task raises.
+        """
+        serving = asyncio.create_task(self._serve(), name=f"{self.role} term")
         try:
-            following = await serve(turn)
-        except Exception as error:
-            if before is None or turn.is_ready or isinstance(error, EngineLostError):
-                raise
-            log.error("this worker cannot be a %s worker: %s", turn.config.role, error)
-            turn, before = replace(before, flipped_from=turn.flipped_from, is_ready=False), None
-        else:
-            if following is None:
-                return
-            turn, before = following, turn
+            yield serving
+        except BaseException:
+            serving.cancel()
+            raise
+        finally:
+            if self._runtime is not None:
+                self._runtime.shutdown()
+            if self.leaving is None:  # discovery does not list this worker yet
+                serving.cancel()
+            await asyncio.wait({serving})
+        if not serving.cancelled():
+            serving.result()
 
+    async def leave(self) -> None:
+        """The one sequence of leaving (`Leaving`); nothing where the role term is over already."""
+        if self._process.life.state is State.UNLISTED and self.leaving is not None:
+            await self.leaving.run()
 
-async def _serve_as(process: _Process, turn: Turn) -> Turn | None:
-    """Serve in one role. Returns the next one; None when this worker was told to stop."""
-    config = turn.config
-    dump_config(config, process.engine_args)
-    identity, own = _describe(config, process.engine_args)
-    own |= {"flipped_from": turn.flipped_from, "process": Path(os.environ.get(ACTIVITY_VARIABLE, "")).stem}
-    async with aclosing(await open_prefill_queue(config, kind_of(own))) as queue:
-        require_system_port(os.environ)
-        if (runtime := await _open_runtime(process, config)) is None:
-            return None
-        own_endpoint_ids = {config.endpoint_id, config.worker_endpoint_id}
-        names = ModelNameGuard(identity, runtime.instance_id, own_endpoint_ids, runtime.list_instances)
-        worker = _Worker(
-            process,
-            turn,
-            config,
-            runtime,
-            queue,
-            StartupChecks(config, names, runtime),
-            _verifier(config, runtime.instance_id),
-            process.reporter,
-            tracer_of(os.environ, _worker_label(config.role, config.strategy), f"{runtime.instance_id:x}"),
-        )
-        to = await worker.run(own)
-    if to is None:
-        return None
-    following = config if to is config.role else flipped(config, to)
-    return Turn(following, turn.live, f"{runtime.instance_id:x}")
+    def following(self, to: Role | None) -> RoleTerm:
+        """The next role term, in the role `to`; None: in this one's."""
+        config = self.config if to is None else flipped(self.config, to)
+        return RoleTerm(self._process, config, self.live, self._instance)
 
+    def again(self, after: RoleTerm) -> RoleTerm:
+        """A role term as this one was, after one that failed."""
+        return RoleTerm(self._process, self.config, self.live, after._flipped_from)
 
-async def _open_runtime(process: _Process, config: WorkerConfig) -> Runtime | None:
-    """None for a worker that was told to stop while discovery could not be reached. At its first start it does not wait
-    for discovery.
-    """
-    while not process.told_to_stop.is_set():
-        try:
-            return Runtime(config, process.advertised)
-        except ConfigError as error:
-            if process.engine is None:
-                raise
-            log.warning("%s; the next attempt is in %g s", error, _REOPEN_SECONDS)
-        await asyncio.sleep(_REOPEN_SECONDS)
-    return None
+    async def _serve(self) -> None:
+        config, process = self.config, self._process
+        dump_config(config, process.engine_args)
+        identity, description = _describe(config, process.engine_args)
+        description |= {
+            "flipped_from": self._flipped_from,
+            "process": Path(os.environ.get(ACTIVITY_VARIABLE, "")).stem,
+        }
+        async with aclosing(await open_prefill_queue(config, kind_of(description))) as queue:
+            require_system_port(os.environ)
+            runtime = self._runtime = await process.open_runtime(config)
+            self._instance = f"{runtime.instance_id:x}"
+            own_endpoint_ids = {config.endpoint_id, config.worker_endpoint_id}
+            names = ModelNameGuard(identity, runtime.instance_id, own_endpoint_ids, runtime.list_instances)
+            parts = _Parts(
+                process,
+                self,
+                config,
+                runtime,
+                ServedEndpoints(config, runtime),
+                queue,
+                StartupChecks(config, names, runtime),
+                tracer_of(os.environ, worker_label(config.role, config.strategy), self._instance),
+                description,
+            )
+            await parts.serve()
 
 
 def _describe(config: WorkerConfig, engine_args: dict[str, Any]) -> tuple[ModelIdentity, dict[str, Any]]:
@@ -247,152 +207,159 @@ def _describe(config: WorkerConfig, engine_args: dict[str, Any]) -> tuple[ModelI
     return identity, describe_worker(config, fingerprint, identity) | of_role
 
 
-@dataclass(frozen=True, slots=True)
-class _Worker:
+@dataclass(slots=True)
+class _Parts:
     """All parts of a worker in one role but its engine, which is loaded only after everything else has been checked."""
 
-    process: _Process
-    turn: Turn
+    process: WorkerProcess
+    term: RoleTerm
     config: WorkerConfig
     runtime: Runtime
+    served: ServedEndpoints
     queue: PrefillQueue
     checks: StartupChecks
-    verifier: Verifier
-    reporter: Reporter
     tracer: Tracer
+    #: Of this worker, as other workers get it; without what changes while it serves.
+    description: dict[str, Any]
+    #: None until the engine is loaded.
+    stage: StageState | None = None
     drain: WorkerDrain = field(default_factory=WorkerDrain)
     lines: LinesTogether = field(default_factory=LinesTogether)
 
-    async def run(self, own: dict[str, Any]) -> Role | None:
-        """Load the engine and serve. Returns the role to serve in next. `own`: this worker's description."""
-        config = self.config
-        await self.checks.before_loading()
-        engine = await self.process.load(self.runtime.instance_id % 1021)
+    def describe(self) -> dict[str, Any]:
+        """This worker's description as of now, as JSON."""
+        life = self.process.life
+        now = {"ready": life.has_served, "state": life.state.value, "becomes": life.becomes or ""}
+        of_stage = {} if self.stage is None else self.stage.describe()
+        return self.description | of_stage | self.checks.described() | now
+
+    async def serve(self) -> None:
+        """Load the engine, enter discovery, register, and answer requests until the runtime ends."""
+        config, runtime = self.config, self.runtime
+        verifier = _verifier(config, runtime.instance_id)
+        self.description["key"] = verifier.key_id
+        control = Control(
+            config, self.process.life, verifier, runtime.instance_id, self.describe, self._others
+        )
+        runtime.register_engine_route(ADMIN_ROUTE, control.at_system_port)
+        try:
+            await self.checks.before_loading()
+            engine = await self.process.load(runtime.instance_id % 1021)
+            await self._serve(engine, control)
+        finally:
+            self.lines.flush()
+            await asyncio.to_thread(self.tracer.close)
+
+    async def _serve(self, engine: Engine, control: Control) -> None:
+        config, runtime, process = self.config, self.runtime, self.process
         model = served_model(config, engine)
         # TensorRT-LLM does not report what DEFAULT means there; `transceiver` resolves it.
         transport = None if config.engine_spec.is_tensorrt_llm else engine.kv_pairing
-        own = with_engine(
-            own, engine.facts, model.block_size, engine.ctx_info_endpoint, engine.ctx_dp_rank, transport
+        process.reporter.tell("looking for the other stage")
+        live = self.term.live = await self._live_state(model.block_size)
+        self.description = with_engine(
+            self.description | {"strategy": live.strategy.value},
+            engine.facts,
+            model.block_size,
+            engine.ctx_info_endpoint,
+            engine.ctx_dp_rank,
+            transport,
         )
-        leaving = Leaving(self.runtime, self.drain, engine, self.queue, config.drain_seconds)
-        stopping = asyncio.create_task(leaving.leave_when(self.process.told_to_stop), name="stopping")
-        try:
-            async with leave_when_dead(engine, leaving, _health_times(config), config.stall_seconds):
-                await self._serve(engine, own, model, leaving)
-        finally:
-            stopping.cancel()
-            await asyncio.to_thread(self.tracer.close)
-        if self.runtime.was_dropped:
-            log.warning("discovery has dropped this worker: it enters again, with the engine as it is")
-            # Until its runtime reaches etcd, Dynamo holds the interpreter: no signal is heard, and no health checked.
-            os.environ.setdefault("ETCD_STARTUP_CONNECT_TIMEOUT_SECONDS", "1")
-            return config.role
-        return leaving.flips_to
-
-    async def _serve(self, engine: Engine, own: dict[str, Any], model: ServedModel, leaving: Leaving) -> None:
-        config, runtime, sources = self.config, self.runtime, self.process.sources
-        self.reporter.tell("looking for the other stage")
-        occupancies = await self._occupancies()
-        if self.turn.live is None:
-            live = LiveState.of(config, model.block_size, occupancies)
-        else:
-            live = self.turn.live.in_another_role(config, occupancies)
-        self.turn.live = live
-        own = own | {"strategy": live.strategy.value}
-        if not await self.checks.before_listing(own):
-            return
-        peers = await self._open_peers(own, live)
-        registration = DynamoRegistration(runtime, model, sources, tells_peers=config.tells_peers)
-        others = partial(self._others, own)
-        state = StageState(
-            config, own, live, peers, registration, self.verifier, others, leaving.flip, leaving.finish
+        await self.checks.before_listing(self.description)
+        peers = await self._open_peers(live)
+        cards = Cards(config, runtime, process.advertised, model)
+        registration = Registration(config, runtime, self.served, cards, process.sources)
+        leaving = Leaving(process.life, registration, self.drain, engine, self.queue, config.drain_seconds)
+        max_seq_len = self.description["max_seq_len"]
+        stage = self.stage = StageState(config, process.life, live, peers, registration, max_seq_len)
+        generate = self._request_path(engine, peers, live, stage)
+        await self.served.answer_with(
+            generate, self.describe, control.handle, engine.longest_prompt, partial(probe, engine)
         )
-        generate = self._request_path(engine, peers, live, state)
-        load_seconds = self.process.load_seconds
+        load_seconds, sources = process.load_seconds, process.sources
         publishers = await create_publishers(config, runtime, engine, model, live, load_seconds, sources)
-        for publisher in publishers:
-            await publisher.start()
-        try:
-            async with _watching(config, live, state) as watchers:
-                serving = runtime.serve(
-                    generate,
-                    lambda: state.describe() | self.checks.described() | {"ready": self.turn.is_ready},
-                    state.handle_command,
-                    engine.longest_prompt,
-                    partial(probe, engine),
-                )
-                await _serve_and(self._register(own, state, generate, watchers, leaving), serving, runtime)
-        finally:
-            self.lines.flush()
+        async with contextlib.AsyncExitStack() as ended:
             for publisher in publishers:
-                await publisher.stop()
+                ended.push_async_callback(publisher.stop)
+                await publisher.start()
+            for name, watching in self._watches(live, stage).items():
+                ended.callback(asyncio.create_task(watching, name=name).cancel)
+            if process.life.happened(Event.LOADED) is Action.LIST:
+                self.term.leaving, control.changes = leaving, Changeable(live, stage, leaving)
+                await registration.list_for_peers()
+                await self._serve_and_register(generate, stage)
 
-    async def _others(self, own: dict[str, Any]) -> list[dict[str, Any]]:
+    async def _serve_and_register(self, generate: Generate, stage: StageState) -> None:
+        """A failed registration ends the service, and is raised."""
+        registering = asyncio.create_task(self._register(generate, stage), name="registration")
+        registering.add_done_callback(lambda task: self.runtime.shutdown() if _failed(task) else None)
+        try:
+            await self.served.until_ended()
+        finally:
+            registering.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await registering
+
+    async def _register(self, generate: Generate, stage: StageState) -> None:
+        """Then report the number of running requests once a second, to the file that `up` reads. Never returns."""
+        config, runtime, process = self.config, self.runtime, self.process
+        life, tell = process.life, process.reporter.tell
+        tell("registering")
+        await stage.apply(await self.checks.before_registering(self.description))
+        await self.queue.start(generate, runtime.instance_id, runtime.endpoint_for_frontends)
+        if life.happened(Event.PAIRED) is Action.READY:
+            log.info(
+                "worker ready: %s at %s, instance %x; discovery: %s",
+                worker_label(config.role, config.strategy),
+                config.endpoint_id,
+                runtime.instance_id,
+                config.discovery_backend,
+            )
+        while True:
+            leaving = DRAINING if life.becomes is None else f"becoming {life.becomes}:"
+            tell(SERVING if life.state is State.SERVING else leaving, requests=self.drain.num_running)
+            await asyncio.sleep(_LOAD_SECONDS)
+
+    def _watches(self, live: LiveState, stage: StageState) -> dict[str, Coroutine[Any, Any, None]]:
+        """What this worker watches while it serves, by name."""
+        watches: dict[str, Coroutine[Any, Any, None]] = {}
+        if self.config.policy_file is not None:
+            watches["policy-file"] = watch_policy_file(Path(self.config.policy_file), live)
+        if self.config.discovery_backend == "file":
+            watches["discovery"] = keep_in_discovery(stage.renew, partial(stage.renew, only_if_lost=True))
+        return watches
+
+    async def _others(self) -> list[dict[str, Any]]:
         """The descriptions of all other workers of this one's model."""
         by_id = {each.instance_id: each.description for each in await self.runtime.list_instances()}
         by_id.pop(self.runtime.instance_id, None)
-        return [each for each in by_id.values() if each.get("model") == own["model"]]
+        return [each for each in by_id.values() if each.get("model") == self.description["model"]]
 
-    async def _occupancies(self) -> OtherOccupancy:
-        """How full the workers of the other role are."""
-        endpoint_id = self.config.peer_endpoint_id
-        if endpoint_id is None or not self.config.reads_occupancy:
-            return lambda: None
-        return StageOccupancy(await self.runtime.stage(endpoint_id)).now
+    async def _live_state(self, block_size: int) -> LiveState:
+        """That of the role term before, as far as it goes on in this one."""
+        config, before = self.config, self.term.live
+        read = config.peer_endpoint_id if config.reads_occupancy else None
+        other_occupancy = StageOccupancy(await self.runtime.stage(read)).now if read else lambda: None
+        if before is None:
+            return LiveState.of(config, block_size, other_occupancy)
+        return before.in_another_role(config, other_occupancy)
 
-    async def _open_peers(self, own: dict[str, Any], live: LiveState) -> Peers:
+    async def _open_peers(self, live: LiveState) -> Peers:
         """The workers of the other role that this one can serve with."""
-        config, endpoint_id = self.config, self.config.peer_endpoint_id
+        config, endpoint_id, own = self.config, self.config.peer_endpoint_id, self.description
         if endpoint_id is None:
             return peers_of(config, NoStage(), live.breaker)
         in_flight = InFlight()
         selection = await _selection(config, endpoint_id, self.runtime, own["block_size"], in_flight)
         return peers_of(config, selection, live.breaker, in_flight, partial(require_callable, own))
 
-    def _request_path(self, engine: Engine, peers: Peers, live: LiveState, state: StageState) -> Generate:
+    def _request_path(self, engine: Engine, peers: Peers, live: LiveState, stage: StageState) -> Generate:
         config = self.config
         log = RequestLog(
-            lambda: _worker_label(config.role, live.strategy.value), live.sinks, self.tracer, self.lines.write
+            lambda: worker_label(config.role, live.strategy.value), live.sinks, self.tracer, self.lines.write
         )
-        counts = RunCounts(Admission(live.thresholds, live.queued), log, self.drain, state.whole_requests)
+        counts = RunCounts(Admission(live.thresholds, live.queued), log, self.drain, stage.whole_requests)
         return build_generate(config, engine, peers, live, self.queue, self.runtime.instance_id, counts)
-
-    async def _register(
-        self,
-        own: dict[str, Any],
-        state: StageState,
-        generate: Generate,
-        watchers: list[asyncio.Task[None]],
-        leaving: Leaving,
-    ) -> None:
-        config, runtime = self.config, self.runtime
-        self.reporter.tell("registering")
-        await state.apply(await self.checks.before_registering(own))
-        await self.queue.start(generate, runtime.instance_id, runtime.endpoint_for_frontends)
-        watchers.append(asyncio.create_task(_report_load(self.reporter, self.drain, leaving), name="load"))
-        self.turn.is_ready = True
-        log.info(
-            "worker ready: %s at %s, instance %x; discovery: %s",
-            _worker_label(config.role, config.strategy),
-            config.endpoint_id,
-            runtime.instance_id,
-            config.discovery_backend,
-        )
-
-
-def served_model(config: WorkerConfig, engine: Engine) -> ServedModel:
-    # TensorRT-LLM reports nothing of a cache whose manager counts no blocks; older versions cannot report any.
-    capacity: dict[str, int] = {}
-    with contextlib.suppress(AttributeError):
-        capacity = engine.llm.get_kv_cache_capacity()
-    return ServedModel(
-        capacity.get("tokensPerBlock") or block_size_of(engine.llm) or config.kv_block_size,
-        capacity.get("maxNumBlocks", 0),
-        config.max_batch_size,
-        config.max_num_tokens,
-        engine.max_seq_len,
-        engine.num_ranks,
-    )
 
 
 async def _selection(
@@ -413,45 +380,8 @@ async def _selection(
     )
 
 
-async def _serve_and(
-    register: Coroutine[Any, Any, None], serve: Coroutine[Any, Any, None], runtime: Runtime
-) -> None:
-    """Serve and register at once. A failed registration ends the service, and is raised."""
-    serving = asyncio.create_task(serve)
-    registering = asyncio.create_task(register, name="registration")
-    registering.add_done_callback(lambda task: runtime.shutdown() if _failed(task) else None)
-    try:
-        await serving
-    finally:
-        registering.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await registering
-
-
 def _failed(task: asyncio.Task[None]) -> bool:
     return not task.cancelled() and task.exception() is not None
-
-
-def _tune_garbage_collector() -> None:
-    """Exclude the objects that the start has made from garbage collection, and collect less often: requests rarely make
-    cycles, and traversing all these objects takes a twentieth of the worker's CPU.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*_COLLECTOR_THRESHOLDS)
-
-
-def _worker_label(role: Role, strategy: str) -> str:
-    """A worker's role and strategy, as logs and traces show them."""
-    return "agg" if role is Role.AGG else f"{role}/{strategy}"
-
-
-def _health_times(config: WorkerConfig) -> HealthTimes:
-    return HealthTimes.of(
-        config.engine_health_check_interval,
-        config.engine_health_check_timeout,
-        config.engine_health_shutdown_timeout,
-    )
 
 
 def _verifier(config: WorkerConfig, instance_id: int) -> Verifier:
@@ -463,32 +393,3 @@ def _weights(config: WorkerConfig) -> str:
     """The hash of the model's files, or the name of a model that the engine downloads itself."""
     directory = Path(config.model)
     return fingerprint(directory) if (directory / "config.json").is_file() else config.model
-
-
-async def _report_load(reporter: Reporter, drain: WorkerDrain, leaving: Leaving) -> None:
-    """Report the number of running requests once a second, to the file that `up` reads."""
-    while True:
-        doing = SERVING
-        if drain.has_begun:
-            doing = DRAINING if leaving.flips_to is None else f"becoming {leaving.flips_to}:"
-        reporter.tell(doing, requests=drain.num_running)
-        await asyncio.sleep(_LOAD_SECONDS)
-
-
-@contextlib.asynccontextmanager
-async def _watching(
-    config: WorkerConfig, live: LiveState, state: StageState
-) -> AsyncIterator[list[asyncio.Task[None]]]:
-    """Watch the policy file and file discovery inside the block. All tasks in the list, added ones too, end with it."""
-    watchers: list[asyncio.Task[None]] = []
-    if config.policy_file is not None:
-        watching = watch_policy_file(Path(config.policy_file), live)
-        watchers.append(asyncio.create_task(watching, name="policy-file"))
-    if config.discovery_backend == "file":
-        keeping = keep_in_discovery(state.renew, state.return_if_lost)
-        watchers.append(asyncio.create_task(keeping, name="discovery"))
-    try:
-        yield watchers
-    finally:
-        for watcher in watchers:
-            watcher.cancel()

@@ -14,17 +14,14 @@ from dynamo.runtime import Context
 
 from tests.support.deployments import demo_model
 from tests.support.handling import raw_request, until
+from tests.support.listed import Listed, serving
 from tests.support.sinks import RecordingEventSink
 from tests.unit.worker.test_stage_state import stage_state
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.discovery import DiscoveryFiles
-from trtllm_disagg.dynamo_runtime.handler import refuse_control
-from trtllm_disagg.dynamo_runtime.kv_events import EventSources
-from trtllm_disagg.dynamo_runtime.shutdown import keep_in_discovery
-from trtllm_disagg.dynamo_runtime.worker_endpoint import DynamoRegistration, Runtime, ServedModel
-from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
-
-MODEL = ServedModel(16, 8, 1, 64, 64)
+from trtllm_disagg.dynamo_runtime.listing import keep_in_discovery
+from trtllm_disagg.types import GenerateRequest, RequestContext, TokenChunk
+from trtllm_disagg.worker.life import Event
 
 
 class Clock:
@@ -79,50 +76,33 @@ def files_of_endpoints(directory: Path) -> list[Path]:
     ]
 
 
-def no_events() -> EventSources:
-    return EventSources(renewable=True)
-
-
 async def no_tokens(*_: object) -> AsyncIterator[None]:
     yield
 
 
-@contextlib.asynccontextmanager
-async def serving(
-    config: WorkerConfig, generate: Generate
-) -> AsyncIterator[tuple[Runtime, asyncio.Task[None]]]:
-    runtime = Runtime(config)
-    task = asyncio.create_task(runtime.serve(generate, dict, refuse_control))
-    try:
-        yield runtime, task
-    finally:
-        runtime.shutdown()
-        await task
-
-
 @pytest.fixture
-async def decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Runtime]:
+async def decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Listed]:
     monkeypatch.setenv("DYN_FILE_KV", str(tmp_path))
     config = WorkerConfig(model="m", role=Role.DECODE, strategy="prefill_first")
-    async with serving(config, no_tokens) as (runtime, _):  # type: ignore[arg-type]
-        yield runtime
+    async with serving(config, no_tokens) as (worker, _):  # type: ignore[arg-type]
+        yield worker
 
 
-async def listing(runtime: Runtime) -> Callable[[bool], Awaitable[None]]:
+async def listing(worker: Listed) -> Callable[[bool], Awaitable[None]]:
     """Waits until a client of discovery sees the worker, or sees it no more."""
-    seen = await runtime.stage("dyn://dynamo.backend.generate")
+    seen = await worker.runtime.stage("dyn://dynamo.backend.generate")
 
     async def wait(is_there: bool) -> None:
-        await until(lambda: seen.instance_ids() == [runtime.instance_id] * is_there)
+        await until(lambda: seen.instance_ids() == [worker.instance_id] * is_there)
 
     return wait
 
 
 async def test_a_worker_returns_to_discovery_after_another_process_has_removed_its_files(
-    decode: Runtime, tmp_path: Path
+    decode: Listed, tmp_path: Path
 ) -> None:
     """With Dynamo's own file discovery; nothing could be written there for a while, for example."""
-    registration = DynamoRegistration(decode, MODEL, no_events(), tells_peers=False)
+    registration = decode.registration
 
     async def return_if_lost() -> None:
         if await registration.is_lost():
@@ -138,12 +118,12 @@ async def test_a_worker_returns_to_discovery_after_another_process_has_removed_i
     while await registration.is_lost():  # noqa: ASYNC110  # the entry is seen before the renewal ends
         await asyncio.sleep(0.01)
     watcher.cancel()
-    await decode.leave()
+    await decode.registration.unlist()
     await listed(False)
     assert not await registration.is_lost()
 
 
-async def test_a_renewal_that_fails_halfway_is_tried_again(decode: Runtime) -> None:
+async def test_a_renewal_that_fails_halfway_is_tried_again(decode: Listed) -> None:
     """The instance is back by then, but nothing that comes after it."""
     failures = iter([None, OSError("read-only file system"), None])
 
@@ -152,9 +132,8 @@ async def test_a_renewal_that_fails_halfway_is_tried_again(decode: Runtime) -> N
             raise failure
         return RecordingEventSink()
 
-    sources = no_events()
-    sources.open("frontends", open_source)
-    registration = DynamoRegistration(decode, MODEL, sources, tells_peers=False)
+    registration = decode.registration
+    decode.sources.open("frontends", open_source)
     with pytest.raises(OSError, match="read-only"):
         await registration.renew()
     assert await registration.is_lost()
@@ -165,12 +144,15 @@ async def test_a_renewal_that_fails_halfway_is_tried_again(decode: Runtime) -> N
 async def test_only_a_lost_worker_enters_discovery_again() -> None:
     worker, registration, _ = stage_state("decode", "decode_first")
     await worker.apply("decode_first")
-    await worker.return_if_lost()
+    await worker.stage.renew(only_if_lost=True)
     assert [word for word, _ in registration.history] == ["enter"]
     registration.has_been_dropped = True
-    await worker.return_if_lost()
+    await worker.stage.renew(only_if_lost=True)
     assert [word for word, _ in registration.history] == ["enter", "renew"]
     assert registration.is_at_frontends
+    worker.life.happened(Event.STOP)
+    await worker.stage.renew()
+    assert registration.history[-1][0] == "renew" != registration.history[-2][0], "it leaves"
 
 
 @pytest.mark.parametrize("gap", [0.0, 20.0])
@@ -208,15 +190,15 @@ def test_a_file_is_lost_only_if_it_was_there(tmp_path: Path, monkeypatch: pytest
     assert not files.has_lost(endpoint), "it left in between, so the file is to come"
 
 
-async def test_a_worker_that_has_left_does_not_come_back(decode: Runtime, tmp_path: Path) -> None:
+async def test_a_worker_that_has_left_does_not_come_back(decode: Listed, tmp_path: Path) -> None:
     """Frozen while it leaves, it would be told that it was forgotten."""
     listed = await listing(decode)
     await listed(True)
-    await decode.leave()
+    await decode.registration.unlist()
     await listed(False)
-    await decode.list_again()
-    await decode.register(MODEL)
-    await decode.register_for_peers(MODEL)
+    await decode.registration.listing.renew()
+    await decode.registration.enter()
+    await decode.cards.put_for_peers()
     assert await asyncio.to_thread(files_of_endpoints, tmp_path) == []
 
 
@@ -234,11 +216,12 @@ async def test_serving_ends_with_the_last_endpoint_and_not_with_the_first(
 
     # A directory that is no model: there will be no card of it, and the endpoint is served before that is known.
     config = WorkerConfig(model=str(tmp_path), role=Role.PREFILL, strategy="prefill_first")
-    async with serving(config, relay) as (runtime, task):
+    async with serving(config, relay) as (worker, task):
+        runtime = worker.runtime
         peer = await runtime.stage("dyn://dynamo.prefill.generate")
         await until(lambda: peer.instance_ids() == [runtime.instance_id])
         with contextlib.suppress(Exception):
-            await runtime.register(MODEL)
+            await worker.registration.enter()
         front = await runtime.stage("dyn://dynamo.tensorrt_llm.generate")
         await until(lambda: front.instance_ids() == [runtime.instance_id])
         answers = front.instance(runtime.instance_id).call(raw_request(), Context())
@@ -263,20 +246,20 @@ async def test_a_first_stage_leaves_frontends_before_discovery_and_the_last_one_
     monkeypatch.setenv("DYN_FILE_KV", str(tmp_path))
     config = WorkerConfig(model=str(demo_model()), role=Role.AGG)
     async with serving(config, no_tokens) as (one, _), serving(config, no_tokens) as (other, _):  # type: ignore[arg-type]
-        assert not await one.hide(with_namespace=False), "no frontend knows it yet"
+        assert not await one.registration.hide(closes_namespace=False), "no frontend knows it yet"
         for each in (one, other):
-            await each.register(MODEL)
+            await each.registration.enter()
         assert cards(tmp_path) == {one.instance_id: ["generate"], other.instance_id: ["generate"]}
-        seen, left = [await each.stage(config.frontend_endpoint_id) for each in (one, other)]
+        seen, left = [await each.runtime.stage(config.frontend_endpoint_id) for each in (one, other)]
         await until(lambda: len(seen.instance_ids()) == 2)
-        assert await one.hide(with_namespace=False)
+        assert await one.registration.hide(closes_namespace=False)
         assert cards(tmp_path) == {other.instance_id: ["generate"]}
-        await one.leave()
+        await one.registration.unlist()
         await until(lambda: left.instance_ids() == [other.instance_id])
-        assert await other.hide(with_namespace=False)
+        assert await other.registration.hide(closes_namespace=False)
         assert cards(tmp_path) == {other.instance_id: ["generate", "generate_closed"]}
-        await other.leave()
-        await other.open_namespace()
+        await other.registration.unlist()
+        await other.registration.gate.open()
         assert cards(tmp_path) == {other.instance_id: ["generate"]}
 
 
@@ -287,7 +270,7 @@ async def test_a_worker_that_completes_a_pair_for_the_frontend_keeps_its_namespa
     monkeypatch.setenv("DYN_FILE_KV", str(tmp_path))
     config = WorkerConfig(model=str(demo_model()), role=Role.PREFILL, strategy="router")
     async with serving(config, no_tokens) as (prefill, _):  # type: ignore[arg-type]
-        entering = asyncio.create_task(prefill.register(MODEL))
+        entering = asyncio.create_task(prefill.registration.enter())
         for names in (["generate_closed"], ["generate", "generate_closed"], ["generate"]):
             await until(lambda: cards(tmp_path) == {prefill.instance_id: names})  # noqa: B023
         await entering

@@ -14,13 +14,14 @@ from dynamo.llm import exceptions as dynamo_errors
 from dynamo.runtime import Context
 
 from tests.support.handling import raw_request
+from tests.support.listed import Listed
 from tests.support.loop_lag import may_wait
 from tests.support.stage_client import FakeContext
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime import discovery, handler
 from trtllm_disagg.dynamo_runtime.discovery import DynamoDirectory
 from trtllm_disagg.dynamo_runtime.error_mapping import from_dynamo, to_dynamo
-from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler, refuse_control
+from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler
 from trtllm_disagg.dynamo_runtime.pushed_answers import pushed
 from trtllm_disagg.dynamo_runtime.worker_endpoint import Runtime
 from trtllm_disagg.errors import (
@@ -222,13 +223,13 @@ async def served(generate: Generate, role: Role = Role.DECODE) -> AsyncIterator[
     config = WorkerConfig(model="m", role=role, strategy=strategy, discovery_backend="mem")
     # Dynamo starts its threads, and waits for them.
     with may_wait():
-        runtime = Runtime(config)
-    serving = asyncio.create_task(runtime.serve(generate, lambda: {"role": "decode"}, refuse_control))
+        worker = Listed(config)
+    serving = asyncio.create_task(worker.serve(generate, lambda: {"role": "decode"}))
     try:
-        assert await runtime.wait_for_second_stage(config.endpoint_id)
-        yield await runtime.stage(config.endpoint_id)
+        await worker.runtime.wait_for_second_stage(config.endpoint_id)
+        yield await worker.runtime.stage(config.endpoint_id)
     finally:
-        runtime.shutdown()
+        worker.runtime.shutdown()
         await serving
 
 

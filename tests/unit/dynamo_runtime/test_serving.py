@@ -13,16 +13,13 @@ import pytest
 from dynamo.common import model_taints
 
 from tests.support.handling import until
+from tests.support.listed import MODEL, Listed
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.dynamo_runtime import worker_endpoint
-from trtllm_disagg.dynamo_runtime.handler import refuse_control
+from trtllm_disagg.dynamo_runtime import cards, registration
 from trtllm_disagg.dynamo_runtime.system_port import require_system_port
-from trtllm_disagg.dynamo_runtime.worker_endpoint import Runtime, ServedModel
 from trtllm_disagg.errors import ConfigError, PeerUnavailableError
 from trtllm_disagg.tools.up.ports import free_system_ports
 from trtllm_disagg.types import GenerateRequest, RequestContext, TokenChunk
-
-MODEL = ServedModel(16, 8, 1, 64, 64)
 
 
 class Endpoint:
@@ -64,7 +61,7 @@ async def unused(request: GenerateRequest, context: RequestContext) -> AsyncGene
 @asynccontextmanager
 async def at_its_own(
     monkeypatch: pytest.MonkeyPatch,
-) -> AsyncIterator[tuple[Runtime, Endpoint, asyncio.Task[None]]]:
+) -> AsyncIterator[tuple[Listed, Endpoint, asyncio.Task[None]]]:
     """A worker that is not yet at the frontends' endpoint, and that endpoint."""
 
     async def nothing(*_: object, **__: object) -> None: ...
@@ -74,34 +71,34 @@ async def at_its_own(
             await asyncio.sleep(0)
         front.cards.append(runtime_config)
 
-    monkeypatch.setattr(worker_endpoint, "register_model", keep)
-    monkeypatch.setattr(worker_endpoint, "unregister_model", nothing)
-    monkeypatch.setattr(worker_endpoint, "get_grace_period_seconds", lambda: 0)
+    monkeypatch.setattr(cards, "register_model", keep)
+    monkeypatch.setattr(cards, "unregister_model", nothing)
+    monkeypatch.setattr(registration, "get_grace_period_seconds", lambda: 0)
     config = WorkerConfig(model="m", role=Role.PREFILL, strategy="prefill_first", discovery_backend="mem")
-    runtime = Runtime(config)
+    worker = Listed(config)
     own, front = Endpoint(), Endpoint()
-    runtime.endpoint_for_workers, runtime.endpoint_for_frontends = own, front
-    serving = asyncio.create_task(runtime.serve(unused, dict, refuse_control))
+    worker.runtime.own |= {config.worker_endpoint_id: own, config.frontend_endpoint_id: front}
+    serving = asyncio.create_task(worker.serve(unused))
     try:
         await until(lambda: own.is_served)
-        yield runtime, front, serving
+        yield worker, front, serving
     finally:
         for each in (own, front):
             if not each.ended.done():
                 each.ended.set_result(None)
         await asyncio.wait({serving})
-        runtime.shutdown()
+        worker.runtime.shutdown()
 
 
 @asynccontextmanager
 async def at_frontends(
     monkeypatch: pytest.MonkeyPatch,
-) -> AsyncIterator[tuple[Runtime, Endpoint, asyncio.Task[None]]]:
+) -> AsyncIterator[tuple[Listed, Endpoint, asyncio.Task[None]]]:
     """A worker that came to the frontends' endpoint later than to its own."""
-    async with at_its_own(monkeypatch) as (runtime, front, serving):
-        await runtime.register(MODEL)
+    async with at_its_own(monkeypatch) as (worker, front, serving):
+        await worker.registration.enter()
         await until(lambda: front.is_served)
-        yield runtime, front, serving
+        yield worker, front, serving
 
 
 async def test_metrics_have_both_names_of_the_models_label_and_the_card_the_limit_of_a_prompt(
@@ -120,16 +117,16 @@ async def test_metrics_have_both_names_of_the_models_label_and_the_card_the_limi
 
 
 async def test_an_entry_that_failed_to_go_or_to_come_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with at_frontends(monkeypatch) as (runtime, front, _):
+    async with at_frontends(monkeypatch) as (worker, front, _):
         front.fails = True
         with pytest.raises(ConnectionError):
-            await runtime.unregister()
-        await runtime.unregister()
+            await worker.registration.leave()
+        await worker.registration.leave()
         assert front.calls == ["unregister"]
         front.fails = True
         with pytest.raises(ConnectionError):
-            await runtime.register(MODEL)
-        await runtime.register(MODEL)
+            await worker.registration.enter()
+        await worker.registration.enter()
         assert front.calls == ["unregister", "register"]
 
 
@@ -145,31 +142,33 @@ async def test_a_later_endpoint_that_cannot_be_served_fails_its_entry_and_not_th
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A `switch` while discovery cannot be written."""
-    async with at_its_own(monkeypatch) as (runtime, front, serving):
+    async with at_its_own(monkeypatch) as (worker, front, serving):
         front.cannot_be_served = True
         with pytest.raises(ConnectionError, match="read-only"):
-            await runtime.register(MODEL)
+            await worker.registration.enter()
         await asyncio.wait({serving}, timeout=0.05)
         assert not serving.done()
         with pytest.raises(PeerUnavailableError, match="before it is restarted; it failed there: read-only"):
-            await runtime.register(MODEL)
-        assert runtime.listed_at() == ["dyn://dynamo.prefill.generate"]
+            await worker.registration.enter()
+        listing, config = worker.registration.listing, worker.config
+        assert config.worker_endpoint_id in listing
+        assert config.frontend_endpoint_id not in listing
 
 
 @pytest.mark.parametrize(
     ("entry", "step"),
     [
-        ("register", "register_endpoint_instance"),
-        ("list_again", "unregister_endpoint_instance"),
-        ("list_again", "register_endpoint_instance"),
+        ("enter", "register_endpoint_instance"),
+        ("renew", "unregister_endpoint_instance"),
+        ("renew", "register_endpoint_instance"),
     ],
 )
 async def test_a_worker_that_leaves_while_it_enters_discovery_is_not_in_it(
     entry: str, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with at_frontends(monkeypatch) as (runtime, front, _):
-        if entry == "register":
-            await runtime.unregister()
+    async with at_frontends(monkeypatch) as (worker, front, _):
+        if entry == "enter":
+            await worker.registration.leave()
         has_come, may_go_on, original = asyncio.Event(), asyncio.Event(), getattr(front, step)
 
         async def slow() -> None:
@@ -180,10 +179,10 @@ async def test_a_worker_that_leaves_while_it_enters_discovery_is_not_in_it(
 
         monkeypatch.setattr(front, step, slow)
         before = len(front.calls)
-        enters = runtime.list_again() if entry == "list_again" else runtime.register(MODEL)
-        entering = asyncio.create_task(enters)
+        place = worker.registration
+        entering = asyncio.create_task(place.listing.renew() if entry == "renew" else place.enter())
         await has_come.wait()
-        await runtime.leave()
+        await place.unlist()
         may_go_on.set()
         await entering
         assert front.calls[-1] == "unregister"
@@ -192,43 +191,43 @@ async def test_a_worker_that_leaves_while_it_enters_discovery_is_not_in_it(
 
 async def test_a_worker_that_has_left_while_it_started_enters_no_discovery() -> None:
     config = WorkerConfig(model="m", role=Role.PREFILL, strategy="prefill_first", discovery_backend="mem")
-    runtime = Runtime(config)
-    own = runtime.endpoint_for_workers = Endpoint()
-    await runtime.leave()
+    worker = Listed(config)
+    own = worker.runtime.own[config.worker_endpoint_id] = Endpoint()
+    await worker.registration.unlist()
     async with asyncio.timeout(30):
-        await runtime.serve(unused, dict, refuse_control)
+        await worker.serve(unused)
     assert not own.is_served
-    runtime.shutdown()
+    worker.runtime.shutdown()
 
 
 async def test_a_second_stage_removes_its_card_before_its_instance(monkeypatch: pytest.MonkeyPatch) -> None:
     """A frontend serves no model while one of its cards has no instance."""
-    async with at_its_own(monkeypatch) as (runtime, _, _):
-        own = runtime.endpoint_for_workers
+    async with at_its_own(monkeypatch) as (worker, _, _):
+        own = worker.runtime.endpoint_for_workers
         assert isinstance(own, Endpoint)
 
         async def remove(endpoint: Endpoint) -> None:
             endpoint.calls.append("remove card")
 
-        monkeypatch.setattr(worker_endpoint, "unregister_model", remove)
-        await runtime.register_for_peers(MODEL)
-        await runtime.leave()
+        monkeypatch.setattr(cards, "unregister_model", remove)
+        await worker.cards.put_for_peers()
+        await worker.registration.unlist()
         assert own.calls == ["remove card", "unregister"]
 
 
 async def test_a_card_that_is_put_while_its_worker_leaves_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with at_its_own(monkeypatch) as (runtime, _, _):
+    async with at_its_own(monkeypatch) as (worker, _, _):
         removed: list[object] = []
 
         async def remove(endpoint: Endpoint) -> None:
             removed.append(endpoint)
 
-        monkeypatch.setattr(worker_endpoint, "unregister_model", remove)
-        putting = asyncio.create_task(runtime.register_for_peers(MODEL))
+        monkeypatch.setattr(cards, "unregister_model", remove)
+        putting = asyncio.create_task(worker.cards.put_for_peers())
         await asyncio.sleep(0)
-        await runtime.leave()
+        await worker.registration.unlist()
         await putting
-        assert removed[-1] is runtime.endpoint_for_workers
+        assert removed[-1] is worker.runtime.endpoint_for_workers
 
 
 class KeepsRoutes:
@@ -251,32 +250,41 @@ class KeepsRoutes:
 
     async def serve_endpoint(self, *_: object, **__: object) -> None: ...
 
+    async def register_endpoint_instance(self) -> None: ...
+
+    async def unregister_endpoint_instance(self) -> None: ...
+
 
 async def test_taints_reach_the_card_and_the_next_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    cards: list[Any] = []
+    put: list[Any] = []
     updates: list[set[str]] = []
 
     async def register(*_: object, runtime_config: Any, **__: object) -> None:
-        cards.append(runtime_config)
+        put.append(runtime_config)
+
+    async def remove(*_: object) -> None: ...
 
     async def update(_: object, taints: set[str]) -> None:
         updates.append(taints)
 
-    monkeypatch.setattr(worker_endpoint, "register_model", register)
+    monkeypatch.setattr(cards, "register_model", register)
+    monkeypatch.setattr(cards, "unregister_model", remove)
+    monkeypatch.setattr(registration, "get_grace_period_seconds", lambda: 0)
     monkeypatch.setattr(model_taints, "update_model_taints", update)
     dynamo = KeepsRoutes()
     config = WorkerConfig(model="m", role=Role.DECODE, strategy="decode_first")
-    runtime = Runtime(config, runtime=dynamo)
-    await runtime.register(MODEL)
-    assert not cards[-1].taints
+    worker = Listed(config, dynamo=dynamo)
+    await worker.registration.enter()
+    assert not put[-1].taints
     answer = await dynamo.routes["update/model_taints"]({"taints": ["slow", "slow", "old"]})
     assert answer == {"status": "ok", "taints": ["old", "slow"]}
     assert updates == [{"old", "slow"}]
     # A switch makes the card anew.
-    await runtime.register(MODEL)
-    assert cards[-1].taints == {"old", "slow"}
-    await runtime.register_for_peers(MODEL)
-    assert not cards[-1].taints
+    await worker.registration.leave()
+    await worker.registration.enter()
+    assert put[-1].taints == {"old", "slow"}
+    await worker.cards.put_for_peers()
+    assert not put[-1].taints
 
 
 # -- no worker starts without a reachable /metrics and /health

@@ -1,11 +1,11 @@
-"""A worker that changes its place while it serves: in which order, and that a refusal changes nothing."""
+"""A worker that changes its place while it serves, by a command: in which order, and that a refusal changes nothing."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import pytest
@@ -13,23 +13,20 @@ import pytest
 from tests.support.handling import request, until
 from tests.support.stage_client import FakeContext
 from tests.support.trying import counts_of, trying
-from trtllm_disagg.admin.commands import Command, Verifier, decode_command
+from trtllm_disagg.admin.commands import CONTROL, Command, Verifier, decode_command
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.dynamo_runtime.worker_endpoint import DynamoRegistration
+from trtllm_disagg.dynamo_runtime.handler import DESCRIBE
+from trtllm_disagg.dynamo_runtime.registration import Place, Registration
 from trtllm_disagg.engine.engine_facts import EngineFacts
-from trtllm_disagg.errors import (
-    ConfigError,
-    DisaggError,
-    EngineLostError,
-    InvalidRequestError,
-    PeerUnavailableError,
-)
+from trtllm_disagg.errors import ConfigError, InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.handlers.peers import Peers
 from trtllm_disagg.handlers.services import LiveState
 from trtllm_disagg.strategies import disaggregated
 from trtllm_disagg.types import GenerateRequest, PhaseRequest, TokenChunk
+from trtllm_disagg.worker.control import Changeable, Control
+from trtllm_disagg.worker.leaving import Leaving
+from trtllm_disagg.worker.life import Event, Life, State
 from trtllm_disagg.worker.stage_state import StageState
-from trtllm_disagg.worker.worker import Turn, serve_in_turns
 
 
 class FakeRegistration:
@@ -45,6 +42,10 @@ class FakeRegistration:
         self.has_been_dropped = False
         #: Peers may listen to this worker's cache events.
         self.is_at_peers = False
+
+    @property
+    def place(self) -> Place:
+        return Place.FRONTENDS if self.is_at_frontends else Place.PEERS if self.is_at_peers else Place.NONE
 
     async def enter(self) -> None:
         self.is_at_peers = False
@@ -99,40 +100,76 @@ class Others:
         """All is known."""
 
 
+class FinishesAtOnce:
+    """In place of `Leaving`."""
+
+    def __init__(self) -> None:
+        self.seconds: float | None = None
+
+    async def finish(self, seconds: float) -> int:
+        self.seconds = seconds
+        return 3
+
+
+@dataclass
+class Serving:
+    """A worker that serves, and what it does on commands."""
+
+    control: Control
+    stage: StageState
+    life: Life
+    leaving: FinishesAtOnce
+
+    async def handle_command(self, raw: Any) -> dict[str, Any]:
+        return await self.control.handle(raw)
+
+    async def apply(self, strategy: str) -> None:
+        await self.stage.apply(strategy)
+
+    def describe(self) -> dict[str, Any]:
+        return self.stage.describe()
+
+
+def serving_life() -> Life:
+    life = Life()
+    life.happened(Event.LOADED)
+    life.happened(Event.PAIRED)
+    return life
+
+
 def stage_state(
     role: str,
     strategy: str,
     others: Others | None = None,
     listed: Sequence[dict[str, Any]] = (),
     **settings: Any,
-) -> tuple[StageState, FakeRegistration, LiveState]:
-    """`listed`: the descriptions of all workers, this one's first; `registration` writes down its flips, too."""
+) -> tuple[Serving, FakeRegistration, LiveState]:
+    """`listed`: the descriptions of all workers, this one's first."""
     config = WorkerConfig(model="m", role=Role(role), strategy=strategy, **settings)
-    registration, live = FakeRegistration(), LiveState.of(config, 32)
+    registration, live, life = FakeRegistration(), LiveState.of(config, 32), serving_life()
     registration.live = live
-    own = listed[0] if listed else {"role": role, "model": "m", "max_seq_len": 512}
-    known, places = cast(Peers, others or Others(1)), cast(DynamoRegistration, registration)
-
-    async def finish(seconds: float) -> int:
-        registration.history.append(("finish", str(seconds)))
-        return 3
+    own = listed[0] if listed else {"role": role, "model": "m"}
+    known, places = cast(Peers, others or Others(1)), cast(Registration, registration)
 
     async def list_others() -> Sequence[dict[str, Any]]:
         return listed[1:]
 
-    def flip(to: Role) -> None:
-        registration.history.append(("flip", to.value))
-
-    state = StageState(config, own, live, known, places, Trusting(), list_others, flip, finish)
-    return state, registration, live
+    stage, leaving = StageState(config, life, live, known, places, 512), FinishesAtOnce()
+    control = Control(config, life, Trusting(), 7, lambda: own | stage.describe(), list_others)
+    control.changes = Changeable(live, stage, cast(Leaving, leaving))
+    return Serving(control, stage, life, leaving), registration, live
 
 
 async def test_a_worker_told_to_leave_answers_with_the_requests_that_it_gave_up() -> None:
-    worker, registration, _ = stage_state("agg", "decode_first")
+    worker, _, _ = stage_state("agg", "decode_first")
     assert await worker.handle_command({"command": "leave", "seconds": 9}) == {"requests_left": 3}
-    assert registration.history == [("finish", "9.0")]
+    assert worker.leaving.seconds == 9
     with pytest.raises(InvalidRequestError, match="seconds"):
         await worker.handle_command({"command": "leave", "seconds": -1})
+
+
+def flip_to(to: str, **more: Any) -> dict[str, Any]:
+    return {"command": "flip", "to": to} | more
 
 
 def switch_to(to: str) -> dict[str, str]:
@@ -301,7 +338,7 @@ async def test_only_whole_requests_of_frontends_are_counted() -> None:
     async def one_token(request: GenerateRequest, context: Any) -> Any:
         yield TokenChunk([1])
 
-    counts = replace(counts_of(), whole_requests=worker.whole_requests)
+    counts = replace(counts_of(), whole_requests=worker.stage.whole_requests)
     generate = trying(one_token, counts=counts)
     errand = PhaseRequest("whole")
     async with aclosing(generate(request(), FakeContext())) as mine:
@@ -331,6 +368,51 @@ async def test_a_worker_describes_what_waits_on_it() -> None:
     assert worker.describe()["queued_requests"] == 0
 
 
+# -- at the system port
+
+
+async def test_a_worker_describes_itself_at_its_system_port_and_takes_the_same_commands() -> None:
+    worker, registration, _ = stage_state("prefill", "decode_first")
+    told = await worker.control.at_system_port({})
+    assert told == await worker.control.at_system_port({DESCRIBE: True})
+    assert told.items() >= {"instance": "7", "role": "prefill", "registered": False}.items()
+    answer = await worker.control.at_system_port({CONTROL: switch_to("prefill_first")})
+    assert answer["answer"]["registered"] is True
+    assert registration.history == [("enter", "prefill_first")]
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "named"),
+    [
+        (
+            {"tokens": [1]},
+            "InvalidRequest",
+            "expected {}, {'trtllm_disagg.describe': true} or a signed command in",
+        ),
+        ({DESCRIBE: False}, "InvalidRequest", "is not allowed"),
+        ([1], "InvalidRequest", r"[1] is not allowed"),
+        ({CONTROL: {"command": "stop"}}, "InvalidRequest", "expected a command of switch, set"),
+        ({CONTROL: flip_to("decode")}, "InvalidRequest", "the other role"),
+        ({CONTROL: switch_to("decode_first")}, "Unavailable", "no worker of the other role"),
+    ],
+)
+async def test_what_a_worker_refuses_at_its_system_port_is_an_error_with_its_name(
+    body: Any, code: str, named: str
+) -> None:
+    worker, registration, _ = stage_state("decode", "prefill_first", Others())
+    error = (await worker.control.at_system_port(body))["error"]
+    assert error["code"] == code
+    assert named in error["message"]
+    assert registration.history == []
+
+
+async def test_a_worker_that_is_not_listed_yet_takes_no_command() -> None:
+    worker, _, _ = stage_state("decode", "decode_first")
+    worker.control.changes = None
+    error = (await worker.control.at_system_port({CONTROL: switch_to("auto")}))["error"]
+    assert (error["code"], "takes commands later" in error["message"]) == ("Unavailable", True)
+
+
 # -- a worker that flips
 
 
@@ -357,20 +439,15 @@ def flips(
     alike: dict[str, Any] | None = None,
     peer: dict[str, Any] | None = None,
     **settings: Any,
-) -> tuple[StageState, list[tuple[str, str]]]:
+) -> Serving:
     """A worker that describes itself with `own`, beside one of the other role with `alike`, and one of its role with
-    `peer`, which may be missing (None); and what it does.
+    `peer`, which may be missing (None).
     """
     other = "decode" if role == "prefill" else "prefill"
     engine = ENGINE | {"strategy": strategy}
     listed = [engine | {"role": role} | (own or {}), engine | {"role": other} | (alike or {})]
     listed += [engine | {"role": role} | peer] if peer is not None else []
-    state, registration, _ = stage_state(role, strategy, listed=listed, **settings)
-    return state, registration.history
-
-
-def flip_to(to: str, **more: Any) -> dict[str, Any]:
-    return {"command": "flip", "to": to} | more
+    return stage_state(role, strategy, listed=listed, **settings)[0]
 
 
 SMALL = (
@@ -391,9 +468,9 @@ SMALL = (
 async def test_a_worker_that_fits_begins_its_flip_and_says_what_will_be_slow(
     to: str, setting: dict[str, Any], more: dict[str, Any], warnings: list[str]
 ) -> None:
-    worker, done = flips(**setting)
+    worker = flips(**setting)
     assert await worker.handle_command(flip_to(to, **more)) == {"warnings": warnings}
-    assert done == [("flip", to)]
+    assert (worker.life.state, worker.life.becomes) == (State.UNLISTED, to)
 
 
 DECODES: dict[str, Any] = {"role": "decode", "peer": {}}
@@ -426,63 +503,7 @@ ELSEWHERE = "dyn://dynamo.mine.generate"
 async def test_a_flip_that_would_fail_or_be_wrong_is_refused_by_name(
     to: str, setting: dict[str, Any], named: str
 ) -> None:
-    worker, done = flips(**setting)
+    worker = flips(**setting)
     with pytest.raises((InvalidRequestError, ConfigError), match=named):
         await worker.handle_command(flip_to(to))
-    assert done == []
-
-
-PREFILL, DECODE = (WorkerConfig(model="m", role=role) for role in (Role.PREFILL, Role.DECODE))
-
-
-MISFIT, LOST = ConfigError("it does not fit"), EngineLostError("it does not fit")
-Outcome = Exception | WorkerConfig | None
-
-
-async def serve_roles(
-    *outcomes: Outcome, in_use: bool = False, is_stopped: bool = False
-) -> list[tuple[str, str]]:
-    """(role, the id that it flipped from) of each turn of a worker. An outcome: the error that it ends with, the next
-    role, or None for the end. `in_use`: each role was entered before.
-    """
-    seen: list[tuple[str, str]] = []
-    left, stop = iter(outcomes), asyncio.Event()
-
-    async def serve(turn: Turn) -> Turn | None:
-        seen.append((turn.config.role.value, turn.flipped_from))
-        outcome = next(left)
-        turn.is_ready = in_use or not isinstance(outcome, Exception)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return None if outcome is None else Turn(outcome, flipped_from=f"{len(seen)}")
-
-    if is_stopped:
-        stop.set()
-    await serve_in_turns(Turn(PREFILL), serve, stop)
-    return seen
-
-
-async def test_a_worker_serves_in_one_role_after_another_until_it_is_told_to_stop() -> None:
-    assert await serve_roles(DECODE, PREFILL, None) == [("prefill", ""), ("decode", "1"), ("prefill", "2")]
-    assert await serve_roles(DECODE, is_stopped=True) == []
-
-
-async def test_a_worker_that_cannot_enter_its_new_role_returns_to_the_old_one() -> None:
-    assert await serve_roles(DECODE, MISFIT, None) == [("prefill", ""), ("decode", "1"), ("prefill", "1")]
-
-
-@pytest.mark.parametrize(
-    ("outcomes", "in_use"),
-    [
-        ((MISFIT,), False),
-        ((DECODE, ConfigError("nor here"), MISFIT), False),
-        ((DECODE, LOST), False),
-        ((DECODE, MISFIT), True),
-    ],
-    ids=["at the start", "back in the old role", "engine dead", "in use"],
-)
-async def test_a_worker_without_a_role_to_return_to_ends_with_its_error(
-    outcomes: Sequence[Outcome], in_use: bool
-) -> None:
-    with pytest.raises(DisaggError, match="it does not fit"):
-        await serve_roles(*outcomes, in_use=in_use)
+    assert (worker.life.state, worker.life.becomes) == (State.SERVING, None)

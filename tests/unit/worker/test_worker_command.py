@@ -17,14 +17,12 @@ from tests.support.packages import install
 from tests.support.recording_pair import recording_engine
 from trtllm_disagg.config.args import add_worker_arguments
 from trtllm_disagg.config.worker_config import WorkerConfig
-from trtllm_disagg.dynamo_runtime.shutdown import Leaving, leave_when_dead
-from trtllm_disagg.engine.health import HealthTimes
 from trtllm_disagg.engines.embedded.tensor_parallel.launch import mpiexec
 from trtllm_disagg.errors import ConfigError, EngineLostError
 from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.processes.interpreter import python
 from trtllm_disagg.worker import worker_command
-from trtllm_disagg.worker.worker import served_model
+from trtllm_disagg.worker.process import WorkerProcess, served_model
 
 #: Says what is done at its end, in order.
 ENDING = """
@@ -162,31 +160,26 @@ def test_a_worker_with_two_mpis_ends_before_tensorrt_llm_is_imported(
         worker_command.read_settings(parser.parse_args(["--model", "org/model", "--engine", "tensorrt_llm"]))
 
 
-class FakeLeaving:
-    def leave(self, reason: str, grace_seconds: float = 0.0) -> None:
-        """The worker of these tests is in no discovery."""
-
-
-async def serve(error: Exception | None, death: str | None = None) -> None:
+def process(death: str | None = None) -> WorkerProcess:
     engine = recording_engine()
-    async with leave_when_dead(engine, cast(Leaving, FakeLeaving()), HealthTimes(), stall_seconds=0.0):
-        if death is not None:
-            engine.die(death)
-        if error is not None:
-            raise error
+    if death is not None:
+        engine.die(death)
+    of_process = cast(Any, None)
+    config = WorkerConfig(model="m")
+    return WorkerProcess(config, {}, of_process, of_process, of_process, of_process, engine=engine)
 
 
 @pytest.mark.parametrize("error", [None, ConnectionError("the runtime is shut down")])
-async def test_the_death_of_the_engine_is_the_reason_also_if_another_step_fails_of_it(
-    error: Exception | None,
+def test_the_death_of_the_engine_is_the_reason_also_if_another_step_fails_of_it(
+    error: Exception | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(EngineLostError, match="the engine died: rank 3 is gone"):
-        await serve(error, death="rank 3 is gone")
+        process("rank 3 is gone").require_engine(error)
+    assert ("the runtime is shut down" in caplog.text) is (error is not None)
 
 
-async def test_an_error_of_a_worker_with_a_living_engine_stays() -> None:
-    with pytest.raises(ConnectionError, match="no discovery"):
-        await serve(ConnectionError("no discovery"))
+def test_an_error_of_a_worker_with_a_living_engine_stays() -> None:
+    process().require_engine(ConnectionError("no discovery"))
 
 
 # -- a model that cannot be served

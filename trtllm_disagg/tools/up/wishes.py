@@ -33,14 +33,15 @@ class Wish:
     say: Say
     change: Change | None = None
 
-    def _accept(self, after: Wanted, *keys: str, **options: bool) -> Change:
+    def _accept(self, after: Wanted, *keys: str, needs_all: bool = False, may_start: bool = False) -> Change:
         """`keys`: what of the wish this command changes; "workers.ROLE" and "roles.WORKER" are entries."""
         wanted = {key: _part(after, key) for key in keys}
 
         def stands(now: Wanted) -> bool:
             return all(_part(now, key) == value for key, value in wanted.items())
 
-        self.change = Change(self.keeper.wanted, after, self.say, stands, **options)
+        before = self.keeper.wanted
+        self.change = Change(before, after, self.say, stands, needs_all=needs_all, may_start=may_start)
         self.keeper.accept(self.change)
         return self.change
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import ModuleType
+from typing import cast
 
 import pytest
 
@@ -15,57 +16,89 @@ from tests.support.recording_pair import recording_engine
 from tests.support.sinks import RecordingLoadSink
 from tests.support.stage_client import FakeContext
 from tests.support.trying import tracked
+from tests.unit.worker.test_stage_state import serving_life
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.dynamo_runtime.publishers import StatsForwarder
-from trtllm_disagg.dynamo_runtime.shutdown import Leaving
-from trtllm_disagg.dynamo_runtime.worker_endpoint import Runtime
+from trtllm_disagg.dynamo_runtime.registration import Registration
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.errors import WorkerLeavingError
 from trtllm_disagg.handlers.cancellation import WorkerDrain, in_background
 from trtllm_disagg.handlers.local import LocalAgg, LocalPrefill
+from trtllm_disagg.prefill_queue import NoPrefillQueue
 from trtllm_disagg.types import GenerateRequest, RequestContext, TokenChunk
+from trtllm_disagg.worker.leaving import Leaving
+from trtllm_disagg.worker.life import Event, State
 
 
-class Place(Runtime):
-    """Discovery and the runtime, and the prefill queue; what was done, in order."""
+class Place:
+    """Discovery, the gate of its namespace, and the prefill queue; what was done, in order. A worker of it leaves."""
 
-    def __init__(self, broken: bool = False, is_first: bool = False) -> None:
+    def __init__(
+        self,
+        drain: WorkerDrain | None = None,
+        engine: Engine | None = None,
+        *,
+        seconds: float = 30.0,
+        grace: float = 0.0,
+        broken: bool = False,
+        is_first: bool = False,
+        leave_seconds: float = 5.0,
+    ) -> None:
         self.done: list[str] = []
+        self.life = serving_life()
+        self.drain = drain or WorkerDrain()
+        engine = engine or recording_engine()
+        self.leaving = Leaving(
+            self.life,
+            cast(Registration, self),
+            self.drain,
+            engine,
+            cast(NoPrefillQueue, self),
+            seconds,
+            leave_seconds,
+        )
+        self.ended = asyncio.Event()
+        self.grace_seconds = grace
         self._is_first = is_first
         self._broken = broken
-        self.ended = asyncio.Event()
+        self._running = asyncio.create_task(self._run())
 
-    async def hide(self, *, with_namespace: bool) -> bool:
+    @property
+    def gate(self) -> Place:
+        return self
+
+    async def _run(self) -> None:
+        await self.life.ended(asyncio.ensure_future(asyncio.Event().wait()))  # type: ignore[arg-type]
+        await self.leaving.run()
+        self.done.append("over")
+        self.ended.set()
+
+    async def hide(self, *, closes_namespace: bool) -> bool:
         if self._is_first:
-            self.done.append("hide the namespace" if with_namespace else "hide")
+            self.done.append("hide the namespace" if closes_namespace else "hide")
             if self._broken:
                 raise RuntimeError("discovery is gone")
         return self._is_first
 
     async def leave(self) -> None:
-        self.done.append("leave")
+        self.done.append("leave the queue")
         if self._broken:
             raise RuntimeError("discovery is gone")
 
-    async def open_namespace(self) -> None:
-        if self._is_first:
+    async def unlist(self) -> None:
+        self.done.append("unlist")
+
+    async def open(self) -> None:
+        if self._is_first and "open" not in self.done:
             self.done.append("open")
 
     async def drained(self) -> None:
         self.done.append("queue drained")
 
-    def shutdown(self) -> None:
-        self.done.append("shutdown")
-        self.ended.set()
-
 
 class Hanging(Place):
-    async def leave(self) -> None:
+    async def unlist(self) -> None:
         await asyncio.Event().wait()
-
-
-def leaving(place: Place, drain: WorkerDrain, engine: Engine, seconds: float = 30.0) -> Leaving:
-    return Leaving(place, drain, engine, place, seconds)
 
 
 async def relayed(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
@@ -74,44 +107,47 @@ async def relayed(request: GenerateRequest, context: RequestContext) -> AsyncGen
     await asyncio.Event().wait()
 
 
-async def test_a_first_stage_leaves_frontends_and_then_discovery(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", "1")
-    place, command = Place(is_first=True), Place(is_first=True)
-    leaving(place, WorkerDrain(), recording_engine()).leave("SIGTERM", grace_seconds=0.2)
-    await leaving(command, WorkerDrain(), recording_engine()).finish(1.0)
+async def test_a_first_stage_leaves_frontends_and_then_discovery() -> None:
+    place, command = Place(is_first=True, grace=0.2), Place(is_first=True, grace=0.2)
+    place.life.happened(Event.STOP)
+    await command.leaving.finish(1.0)
     for each, hides in ((place, "hide"), (command, "hide the namespace")):
         await each.ended.wait()
-        assert each.done == ["leave", hides, "leave", "open", "queue drained", "shutdown"]
+        assert each.done == ["leave the queue", hides, "unlist", "queue drained", "open", "over"]
 
 
 async def test_a_second_stage_refuses_calls_before_it_leaves_discovery() -> None:
     """A caller drops a call that it is just sending then, and no decode worker would fetch the KV of that prefill."""
-    place, drain = Place(), WorkerDrain()
-    running = drain.enter()
-    leaving(place, drain, recording_engine()).leave("SIGTERM", grace_seconds=1.0)
-    await asyncio.sleep(0.1)
-    assert place.done == ["leave"], "the queue, whose items would be refused"
+    place = Place(grace=1.0)
+    running = place.drain.enter()
+    place.life.happened(Event.STOP)
+    await until(lambda: place.done == ["leave the queue"])
+    await asyncio.sleep(0)
     with pytest.raises(WorkerLeavingError, match="SIGTERM"):
-        drain.enter()
-    await until(lambda: place.done == ["leave", "leave"])
-    assert drain.num_running == 1
-    drain.leave(running)
+        place.drain.enter()
+    assert place.done == ["leave the queue"], "whose items would be refused"
+    await until(lambda: "unlist" in place.done)
+    assert place.drain.num_running == 1
+    place.drain.leave(running)
     await place.ended.wait()
 
 
 async def test_an_idle_worker_leaves_and_ends_after_its_grace_period() -> None:
-    for grace_seconds in (600, 0):
-        place = Place()
-        leaving(place, WorkerDrain(), recording_engine()).leave("SIGTERM", grace_seconds=grace_seconds)
-        await until(lambda: place.ended.is_set() or (grace_seconds and place.done == ["leave", "leave"]))  # noqa: B023
-        await asyncio.sleep(0)
-        assert place.done == ["leave", "leave", *(() if grace_seconds else ("queue drained", "shutdown"))]
+    stopped, died = Place(grace=600), Place(grace=600)
+    stopped.life.happened(Event.STOP)
+    died.life.happened(Event.DIED)
+    await died.ended.wait()
+    await until(lambda: "unlist" in stopped.done)
+    await asyncio.sleep(0)
+    assert (stopped.done, stopped.life.state) == (["leave the queue", "unlist"], State.UNLISTED)
+    assert died.done == ["leave the queue", "unlist", "queue drained", "over"]
 
 
 @pytest.mark.parametrize("work", ["relayed request", "KV that may be read", "behind an answer"])
 async def test_work_is_waited_for_however_idle_the_engine_is(work: str) -> None:
     """KV also where no statistics say so, as TensorRT-LLM is by default."""
-    place, drain, gate, engine = Place(), WorkerDrain(), asyncio.Event(), recording_engine()
+    drain, gate, engine = WorkerDrain(), asyncio.Event(), recording_engine()
+    place = Place(drain, engine)
 
     async def one_more(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         await gate.wait()
@@ -128,7 +164,7 @@ async def test_work_is_waited_for_however_idle_the_engine_is(work: str) -> None:
         end = engine.handoffs.hold()
     else:
         in_background(drained(), "a drain")
-    leaving(place, drain, engine).leave("SIGTERM or SIGINT")
+    place.life.happened(Event.STOP)
     await until(lambda: "queue drained" in place.done)
     await asyncio.sleep(0.1)
     assert not place.ended.is_set()
@@ -141,10 +177,10 @@ async def test_work_is_waited_for_however_idle_the_engine_is(work: str) -> None:
 async def test_requests_beyond_drain_seconds_are_handed_back_before_the_runtime_ends(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    place, drain = Place(), WorkerDrain()
-    answering = asyncio.create_task(collect(tracked(drain, relayed), request()))
-    await until(lambda: drain.num_running)
-    leaving(place, drain, recording_engine(), seconds=0.0).leave("SIGTERM or SIGINT")
+    place = Place(seconds=0.0)
+    answering = asyncio.create_task(collect(tracked(place.drain, relayed), request()))
+    await until(lambda: place.drain.num_running)
+    place.life.happened(Event.STOP)
     with pytest.raises(WorkerLeavingError):
         await answering
     await place.ended.wait()
@@ -152,63 +188,74 @@ async def test_requests_beyond_drain_seconds_are_handed_back_before_the_runtime_
 
 
 async def test_a_dead_engine_is_not_waited_for(caplog: pytest.LogCaptureFixture) -> None:
-    place, engine = Place(), recording_engine()
+    engine = recording_engine()
+    place = Place(engine=engine)
     engine.handoffs.hold()
     engine.die("gone")
-    leaving(place, WorkerDrain(), engine).leave("its engine died")
+    place.life.happened(Event.DIED)
     await place.ended.wait()
     assert "still run" not in caplog.text
 
 
-async def test_second_reason_to_leave_is_ignored() -> None:
-    place, drain = Place(), WorkerDrain()
-    leaver = leaving(place, drain, recording_engine())
-    leaver.leave("its engine died")
-    leaver.leave("SIGTERM or SIGINT", grace_seconds=600)
+async def test_a_second_reason_to_leave_begins_nothing_anew() -> None:
+    place = Place(grace=600)
+    place.life.happened(Event.DIED)
+    place.life.happened(Event.STOP)
     await place.ended.wait()
-    assert place.done.count("shutdown") == 1
-    with pytest.raises(WorkerLeavingError, match="its engine died"):
-        await collect(tracked(drain, LocalAgg(recording_engine())), request())
+    assert place.done.count("unlist") == 1
+    with pytest.raises(WorkerLeavingError, match="this worker is leaving"):
+        await collect(tracked(place.drain, LocalAgg(recording_engine())), request())
 
 
-async def test_a_worker_that_flips_leaves_as_soon_as_no_request_comes_any_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_worker_that_flips_leaves_as_soon_as_no_request_comes_any_more() -> None:
     """A request that comes meanwhile is answered. A quarter of ten minutes would be longer than this test may take."""
-    monkeypatch.setenv("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", "2")
-    place, drain, loop = Place(is_first=True), WorkerDrain(), asyncio.get_running_loop()
-    leaver = leaving(place, drain, recording_engine())
-    leaver.flip(Role.DECODE)
-    await until(lambda: place.done == ["leave", "hide"])
-    assert len(await collect(tracked(drain, LocalAgg(recording_engine())), request(max_tokens=1))) == 1
+    place, loop = Place(is_first=True, grace=2.0), asyncio.get_running_loop()
+    place.life.command(Event.FLIP, Role.DECODE)
+    await until(lambda: place.done == ["leave the queue", "hide"])
+    answers = await collect(tracked(place.drain, LocalAgg(recording_engine())), request(max_tokens=1))
+    assert len(answers) == 1
     called = loop.time()
     await place.ended.wait()
     assert 0.4 < loop.time() - called < 2
-    assert (leaver.flips_to, place.done[-1]) == (Role.DECODE, "shutdown")
+    assert place.life.becomes is Role.DECODE
+
+
+async def test_a_flip_opens_the_namespace_when_its_grace_period_is_over_while_requests_drain() -> None:
+    """Another first stage may have come meanwhile, and the last request may take minutes."""
+    place = Place(is_first=True, grace=0.4)
+    running = place.drain.enter()
+    place.life.command(Event.FLIP, Role.DECODE)
+    async with asyncio.timeout(5):
+        await until(lambda: "open" in place.done)
+    assert (place.life.state, place.drain.num_running) == (State.DRAINING, 1)
+    place.drain.leave(running)
+    await place.ended.wait()
 
 
 async def test_an_order_to_stop_ends_a_flip_and_one_to_flip_ends_no_stop() -> None:
-    place, drain, told_to_stop = Place(), WorkerDrain(), asyncio.Event()
-    leaver = leaving(place, drain, recording_engine())
-    stopping = asyncio.create_task(leaver.leave_when(told_to_stop))
-    leaver.flip(Role.DECODE)
-    told_to_stop.set()
-    await stopping
-    assert leaver.flips_to is None
+    place = Place()
+    running = place.drain.enter()
+    place.life.command(Event.FLIP, Role.DECODE)
+    await until(lambda: place.drain.has_begun)
     with pytest.raises(WorkerLeavingError, match="it becomes a decode worker"):
-        leaver.flip(Role.PREFILL)
-    assert leaver.flips_to is None
+        raise place.drain.error()
+    place.life.happened(Event.STOP)
+    assert place.life.becomes is None
+    with pytest.raises(WorkerLeavingError, match="takes no flip now: it is"):
+        place.life.command(Event.FLIP, Role.PREFILL)
+    place.drain.leave(running)
+    await place.ended.wait()
+    assert not place.life.reason.has_next
 
 
 @pytest.mark.parametrize("seconds", [0.05, 600.0])
 async def test_a_worker_told_to_leave_answers_when_its_requests_have_ended_or_its_time(
-    seconds: float, monkeypatch: pytest.MonkeyPatch
+    seconds: float,
 ) -> None:
-    monkeypatch.setenv("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", "0")
-    place, drain = Place(), WorkerDrain()
-    answer = asyncio.create_task(collect(tracked(drain, relayed), request()))
-    await until(lambda: drain.num_running)
-    finishing = asyncio.create_task(leaving(place, drain, recording_engine(), 0.0).finish(seconds))
+    place = Place(seconds=0.0)
+    answer = asyncio.create_task(collect(tracked(place.drain, relayed), request()))
+    await until(lambda: place.drain.num_running)
+    finishing = asyncio.create_task(place.leaving.finish(seconds))
     if seconds > 1:
         await until(lambda: "queue drained" in place.done)
         assert not finishing.done(), "the command's time counts, not the worker's"
@@ -220,18 +267,18 @@ async def test_a_worker_told_to_leave_answers_when_its_requests_have_ended_or_it
 
 @pytest.mark.parametrize(
     ("place", "said"),
-    [(Place, "discovery is gone"), (Hanging, "leaving discovery or the prefill queue took more than")],
+    [(Place, "discovery is gone"), (Hanging, "a step of leaving discovery took more than")],
 )
 async def test_a_worker_that_cannot_leave_discovery_ends_all_the_same(
     place: type[Place], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    here = place(broken=True, is_first=True)
-    Leaving(here, WorkerDrain(), recording_engine(), here, 30.0, leave_seconds=0.05).leave("SIGTERM", 0.1)
+    here = place(broken=True, is_first=True, grace=0.1, leave_seconds=0.05)
+    here.life.happened(Event.STOP)
     async with asyncio.timeout(30):
         await here.ended.wait()
-    assert "frontends cannot be told that this worker leaves" in caplog.text
+    assert "a step of leaving discovery failed: RuntimeError('discovery is gone')" in caplog.text
     assert said in caplog.text
-    assert here.done[-1] == "shutdown"
+    assert here.done[-1] == "over"
 
 
 @asynccontextmanager
@@ -253,10 +300,11 @@ async def test_leaving_worker_gives_an_idle_engine_a_step_to_get_a_statistic(
 ) -> None:
     """Decode has the KV; without a request TensorRT-LLM says so to no reader, and this would last for the lease."""
     async with stages() as engines:
-        place, engine = Place(), engines[Role.PREFILL]
+        engine = engines[Role.PREFILL]
+        place = Place(engine=engine)
         await until(lambda: engine.handoffs.has_statistics)
         assert engine.handoffs.count() == 1
-        leaving(place, WorkerDrain(), engine).leave("SIGTERM or SIGINT")
+        place.life.happened(Event.STOP)
         async with asyncio.timeout(10):
             await place.ended.wait()
         assert engine.handoffs.count() == 0
@@ -264,9 +312,10 @@ async def test_leaving_worker_gives_an_idle_engine_a_step_to_get_a_statistic(
 
 async def test_leaving_worker_waits_while_statistics_show_held_kv(tensorrt_llm: ModuleType) -> None:
     async with stages() as engines:
-        place, engine = Place(), engines[Role.PREFILL]
+        engine = engines[Role.PREFILL]
+        place = Place(engine=engine)
         held = await prefilled(engine)
-        leaving(place, WorkerDrain(), engine).leave("SIGTERM or SIGINT")
+        place.life.happened(Event.STOP)
         steps = len(engine.llm.results)
         await until(lambda: len(engine.llm.results) >= steps + 2)
         assert not place.ended.is_set()
@@ -282,8 +331,9 @@ async def prefilled(engine: Engine) -> GenerateRequest:
 
 
 async def test_leaving_worker_gives_no_step_to_an_engine_without_statistics() -> None:
-    place, engine = Place(), recording_engine()
+    engine = recording_engine()
+    place = Place(engine=engine, seconds=0.2)
     engine.handoffs.hold()
-    leaving(place, WorkerDrain(), engine, seconds=0.2).leave("SIGTERM or SIGINT")
+    place.life.happened(Event.STOP)
     await place.ended.wait()
     assert engine.llm.calls_of("generate_async") == []

@@ -1,0 +1,55 @@
+"""A worker's part that is in discovery, without its engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from trtllm_disagg.config.worker_config import WorkerConfig
+from trtllm_disagg.dynamo_runtime.advertised import Advertised
+from trtllm_disagg.dynamo_runtime.cards import Cards
+from trtllm_disagg.dynamo_runtime.handler import refuse_control
+from trtllm_disagg.dynamo_runtime.kv_events import EventSources
+from trtllm_disagg.dynamo_runtime.listing import ServedEndpoints
+from trtllm_disagg.dynamo_runtime.registration import Registration
+from trtllm_disagg.dynamo_runtime.worker_endpoint import Runtime, ServedModel
+from trtllm_disagg.types import Generate
+
+MODEL = ServedModel(16, 8, 1, 64, 64)
+
+
+class Listed:
+    """`dynamo`: in place of Dynamo's runtime; None: a real one."""
+
+    def __init__(self, config: WorkerConfig, *, dynamo: Any = None) -> None:
+        self.config = config
+        self.runtime = Runtime(config, dynamo)
+        self.served = ServedEndpoints(config, self.runtime)
+        self.cards = Cards(config, self.runtime, Advertised(), MODEL)
+        self.sources = EventSources(renewable=True)
+        self.registration = Registration(config, self.runtime, self.served, self.cards, self.sources)
+
+    @property
+    def instance_id(self) -> int:
+        return self.runtime.instance_id
+
+    async def serve(self, generate: Generate, describe: Callable[[], dict[str, Any]] = dict) -> None:
+        """Until the runtime is shut down."""
+        await self.served.answer_with(generate, describe, refuse_control)
+        await self.registration.list_for_peers()
+        await self.served.until_ended()
+
+
+@asynccontextmanager
+async def serving(
+    config: WorkerConfig, generate: Generate
+) -> AsyncIterator[tuple[Listed, asyncio.Task[None]]]:
+    worker = Listed(config)
+    task = asyncio.create_task(worker.serve(generate))
+    try:
+        yield worker, task
+    finally:
+        worker.runtime.shutdown()
+        await task

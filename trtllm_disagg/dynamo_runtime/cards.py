@@ -1,0 +1,148 @@
+"""What discovery tells of a worker's model: its cards, and the card that closes its namespace."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from dynamo.common.token_budget import TokenBudget, publish_token_budget
+from dynamo.llm import (
+    ModelInput,
+    ModelRuntimeConfig,
+    ModelType,
+    WorkerType,
+    register_model,
+    unregister_model,
+)
+
+from trtllm_disagg.config.settings import names_of_endpoint_types
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.dynamo_runtime.advertised import Advertised, Taints
+from trtllm_disagg.dynamo_runtime.worker_endpoint import Runtime, ServedModel
+
+
+class Kind(NamedTuple):
+    """What a frontend makes of a card."""
+
+    model_type: Any
+    worker_type: Any
+    #: The types of workers without which the frontend does not serve the model.
+    needs: list[list[Any]]
+
+
+def kind_for_frontends(config: WorkerConfig) -> Kind:
+    """A first stage registers as an aggregated worker, so the frontend routes requests by this worker's cache and calls
+    no second stage.
+    """
+    served = ModelType.Empty
+    for name in names_of_endpoint_types(config.endpoint_types):
+        served = served | _MODEL_TYPES[name]
+    if config.role is Role.AGG or config.strategy_spec.entry_role is not None:
+        return Kind(served, WorkerType.Aggregated, [])
+    if config.role is Role.PREFILL:
+        return Kind(ModelType.Prefill, WorkerType.Prefill, [[WorkerType.Decode]])
+    return Kind(served, WorkerType.Decode, [[WorkerType.Prefill]])
+
+
+_MODEL_TYPES = {"chat": ModelType.Chat, "completions": ModelType.Completions, "none": ModelType.Empty}
+
+#: The card of a second stage: without a card no KvRouter listens to its cache events. With this worker type the
+#: frontend neither routes requests to it nor counts the model as served when the first stage is gone, and KvRouters
+#: listen to it, unlike to WorkerType.Decode. All measured, for both roles (docs/log/dynamo.md).
+_UNROUTED = Kind(ModelType.Empty, WorkerType.Prefill, [[WorkerType.Aggregated]])
+
+
+class Cards:
+    """A worker's cards, at frontends and for the KV routers of the other role. After `close` none is put."""
+
+    def __init__(
+        self, config: WorkerConfig, runtime: Runtime, advertised: Advertised, model: ServedModel
+    ) -> None:
+        self.kind = kind_for_frontends(config)
+        self.are_at_frontends = False
+        self._are_for_peers = self._is_closed = False
+        self._config = config
+        self._runtime = runtime
+        self._advertised = advertised
+        self._model = model
+        self._taints = Taints(runtime, runtime.endpoint_for_frontends, advertised.taints)
+
+    async def put_at_frontends(self) -> None:
+        await self.put(self._runtime.endpoint_for_frontends, self.kind, self._config.publish_kv_events)
+        self.are_at_frontends = not self._is_closed
+
+    async def remove_from_frontends(self) -> None:
+        await unregister_model(self._runtime.endpoint_for_frontends)
+        self.are_at_frontends = False
+
+    async def put_for_peers(self) -> None:
+        """Have the KV routers of the other role listen to this worker's cache events."""
+        self._are_for_peers = not self._is_closed
+        await self.put(self._runtime.endpoint_for_workers, _UNROUTED, True)
+        if self._is_closed:  # meanwhile
+            await self.remove_for_peers()
+
+    async def remove_for_peers(self) -> None:
+        await unregister_model(self._runtime.endpoint_for_workers)
+        self._are_for_peers = False
+
+    async def close(self) -> None:
+        """Remove the card for peers, and put no more. The one at frontends goes with the runtime."""
+        self._is_closed = True
+        if self._are_for_peers:
+            await self.remove_for_peers()
+
+    async def put(self, endpoint: Any, kind: Kind, publishes_events: bool) -> None:
+        if self._is_closed:
+            return
+        config, model = self._config, self._model
+        card = ModelRuntimeConfig()
+        card.total_kv_blocks = model.num_blocks
+        card.max_num_seqs = model.max_batch_size
+        card.max_num_batched_tokens = model.max_num_tokens
+        if model.max_seq_len is not None:
+            card.context_length = model.max_seq_len
+            # The frontend refuses a longer prompt with 400, also where the answer would be a stream, begun with 200.
+            publish_token_budget(card, TokenBudget(model.max_seq_len, True, False))
+        card.data_parallel_size = model.num_ranks
+        card.kv_event_publishing_enabled = publishes_events
+        card.enable_local_indexer = True
+        if endpoint is self._runtime.endpoint_for_frontends:
+            card.kv_state_endpoint = config.kv_state_endpoint
+            self._taints.put_on(card)
+        self._advertised.put_on(card)
+        await register_model(
+            ModelInput.Tokens,
+            kind.model_type,
+            endpoint,
+            config.model,
+            config.model_name,
+            worker_type=kind.worker_type,
+            needs=kind.needs,
+            kv_cache_block_size=model.block_size,
+            runtime_config=card,
+            custom_template_path=config.custom_jinja_template,
+            ignore_weights=True,
+            router_config=self._advertised.router,
+        )
+
+
+class NamespaceGate:
+    """Other namespaces of the model get all new requests while this one is closed: while one endpoint has a card of a
+    type that no worker here routes by, with needs that no worker meets (docs/log/dynamo.md).
+    """
+
+    def __init__(self, config: WorkerConfig, runtime: Runtime, cards: Cards) -> None:
+        self._endpoint = runtime.endpoint(f"{config.frontend_endpoint_id}_closed")
+        self._cards = cards
+        self._is_closed = False
+
+    async def close(self) -> None:
+        self._is_closed = True
+        by = WorkerType.Aggregated if self._cards.kind.needs else WorkerType.Prefill
+        await self._cards.put(self._endpoint, Kind(ModelType.Empty, by, [[WorkerType.Encode]]), False)
+
+    async def open(self) -> None:
+        """If this worker has closed it."""
+        if self._is_closed:
+            await unregister_model(self._endpoint)
+            self._is_closed = False
