@@ -188,7 +188,7 @@ async def nothing_changes_without_the_key(deployment: Deployment, directory: Pat
 
     AdminKey.create(directory / "another")
     code, lines = await run_switch(*there, "--key-file", str(directory / "another"), **by_discovery)
-    assert (code, "signed with another key" in lines[-1]) == (1, True)
+    assert (code, "the one key of all workers; these have another one" in lines[-1]) == (2, True)
 
     code, lines = await run_switch("--to", "prefill_first", "--run-dir", str(deployment.run_dir))
     assert (code, lines) == (0, []), "it is what it was"

@@ -44,6 +44,7 @@ async def test_under_load_each_request_is_answered_in_full_by_workers_of_one_rev
         body["nvext"]["extra_fields"] += ["engine_data"]
     async with running_deployment(setting) as deployment, httpx.AsyncClient(timeout=SECONDS) as client:
         load = Load(client, deployment.base_url, asked)
+        old = [process for process in deployment.processes if process.role != "frontend"]
         await load.learn()
         async with load.running(3):
             to = ("--to", "v2", "--model", str(checkpoints("llama", new_seed)))
@@ -51,7 +52,8 @@ async def test_under_load_each_request_is_answered_in_full_by_workers_of_one_rev
         of_old = load.expected
         await load.learn()
 
-    workers = len(deployment.processes) // 2
+    workers = len(old)
+    assert not {*old} & {*deployment.processes}
     assert told == f"v2 serves by {workers} workers; {workers} have left, and gave up 0 requests\n"
     pairs = set[tuple[int, str | None]]()
     assert all("instead of" in each for each in load.wrong), "a request failed"
@@ -62,7 +64,6 @@ async def test_under_load_each_request_is_answered_in_full_by_workers_of_one_rev
         pairs.add((first_stage(answer), disagg.get("prefill_instance")))
     assert len(pairs) == len({first for first, _ in pairs}) == 2
     assert (of_old != load.expected) is bool(new_seed)
-    old = [process for process in deployment.processes if process.name.endswith("-0")]
     assert {process.returncode for process in old} == {0}
 
 

@@ -221,7 +221,7 @@ class Verifier:
 
     @property
     def key_id(self) -> str | None:
-        return self._key and self._key.id
+        return None if self._key is None else self._key.id
 
     def command_of(self, raw: Any) -> Command:
         """Raises CommandRefusedError without a valid signature, InvalidRequestError when `raw` is no command."""

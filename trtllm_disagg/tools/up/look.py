@@ -88,17 +88,25 @@ async def frontend_knows(url: str, model: str, instance: int) -> bool | None:
 
 
 async def frontend_answers(url: str, model: str, instance: int) -> str:
-    """Empty when the frontend answers a request, of one token, by the worker with that instance id; else why not."""
+    """Empty when the frontend answers a request, of one token, by the worker with that instance id; else why not. Where
+    it makes the pairs itself it takes no such pin: then the answer says which worker made it.
+    """
     why = ""
     for path, body in _pinned(model, {}):
-        try:
-            status, answer = await ask(f"{url}/v1/{path}", _FRONTEND_SECONDS, body, _pin(instance))
-            if status == 200 and json.loads(answer)["choices"]:
-                return ""
-            if status != 404 or not why:
-                why = f"status {status}: {answer.decode(errors='replace')[:200]}"
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            why = why or str(error)
+        for pin in (_pin(instance), {}):
+            try:
+                status, answer = await ask(f"{url}/v1/{path}", _FRONTEND_SECONDS, body, pin)
+                said = json.loads(answer)
+                if status == 200 and said["choices"]:
+                    if pin or said["nvext"]["worker_id"]["decode_worker_id"] == instance:
+                        return ""
+                    why = "another worker answers"
+                elif status != 404 or not why:
+                    why = f"status {status}: {answer.decode(errors='replace')[:200]}"
+                if status != 400:
+                    break
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                why = why or str(error)
     return why
 
 
