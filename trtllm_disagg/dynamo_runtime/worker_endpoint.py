@@ -43,7 +43,7 @@ from trtllm_disagg.dynamo_runtime.handler import (
     as_dynamo_handler,
     health_check_payload,
 )
-from trtllm_disagg.dynamo_runtime.kv_events import EventSources
+from trtllm_disagg.engine.readers import EngineReaders
 from trtllm_disagg.errors import ConfigError, PeerUnavailableError
 from trtllm_disagg.types import Generate
 
@@ -412,10 +412,10 @@ class DynamoRegistration:
     """
 
     def __init__(
-        self, runtime: Runtime, model: ServedModel, event_sources: EventSources, *, tells_peers: bool
+        self, runtime: Runtime, model: ServedModel, readers: EngineReaders, *, tells_peers: bool
     ) -> None:
         self._runtime = runtime
-        self._event_sources = event_sources
+        self._readers = readers
         self._model = model
         self._tells_peers = tells_peers
         self._files = DiscoveryFiles(runtime.instance_id)
@@ -447,7 +447,7 @@ class DynamoRegistration:
         """Make every current entry in discovery again."""
         self._is_half_renewed = True
         await self._runtime.list_again()
-        self._event_sources.renew()
+        self._readers.renew()
         if self.is_at_frontends:
             with suppress(Exception):
                 await unregister_model(self._runtime.endpoint_for_frontends)

@@ -21,7 +21,6 @@ from trtllm_disagg.admin.keys import AdminKey
 from trtllm_disagg.config.engine_args import dump_config
 from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
 from trtllm_disagg.dynamo_runtime.advertised import Advertised
-from trtllm_disagg.dynamo_runtime.kv_events import EventSources
 from trtllm_disagg.dynamo_runtime.publishers import create_publishers
 from trtllm_disagg.dynamo_runtime.shutdown import Leaving, keep_in_discovery, leave_when_dead
 from trtllm_disagg.dynamo_runtime.system_port import require_system_port
@@ -32,6 +31,7 @@ from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.health import HealthTimes, close, probe
 from trtllm_disagg.engine.llm_api import LlmApi, serve_as_rank
 from trtllm_disagg.engine.rank_placement import Affinity
+from trtllm_disagg.engine.readers import EngineReaders
 from trtllm_disagg.engine.trtllm_version import installed_version
 from trtllm_disagg.errors import ConfigError, EngineLostError
 from trtllm_disagg.handlers.admission import Admission
@@ -95,7 +95,6 @@ async def run_worker(config: WorkerConfig, engine_args: dict[str, Any], api: Llm
         api,
         reporter,
         await asyncio.to_thread(Advertised.of, config, engine_args),
-        EventSources(renewable=config.discovery_backend in ("file", "etcd") or config.role is not Role.AGG),
     )
     try:
         await serve_in_turns(Turn(config), partial(_serve_as, process), process.told_to_stop)
@@ -117,17 +116,27 @@ class Turn:
 
 @dataclass(slots=True)
 class _Process:
-    """What outlives a worker's role: its engine, the events of its cache, and the order to stop."""
+    """What outlives a worker's role: its engine, the readers of that, and the order to stop."""
 
     config: WorkerConfig
     engine_args: dict[str, Any]
     api: LlmApi
     reporter: Reporter
     advertised: Advertised
-    sources: EventSources
     engine: Engine | None = None
     load_seconds: float = 0.0
     told_to_stop: asyncio.Event = field(default_factory=asyncio.Event)
+    #: Of the engine, once it is loaded.
+    reading: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
+    readers: EngineReaders | None = None
+
+    async def read(self, block_size: int) -> EngineReaders:
+        """The readers of the loaded engine, which begin with the first role."""
+        assert self.engine is not None
+        if self.readers is None:
+            readers = EngineReaders(self.engine, block_size, reads_statistics=self.config.reads_statistics)
+            self.readers = await self.reading.enter_async_context(readers)
+        return self.readers
 
     async def load(self, machine_id: int) -> Engine:
         """Load the engine, unless a role before has. From then on SIGTERM and SIGINT are the order to stop."""
@@ -155,6 +164,7 @@ class _Process:
         if self.engine is None:
             return
         self.reporter.tell("ending the engine")
+        await self.reading.aclose()
         if not await close(self.engine, _health_times(self.config)):
             # Raised even while another error is: TensorRT-LLM's exit handler would wait without a limit.
             raise EngineLostError("the engine did not shut down in time (--engine-health-shutdown-timeout)")
@@ -294,7 +304,8 @@ class _Worker:
         return leaving.flips_to
 
     async def _serve(self, engine: Engine, own: dict[str, Any], model: ServedModel, leaving: Leaving) -> None:
-        config, runtime, sources = self.config, self.runtime, self.process.sources
+        config, runtime = self.config, self.runtime
+        readers = await self.process.read(model.block_size)
         self.reporter.tell("looking for the other stage")
         occupancies = await self._occupancies()
         if self.turn.live is None:
@@ -306,17 +317,17 @@ class _Worker:
         if not await self.checks.before_listing(own):
             return
         peers = await self._open_peers(own, live)
-        registration = DynamoRegistration(runtime, model, sources, tells_peers=config.tells_peers)
+        registration = DynamoRegistration(runtime, model, readers, tells_peers=config.tells_peers)
         others = partial(self._others, own)
         state = StageState(
             config, own, live, peers, registration, self.verifier, others, leaving.flip, leaving.finish
         )
         generate = self._request_path(engine, peers, live, state)
         load_seconds = self.process.load_seconds
-        publishers = await create_publishers(config, runtime, engine, model, live, load_seconds, sources)
-        for publisher in publishers:
-            await publisher.start()
+        publishers = await create_publishers(config, runtime, engine, model, live, load_seconds, readers)
         try:
+            for publisher in publishers:
+                await publisher.start()
             async with _watching(config, live, state) as watchers:
                 serving = runtime.serve(
                     generate,

@@ -14,14 +14,17 @@ from dynamo.runtime import Context
 
 from tests.support.deployments import demo_model
 from tests.support.handling import raw_request, until
+from tests.support.recording_pair import recording_engine
 from tests.support.sinks import RecordingEventSink
 from tests.unit.worker.test_stage_state import stage_state
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.discovery import DiscoveryFiles
 from trtllm_disagg.dynamo_runtime.handler import refuse_control
-from trtllm_disagg.dynamo_runtime.kv_events import EventSources
+from trtllm_disagg.dynamo_runtime.kv_events import KvEventForwarder
+from trtllm_disagg.dynamo_runtime.metrics import DynamoMetrics
 from trtllm_disagg.dynamo_runtime.shutdown import keep_in_discovery
 from trtllm_disagg.dynamo_runtime.worker_endpoint import DynamoRegistration, Runtime, ServedModel
+from trtllm_disagg.engine.readers import EngineReaders
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 MODEL = ServedModel(16, 8, 1, 64, 64)
@@ -79,8 +82,8 @@ def files_of_endpoints(directory: Path) -> list[Path]:
     ]
 
 
-def no_events() -> EventSources:
-    return EventSources(renewable=True)
+def readers() -> EngineReaders:
+    return EngineReaders(recording_engine(), MODEL.block_size, reads_statistics=False)
 
 
 async def no_tokens(*_: object) -> AsyncIterator[None]:
@@ -122,7 +125,7 @@ async def test_a_worker_returns_to_discovery_after_another_process_has_removed_i
     decode: Runtime, tmp_path: Path
 ) -> None:
     """With Dynamo's own file discovery; nothing could be written there for a while, for example."""
-    registration = DynamoRegistration(decode, MODEL, no_events(), tells_peers=False)
+    registration = DynamoRegistration(decode, MODEL, readers(), tells_peers=False)
 
     async def return_if_lost() -> None:
         if await registration.is_lost():
@@ -152,9 +155,10 @@ async def test_a_renewal_that_fails_halfway_is_tried_again(decode: Runtime) -> N
             raise failure
         return RecordingEventSink()
 
-    sources = no_events()
-    sources.open("frontends", open_source)
-    registration = DynamoRegistration(decode, MODEL, sources, tells_peers=False)
+    reading = readers()
+    metrics = DynamoMetrics(WorkerConfig(model="m"), MODEL.num_blocks)
+    await KvEventForwarder(reading.events, {0: [open_source]}, metrics).start()
+    registration = DynamoRegistration(decode, MODEL, reading, tells_peers=False)
     with pytest.raises(OSError, match="read-only"):
         await registration.renew()
     assert await registration.is_lost()
