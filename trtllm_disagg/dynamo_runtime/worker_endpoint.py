@@ -29,16 +29,17 @@ from trtllm_disagg.config.settings import endpoint_of, names_of_endpoint_types, 
 from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
 from trtllm_disagg.dynamo_runtime.advertised import Advertised, Taints
 from trtllm_disagg.dynamo_runtime.discovery import (
+    Clients,
     DiscoveryFiles,
     DynamoDirectory,
     KvOverlaps,
     described,
-    list_instances,
 )
 from trtllm_disagg.dynamo_runtime.handler import (
     FirstTokens,
     HandleCommand,
     Probe,
+    ReleasedAtEnd,
     answers_by_itself,
     as_dynamo_handler,
     health_check_payload,
@@ -72,9 +73,15 @@ class Runtime:
     """This worker in Dynamo's runtime; serving lasts until `shutdown`."""
 
     def __init__(
-        self, config: WorkerConfig, advertised: Advertised | None = None, runtime: Any = None
+        self,
+        config: WorkerConfig,
+        advertised: Advertised | None = None,
+        runtime: Any = None,
+        clients: Clients | None = None,
     ) -> None:
-        """`runtime`: Dynamo's; None: a new one. Raises ConfigError when --health-check-payload is no valid request."""
+        """`runtime`: Dynamo's; None: a new one. `clients`: of other workers; None: they end with this runtime. Raises
+        ConfigError when --health-check-payload is no valid request.
+        """
         self._config = config
         self._advertised = advertised or Advertised()
         self._health_check = health_check_payload(config.health_check_payload)
@@ -86,6 +93,8 @@ class Runtime:
         #: The same at both endpoints.
         self.instance_id: int = self.endpoint_for_frontends.connection_id()
         self._handler: Callable[..., Any] | None = None
+        #: What this worker says of itself.
+        self._describe: Callable[[], dict[str, Any]] = dict
         #: Endpoint id -> the task that serves it; it runs until the end, whether the endpoint is in discovery or not.
         self._serving: dict[str, asyncio.Future[None]] = {}
         #: Ids of the endpoints without which this worker is of no use now.
@@ -94,9 +103,12 @@ class Runtime:
         self._has_ended = asyncio.Event()
         #: Endpoint -> its id, where this worker is in discovery now.
         self._listed: dict[Any, str] = {}
-        self._clients: dict[str, Any] = {}
+        self._clients = clients or Clients(config, self._runtime)
+        self._is_over = asyncio.Event()
         self._has_left = self._is_shut_down = False
         self._has_card_for_peers = False
+        #: The client of the endpoint for frontends.
+        self._at_endpoint: Any = None
         #: What frontends know of this worker; None while they do not know it.
         self._at_frontends: ServedModel | None = None
         #: The endpoint whose card keeps new requests from this namespace.
@@ -104,25 +116,27 @@ class Runtime:
 
     async def wait_for_second_stage(self, endpoint_id: str) -> bool:
         """Wait until an instance is listed at an endpoint. False when this worker was shut down before."""
-        client = await self._client(endpoint_id)
-        try:
-            await client.wait_for_instances()
-        except Exception:
-            if not self._is_shut_down:
-                raise
+        client = await self._clients.of(endpoint_id)
+        waiting = asyncio.ensure_future(client.wait_for_instances())
+        over = asyncio.ensure_future(self._is_over.wait())
+        await asyncio.wait({waiting, over}, return_when=asyncio.FIRST_COMPLETED)
+        over.cancel()
+        if not self._is_shut_down:
+            await waiting
+        waiting.cancel()
         return not self._is_shut_down
 
     async def stage(self, endpoint_id: str) -> DynamoDirectory:
         """The instances at an endpoint, as discovery lists them at each use."""
-        return DynamoDirectory(await self._client(endpoint_id))
+        return DynamoDirectory(await self._clients.of(endpoint_id))
 
     def overlaps(self, endpoint_id: str, block_size: int) -> KvOverlaps:
         """Tells how much of a prompt the instances at an endpoint have cached."""
-        return KvOverlaps(self._endpoint(endpoint_id), block_size)
+        return self._clients.overlaps(endpoint_id, block_size)
 
     async def peer_descriptions(self, endpoint_id: str) -> list[dict[str, Any]]:
         """The descriptions of the instances at an endpoint now, without instances that do not answer."""
-        client = await self._client(endpoint_id)
+        client = await self._clients.of(endpoint_id)
         answers = await asyncio.gather(*(described(client, i) for i in client.instance_ids()))
         return [answer for answer in answers if answer is not None]
 
@@ -130,14 +144,10 @@ class Runtime:
         """Every worker that requests of this namespace could reach, with its description of now."""
         config = self._config
         usual = (endpoint_of(config.namespace, role) for role in (None, Role.PREFILL, Role.DECODE))
-        endpoint_ids = {config.frontend_endpoint_id, config.worker_endpoint_id, *usual}
-        return await list_instances(config, self._runtime, endpoint_ids)
-
-    async def _client(self, endpoint_id: str) -> Any:
-        """The one client of an endpoint: each one watches the discovery directory, and a user may have 128 watches."""
-        if endpoint_id not in self._clients:
-            self._clients[endpoint_id] = await self._endpoint(endpoint_id).client()
-        return self._clients[endpoint_id]
+        # First those that it has clients of anyway.
+        first = [each for each in (config.peer_endpoint_id, config.endpoint_id) if each]
+        endpoint_ids = dict.fromkeys([*first, config.worker_endpoint_id, config.frontend_endpoint_id, *usual])
+        return await self._clients.list_instances(endpoint_ids, self.instance_id, self._describe)
 
     def _endpoint(self, endpoint_id: str) -> Any:
         return self._runtime.endpoint(parse_endpoint_id(endpoint_id).dotted)
@@ -162,7 +172,7 @@ class Runtime:
         endpoint_id = self._config.frontend_endpoint_id
         await self._list(endpoint_id, self.endpoint_for_frontends)
         _, _, needs = kind = _registration(self._config)
-        await self._client(endpoint_id)  # a new client lists no instance at first
+        self._at_endpoint = await self._clients.of(endpoint_id)  # a new client lists no instance at first
         pause = _FRONTENDS_SECONDS if needs else 0
         await asyncio.sleep(pause)
         try:
@@ -249,7 +259,7 @@ class Runtime:
 
     def _is_alone(self) -> bool:
         """Whether frontends know no other worker of its kind in this namespace. `register` has made the client."""
-        return [*self._clients[self._config.frontend_endpoint_id].instance_ids()] == [self.instance_id]
+        return [*self._at_endpoint.instance_ids()] == [self.instance_id]
 
     async def _close_namespace(self, model: ServedModel) -> None:
         """Other namespaces of the model get all new requests, while one endpoint has a card of a type that no worker
@@ -294,7 +304,8 @@ class Runtime:
         # Cheaper than to be asked for each chunk. But a decode worker, whose chunks another worker may relay, makes
         # fewer of them when it is asked.
         pushes = self._config.role is not Role.DECODE or not self._config.strategy_spec.is_worker_side
-        self._handler = as_dynamo_handler(
+        self._describe = describe
+        handler = as_dynamo_handler(
             generate,
             describe,
             handle_command,
@@ -303,6 +314,14 @@ class Runtime:
             pushes=pushes,
             first_tokens=await self._first_tokens(),
         )
+        served = ReleasedAtEnd(handler, pushes=pushes)
+        self._handler = served.function
+        try:
+            await self._serve_until_shutdown()
+        finally:
+            served.release()
+
+    async def _serve_until_shutdown(self) -> None:
         if self._config.may_switch:
             endpoint_id, endpoint = self._config.worker_endpoint_id, self.endpoint_for_workers
         else:
@@ -390,6 +409,7 @@ class Runtime:
 
     def shutdown(self) -> None:
         self._is_shut_down = True
+        self._is_over.set()
         self._runtime.shutdown()
 
 

@@ -21,6 +21,7 @@ from trtllm_disagg.admin.keys import AdminKey
 from trtllm_disagg.config.engine_args import dump_config
 from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
 from trtllm_disagg.dynamo_runtime.advertised import Advertised
+from trtllm_disagg.dynamo_runtime.discovery import Clients
 from trtllm_disagg.dynamo_runtime.publishers import create_publishers
 from trtllm_disagg.dynamo_runtime.shutdown import Leaving, keep_in_discovery, leave_when_dead
 from trtllm_disagg.dynamo_runtime.system_port import require_system_port
@@ -95,6 +96,7 @@ async def run_worker(config: WorkerConfig, engine_args: dict[str, Any], api: Llm
         api,
         reporter,
         await asyncio.to_thread(Advertised.of, config, engine_args),
+        Clients(config) if config.discovery_backend == "file" else None,
     )
     try:
         await serve_in_turns(Turn(config), partial(_serve_as, process), process.told_to_stop)
@@ -123,6 +125,8 @@ class _Process:
     api: LlmApi
     reporter: Reporter
     advertised: Advertised
+    #: Of other workers; None where they end with the role.
+    clients: Clients | None
     engine: Engine | None = None
     load_seconds: float = 0.0
     told_to_stop: asyncio.Event = field(default_factory=asyncio.Event)
@@ -161,6 +165,8 @@ class _Process:
 
     async def end(self) -> None:
         """Raises EngineLostError when the engine does not end in time."""
+        if self.clients is not None:
+            self.clients.close()
         if self.engine is None:
             return
         self.reporter.tell("ending the engine")
@@ -215,6 +221,9 @@ async def _serve_as(process: _Process, turn: Turn) -> Turn | None:
             tracer_of(os.environ, _worker_label(config.role, config.strategy), f"{runtime.instance_id:x}"),
         )
         to = await worker.run(own)
+    del worker
+    # Dynamo closes a role's sockets when its objects go, and the collector of a worker seldom runs.
+    gc.collect()
     if to is None:
         return None
     following = config if to is config.role else flipped(config, to)
@@ -227,7 +236,7 @@ async def _open_runtime(process: _Process, config: WorkerConfig) -> Runtime | No
     """
     while not process.told_to_stop.is_set():
         try:
-            return Runtime(config, process.advertised)
+            return Runtime(config, process.advertised, clients=process.clients)
         except ConfigError as error:
             if process.engine is None:
                 raise
