@@ -138,9 +138,7 @@ def as_dynamo_handler(
 
 
 class ReleasedAtEnd:
-    """Dynamo keeps the handler of an endpoint for the life of the process. This one lets go of its role term, with the
-    sockets that belong to it.
-    """
+    """Dynamo keeps the handler of an endpoint for the life of the process. This one lets go of its role term."""
 
     def __init__(self, handler: Callable[..., Any], *, pushes: bool) -> None:
         self._handler = handler
@@ -155,6 +153,22 @@ class ReleasedAtEnd:
 
     def _pushing(self, request: dict[str, Any], context: Any, response_sender: Any = None) -> Any:
         return self._handler(request, context, response_sender)
+
+
+class FirstTokensOfTerm:
+    """Closes Dynamo's publisher of first tokens with the role term: it has a socket until the last reference has gone,
+    and Dynamo still has some, of requests that have ended.
+    """
+
+    def __init__(self, source: FirstTokens) -> None:
+        self._source: FirstTokens | None = source
+
+    def bind(self, context: Any, dp_rank: int | None) -> None:
+        if self._source is not None:
+            self._source.bind(context, dp_rank)
+
+    def release(self) -> None:
+        self._source = None
 
 
 def _refuse(*_: object) -> Any:

@@ -37,6 +37,7 @@ from trtllm_disagg.dynamo_runtime.discovery import (
 )
 from trtllm_disagg.dynamo_runtime.handler import (
     FirstTokens,
+    FirstTokensOfTerm,
     HandleCommand,
     Probe,
     ReleasedAtEnd,
@@ -305,6 +306,7 @@ class Runtime:
         # fewer of them when it is asked.
         pushes = self._config.role is not Role.DECODE or not self._config.strategy_spec.is_worker_side
         self._describe = describe
+        first_tokens = await self._first_tokens()
         handler = as_dynamo_handler(
             generate,
             describe,
@@ -312,7 +314,7 @@ class Runtime:
             longest_prompt,
             probe,
             pushes=pushes,
-            first_tokens=await self._first_tokens(),
+            first_tokens=first_tokens,
         )
         served = ReleasedAtEnd(handler, pushes=pushes)
         self._handler = served.function
@@ -320,6 +322,8 @@ class Runtime:
             await self._serve_until_shutdown()
         finally:
             served.release()
+            if first_tokens is not None:
+                first_tokens.release()
 
     async def _serve_until_shutdown(self) -> None:
         if self._config.may_switch:
@@ -343,14 +347,14 @@ class Runtime:
             return None
         return serving.exception()
 
-    async def _first_tokens(self) -> FirstTokens | None:
+    async def _first_tokens(self) -> FirstTokensOfTerm | None:
         """None with Dynamo before 1.6, and for worker types that have none."""
         source_for = getattr(self.endpoint_for_frontends, "first_token_source", None)
         if source_for is None:
             return None
         _, worker_type, _ = _registration(self._config)
         source: FirstTokens | None = await source_for(worker_type)
-        return source
+        return None if source is None else FirstTokensOfTerm(source)
 
     async def list_again(self) -> None:
         """Enter discovery again, which may have dropped this worker. An endpoint still listed is gone for a moment."""

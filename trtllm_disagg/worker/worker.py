@@ -221,9 +221,6 @@ async def _serve_as(process: _Process, turn: Turn) -> Turn | None:
             tracer_of(os.environ, _worker_label(config.role, config.strategy), f"{runtime.instance_id:x}"),
         )
         to = await worker.run(own)
-    del worker
-    # Dynamo closes a role's sockets when its objects go, and the collector of a worker seldom runs.
-    gc.collect()
     if to is None:
         return None
     following = config if to is config.role else flipped(config, to)
@@ -395,6 +392,8 @@ class _Worker:
         await self.queue.start(generate, runtime.instance_id, runtime.endpoint_for_frontends)
         watchers.append(asyncio.create_task(_report_load(self.reporter, self.drain, leaving), name="load"))
         self.turn.is_ready = True
+        # Requests of the role before refer to its sockets in circles, and a worker's collector seldom runs by itself.
+        gc.collect()
         log.info(
             "worker ready: %s at %s, instance %x; discovery: %s",
             _worker_label(config.role, config.strategy),

@@ -190,7 +190,7 @@ class LLM:
         """Prefills of this engine with KV that no decode has fetched, and no timeout freed."""
         return self.kv.held_by(self)
 
-    def step_ended(self) -> None:
+    def step_ended(self, ended: RequestOutput) -> None:
         """A step in which a request has ended: the stand-in tells of no other one."""
         if self.edges.counts_kv_in_steps and self.args.enable_iter_perf_stats:
             held = {"usedNumBlocks": self.held_contexts, "maxNumBlocks": _NUM_BLOCKS}
