@@ -151,7 +151,7 @@ def _end_at_the_signal() -> None:
 if __name__ == "__main__":
     # For that thread alone: the others inherit it.
     signal.pthread_sigmask(signal.SIG_BLOCK, (*SIGNALS, LEASE_ENDS))
-    worker_endpoint.DistributedRuntime = _opened  # type: ignore[misc]
+    vars(worker_endpoint)["DistributedRuntime"] = _opened
     threading.Thread(target=_end_at_the_signal, daemon=True).start()
     if KV_DIRECTORY in os.environ:
         LLM.kv_store = KvFiles(Path(os.environ[KV_DIRECTORY]))
