@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -217,10 +219,17 @@ def test_the_capacity_has_room_for_the_longest_sequence(llm: Any) -> None:
     assert capacity["maxNumBlocks"] * TOKENS_PER_BLOCK >= MAX_SEQ_LEN
 
 
-def test_blocking_calls_give_lists(llm: Any) -> None:
-    llm.generate(PROMPT, sampling(max_tokens=2))
-    assert isinstance(list(llm.get_stats(timeout=2)), list)
-    assert isinstance(list(llm.get_kv_cache_events(timeout=2)), list)
+async def test_the_calls_that_return_lists_give_each_record_once_and_go_on_in_other_threads(llm: Any) -> None:
+    """As this project reads them. The iterators are TensorRT-LLM's own for the loop of their first caller."""
+    for name, prompt in (("get_stats", [71, *PROMPT]), ("get_kv_cache_events", [72, *PROMPT])):
+        read = partial(asyncio.to_thread, partial(getattr(llm, name), timeout=5))
+        await read()
+        await llm.generate_async(prompt, sampling(max_tokens=2))
+        records = await read()
+        assert records
+        assert all(isinstance(record, dict) for record in records)
+        await llm.generate_async([73, *prompt], sampling(max_tokens=2))
+        assert not [record for record in await read() if record in records]
 
 
 # -- adapters

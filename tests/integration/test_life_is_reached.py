@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.support.deployments import demo_model
-from trtllm_disagg.admin.commands import Command, Flip, Leave, Signer
+from trtllm_disagg.admin.commands import ADMIN_ROUTE, Command, Flip, Leave, Signer
 from trtllm_disagg.admin.keys import AdminKey
 from trtllm_disagg.config.args import add_worker_arguments
 from trtllm_disagg.dynamo_runtime.listing import ServedEndpoints
@@ -27,7 +27,6 @@ from trtllm_disagg.errors import ConfigError, EngineLostError
 from trtllm_disagg.handlers.cancellation import WorkerDrain
 from trtllm_disagg.prefill_queue import NoPrefillQueue
 from trtllm_disagg.worker import process
-from trtllm_disagg.admin.commands import ADMIN_ROUTE
 from trtllm_disagg.worker.life import TABLE, Action, Event, Life, State
 from trtllm_disagg.worker.process import WorkerProcess
 from trtllm_disagg.worker.startup_checks import StartupChecks

@@ -1,6 +1,7 @@
 """A worker, by its arguments, on the stand-in of TensorRT-LLM with all hard edges. At SIGUSR1 its engine dies, at
-SIGUSR2 it stands still and says that it is well; neither ever shuts down. The workers of a test move KV through the
-directory that KV_DIRECTORY names. With NEVER_LOADS its engine never ends to load.
+SIGUSR2 it stands still and says that it is well; neither ever shuts down. At LEASE_ENDS its Dynamo runtime ends, like
+one whose lease in etcd is over. The workers of a test move KV through the directory that KV_DIRECTORY names. With
+NEVER_LOADS its engine never ends to load.
 """
 
 from __future__ import annotations
@@ -14,11 +15,16 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
+
+from dynamo.runtime import DistributedRuntime
 
 from tests.support.mounted_recording import mounted_recording_llm
 from trtllm_disagg.cli import main
+from trtllm_disagg.dynamo_runtime import worker_endpoint
 from trtllm_disagg.engines.recording.hard_edges import GENERATION_TRANSFER_ERROR, RequestError
 from trtllm_disagg.engines.recording.llm import LLM
+from trtllm_disagg.engines.recording.result import RequestOutput, checksum
 from trtllm_disagg.engines.recording.state import KvStore
 
 KV_DIRECTORY = "TEST_KV_DIRECTORY"
@@ -92,13 +98,47 @@ class NeverLoads:
         threading.Event().wait()
 
 
+class WithCache(LLM):
+    """Each request that ends is one statistic, of its prompt's tokens, and one event, of its prompt's blocks."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._event_ids = itertools.count()
+
+    def step_ended(self, ended: RequestOutput) -> None:
+        prompt, size = ended.prompt_token_ids, self.args.kv_cache_config.tokens_per_block
+        if self.args.enable_iter_perf_stats:
+            held = {"usedNumBlocks": self.held_contexts, "maxNumBlocks": 1024}
+            batch = {"numCtxTokens": len(prompt)}
+            self.stats.append({"numActiveRequests": 0, "inflightBatchingStats": batch, "kvCacheStats": held})
+        if self.args.kv_cache_config.event_buffer_max_size:
+            hashes = [checksum(prompt[: end + size]) for end in range(0, len(prompt) - size + 1, size)]
+            blocks = [
+                {"block_hash": each, "tokens": [{"token_id": token} for token in prompt[at : at + size]]}
+                for each, at in zip(hashes, itertools.count(0, size), strict=False)
+            ]
+            data = {"type": "stored", "parent_hash": None, "blocks": blocks}
+            self.kv_cache_events.append({"event_id": next(self._event_ids), "data": data})
+
+
+#: What Dynamo's runtimes were made.
+RUNTIMES: list[Any] = []
+
+
+def _opened(*args: Any, **kwargs: Any) -> Any:
+    RUNTIMES.append(DistributedRuntime(*args, **kwargs))
+    return RUNTIMES[-1]
+
+
 STANDS_STILL = "the engine stands still, and is well"
 #: Of the engine's end.
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+LEASE_ENDS = signal.SIGRTMIN
 
 
 def _end_at_the_signal() -> None:
-    received = signal.sigwait(SIGNALS)
+    while (received := signal.sigwait((*SIGNALS, LEASE_ENDS))) == LEASE_ENDS:
+        RUNTIMES[-1].shutdown()
     for llm in LLM.instances:
         llm.may_shut_down.clear()
         if received == signal.SIGUSR2:
@@ -110,11 +150,11 @@ def _end_at_the_signal() -> None:
 
 if __name__ == "__main__":
     # For that thread alone: the others inherit it.
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, (*SIGNALS, LEASE_ENDS))
+    vars(worker_endpoint)["DistributedRuntime"] = _opened
     threading.Thread(target=_end_at_the_signal, daemon=True).start()
     if KV_DIRECTORY in os.environ:
         LLM.kv_store = KvFiles(Path(os.environ[KV_DIRECTORY]))
     with mounted_recording_llm() as tensorrt_llm:
-        if NEVER_LOADS in os.environ:
-            vars(tensorrt_llm)["LLM"] = NeverLoads
+        vars(tensorrt_llm)["LLM"] = NeverLoads if NEVER_LOADS in os.environ else WithCache
         main(["worker", *sys.argv[1:]])

@@ -7,14 +7,15 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from tests.support.recording_pair import recording_engine
 from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.dynamo_runtime.advertised import Advertised
 from trtllm_disagg.dynamo_runtime.cards import Cards
 from trtllm_disagg.dynamo_runtime.handler import refuse_control
-from trtllm_disagg.dynamo_runtime.kv_events import EventSources
 from trtllm_disagg.dynamo_runtime.listing import ServedEndpoints
 from trtllm_disagg.dynamo_runtime.registration import Registration
 from trtllm_disagg.dynamo_runtime.worker_endpoint import Runtime, ServedModel
+from trtllm_disagg.engine.readers import EngineReaders
 from trtllm_disagg.types import Generate
 
 MODEL = ServedModel(16, 8, 1, 64, 64)
@@ -28,8 +29,8 @@ class Listed:
         self.runtime = Runtime(config, dynamo)
         self.served = ServedEndpoints(config, self.runtime)
         self.cards = Cards(config, self.runtime, Advertised(), MODEL)
-        self.sources = EventSources(renewable=True)
-        self.registration = Registration(config, self.runtime, self.served, self.cards, self.sources)
+        self.readers = EngineReaders(recording_engine(), MODEL.block_size, reads_statistics=False)
+        self.registration = Registration(config, self.runtime, self.served, self.cards, self.readers)
 
     @property
     def instance_id(self) -> int:
@@ -37,6 +38,7 @@ class Listed:
 
     async def serve(self, generate: Generate, describe: Callable[[], dict[str, Any]] = dict) -> None:
         """Until the runtime is shut down."""
+        self.runtime.describe = describe
         await self.served.answer_with(generate, describe, refuse_control)
         await self.registration.list_for_peers()
         await self.served.until_ended()

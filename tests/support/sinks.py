@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from trtllm_disagg.engine.cache_events import CacheEvents, StoredBlocks
+from trtllm_disagg.handlers.decide import CachedPrefix
+
 
 @dataclass(frozen=True, slots=True)
 class Stored:
@@ -48,6 +51,52 @@ class RecordingEventSink:
 
     def shutdown(self) -> None:
         self.is_shut_down = True
+
+
+class RecordingCacheListener:
+    """A role term's listener of one rank's cache. It keeps what it heard since it was opened."""
+
+    def __init__(self) -> None:
+        self.events: list[Stored | Removed] = []
+        self.times_opened = self.num_lost = 0
+        self.polls: list[int] = []
+
+    def open(self) -> None:
+        self.events = []
+        self.times_opened += 1
+
+    def stored(self, rank: int, blocks: StoredBlocks) -> None:
+        self.events.append(Stored(*blocks))
+
+    def removed(self, rank: int, block_hashes: list[int]) -> None:
+        self.events.append(Removed(block_hashes))
+
+    def lost(self, rank: int, count: int) -> None:
+        self.num_lost += count
+
+    def polled(self, count: int) -> None:
+        self.polls.append(count)
+
+
+class IndexListener(RecordingCacheListener):
+    """Keeps an index up to date at once, and not on an event loop."""
+
+    def __init__(self, index: CachedPrefix) -> None:
+        super().__init__()
+        self._index = index
+
+    def stored(self, rank: int, blocks: StoredBlocks) -> None:
+        self._index.publish_stored(**blocks._asdict())
+
+    def removed(self, rank: int, block_hashes: list[int]) -> None:
+        self._index.publish_removed(block_hashes)
+
+
+def events_for(listener: RecordingCacheListener, block_size: int) -> CacheEvents:
+    """The events of one rank, with a listener."""
+    events = CacheEvents(num_ranks=1, block_size=block_size, buffer_size=0)
+    events.subscribe(listener)
+    return events
 
 
 @dataclass(slots=True)

@@ -6,8 +6,9 @@ import asyncio
 import logging
 import os
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
-from contextlib import aclosing, asynccontextmanager
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from contextlib import aclosing
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from trtllm_disagg.dynamo_runtime.system_port import without_system_port
 from trtllm_disagg.processes.reports import RateLimitedLog
 from trtllm_disagg.types import GenerateRequest, RequestContext
 
-_DESCRIBE_SECONDS, _LISTED_SECONDS = 5.0, 0.1
+_DESCRIBE_SECONDS, _LISTED_SECONDS, _SEEN_SECONDS = 5.0, 0.1, 1.0
 log = logging.getLogger(__name__)
 _warn = RateLimitedLog(log)
 
@@ -81,27 +82,91 @@ class DynamoStageInstance:
             raise translated from error
 
 
-async def list_instances(
-    config: WorkerConfig, runtime: Any, endpoint_ids: Iterable[str]
-) -> list[DescribedInstance]:
-    """The instances at these endpoints that answer, with their descriptions. `runtime`: this worker's own."""
-    async with _short_lived_runtime(config, runtime) as listing:
-        clients = {
-            endpoint_id: await listing.endpoint(parse_endpoint_id(endpoint_id).dotted).client()
-            for endpoint_id in endpoint_ids
-        }
+class Clients:
+    """Dynamo's clients of other workers, and its KV routers, one for each endpoint.
+
+    A Dynamo runtime that has had a client leaves a listening TCP port behind when it is shut down (docs/log/dynamo.md).
+    So a worker with file discovery has one runtime for them, which lives as long as the process. With etcd the lease of
+    a runtime may end by itself: there they belong to the role term, and end with it.
+    """
+
+    def __init__(self, config: WorkerConfig, runtime: Any = None) -> None:
+        """`runtime`: the role term's, in which they live; None: one of their own."""
+        self._config = config
+        self._runtime, self._is_own = runtime, runtime is None
+        self._clients: dict[str, Any] = {}
+        self._overlaps: dict[tuple[str, int], KvOverlaps] = {}
+
+    async def of(self, endpoint_id: str) -> Any:
+        if endpoint_id not in self._clients:
+            self._clients[endpoint_id] = await self._endpoint(endpoint_id).client()
+        return self._clients[endpoint_id]
+
+    def overlaps(self, endpoint_id: str, block_size: int) -> KvOverlaps:
+        """Tells how much of a prompt the instances at an endpoint have cached."""
+        key = endpoint_id, block_size
+        if key not in self._overlaps:
+            self._overlaps[key] = KvOverlaps(self._endpoint(endpoint_id), block_size)
+        return self._overlaps[key]
+
+    async def list_instances(
+        self, endpoint_ids: Iterable[str], own_id: int, describe_own: Callable[[], dict[str, Any]]
+    ) -> list[DescribedInstance]:
+        """The instances at these endpoints that answer, with their descriptions. Where an instance is at several of
+        them, it is called at the first one.
+        """
+        listed = await self._listed(endpoint_ids)
+        callees: dict[int, Any] = {}
+        for endpoint_id, ids in listed.items():
+            if new := ids - callees.keys() - {own_id}:
+                client = await self.of(endpoint_id)
+                callees |= dict.fromkeys(await _seen_by(client, new), client)
+        answers = await asyncio.gather(*(described(client, i) for i, client in callees.items()))
+        descriptions = dict(zip(callees, answers, strict=True)) | {own_id: describe_own()}
+        return [
+            DescribedInstance(where, i, description)
+            for where, ids in listed.items()
+            for i in ids
+            if (description := descriptions.get(i)) is not None
+        ]
+
+    async def _listed(self, endpoint_ids: Iterable[str]) -> dict[str, set[int]]:
+        """The instance ids at each endpoint. From the files where it can be: a client costs two of the 128 inotify
+        instances of a user.
+        """
+        if self._config.discovery_backend == "file" and (found := listed_in_files(endpoint_ids)) is not None:
+            return found
+        clients = {endpoint_id: await self.of(endpoint_id) for endpoint_id in endpoint_ids}
         # A new client lists no instance for some milliseconds; that of an empty endpoint goes on so.
         listed = [asyncio.ensure_future(client.wait_for_instances()) for client in clients.values()]
         _, empty = await asyncio.wait(listed, timeout=_LISTED_SECONDS)
         for each in empty:
             each.cancel()
-        places = [(i, where) for where, client in clients.items() for i in client.instance_ids()]
-        answers = await asyncio.gather(*(described(clients[where], i) for i, where in places))
-        return [
-            DescribedInstance(where, i, answer)
-            for (i, where), answer in zip(places, answers, strict=True)
-            if answer is not None
-        ]
+        return {endpoint_id: {*client.instance_ids()} for endpoint_id, client in clients.items()}
+
+    def close(self) -> None:
+        if self._is_own and self._runtime is not None:
+            self._runtime.shutdown()
+
+    def _endpoint(self, endpoint_id: str) -> Any:
+        if self._runtime is None:
+            config = self._config
+            with without_system_port():
+                self._runtime = DistributedRuntime(
+                    asyncio.get_running_loop(),
+                    config.discovery_backend,
+                    config.request_plane,
+                    event_plane=config.event_plane,
+                )
+        return self._runtime.endpoint(parse_endpoint_id(endpoint_id).dotted)
+
+
+async def _seen_by(client: Any, ids: set[int]) -> set[int]:
+    """Those of the instances that a client knows: it hears of a new one some milliseconds later."""
+    deadline = time.monotonic() + _SEEN_SECONDS
+    while not ids <= (known := {*client.instance_ids()}) and time.monotonic() < deadline:  # noqa: ASYNC110
+        await asyncio.sleep(_SEEN_SECONDS / 100)
+    return ids & known
 
 
 async def described(client: Any, instance_id: int, warn: RateLimitedLog = _warn) -> dict[str, Any] | None:
@@ -112,24 +177,6 @@ async def described(client: Any, instance_id: int, warn: RateLimitedLog = _warn)
     except Exception as error:
         warn("instance %x did not describe itself: %s: %s", instance_id, type(error).__name__, error)
         return None
-
-
-@asynccontextmanager
-async def _short_lived_runtime(config: WorkerConfig, runtime: Any) -> AsyncIterator[Any]:
-    """For each endpoint that a runtime lists in a discovery directory, it holds one of a user's 128 inotify watches
-    until it is shut down. So listing uses a runtime of its own, which lives for some milliseconds.
-    """
-    if config.discovery_backend != "file":
-        yield runtime
-        return
-    with without_system_port():
-        listing = DistributedRuntime(
-            asyncio.get_running_loop(), "file", config.request_plane, event_plane=config.event_plane
-        )
-    try:
-        yield listing
-    finally:
-        listing.shutdown()
 
 
 class KvOverlaps:
@@ -161,14 +208,34 @@ class KvOverlaps:
         return cached
 
 
+def _instance_files() -> Path:
+    store = os.environ.get("DYN_FILE_KV") or Path(tempfile.gettempdir()) / "dynamo_store_kv"
+    return Path(store) / "v1" / "instances"
+
+
+def _files_of(endpoint_id: str) -> str:
+    return parse_endpoint_id(endpoint_id).dotted.replace(".", "/") + "/"
+
+
+def listed_in_files(endpoint_ids: Iterable[str]) -> dict[str, set[int]] | None:
+    """The instance ids at each endpoint in file discovery; None where that is unknown."""
+    try:
+        there = [unquote(name) for name in os.listdir(_instance_files())]
+        return {
+            each: {int(name.removeprefix(path), 16) for name in there if name.startswith(path)}
+            for each, path in ((each, _files_of(each)) for each in endpoint_ids)
+        }
+    except (OSError, ValueError):
+        return None
+
+
 class DiscoveryFiles:
     """The files of a worker's instances. Each process touches its own ones every few seconds, and removes others that
     have not been touched for 10 s, for example because nothing could be written. Dynamo does not write them again.
     """
 
     def __init__(self, instance_id: int) -> None:
-        store = os.environ.get("DYN_FILE_KV") or Path(tempfile.gettempdir()) / "dynamo_store_kv"
-        self._directory = Path(store) / "v1" / "instances"
+        self._directory = _instance_files()
         self._instance_id = instance_id
         #: Only a file that was there can be lost: another version of Dynamo may write other ones.
         self._seen: set[str] = set()
@@ -184,4 +251,4 @@ class DiscoveryFiles:
         return not self._seen <= there
 
     def _key(self, endpoint_id: str) -> str:
-        return f"{parse_endpoint_id(endpoint_id).dotted.replace('.', '/')}/{self._instance_id:x}"
+        return f"{_files_of(endpoint_id)}{self._instance_id:x}"

@@ -137,6 +137,44 @@ def as_dynamo_handler(
     return handle_pushing if pushes else handle_polled
 
 
+class ReleasedAtEnd:
+    """Dynamo keeps the handler of an endpoint for the life of the process. This one lets go of its role term."""
+
+    def __init__(self, handler: Callable[..., Any], *, pushes: bool) -> None:
+        self._handler = handler
+        #: What Dynamo calls. It looks at the names of the parameters.
+        self.function: Callable[..., Any] = self._pushing if pushes else self._polled
+
+    def release(self) -> None:
+        self._handler = _refuse
+
+    def _polled(self, request: dict[str, Any], context: Any) -> Any:
+        return self._handler(request, context)
+
+    def _pushing(self, request: dict[str, Any], context: Any, response_sender: Any = None) -> Any:
+        return self._handler(request, context, response_sender)
+
+
+class FirstTokensOfTerm:
+    """Closes Dynamo's publisher of first tokens with the role term: it has a socket until the last reference has gone,
+    and Dynamo still has some, of requests that have ended.
+    """
+
+    def __init__(self, source: FirstTokens) -> None:
+        self._source: FirstTokens | None = source
+
+    def bind(self, context: Any, dp_rank: int | None) -> None:
+        if self._source is not None:
+            self._source.bind(context, dp_rank)
+
+    def release(self) -> None:
+        self._source = None
+
+
+def _refuse(*_: object) -> Any:
+    raise to_dynamo(errors.WorkerLeavingError("this worker has left"))
+
+
 #: Of two workers that share a request, the one that notices first releases the KV, and the other one loses it.
 _OF_A_CLIENT_THAT_LEFT = (errors.RequestCancelledError, errors.KvTransferError)
 

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import threading
-from array import array
-from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
-from itertools import takewhile
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol
 
-from trtllm_disagg.dynamo_runtime.polling import EVENTS_TIMEOUT, PollingPublisher
-from trtllm_disagg.processes.reports import RateLimitedLog
-
-log = logging.getLogger(__name__)
+from trtllm_disagg.engine.cache_events import CacheEvents, StoredBlocks
+from trtllm_disagg.handlers.decide import CachedPrefixes
 
 
-class EventSink(Protocol):
-    """The part of Dynamo's KvEventPublisher that is used here."""
+class EventSource(Protocol):
+    """Dynamo's KvEventPublisher: it has an entry in discovery, where routers find it, until `shutdown`."""
 
     def publish_stored(
         self,
@@ -34,240 +26,91 @@ class EventSink(Protocol):
 
     def publish_removed(self, block_hashes: list[int]) -> None: ...
 
-
-class EventSource(EventSink, Protocol):
-    """Dynamo's KvEventPublisher: it has an entry in discovery, where routers find it, until `shutdown`."""
-
     def shutdown(self) -> None: ...
 
 
-class _StoredBlock(NamedTuple):
-    tokens: array[int]
-    parent_hash: int | None
-    cache_salt: str | None
+class EventMetrics(Protocol):
+    def polled_events(self, count: int) -> None: ...
+
+    def lost_events(self, count: int) -> None: ...
 
 
-class RenewableSource:
-    """An EventSource that can enter discovery again: file discovery may drop it, and Dynamo does not write its entry
-    again; or its worker enters another role. The new entry's routers get all blocks that are stored now, because the
-    engine tells of each block only once.
+class KvEventForwarder:
+    """Forwards cache events to routers, from `start` to `stop`: a source for each rank and each kind of router. Opened
+    again, its routers forget what they heard of the sources before.
     """
 
-    def __init__(self, open_source: Callable[[], EventSource]) -> None:
-        self._open = open_source
-        self._source = open_source()
-        #: By block hash.
-        self._blocks: dict[int, _StoredBlock] = {}
-        #: Events come from a thread of their own, `renew` from the event loop.
-        self._lock = threading.Lock()
-
-    def publish_stored(
-        self,
-        token_ids: list[int],
-        num_block_tokens: list[int],
-        block_hashes: list[int],
-        parent_hash: int | None = None,
-        *,
-        cache_salt: str | None = None,
-    ) -> None:
-        with self._lock:
-            self._source.publish_stored(
-                token_ids, num_block_tokens, block_hashes, parent_hash, cache_salt=cache_salt
-            )
-            start, parent = 0, parent_hash
-            for block_hash, count in zip(block_hashes, num_block_tokens, strict=True):
-                tokens = array("q", token_ids[start : start + count])
-                self._blocks[block_hash] = _StoredBlock(tokens, parent, cache_salt)
-                start, parent = start + count, block_hash
-
-    def publish_removed(self, block_hashes: list[int]) -> None:
-        with self._lock:
-            self._source.publish_removed(block_hashes)
-            for block_hash in block_hashes:
-                self._blocks.pop(block_hash, None)
-
-    def renew(self, open_source: Callable[[], EventSource] | None = None) -> None:
-        """`open_source`: opens the new source and later ones, in place of that which opened the first one."""
-        with self._lock:
-            self._open = open_source or self._open
-            with suppress(Exception):  # it may be shut down already, by a renewal that failed then
-                self._source.shutdown()
-            self._source = self._open()
-            for block_hash in self._parents_first():
-                tokens, parent, salt = self._blocks[block_hash]
-                self._source.publish_stored(
-                    tokens.tolist(), [len(tokens)], [block_hash], parent, cache_salt=salt
-                )
-
-    def _parents_first(self) -> Iterator[int]:
-        """A router cannot place a block before its parent, which the engine may have dropped and stored once more."""
-        children: dict[int | None, list[int]] = defaultdict(list)
-        for block_hash, block in self._blocks.items():
-            children[block.parent_hash].append(block_hash)
-        waiting = children[None]
-        while waiting:
-            yield (block_hash := waiting.pop())
-            waiting += children[block_hash]
-
-
-class EventSources:
-    """A worker's sources of cache events, which outlive its role as its engine's cache does."""
-
-    def __init__(self, *, renewable: bool) -> None:
-        """`renewable`: where discovery may drop a source, and on a worker that may enter another role."""
-        self._is_renewable = renewable
-        self._renewable: dict[Hashable, RenewableSource] = {}
-        self._ranks: dict[int, EventsOfRank] = {}
-
-    def open(self, key: Hashable, open_source: Callable[[], EventSource]) -> EventSink:
-        """A sink for one listener, `key`. The listener of a later role begins with the blocks that are stored now."""
-        if not self._is_renewable:
-            return open_source()
-        if (source := self._renewable.get(key)) is not None:
-            source.renew(open_source)
-        else:
-            source = self._renewable[key] = RenewableSource(open_source)
-        return source
-
-    def continued(self, rank: int, events: EventsOfRank) -> EventsOfRank:
-        """`events`, which go on where those of this rank ended in the role before."""
-        if (before := self._ranks.get(rank)) is not None:
-            events.continue_after(before)
-        self._ranks[rank] = events
-        return events
-
-    def renew(self) -> None:
-        for source in self._renewable.values():
-            source.renew()
-
-
-class KvEventForwarder(PollingPublisher):
-    """Polls the engine for KV cache events, and forwards them to the sinks of their attention-DP rank's cache."""
-
-    def __init__(
-        self, llm: Any, ranks: Sequence[EventsOfRank], polled: Callable[[int], None] = lambda count: None
-    ) -> None:
-        """`polled` is called with the number of events of each poll."""
-        super().__init__("kv-events")
-        self._llm = llm
-        self._ranks = ranks
-        self._polled = polled
-        self._warn = RateLimitedLog(log)
-
-    def records(self) -> AsyncIterator[dict[str, Any]]:
-        events: AsyncIterator[dict[str, Any]] = self._llm.get_kv_cache_events_async(timeout=EVENTS_TIMEOUT)
-        return events
-
-    def publish(self, records: list[dict[str, Any]]) -> None:
-        self._polled(len(records))
-        for event in records:
-            try:
-                self._ranks[event.get("attention_dp_rank") or 0].forward(event)
-            except Exception as error:
-                # Losing this event makes the router's index wrong; losing those after it would make it worse.
-                self._warn(
-                    "kv-events: an event of the engine cannot be published: %s: %.200s: %.200s",
-                    type(error).__name__,
-                    error,
-                    event,
-                )
-
-
-class EventsOfRank:
-    """Publishes the events of one rank. Only full blocks are published: the router cannot use a part of one."""
-
     def __init__(
         self,
-        sinks: Sequence[EventSink],
-        block_size: int,
-        on_gap: Callable[[int], None] = lambda count: None,
+        events: CacheEvents,
+        openers: Mapping[int, Sequence[Callable[[], EventSource]]],
+        metrics: EventMetrics,
     ) -> None:
-        """`on_gap` is called with the number of events that were lost."""
-        self._on_gap = on_gap
-        self._sinks = sinks
-        self._block_size = block_size
-        #: Blocks stored without an event, so that their removal has none either.
-        self._unknown: set[int | str] = set()
-        self._next_event_id: int | None = None
-        self._window = 0
-        self._warn = RateLimitedLog(log)
+        """`openers`: rank -> what opens its sources."""
+        self._events, self._openers, self._metrics = events, openers, metrics
+        self._sources: dict[int, list[EventSource]] = {}
 
-    def continue_after(self, before: EventsOfRank) -> None:
-        self._unknown, self._window = before._unknown, before._window
-        self._next_event_id = before._next_event_id
+    async def start(self) -> None:
+        self._events.subscribe(self)
 
-    def forward(self, event: dict[str, Any]) -> None:
-        """Publish one event in TensorRT-LLM's format."""
-        self._note_gaps(event)
-        if not self._is_of_widest_window(event):
-            return
-        data = event["data"]
-        if data["type"] == "stored":
-            self._stored(data)
-        elif data["type"] == "removed":
-            self._removed(data)
+    async def stop(self) -> None:
+        self._events.unsubscribe(self)
+        self._close()
 
-    def _stored(self, data: dict[str, Any]) -> None:
-        blocks = data["blocks"]
-        whole = list(takewhile(lambda block: len(block["tokens"]) == self._block_size, blocks))
-        # Blocks after a part of a block have a parent that the router does not know.
-        self._unknown.update(block["block_hash"] for block in blocks[len(whole) :])
-        if whole:
-            parent = data["parent_hash"]
-            token_ids = [token["token_id"] for block in whole for token in block["tokens"]]
-            for sink in self._sinks:
-                sink.publish_stored(
-                    token_ids=token_ids,
-                    num_block_tokens=[self._block_size] * len(whole),
-                    block_hashes=[signed(block["block_hash"]) for block in whole],
-                    parent_hash=None if parent is None else signed(parent),
-                    cache_salt=whole[0].get("cache_salt"),
-                )
+    def open(self) -> None:
+        self._close()
+        self._sources = {rank: [each() for each in openers] for rank, openers in self._openers.items()}
 
-    def _removed(self, data: dict[str, Any]) -> None:
-        known = [block for block in data["block_hashes"] if block not in self._unknown]
-        self._unknown.difference_update(data["block_hashes"])
-        if known:
-            for sink in self._sinks:
-                sink.publish_removed([signed(block) for block in known])
+    def stored(self, rank: int, blocks: StoredBlocks) -> None:
+        for source in self._sources.get(rank, ()):
+            source.publish_stored(**blocks._asdict())
 
-    def _is_of_widest_window(self, event: dict[str, Any]) -> bool:
-        """A model with sliding windows sends each event once per window size; the widest one is published."""
-        window = event.get("window_size") or 0
-        self._window = max(self._window, window)
-        return window == self._window
+    def removed(self, rank: int, block_hashes: list[int]) -> None:
+        for source in self._sources.get(rank, ()):
+            source.publish_removed(block_hashes)
 
-    def _note_gaps(self, event: dict[str, Any]) -> None:
-        event_id = event.get("event_id")
-        if event_id is None:
-            return
-        due = event_id if self._next_event_id is None else self._next_event_id
-        if event_id != due:
-            self._warn(
-                "KV event %d came where %d was due: the router's view of this cache is stale; raise "
-                "kv_cache_config.event_buffer_max_size",
-                event_id,
-                due,
-            )
-            self._on_gap(max(0, event_id - due))
-        self._next_event_id = event_id + 1
+    def lost(self, rank: int, count: int) -> None:
+        self._metrics.lost_events(count)
+
+    def polled(self, count: int) -> None:
+        self._metrics.polled_events(count)
+
+    def _close(self) -> None:
+        sources, self._sources = self._sources, {}
+        for source in (source for of_rank in sources.values() for source in of_rank):
+            with suppress(Exception):  # its runtime may have ended, and it with that
+                source.shutdown()
 
 
-class OnLoop:
-    """Calls a sink in the event loop that serves requests, for a publisher that runs in another thread."""
+class OwnCache:
+    """Keeps this worker's own view of its cache, on the event loop that serves requests."""
 
-    def __init__(self, sink: EventSink, loop: asyncio.AbstractEventLoop) -> None:
-        self._sink = sink
-        self._loop = loop
+    def __init__(self, events: CacheEvents, cached: CachedPrefixes, num_ranks: int) -> None:
+        self._events, self._cached, self._num_ranks = events, cached, num_ranks
+        self._loop = asyncio.get_running_loop()
 
-    def publish_stored(self, *args: Any, **keywords: Any) -> None:
-        self._loop.call_soon_threadsafe(partial(self._sink.publish_stored, *args, **keywords))
+    async def start(self) -> None:
+        self._events.subscribe(self)
 
-    def publish_removed(self, block_hashes: list[int]) -> None:
-        self._loop.call_soon_threadsafe(self._sink.publish_removed, block_hashes)
+    async def stop(self) -> None:
+        self._events.unsubscribe(self)
 
+    def open(self) -> None:
+        for rank in range(self._num_ranks):
+            self._forget(rank)
 
-def signed(block_hash: int | str) -> int:
-    """The engine's unsigned 64 bits, or the start of its SHA-256 in hexadecimal, as a signed number."""
-    number = int(block_hash[:16], 16) if isinstance(block_hash, str) else block_hash
-    return number - (1 << 64) if number >= 1 << 63 else number
+    def stored(self, rank: int, blocks: StoredBlocks) -> None:
+        self._loop.call_soon_threadsafe(lambda: self._cached.of_rank(rank).publish_stored(**blocks._asdict()))
+
+    def removed(self, rank: int, block_hashes: list[int]) -> None:
+        self._loop.call_soon_threadsafe(lambda: self._cached.of_rank(rank).publish_removed(block_hashes))
+
+    def lost(self, rank: int, count: int) -> None:
+        self._forget(rank)
+
+    def polled(self, count: int) -> None:
+        """It does not matter how many came."""
+
+    def _forget(self, rank: int) -> None:
+        """Until it is stored again, nothing counts as cached."""
+        self._loop.call_soon_threadsafe(lambda: self._cached.of_rank(rank).clear())

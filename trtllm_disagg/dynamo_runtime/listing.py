@@ -15,8 +15,10 @@ from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.cards import kind_for_frontends
 from trtllm_disagg.dynamo_runtime.discovery import DiscoveryFiles
 from trtllm_disagg.dynamo_runtime.handler import (
+    FirstTokensOfTerm,
     HandleCommand,
     Probe,
+    ReleasedAtEnd,
     answers_by_itself,
     as_dynamo_handler,
     health_check_payload,
@@ -37,6 +39,7 @@ class ServedEndpoints:
         self._runtime = runtime
         self._health_check = health_check_payload(config.health_check_payload)
         self._handler: Callable[..., Any] | None = None
+        self._releases: list[Callable[[], None]] = []
         #: By endpoint id.
         self._serving: dict[str, asyncio.Future[None]] = {}
         #: Ids of the endpoints without which this worker is of no use now.
@@ -57,8 +60,9 @@ class ServedEndpoints:
         pushes = self._config.role is not Role.DECODE or not self._config.strategy_spec.is_worker_side
         # Missing before Dynamo 1.6; None for worker types that have none.
         source_for = getattr(self._runtime.endpoint_for_frontends, "first_token_source", None)
-        first_tokens = source_for and await source_for(kind_for_frontends(self._config).worker_type)
-        self._handler = as_dynamo_handler(
+        source = source_for and await source_for(kind_for_frontends(self._config).worker_type)
+        first_tokens = None if source is None else FirstTokensOfTerm(source)
+        handler = as_dynamo_handler(
             generate,
             describe,
             handle_command,
@@ -67,6 +71,14 @@ class ServedEndpoints:
             pushes=pushes,
             first_tokens=first_tokens,
         )
+        served = ReleasedAtEnd(handler, pushes=pushes)
+        self._handler = served.function
+        self._releases = [served.release, *([first_tokens.release] if first_tokens else ())]
+
+    def release(self) -> None:
+        """Let go of the role term. Dynamo keeps what it calls for the life of the process."""
+        for release in self._releases:
+            release()
 
     def is_serving(self, endpoint_id: str) -> bool:
         return endpoint_id in self._serving

@@ -4,17 +4,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 from dynamo.llm import FpmDirectPublisher, KvEventPublisher, WorkerMetricsPublisher
 
 from trtllm_disagg.config.worker_config import ScheduleStyle, WorkerConfig
-from trtllm_disagg.dynamo_runtime.kv_events import EventsOfRank, EventSources, KvEventForwarder, OnLoop
+from trtllm_disagg.dynamo_runtime.kv_events import KvEventForwarder, OwnCache
 from trtllm_disagg.dynamo_runtime.metrics import (
     DynamoMetrics,
     EngineMetrics,
@@ -23,7 +22,6 @@ from trtllm_disagg.dynamo_runtime.metrics import (
     expose,
     registry_of,
 )
-from trtllm_disagg.dynamo_runtime.polling import STATS_TIMEOUT, PollingPublisher
 from trtllm_disagg.dynamo_runtime.request_metrics import (
     EngineRequestMetrics,
     FrontendRequests,
@@ -33,6 +31,7 @@ from trtllm_disagg.dynamo_runtime.request_metrics import (
 from trtllm_disagg.dynamo_runtime.worker_endpoint import Runtime, ServedModel
 from trtllm_disagg.engine.capabilities import event_buffer_of
 from trtllm_disagg.engine.engine import Engine
+from trtllm_disagg.engine.readers import EngineReaders, Records, Statistics, StatsSink
 from trtllm_disagg.handlers.decide import CachedPrefixes
 from trtllm_disagg.handlers.services import LiveState
 
@@ -89,18 +88,14 @@ class ForwardPassMetrics:
             steps.shutdown()
 
 
-class StatsSink(Protocol):
-    def update(self, stat: Mapping[str, Any]) -> None: ...
-
-
 #: An engine without requests that has sent no statistics for this long takes no steps. Most blocks that it held at its
 #: last step are free, or will be after its next one: only then TensorRT-LLM releases KV that decode has fetched.
 SILENT_SECONDS = 10.0
 
 
-class StatsForwarder(PollingPublisher):
-    """Forwards the engine's statistics: the newest record to the router, as this worker's load, and all records to
-    `sinks`. It is the only reader: TensorRT-LLM has one queue for all readers. Needs enable_iter_perf_stats.
+class StatsForwarder:
+    """Forwards the engine's statistics in a role term: the newest record to the router, as this worker's load, and all
+    records to `sinks`. Needs enable_iter_perf_stats.
 
     When the engine rests, the router gets a load of 0: it may send no request to a worker that looks full, and
     TensorRT-LLM would report the blocks it has freed only in its next step. An engine that hangs still has requests,
@@ -109,7 +104,7 @@ class StatsForwarder(PollingPublisher):
 
     def __init__(
         self,
-        llm: Any,
+        statistics: Statistics,
         load: WorkerMetricsPublisher,
         *sinks: StatsSink,
         num_ranks: int = 1,
@@ -117,11 +112,10 @@ class StatsForwarder(PollingPublisher):
         on_rest: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__("engine-stats")
         self._has_requests, self._on_rest, self._clock = has_requests, on_rest, clock
         #: When the last record came or a request last ran; None once the router has been sent a load of 0.
         self._busy_at: float | None = None
-        self._llm = llm
+        self._statistics = statistics
         self._load = load
         self._sinks = sinks
         self._ranks: Sequence[int | None] = range(num_ranks) if num_ranks > 1 else (None,)
@@ -129,28 +123,12 @@ class StatsForwarder(PollingPublisher):
     async def start(self) -> None:
         # The engine has no statistics before its first step, but the router needs a load.
         self._publish_none()
-        await super().start()
+        self._statistics.subscribe(self)
 
-    async def poll(self) -> bool:
-        has_found = await super().poll()
-        now = self._clock()
-        if has_found or self._has_requests():
-            self._busy_at = now
-        elif self._busy_at is not None and now - self._busy_at >= SILENT_SECONDS:
-            self._busy_at = None
-            self._on_rest()
-            self._publish_none()
-        return has_found
+    async def stop(self) -> None:
+        self._statistics.unsubscribe(self)
 
-    def _publish_none(self) -> None:
-        for rank in self._ranks:
-            self._load.publish(rank, kv_used_blocks=0)
-
-    def records(self) -> AsyncIterator[dict[str, Any]]:
-        stats: AsyncIterator[dict[str, Any]] = self._llm.get_stats_async(timeout=STATS_TIMEOUT)
-        return stats
-
-    def publish(self, records: list[dict[str, Any]]) -> None:
+    def polled(self, records: Records) -> None:
         newest: dict[int | None, int] = {}
         for stat in records:
             for sink in self._sinks:
@@ -159,6 +137,25 @@ class StatsForwarder(PollingPublisher):
             newest[stat.get("attentionDpRank")] = used
         for rank, used in newest.items():
             self._load.publish(rank, kv_used_blocks=used)
+        now = self._clock()
+        if records or self._has_requests():
+            self._busy_at = now
+        elif self._busy_at is not None and now - self._busy_at >= SILENT_SECONDS:
+            self._busy_at = None
+            self._on_rest()
+            self._publish_none()
+
+    def _publish_none(self) -> None:
+        for rank in self._ranks:
+            self._load.publish(rank, kv_used_blocks=0)
+
+
+class Publisher(Protocol):
+    """Publishes in one role term, from `start` to `stop`."""
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
 
 
 async def create_publishers(
@@ -168,15 +165,15 @@ async def create_publishers(
     model: ServedModel,
     live: LiveState,
     load_seconds: float,
-    sources: EventSources,
-) -> list[PollingPublisher | ForwardPassMetrics]:
+    readers: EngineReaders,
+) -> list[Publisher]:
     """The publishers that the flags ask for. `load_seconds`: how long the engine took to start."""
     metrics = DynamoMetrics(config, model.num_blocks, model.num_ranks)
     metrics.loaded(load_seconds)
-    events = _kv_events(config, runtime, engine, model.block_size, live.cached, metrics, sources)
+    events = _kv_events(config, runtime, engine, model.block_size, live.cached, metrics, readers)
     if not config.reads_statistics:
-        return [*events]
-    sinks: list[StatsSink] = [engine.handoffs, live.occupancy]
+        return events
+    sinks: list[StatsSink] = [live.occupancy]
     exposed: list[EngineMetrics | DynamoMetrics | StepMetrics] = []
     if config.publish_metrics:
         exposed = _exposed(config, runtime.endpoint_for_frontends, engine, live, metrics)
@@ -189,7 +186,7 @@ async def create_publishers(
     load = WorkerMetricsPublisher()
     await load.create_endpoint(runtime.endpoint_for_frontends)
     stats = StatsForwarder(
-        engine.llm,
+        readers.statistics,
         load,
         *sinks,
         forward_pass,
@@ -213,48 +210,35 @@ def _kv_events(
     block_size: int,
     cached: CachedPrefixes,
     metrics: DynamoMetrics,
-    sources: EventSources,
-) -> list[KvEventForwarder]:
+    readers: EngineReaders,
+) -> list[Publisher]:
     """What publishes cache events to frontends, to peers, and to this worker's own decider, as the flags say."""
-    #: (endpoint, the endpoint that owns the KV state published there, whether it is for peers)
+    #: (endpoint, the endpoint that owns the KV state published there)
     listeners = (
-        [(runtime.endpoint_for_frontends, config.kv_state_endpoint, False)]
-        if config.publish_kv_events
-        else []
+        [(runtime.endpoint_for_frontends, config.kv_state_endpoint)] if config.publish_kv_events else []
     )
-    listeners += [(runtime.endpoint_for_workers, None, True)] if config.tells_peers else []
+    listeners += [(runtime.endpoint_for_workers, None)] if config.tells_peers else []
     if not listeners and not config.reads_kv_events:
         return []
     metrics.polls_events_of(event_buffer_of(engine.llm))
-    loop = asyncio.get_running_loop()
-
-    def of_rank(rank: int) -> EventsOfRank:
-        sinks = [
-            sources.open(
-                (rank, is_for_peers),
-                partial(
-                    KvEventPublisher,
-                    endpoint,
-                    kv_block_size=block_size,
-                    dp_rank=rank,
-                    enable_local_indexer=True,
-                    kv_state_endpoint=owner,
-                ),
+    openers = {
+        rank: [
+            partial(
+                KvEventPublisher,
+                endpoint,
+                kv_block_size=block_size,
+                dp_rank=rank,
+                enable_local_indexer=True,
+                kv_state_endpoint=owner,
             )
-            for endpoint, owner, is_for_peers in listeners
+            for endpoint, owner in listeners
         ]
-        cached_here = cached.of_rank(rank)
-        if config.reads_kv_events:
-            sinks.append(OnLoop(cached_here, loop))
-
-        def forget(num_lost: int) -> None:
-            metrics.lost_events(num_lost)
-            loop.call_soon_threadsafe(cached_here.clear)
-
-        return sources.continued(rank, EventsOfRank(sinks, block_size, on_gap=forget))
-
-    ranks = [of_rank(rank) for rank in range(engine.num_ranks)]
-    return [KvEventForwarder(engine.llm, ranks, metrics.polled_events)]
+        for rank in range(engine.num_ranks)
+    }
+    forwarder = KvEventForwarder(readers.events, openers, metrics)
+    if not config.reads_kv_events:
+        return [forwarder]
+    return [forwarder, OwnCache(readers.events, cached, engine.num_ranks)]
 
 
 def _exposed(

@@ -11,9 +11,9 @@ from dynamo.common.utils.graceful_shutdown import get_grace_period_seconds
 
 from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.dynamo_runtime.cards import Cards, NamespaceGate
-from trtllm_disagg.dynamo_runtime.kv_events import EventSources
 from trtllm_disagg.dynamo_runtime.listing import Listing, ServedEndpoints
 from trtllm_disagg.dynamo_runtime.worker_endpoint import Runtime
+from trtllm_disagg.engine.readers import EngineReaders
 
 log = logging.getLogger(__name__)
 
@@ -41,13 +41,13 @@ class Registration:
         runtime: Runtime,
         served: ServedEndpoints,
         cards: Cards,
-        event_sources: EventSources,
+        readers: EngineReaders,
     ) -> None:
         self._config = config
         self._runtime = runtime
         self._served = served
         self._cards = cards
-        self._event_sources = event_sources
+        self._readers = readers
         self._front = config.frontend_endpoint_id
         self.listing = Listing(runtime, served)
         self.gate = NamespaceGate(config, runtime, cards)
@@ -127,7 +127,7 @@ class Registration:
         """Make every current entry in discovery again."""
         self._is_half_renewed = True
         await self.listing.renew()
-        self._event_sources.renew()
+        self._readers.renew()
         if self.place is Place.FRONTENDS:
             with suppress(Exception):
                 await self._cards.remove_from_frontends()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from trtllm_disagg.admin.commands import DescribedInstance
 from trtllm_disagg.config.settings import endpoint_of, parse_endpoint_id
 from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
 from trtllm_disagg.dynamo_runtime.advertised import Route
-from trtllm_disagg.dynamo_runtime.discovery import DynamoDirectory, KvOverlaps, described, list_instances
+from trtllm_disagg.dynamo_runtime.discovery import Clients, DynamoDirectory, KvOverlaps, described
 from trtllm_disagg.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -37,8 +38,10 @@ class ServedModel:
 class Runtime:
     """From its construction to `shutdown`, or until Dynamo ends it because its lease in discovery is over."""
 
-    def __init__(self, config: WorkerConfig, dynamo: Any = None) -> None:
-        """`dynamo`: Dynamo's runtime; None: a new one. Raises ConfigError when discovery cannot be reached."""
+    def __init__(self, config: WorkerConfig, dynamo: Any = None, clients: Clients | None = None) -> None:
+        """`dynamo`: Dynamo's runtime; None: a new one. `clients`: of other workers; None: they end with this runtime.
+        Raises ConfigError when discovery cannot be reached.
+        """
         self._config = config
         self._dynamo = dynamo or _open(config)
         #: This worker's own endpoints by id: where frontends call it while it is a first stage, and where peers call
@@ -48,7 +51,9 @@ class Runtime:
         }
         #: The same at both endpoints.
         self.instance_id: int = self.endpoint_for_frontends.connection_id()
-        self._clients: dict[str, Any] = {}
+        #: What this worker says of itself.
+        self.describe: Callable[[], dict[str, Any]] = dict
+        self._clients = clients or Clients(config, self._dynamo)
         self._is_shut_down = False
 
     @property
@@ -76,7 +81,7 @@ class Runtime:
 
     def overlaps(self, endpoint_id: str, block_size: int) -> KvOverlaps:
         """Tells how much of a prompt the instances at an endpoint have cached."""
-        return KvOverlaps(self.endpoint(endpoint_id), block_size)
+        return self._clients.overlaps(endpoint_id, block_size)
 
     async def peer_descriptions(self, endpoint_id: str) -> list[dict[str, Any]]:
         """The descriptions of the instances at an endpoint now, without instances that do not answer."""
@@ -86,14 +91,16 @@ class Runtime:
 
     async def list_instances(self) -> list[DescribedInstance]:
         """Every worker that requests of this namespace could reach, with its description of now."""
-        usual = (endpoint_of(self._config.namespace, role) for role in (None, Role.PREFILL, Role.DECODE))
-        return await list_instances(self._config, self._dynamo, {*self.own, *usual})
+        config = self._config
+        usual = (endpoint_of(config.namespace, role) for role in (None, Role.PREFILL, Role.DECODE))
+        # First those that it has clients of anyway.
+        first = [each for each in (config.peer_endpoint_id, config.endpoint_id) if each]
+        endpoint_ids = dict.fromkeys([*first, config.worker_endpoint_id, config.frontend_endpoint_id, *usual])
+        return await self._clients.list_instances(endpoint_ids, self.instance_id, self.describe)
 
     async def client(self, endpoint_id: str) -> Any:
         """The one client of an endpoint: each one watches the discovery directory, and a user may have 128 watches."""
-        if endpoint_id not in self._clients:
-            self._clients[endpoint_id] = await self.endpoint(endpoint_id).client()
-        return self._clients[endpoint_id]
+        return await self._clients.of(endpoint_id)
 
     def shutdown(self) -> None:
         if not self._is_shut_down:

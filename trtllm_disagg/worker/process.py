@@ -15,7 +15,7 @@ from typing import Any
 
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.advertised import Advertised
-from trtllm_disagg.dynamo_runtime.kv_events import EventSources
+from trtllm_disagg.dynamo_runtime.discovery import Clients
 from trtllm_disagg.dynamo_runtime.worker_endpoint import Runtime, ServedModel
 from trtllm_disagg.engine.capabilities import block_size_of
 from trtllm_disagg.engine.daemon_thread import in_daemon_thread
@@ -23,6 +23,7 @@ from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.health import EngineHealth, HealthTimes, close, until_stalled
 from trtllm_disagg.engine.llm_api import LlmApi
 from trtllm_disagg.engine.rank_placement import Affinity
+from trtllm_disagg.engine.readers import EngineReaders
 from trtllm_disagg.errors import ConfigError, EngineLostError
 from trtllm_disagg.processes.reports import Reporter
 from trtllm_disagg.worker.life import Event, Life
@@ -41,11 +42,15 @@ class WorkerProcess:
     api: LlmApi
     reporter: Reporter
     advertised: Advertised
-    sources: EventSources
+    #: Of other workers; None where they end with the role term.
+    clients: Clients | None = None
     life: Life = field(default_factory=Life)
     engine: Engine | None = None
     load_seconds: float = 0.0
-    _watches: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    #: Of the engine's statistics and KV events.
+    readers: EngineReaders | None = None
+    #: What ends before the engine.
+    _ended: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
 
     async def load(self, machine_id: int) -> Engine:
         """Load the engine, unless a role term before has. From then on its health is checked, and SIGTERM and SIGINT
@@ -71,13 +76,21 @@ class WorkerProcess:
             asyncio.get_running_loop().add_signal_handler(number, self.life.happened, Event.STOP)
         return engine
 
+    async def read(self, block_size: int) -> EngineReaders:
+        """The readers of the loaded engine, which begin with the first role term."""
+        assert self.engine is not None
+        if self.readers is None:
+            readers = EngineReaders(self.engine, block_size, reads_statistics=self.config.reads_statistics)
+            self.readers = await self._ended.enter_async_context(readers)
+        return self.readers
+
     def _watch(self, engine: Engine) -> None:
         health = EngineHealth(engine, lambda reason: self.life.happened(Event.DIED), self._times)
         health.start()
-        self._watches.callback(health.stop)
+        self._ended.callback(health.stop)
         if self.config.stall_seconds:
             watching = _watch_for_stalls(engine, health, self.config.stall_seconds)
-            self._watches.callback(asyncio.create_task(watching, name="stalls").cancel)
+            self._ended.callback(asyncio.create_task(watching, name="stalls").cancel)
 
     def require_engine(self, error: Exception | None = None) -> None:
         """Raises EngineLostError when the engine has died; `error`: what failed, perhaps because of that."""
@@ -89,22 +102,25 @@ class WorkerProcess:
     async def open_runtime(self, config: WorkerConfig) -> Runtime:
         """Only the first role term fails without discovery; a later one waits for it."""
         if self.engine is None:
-            return Runtime(config)
+            return Runtime(config, clients=self.clients)
         # Until its runtime reaches etcd, Dynamo holds the interpreter: no signal is heard, and no health checked.
         os.environ.setdefault("ETCD_STARTUP_CONNECT_TIMEOUT_SECONDS", "1")
         while True:
             try:
-                return Runtime(config)
+                return Runtime(config, clients=self.clients)
             except ConfigError as error:
                 log.warning("%s; the next attempt is in %g s", error, _REOPEN_SECONDS)
             await asyncio.sleep(_REOPEN_SECONDS)
 
     async def end(self) -> None:
         """Raises EngineLostError when the engine does not end in time."""
-        self._watches.close()
+        if self.clients is not None:
+            self.clients.close()
+        if self.engine is not None:
+            self.reporter.tell("ending the engine")
+        await self._ended.aclose()
         if self.engine is None:
             return
-        self.reporter.tell("ending the engine")
         if not await close(self.engine, self._times):
             # Raised even while another error is: TensorRT-LLM's exit handler would wait without a limit.
             raise EngineLostError("the engine did not shut down in time (--engine-health-shutdown-timeout)")

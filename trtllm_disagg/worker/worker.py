@@ -20,7 +20,7 @@ from trtllm_disagg.config.engine_args import dump_config
 from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
 from trtllm_disagg.dynamo_runtime.advertised import Advertised
 from trtllm_disagg.dynamo_runtime.cards import Cards
-from trtllm_disagg.dynamo_runtime.kv_events import EventSources
+from trtllm_disagg.dynamo_runtime.discovery import Clients
 from trtllm_disagg.dynamo_runtime.listing import ServedEndpoints, keep_in_discovery
 from trtllm_disagg.dynamo_runtime.publishers import create_publishers
 from trtllm_disagg.dynamo_runtime.registration import Registration
@@ -94,7 +94,7 @@ async def run_worker(config: WorkerConfig, engine_args: dict[str, Any], api: Llm
         api,
         reporter,
         await asyncio.to_thread(Advertised.of, config, engine_args),
-        EventSources(renewable=config.discovery_backend in ("file", "etcd") or config.role is not Role.AGG),
+        Clients(config) if config.discovery_backend == "file" else None,
     )
     try:
         await live(process, RoleTerm(process, config))
@@ -241,18 +241,21 @@ class _Parts:
         control = Control(
             config, self.process.life, verifier, runtime.instance_id, self.describe, self._others
         )
+        runtime.describe = self.describe
         runtime.register_engine_route(ADMIN_ROUTE, control.at_system_port)
         try:
             await self.checks.before_loading()
             engine = await self.process.load(runtime.instance_id % 1021)
             await self._serve(engine, control)
         finally:
+            self.served.release()
             self.lines.flush()
             await asyncio.to_thread(self.tracer.close)
 
     async def _serve(self, engine: Engine, control: Control) -> None:
         config, runtime, process = self.config, self.runtime, self.process
         model = served_model(config, engine)
+        readers = await process.read(model.block_size)
         # TensorRT-LLM does not report what DEFAULT means there; `transceiver` resolves it.
         transport = None if config.engine_spec.is_tensorrt_llm else engine.kv_pairing
         process.reporter.tell("looking for the other stage")
@@ -268,7 +271,7 @@ class _Parts:
         await self.checks.before_listing(self.description)
         peers = await self._open_peers(live)
         cards = Cards(config, runtime, process.advertised, model)
-        registration = Registration(config, runtime, self.served, cards, process.sources)
+        registration = Registration(config, runtime, self.served, cards, readers)
         leaving = Leaving(process.life, registration, self.drain, engine, self.queue, config.drain_seconds)
         max_seq_len = self.description["max_seq_len"]
         stage = self.stage = StageState(config, process.life, live, peers, registration, max_seq_len)
@@ -276,8 +279,8 @@ class _Parts:
         await self.served.answer_with(
             generate, self.describe, control.handle, engine.longest_prompt, partial(probe, engine)
         )
-        load_seconds, sources = process.load_seconds, process.sources
-        publishers = await create_publishers(config, runtime, engine, model, live, load_seconds, sources)
+        load_seconds = process.load_seconds
+        publishers = await create_publishers(config, runtime, engine, model, live, load_seconds, readers)
         async with contextlib.AsyncExitStack() as ended:
             for publisher in publishers:
                 ended.push_async_callback(publisher.stop)
@@ -308,6 +311,8 @@ class _Parts:
         await stage.apply(await self.checks.before_registering(self.description))
         await self.queue.start(generate, runtime.instance_id, runtime.endpoint_for_frontends)
         if life.happened(Event.PAIRED) is Action.READY:
+            # Requests of the role term before refer to its sockets in circles, and the collector seldom runs by itself.
+            gc.collect()
             log.info(
                 "worker ready: %s at %s, instance %x; discovery: %s",
                 worker_label(config.role, config.strategy),

@@ -12,8 +12,9 @@ from tests.support.stage_client import FakeContext
 from tests.support.trying import logged
 from tests.unit.handlers.test_measured import CAME, decoder, prefilled
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.dynamo_runtime.kv_events import EventsOfRank, KvEventForwarder
+from trtllm_disagg.dynamo_runtime.kv_events import KvEventForwarder
 from trtllm_disagg.dynamo_runtime.metrics import DynamoMetrics
+from trtllm_disagg.engine.cache_events import CacheEvents
 from trtllm_disagg.engine.capabilities import event_buffer_of
 from trtllm_disagg.handlers.trace import KV_TRANSFER_BYTES, KV_TRANSFER_MS, RequestEnd, RequestSink
 from trtllm_disagg.types import TokenChunk
@@ -114,12 +115,11 @@ async def test_a_request_is_aborted_when_its_client_leaves_before_the_end(
     assert value(metrics, "trtllm_request_type_structured_output_total") == 1
 
 
-def test_polls_of_cache_events_and_lost_ones_are_counted() -> None:
+async def test_polls_of_cache_events_and_lost_ones_are_counted() -> None:
     metrics = made()
-    rank = EventsOfRank([], 4, on_gap=metrics.lost_events)
-    forwarder = KvEventForwarder(None, [rank], metrics.polled_events)
-    events = [{"event_id": number, "data": {"type": "created"}} for number in (0, 1, 5)]
-    forwarder.publish(events)
+    events = CacheEvents(num_ranks=1, block_size=4, buffer_size=0)
+    await KvEventForwarder(events, {}, metrics).start()
+    events.receive([{"event_id": number, "data": {"type": "created"}} for number in (0, 1, 5)])
     assert value(metrics, "trtllm_kv_event_drain_batch_size_sum") == 3
     assert value(metrics, "trtllm_kv_event_id_gap_events_total") == 3
 

@@ -14,12 +14,14 @@ from dynamo.runtime import Context
 
 from tests.support.deployments import demo_model
 from tests.support.handling import raw_request, until
-from tests.support.listed import Listed, serving
+from tests.support.listed import MODEL, Listed, serving
 from tests.support.sinks import RecordingEventSink
 from tests.unit.worker.test_stage_state import stage_state
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.discovery import DiscoveryFiles
+from trtllm_disagg.dynamo_runtime.kv_events import KvEventForwarder
 from trtllm_disagg.dynamo_runtime.listing import keep_in_discovery
+from trtllm_disagg.dynamo_runtime.metrics import DynamoMetrics
 from trtllm_disagg.types import GenerateRequest, RequestContext, TokenChunk
 from trtllm_disagg.worker.life import Event
 
@@ -133,7 +135,8 @@ async def test_a_renewal_that_fails_halfway_is_tried_again(decode: Listed) -> No
         return RecordingEventSink()
 
     registration = decode.registration
-    decode.sources.open("frontends", open_source)
+    metrics = DynamoMetrics(WorkerConfig(model="m"), MODEL.num_blocks)
+    await KvEventForwarder(decode.readers.events, {0: [open_source]}, metrics).start()
     with pytest.raises(OSError, match="read-only"):
         await registration.renew()
     assert await registration.is_lost()

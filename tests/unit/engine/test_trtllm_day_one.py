@@ -8,8 +8,9 @@ import json
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -24,22 +25,23 @@ from tests.support.mounted_recording import mounted_recording_llm
 from tests.support.sinks import (
     RecordingEventSink,
     RecordingLoadSink,
-    RecordingStatsSink,
     Removed,
     Stored,
 )
 from tests.support.stage_client import FakeContext
-from trtllm_disagg.config.worker_config import Role
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.handler import SMALLEST_REQUEST, as_dynamo_handler, health_check_payload
-from trtllm_disagg.dynamo_runtime.kv_events import EventsOfRank, KvEventForwarder
-from trtllm_disagg.dynamo_runtime.polling import PollingPublisher
+from trtllm_disagg.dynamo_runtime.kv_events import KvEventForwarder
+from trtllm_disagg.dynamo_runtime.metrics import DynamoMetrics
 from trtllm_disagg.dynamo_runtime.publishers import StatsForwarder
+from trtllm_disagg.engine.cache_events import CacheEvents
 from trtllm_disagg.engine.capabilities import CAPABILITIES
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.engine_facts import EngineFacts
 from trtllm_disagg.engine.handoffs_held import HandoffsHeld
 from trtllm_disagg.engine.health import EngineHealth, HealthTimes, close, probe
 from trtllm_disagg.engine.llm_api import load_api, translate
+from trtllm_disagg.engine.readers import Statistics
 from trtllm_disagg.engines.recording.hard_edges import GENERATION_TRANSFER_ERROR, PESSIMISTIC, RequestError
 from trtllm_disagg.engines.recording.llm import LLM, Script
 from trtllm_disagg.engines.recording.result import EOS_TOKEN
@@ -81,104 +83,6 @@ ENDED_ENGINE_ERRORS = (
     "Event loop terminated with error: CUDA error: an illegal memory access was encountered",
     "Event loop shut down before a response was received for request 12.",
 )
-
-# -- statistics and cache events: the readers block
-
-
-class BlockingReaders:
-    """As TensorRT-LLM's proxy asks its engine: by a blocking call, before there is an iterator."""
-
-    def __init__(self, least_seconds: float = 0.0) -> None:
-        self.threads: set[int] = set()
-        self.timeouts: set[float] = set()
-        self._least_seconds = least_seconds
-        self.records: list[dict[str, Any]] = []
-
-    def get_stats_async(self, timeout: float) -> AsyncIterator[dict[str, Any]]:
-        self.threads.add(threading.get_ident())
-        self.timeouts.add(timeout)
-        if not self.records:
-            time.sleep(max(timeout, self._least_seconds))
-        return self._found()
-
-    get_kv_cache_events_async = get_stats_async
-
-    async def _found(self) -> AsyncIterator[dict[str, Any]]:
-        while self.records:
-            yield self.records.pop(0)
-
-
-def publishers_of(llm: Any) -> list[PollingPublisher]:
-    load, stats = RecordingLoadSink(), RecordingStatsSink()
-    return [
-        StatsForwarder(llm, load, stats),
-        KvEventForwarder(llm, [EventsOfRank([RecordingEventSink()], 4)]),
-    ]
-
-
-@pytest.mark.parametrize("which", [0, 1], ids=["statistics", "cache-events"])
-async def test_blocking_statistics_reader_runs_in_its_own_thread(which: int) -> None:
-    llm = BlockingReaders(least_seconds=0.6)
-    publisher = publishers_of(llm)[which]
-    await publisher.start()
-    await until(lambda: llm.threads)
-    await asyncio.sleep(0.1)
-    await publisher.stop()
-    assert threading.get_ident() not in llm.threads
-    assert max(llm.timeouts) <= 0.01
-
-
-async def test_polls_of_an_engine_without_news_become_rarer() -> None:
-    publisher = StatsForwarder(BlockingReaders(), RecordingLoadSink(), RecordingStatsSink())
-    asked: list[float] = []
-    publisher.records = lambda: asked.append(time.monotonic()) or _nothing()  # type: ignore[method-assign, func-returns-value]
-    await publisher.start()
-    await until(lambda: len(asked) >= 6)
-    await publisher.stop()
-    assert asked[5] - asked[4] >= 0.09
-
-
-async def _nothing() -> AsyncIterator[dict[str, Any]]:
-    for record in list[dict[str, Any]]():
-        yield record
-
-
-@pytest.mark.parametrize("ends_by", [None, TimeoutError, asyncio.QueueEmpty])
-async def test_an_iterator_that_never_ends_or_ends_by_its_timeout_lets_its_reader_publish(
-    ends_by: type[Exception] | None,
-) -> None:
-    load = RecordingLoadSink()
-    publisher = StatsForwarder(BlockingReaders(), load, RecordingStatsSink())
-
-    async def records() -> AsyncIterator[dict[str, Any]]:
-        yield {"kvCacheStats": {"usedNumBlocks": 3}}
-        while ends_by is None:
-            yield {"kvCacheStats": {"usedNumBlocks": 3}}
-        raise ends_by
-
-    publisher.records = records  # type: ignore[method-assign]
-    assert await publisher.poll()
-    assert load.loads == [(None, 3)]
-
-
-async def test_a_reader_that_never_answers_does_not_keep_the_worker(caplog: pytest.LogCaptureFixture) -> None:
-    release = threading.Event()
-    publisher = StatsForwarder(BlockingReaders(), RecordingLoadSink(), RecordingStatsSink())
-    publisher.stop_seconds = 0.05
-    entered = threading.Event()
-
-    def wedged() -> AsyncIterator[dict[str, Any]]:
-        entered.set()
-        release.wait()
-        return _nothing()
-
-    publisher.records = wedged  # type: ignore[method-assign]
-    await publisher.start()
-    await until(entered.is_set)
-    await publisher.stop()
-    assert "engine-stats: the engine does not answer" in caplog.text
-    release.set()
-
 
 # -- the stand-in as it really is
 
@@ -843,7 +747,9 @@ async def test_dp_rank_is_not_passed_to_another_worker() -> None:
 async def test_each_rank_has_events_and_load_of_its_own() -> None:
     engine = attention_dp(kv_cache_config={"event_buffer_max_size": 10, "tokens_per_block": 4})
     sinks = [RecordingEventSink(), RecordingEventSink()]
-    publisher = KvEventForwarder(engine.llm, [EventsOfRank([sink], 4) for sink in sinks])
+    events, load = CacheEvents(2, 4, 10), RecordingLoadSink()
+    openers = {rank: [partial(next, iter([sink]))] for rank, sink in enumerate(sinks)}
+    await KvEventForwarder(events, openers, DynamoMetrics(WorkerConfig(model="m"), 100)).start()
     tokens = [{"type": "unique_token", "token_id": n, "token_extra_id": 0} for n in range(4)]
     blocks = [{"type": "stored_block", "block_hash": 5, "tokens": tokens, "cache_level": 0}]
     store = {"type": "stored", "parent_hash": None, "blocks": blocks}
@@ -852,14 +758,11 @@ async def test_each_rank_has_events_and_load_of_its_own() -> None:
         {"event_id": number, "window_size": None, "attention_dp_rank": rank, "data": data}
         for rank, number, data in ((0, 0, store), (1, 0, store), (1, 1, remove))
     ]
-    await asyncio.to_thread(lambda: asyncio.run(publisher.poll()))
+    events.receive(engine.llm.get_kv_cache_events(timeout=0))
     stored = Stored([0, 1, 2, 3], [4], [5], None, None)
     assert [sink.events for sink in sinks] == [[stored], [stored, Removed([5])]]
 
-    load = RecordingLoadSink()
-    stats = StatsForwarder(engine.llm, load, num_ranks=2)
-    await stats.start()
-    await stats.stop()
+    await StatsForwarder(Statistics(), load, num_ranks=2).start()
     assert load.loads == [(0, 0), (1, 0)]
 
 

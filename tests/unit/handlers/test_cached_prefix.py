@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import Checkpoints
 from tests.support.cores import Core
-from trtllm_disagg.dynamo_runtime.kv_events import EventsOfRank
+from tests.support.sinks import IndexListener, events_for
 from trtllm_disagg.handlers.decide import CachedPrefix
 
 BLOCK = 2
@@ -75,7 +75,7 @@ def test_cached_prefix_index_predicts_the_engines_cached_tokens(checkpoints: Che
     kv = {"max_tokens": 12 * SIZE, "event_buffer_max_size": 10_000, "enable_partial_reuse": False}
     core = Core(checkpoints(), kv_cache_config=kv)
     index = CachedPrefix(SIZE)
-    forwarder = EventsOfRank([index], SIZE)
+    events = events_for(IndexListener(index), SIZE)
     told = 0
     stems = [[7 + stem] * (3 * SIZE) for stem in range(4)]
     try:
@@ -84,8 +84,7 @@ def test_cached_prefix_index_predicts_the_engines_cached_tokens(checkpoints: Che
             expected = index.num_cached(prompt)
             request = core.add(prompt, 2)
             assert core.run(request).cached_tokens == expected
-            for event in core.events[told:]:
-                forwarder.forward(event)
+            events.receive(core.events[told:])
             told = len(core.events)
         assert len(index) > 0
     finally:

@@ -15,9 +15,9 @@ from tests.conftest import Checkpoints
 from tests.support.engine_pair import both_idle, open_engines, two_stages
 from tests.support.handling import ORDERS, collect, joined, request, tokens_of, until
 from tests.support.recording_pair import recording_engine
+from tests.support.sinks import IndexListener, events_for
 from tests.support.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.dynamo_runtime.kv_events import EventsOfRank
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engines.embedded.ipc import sockets
 from trtllm_disagg.engines.embedded.kv_transfer.base import prompt_digest
@@ -97,7 +97,7 @@ async def test_each_turn_computes_its_new_tokens_and_gives_aggs_bits(
         settings = {"prefill_decider": "length", "thresholds": {"max_local_prefill_length": NEW + BLOCK}}
     config = WorkerConfig(model="m", role=Role.DECODE, strategy=order, **settings)
     live = LiveState.of(config, BLOCK)
-    events = EventsOfRank([live.cached.of_rank(0)], BLOCK)
+    events = events_for(IndexListener(live.cached.of_rank(0)), BLOCK)
     generate, client = two_stages(engines, order, live, **settings)
     prompt, known = words(FIRST, 0), 0
     for number in range(NUM_TURNS):
@@ -113,8 +113,7 @@ async def test_each_turn_computes_its_new_tokens_and_gives_aggs_bits(
         assert await prefilled(engines) == computed
         if order == "decode_first":
             assert (asked.trace.strategy, len(client.calls)) == ("local" if number else order, 1)
-        for event in engines[Role.DECODE].llm.get_kv_cache_events():
-            events.forward(event)
+        events.receive(engines[Role.DECODE].llm.get_kv_cache_events())
         known = known_after(prompt)
         prompt = prompt + tokens_of(answer) + words(NEW, number + 1)
 

@@ -13,14 +13,13 @@ import pytest
 from tests.support.day_one import Both
 from tests.support.handling import collect, request, until
 from tests.support.recording_pair import recording_engine
-from tests.support.sinks import RecordingLoadSink
 from tests.support.stage_client import FakeContext
 from tests.support.trying import tracked
 from tests.unit.worker.test_stage_state import serving_life
 from trtllm_disagg.config.worker_config import Role
-from trtllm_disagg.dynamo_runtime.publishers import StatsForwarder
 from trtllm_disagg.dynamo_runtime.registration import Registration
 from trtllm_disagg.engine.engine import Engine
+from trtllm_disagg.engine.readers import EngineReaders
 from trtllm_disagg.errors import WorkerLeavingError
 from trtllm_disagg.handlers.cancellation import WorkerDrain, in_background
 from trtllm_disagg.handlers.local import LocalAgg, LocalPrefill
@@ -286,13 +285,9 @@ async def stages() -> AsyncIterator[dict[Role, Engine]]:
     """Both workers of decode_first on `tensorrt_llm`; the prefill worker reads its engine's statistics."""
     both = Both("decode_first", enable_iter_perf_stats=True)
     prefill = both.engines[Role.PREFILL]
-    stats = StatsForwarder(prefill.llm, RecordingLoadSink(), prefill.handoffs)
-    await stats.start()
-    try:
+    async with EngineReaders(prefill, 32, reads_statistics=True):
         await collect(both.handlers[Role.DECODE], request(max_tokens=5))
         yield both.engines
-    finally:
-        await stats.stop()
 
 
 async def test_leaving_worker_gives_an_idle_engine_a_step_to_get_a_statistic(

@@ -20,6 +20,10 @@ class EngineDeadError(RuntimeError):
     """The engine has ended (executor/utils.py)."""
 
 
+class EventLoopShutdownError(Exception):
+    """The event loop of an iterator's first caller is closed (llmapi/utils.py)."""
+
+
 #: What becomes of a KV transfer that failed (_torch/pyexecutor/py_executor.py, and since autumn 2026
 #: _torch/disaggregation/orchestration/coordinator.py).
 GENERATION_TRANSFER_ERROR = "Error in kv cache transfer for generation requests"
@@ -32,6 +36,10 @@ class HardEdges:
     #: `get_stats_async` and `get_kv_cache_events_async` keep the calling thread for up to their timeout before there
     #: is an iterator, which waits as long again for more (executor/proxy.py, executor/rpc_worker_mixin.py, #9980).
     blocks_for_news: bool = False
+    #: There is one iterator of each kind for life, bound to the event loop of its first caller. Once that loop is
+    #: closed, a call appends one record, raises, and loses the rest; another loop cannot wait for more. The calls that
+    #: return lists go on (executor/executor.py `_maybe_initialize_iteration_results`, llmapi/utils.py `AsyncQueue`).
+    binds_iterators_to_first_loop: bool = False
     #: Without enable_iter_perf_stats or event_buffer_max_size there is nothing, and no error (executor/base_worker.py).
     is_silent_when_off: bool = False
     #: `abort` after the last response is logged and dropped, so KV that no decode fetches stays until

@@ -39,7 +39,7 @@ from trtllm_disagg.engines.recording.result import (
     RequestOutput,
     Script,
 )
-from trtllm_disagg.engines.recording.state import KvHolder, KvStore, News
+from trtllm_disagg.engines.recording.state import KvHolder, KvStore, News, block, taken
 
 #: The rest of TensorRT-LLM's names is the embedded engine's own.
 __all__ = [
@@ -149,7 +149,9 @@ class LLM:
         #: KV events since the last reader.
         self.kv_cache_events: list[dict[str, Any]] = []
         self.stats: list[dict[str, Any]] = []
-        self._event_news, self._stat_news = News("KV cache events"), News("iteration statistics")
+        is_bound = self.edges.binds_iterators_to_first_loop
+        self._event_news = News("KV cache events", is_bound=is_bound)
+        self._stat_news = News("iteration statistics", is_bound=is_bound)
         self.is_shut_down = False
         #: What `_check_health` returns for an engine that is alive.
         self.is_healthy = True
@@ -188,7 +190,7 @@ class LLM:
         """Prefills of this engine with KV that no decode has fetched, and no timeout freed."""
         return self.kv.held_by(self)
 
-    def step_ended(self) -> None:
+    def step_ended(self, ended: RequestOutput) -> None:
         """A step in which a request has ended: the stand-in tells of no other one."""
         if self.edges.counts_kv_in_steps and self.args.enable_iter_perf_stats:
             held = {"usedNumBlocks": self.held_contexts, "maxNumBlocks": _NUM_BLOCKS}
@@ -243,15 +245,19 @@ class LLM:
 
     @_takes(EmbeddedLLM.get_kv_cache_events_async)
     def get_kv_cache_events_async(self, given: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        is_on = bool(self.args.kv_cache_config.event_buffer_max_size)
-        return self._news(
-            self._event_news, self.kv_cache_events, is_on, "kv_cache_config.event_buffer_max_size", given
-        )
+        return self._news(self._event_news, self._events_made(), given)
+
+    @_takes(EmbeddedLLM.get_kv_cache_events)
+    def get_kv_cache_events(self, given: dict[str, Any]) -> list[dict[str, Any]]:
+        return self._taken(self._events_made(), given)
 
     @_takes(EmbeddedLLM.get_stats_async)
     def get_stats_async(self, given: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        is_on = self.args.enable_iter_perf_stats
-        return self._news(self._stat_news, self.stats, is_on, "enable_iter_perf_stats", given)
+        return self._news(self._stat_news, self._stats_made(), given)
+
+    @_takes(EmbeddedLLM.get_stats)
+    def get_stats(self, given: dict[str, Any]) -> list[dict[str, Any]]:
+        return self._taken(self._stats_made(), given)
 
     @_takes(EmbeddedLLM.get_kv_cache_capacity)
     def get_kv_cache_capacity(self, given: dict[str, Any]) -> dict[str, int]:
@@ -283,16 +289,29 @@ class LLM:
     def _transceiver(self, name: str) -> Any:
         return getattr(self.args.cache_transceiver_config, name, None)
 
-    def _news(
-        self, news: News, made: list[dict[str, Any]], is_on: bool, key: str, given: dict[str, Any]
-    ) -> AsyncIterator[dict[str, Any]]:
+    def _events_made(self) -> list[dict[str, Any]]:
+        is_on = bool(self.args.kv_cache_config.event_buffer_max_size)
+        return self._made(self.kv_cache_events, is_on, "KV cache events need event_buffer_max_size")
+
+    def _stats_made(self) -> list[dict[str, Any]]:
+        is_on = self.args.enable_iter_perf_stats
+        return self._made(self.stats, is_on, "iteration statistics need enable_iter_perf_stats")
+
+    def _made(self, made: list[dict[str, Any]], is_on: bool, need: str) -> list[dict[str, Any]]:
         if not is_on and not self.edges.is_silent_when_off and not self.is_engine:
-            raise RuntimeError(f"{news.name} need {key}")
+            raise RuntimeError(need)
+        return made if is_on else []
+
+    def _news(
+        self, news: News, made: list[dict[str, Any]], given: dict[str, Any]
+    ) -> AsyncIterator[dict[str, Any]]:
         timeout = given.get("timeout", 2)
-        happened = made if is_on else []
+        return news.block_and_take(made, timeout) if self.edges.blocks_for_news else news.take(made, timeout)
+
+    def _taken(self, made: list[dict[str, Any]], given: dict[str, Any]) -> list[dict[str, Any]]:
         if self.edges.blocks_for_news:
-            return news.block_and_take(happened, timeout)
-        return news.take(happened, timeout)
+            block(made, given.get("timeout", 2))
+        return taken(made)
 
     def _check_request(
         self,

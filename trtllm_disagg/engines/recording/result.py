@@ -300,7 +300,7 @@ class RequestOutput:
         if self._runs:
             self._runs = False
             self._engine.num_running -= 1
-            self._engine.step_ended()
+            self._engine.step_ended(self)
 
     def _most_tokens(self) -> int:
         if self.request_type == "context_only":

@@ -10,7 +10,11 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from trtllm_disagg.engines.recording.hard_edges import GENERATION_TRANSFER_ERROR, RequestError
+from trtllm_disagg.engines.recording.hard_edges import (
+    GENERATION_TRANSFER_ERROR,
+    EventLoopShutdownError,
+    RequestError,
+)
 
 # -- events and statistics
 
@@ -18,10 +22,13 @@ _POLL_SECONDS = 0.1
 
 
 class News:
-    """All readers share one queue (executor/executor.py keeps one IterationResult of each kind)."""
+    """All iterators share one queue (executor/executor.py keeps one IterationResult of each kind)."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, is_bound: bool) -> None:
+        """`is_bound`: to the loop of its first caller."""
         self.name = name
+        self._is_bound = is_bound
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._queue: deque[dict[str, Any]] = deque()
 
     def take(self, made: list[dict[str, Any]], timeout: float | None) -> AsyncIterator[dict[str, Any]]:
@@ -33,15 +40,18 @@ class News:
         self, made: list[dict[str, Any]], timeout: float | None
     ) -> AsyncIterator[dict[str, Any]]:
         """Blocks the thread: the worker process is asked every 0.1 s until it has something."""
-        until = time.monotonic() + (timeout or 0)
-        while not made and (left := until - time.monotonic()) > 0:
-            time.sleep(min(_POLL_SECONDS, left))
+        block(made, timeout)
         self._fetch(made)
         return self._items(timeout)
 
     def _fetch(self, made: list[dict[str, Any]]) -> None:
-        self._queue.extend(made)
-        made.clear()
+        records = taken(made)
+        if self._is_bound:
+            self._loop = self._loop or asyncio.get_running_loop()
+            if records and self._loop.is_closed():
+                self._queue.append(records[0])
+                raise EventLoopShutdownError(f"the loop of the first reader of {self.name} is closed")
+        self._queue.extend(records)
 
     async def _items(self, timeout: float | None) -> AsyncIterator[dict[str, Any]]:
         while True:
@@ -49,9 +59,25 @@ class News:
                 yield self._queue.popleft()
             if timeout == 0:
                 return
+            if self._loop not in (None, asyncio.get_running_loop()):
+                raise RuntimeError(f"the queue of {self.name} is bound to a different event loop")
             await asyncio.sleep(3600 if timeout is None else timeout)
             if not self._queue:
                 return
+
+
+def block(made: list[dict[str, Any]], timeout: float | None) -> None:
+    """Keep the thread until there is a record, or until the timeout."""
+    until = time.monotonic() + (timeout or 0)
+    while not made and (left := until - time.monotonic()) > 0:
+        time.sleep(min(_POLL_SECONDS, left))
+
+
+def taken(made: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The records that were made up to now, which are no one else's then."""
+    records = made[:]
+    del made[: len(records)]
+    return records
 
 
 # -- KV of finished prefills

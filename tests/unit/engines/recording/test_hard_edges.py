@@ -18,6 +18,7 @@ from trtllm_disagg.engines.recording.hard_edges import (
     GENERATION_TRANSFER_ERROR,
     PESSIMISTIC,
     EngineDeadError,
+    EventLoopShutdownError,
     HardEdges,
 )
 from trtllm_disagg.engines.recording.llm import (
@@ -131,13 +132,63 @@ async def test_statistic_is_given_to_one_reader_only() -> None:
     assert [stat async for stat in first] == []
 
 
-@pytest.mark.parametrize("method", ["get_stats_async", "get_kv_cache_events_async"])
+KINDS = pytest.mark.parametrize("method", ["get_stats", "get_kv_cache_events"])
+
+
+@KINDS
 async def test_statistics_and_events_that_are_off_are_empty(method: str) -> None:
     llm = make()
     llm.stats = llm.kv_cache_events = [{"iter": 0}]
-    assert [item async for item in getattr(llm, method)(timeout=0)] == []
-    with pytest.raises(RuntimeError, match="need"):
-        getattr(make(FORGIVING), method)()
+    assert [item async for item in getattr(llm, f"{method}_async")(timeout=0)] == []
+    assert getattr(llm, method)(timeout=0) == []
+    for name in (method, f"{method}_async"):
+        with pytest.raises(RuntimeError, match="need"):
+            getattr(make(FORGIVING), name)()
+
+
+@KINDS
+@BOTH
+def test_an_iterator_lives_with_the_loop_of_its_first_caller_and_lists_go_on(
+    edges: HardEdges, method: str
+) -> None:
+    llm = make(edges, enable_iter_perf_stats=True, kv_cache_config={"event_buffer_max_size": 8})
+    made = llm.stats if method == "get_stats" else llm.kv_cache_events
+    records = [{"iter": number} for number in range(20)]
+
+    async def read() -> list[dict[str, Any]]:
+        return [item async for item in getattr(llm, f"{method}_async")(timeout=0)]
+
+    made += records
+    assert asyncio.run(read()) == records
+    made += records
+    if edges is PESSIMISTIC:
+        with pytest.raises(EventLoopShutdownError):
+            asyncio.run(read())
+        assert asyncio.run(read()) == records[:1]
+    else:
+        assert asyncio.run(read()) == records
+    made += records
+    assert getattr(llm, method)(timeout=0) == records
+
+
+async def test_another_loop_cannot_wait_at_the_iterator_of_the_first_one() -> None:
+    llm = make(enable_iter_perf_stats=True)
+    llm.get_stats_async(timeout=0)
+
+    async def read() -> list[dict[str, Any]]:
+        return [item async for item in llm.get_stats_async(timeout=0.01)]
+
+    with pytest.raises(RuntimeError, match="bound to a different event loop"):
+        await asyncio.to_thread(asyncio.run, read())
+
+
+@KINDS
+@pytest.mark.parametrize("timeout", [0.0, 0.15])
+def test_the_call_that_returns_a_list_blocks_until_its_timeout(method: str, timeout: float) -> None:
+    llm = make(enable_iter_perf_stats=True, kv_cache_config={"event_buffer_max_size": 8})
+    started = time.monotonic()
+    assert getattr(llm, method)(timeout=timeout) == []
+    assert timeout <= time.monotonic() - started < timeout + 2
 
 
 # -- KV that no decode fetches

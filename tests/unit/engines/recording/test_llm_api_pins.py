@@ -139,7 +139,9 @@ def test_methods_take_what_tensorrt_llms_take(llm: type, method: str) -> None:
 
 
 @pytest.mark.parametrize("llm", [embedded.LLM, LLM])
-@pytest.mark.parametrize("method", ["get_stats_async", "get_kv_cache_events_async", "shutdown"])
+@pytest.mark.parametrize(
+    "method", ["get_stats", "get_stats_async", "get_kv_cache_events", "get_kv_cache_events_async", "shutdown"]
+)
 def test_other_llm_methods_match_the_oldest_pin(llm: type, method: str) -> None:
     pinned = facts(OLD, "LLM", "methods")[method]
     assert {name: repr(default) for name, default in parameters(getattr(llm, method)).items()} == {

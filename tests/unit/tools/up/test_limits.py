@@ -9,8 +9,8 @@ import pytest
 
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.processes.machine import MachineLimits, Needs, needs_of_worker, require
-from trtllm_disagg.tools.up.lifecycle import needs_of
 from trtllm_disagg.tools.up.plan import DeploymentConfig
+from trtllm_disagg.tools.up.workers import needs_of
 
 USUAL = MachineLimits(max_inotify_instances=128, free_inotify_instances=128, max_open_files=524288)
 PAIR = needs_of(DeploymentConfig("prefill_first", "toy", "toy", Path("run")))

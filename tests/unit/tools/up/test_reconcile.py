@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -260,7 +262,7 @@ COUNTS = st.integers(1, 3)
 @st.composite
 def worlds(draw: st.DrawFn) -> World:
     strategy = draw(st.sampled_from([*STRATEGIES]))
-    workers = {role: draw(COUNTS) for role in spec_of(strategy).roles}
+    workers: dict[str, int] = {role: draw(COUNTS) for role in spec_of(strategy).roles}
     return settled(World(Wanted(strategy, workers=workers)))
 
 
@@ -274,7 +276,7 @@ def settled(world: World) -> World:
     raise AssertionError(f"never as wanted: {world}")
 
 
-def new_wish(draw: st.DrawFn, world: World) -> None:
+def new_wish(draw: Callable[[st.SearchStrategy[Any]], Any], world: World) -> None:
     wanted = world.wanted
     kind = draw(st.sampled_from(["scale", "switch", "flip", "rollout", "unlucky", "withdraw"]))
     if kind == "scale":

@@ -1,0 +1,146 @@
+"""The one reader of an engine's statistics and the one of its KV events, which live as long as the engine.
+
+TensorRT-LLM keeps one iterator of each kind (`get_stats_async`, `get_kv_cache_events_async`) and binds it to the event
+loop of its first caller, for life. So each reader is a thread that calls the method which returns a list, and a role
+term subscribes to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, Protocol
+
+from trtllm_disagg.engine.cache_events import CacheEvents
+from trtllm_disagg.engine.capabilities import event_buffer_of
+from trtllm_disagg.engine.engine import Engine
+from trtllm_disagg.processes.reports import RateLimitedLog
+
+log = logging.getLogger(__name__)
+
+#: As in Dynamo's own worker. The calls block for their timeout, so it is short, and a reader sleeps between polls.
+STATS_TIMEOUT, EVENTS_TIMEOUT = 0.01, 0.0
+_SHORTEST_PAUSE, _LONGEST_PAUSE, _PAUSE_GROWTH = 0.01, 0.1, 2.0
+_PAUSE_AFTER_ERROR = 1.0
+
+Records = Sequence[Mapping[str, Any]]
+
+
+class StatsSink(Protocol):
+    def update(self, stat: Mapping[str, Any]) -> None:
+        """One record of `get_stats`."""
+
+
+class StatsListener(Protocol):
+    def polled(self, records: Records) -> None:
+        """What one poll has found, perhaps nothing. Called in the reader's thread."""
+
+
+class Statistics:
+    """Hands the engine's statistics on, to `always` even between two role terms."""
+
+    def __init__(self, *always: StatsSink) -> None:
+        self._always = always
+        self._listeners: list[StatsListener] = []
+        self._lock = threading.Lock()
+        self._warn = RateLimitedLog(log)
+
+    def subscribe(self, listener: StatsListener) -> None:
+        with self._lock:
+            self._listeners.append(listener)
+
+    def unsubscribe(self, listener: StatsListener) -> None:
+        """The listener hears nothing after this call."""
+        with self._lock:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+
+    def receive(self, records: Records) -> None:
+        """The records of one poll. A listener that fails keeps nothing from the others."""
+        with self._lock:
+            for receive in (self._update_always, *(each.polled for each in self._listeners)):
+                try:
+                    receive(records)
+                except Exception as error:
+                    self._warn("engine-stats: publishing failed: %s: %s", type(error).__name__, error)
+
+    def _update_always(self, records: Records) -> None:
+        for stat in records:
+            for sink in self._always:
+                sink.update(stat)
+
+
+class Reader:
+    """Polls from start to stop, in a thread of its own. A failed poll is logged, and polling goes on."""
+
+    #: How long a stop waits for the thread. One that hangs in the engine ends with the process.
+    stop_seconds = 2.0
+
+    def __init__(
+        self, name: str, poll: Callable[[], Sequence[Any]], receive: Callable[[Sequence[Any]], None]
+    ) -> None:
+        """`poll` may block; `receive` gets what it returns, also when that is empty."""
+        self._name, self._poll, self._receive = name, poll, receive
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._thread.start()
+
+    async def stop(self) -> None:
+        if self._thread is None:
+            return
+        self._stopping.set()
+        await asyncio.to_thread(self._thread.join, self.stop_seconds)
+        if self._thread.is_alive():
+            log.warning("%s: the engine does not answer; this worker ends without it", self._name)
+
+    def _run(self) -> None:
+        # A reader that always raises is asked again each second.
+        warn = RateLimitedLog(log)
+        pause = _SHORTEST_PAUSE
+        while not self._stopping.wait(pause):
+            try:
+                found = self._poll()
+                self._receive(found)
+                pause = _SHORTEST_PAUSE if found else min(_LONGEST_PAUSE, pause * _PAUSE_GROWTH)
+            except Exception as error:
+                log.debug("%s: where it failed", self._name, exc_info=True)
+                warn("%s: reading failed: %s: %s", self._name, type(error).__name__, error)
+                pause = _PAUSE_AFTER_ERROR
+
+
+class EngineReaders:
+    """Reads an engine inside an `async with` block. A role term subscribes to `statistics` and `events`."""
+
+    def __init__(self, engine: Engine, block_size: int, *, reads_statistics: bool) -> None:
+        llm = engine.llm
+        buffer_size = event_buffer_of(llm)
+        self.statistics = Statistics(engine.handoffs)
+        self.events = CacheEvents(engine.num_ranks, block_size, buffer_size)
+        self._readers: list[Reader] = []
+        if reads_statistics:
+            poll = partial(llm.get_stats, timeout=STATS_TIMEOUT)
+            self._readers.append(Reader("engine-stats", poll, self.statistics.receive))
+        if buffer_size:
+            poll = partial(llm.get_kv_cache_events, timeout=EVENTS_TIMEOUT)
+            self._readers.append(Reader("kv-events", poll, self.events.receive))
+
+    def renew(self) -> None:
+        """Publish the cache anew: discovery has dropped the entries of those who do."""
+        self.events.renew()
+
+    async def __aenter__(self) -> EngineReaders:
+        for reader in self._readers:
+            reader.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.gather(*(reader.stop() for reader in self._readers))
