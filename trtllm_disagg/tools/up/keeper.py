@@ -152,12 +152,10 @@ class Keeper:
         self._write()
         try:
             while True:
-                await self.look()
-                steps = reconcile(self.wanted, self.seen)
-                for step in steps:
-                    if not isinstance(step, Stop | Flip | Switch) or self._find(
-                        step.name
-                    ):  # it may be gone by now
+                async with self._turn:
+                    await self.look()
+                    steps = reconcile(self.wanted, self.seen)
+                    for step in steps:
                         self._take(step)
                 self._has_looked.set()
                 self._has_looked = asyncio.Event()
@@ -289,6 +287,8 @@ class Keeper:
         match step:
             case Start():
                 self._start(step)
+            case Stop(name) | Flip(name) | Switch(name) if self._find(name) is None:
+                pass  # it has gone since the look
             case Stop(name):
                 self._begin(name, self._stop(self._process(name), step.drain_seconds))
             case Flip(name):
@@ -465,7 +465,6 @@ class Keeper:
         for process in [*self._supervisor.processes]:
             if process.role not in NO_WORKERS and (process.is_given_up or process.has_left):
                 await self._supervisor.forget(process)
-        await self.look()
 
     def _want(self, wanted: Wanted) -> None:
         supervisor = self._supervisor

@@ -231,12 +231,11 @@ class _Answers(http.server.BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         pin = self.headers["x-dynamo-worker-instance-id"]
         known = self.path == "/v1/chat/completions" and pin == "7" and body["model"] == "m"
-        answer = (
-            {"nvext": {"worker_id": {"decode_worker_id": 7}}, "choices": [1]} if known else {"message": "no"}
-        )
-        if body["model"] == "silent":  # DYN_DISABLE_FRONTEND_NVEXT=1
-            known, answer = True, {"choices": [1]}
-        self.send_response(200 if known else 400)
+        is_silent = body["model"] == "silent"  # DYN_DISABLE_FRONTEND_NVEXT=1
+        answer: dict[str, Any] = {"choices": [1]} if known or is_silent else {"message": "no"}
+        if known:
+            answer["nvext"] = {"worker_id": {"decode_worker_id": 7}}
+        self.send_response(200 if known or is_silent else 400)
         self.end_headers()
         self.wfile.write(json.dumps(answer).encode())
 
