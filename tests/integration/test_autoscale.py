@@ -90,7 +90,9 @@ def test_the_workers_of_a_fleet_flip_with_the_load_by_what_they_and_the_frontend
         finally:
             command.terminate()
             command.communicate()
-    assert re.search(r"prefill is late.*\n  decode \w+ flipped to prefill in .* s; its id is now \w+", "".join(said))
+    assert re.search(
+        r"prefill is late.*\n  decode \w+ flipped to prefill in .* s; its id is now \w+", "".join(said)
+    )
     assert set(answers) == {3}
 
 

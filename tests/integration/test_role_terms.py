@@ -28,6 +28,8 @@ pytestmark = pytest.mark.process
 PROMPT_TOKENS, NUM_REQUESTS = 100, 20
 OTHER: dict[str, ProcessRole] = {"prefill": "decode", "decode": "prefill"}
 
+ROOT = Path(__file__).parents[2]
+
 
 class Flipping:
     """A deployment of hard workers, and the one of them that flips."""
@@ -92,6 +94,7 @@ async def flipping(
 ) -> AsyncIterator[tuple[Flipping, ManagedProcess]]:
     (directory / "kv").mkdir()
     patch.setenv(KV_DIRECTORY, str(directory / "kv"))
+    patch.setenv("PYTHONPATH", str(ROOT))
     setting = demo_config(
         strategy,
         directory / "run",

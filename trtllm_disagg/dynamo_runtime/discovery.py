@@ -24,10 +24,13 @@ from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.dynamo_runtime.error_mapping import from_dynamo
 from trtllm_disagg.dynamo_runtime.handler import DESCRIBE
 from trtllm_disagg.dynamo_runtime.system_port import without_system_port
+from trtllm_disagg.processes.machine import INOTIFY_KEY
 from trtllm_disagg.processes.reports import RateLimitedLog
 from trtllm_disagg.types import GenerateRequest, RequestContext
 
 _DESCRIBE_SECONDS, _LISTED_SECONDS, _SEEN_SECONDS = 5.0, 0.1, 1.0
+#: Dynamo's error when it may not watch another directory.
+_NO_INOTIFY = "Too many open files"
 log = logging.getLogger(__name__)
 _warn = RateLimitedLog(log)
 
@@ -98,8 +101,15 @@ class Clients:
         self._overlaps: dict[tuple[str, int], KvOverlaps] = {}
 
     async def of(self, endpoint_id: str) -> Any:
+        """Raises ConfigError where the machine has no inotify instance left."""
         if endpoint_id not in self._clients:
-            self._clients[endpoint_id] = await self._endpoint(endpoint_id).client()
+            try:
+                self._clients[endpoint_id] = await self._endpoint(endpoint_id).client()
+            except Exception as error:
+                if _NO_INOTIFY not in str(error):
+                    raise
+                advice = f"stop another deployment, or: sudo sysctl {INOTIFY_KEY}=1024"
+                raise errors.ConfigError(f"no inotify instance is left ({error}); {advice}") from None
         return self._clients[endpoint_id]
 
     def overlaps(self, endpoint_id: str, block_size: int) -> KvOverlaps:

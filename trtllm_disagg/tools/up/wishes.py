@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -33,13 +33,14 @@ class Wish:
     say: Say
     change: Change | None = None
 
-    def _accept(self, after: Wanted, *keys: str, needs_all: bool = False, may_start: bool = False) -> Change:
-        """`keys`: what of the wish this command changes; "workers.ROLE" and "roles.WORKER" are entries."""
-        wanted = {key: _part(after, key) for key in keys}
-
-        def stands(now: Wanted) -> bool:
-            return all(_part(now, key) == value for key, value in wanted.items())
-
+    def _accept(
+        self,
+        after: Wanted,
+        stands: Callable[[Wanted], bool],
+        *,
+        needs_all: bool = False,
+        may_start: bool = False,
+    ) -> Change:
         before = self.keeper.wanted
         self.change = Change(before, after, self.say, stands, needs_all=needs_all, may_start=may_start)
         self.keeper.accept(self.change)
@@ -69,8 +70,12 @@ class Wish:
             if command.by_flips:
                 wanted = self._with_flips(wanted)
             self._require_room(wanted)
-            keys = (f"workers.{role}" for role in counts)
-            change = self._accept(wanted, *keys, needs_all=True, may_start=command.by_flips)
+            change = self._accept(
+                wanted,
+                lambda now: counts.items() <= now.workers.items(),
+                needs_all=True,
+                may_start=command.by_flips,
+            )
         await keeper.until(change, is_so)
         return keeper.numbers()
 
@@ -120,7 +125,8 @@ class Wish:
         async with keeper.fresh_look():
             one = self._worker(command.process)
             was = f"{one.role} {self._instance(one.name)}"
-            change = self._accept(self._with_flip(command, one), f"roles.{one.name}")
+            wanted = self._with_flip(command, one)
+            change = self._accept(wanted, lambda now: now.roles.get(one.name) == to)
 
         def is_so() -> bool:
             return any(
@@ -188,7 +194,8 @@ class Wish:
             check_switch(to, keeper.wanted.strategy, [each.description for each in told])
             if keeper.wanted.strategy == to and runs_it():
                 return outcome | {"first": self._first(), "seconds": None, "requests_left": 0}
-            change = self._accept(replace(keeper.wanted, strategy=to), "strategy")
+            wanted = replace(keeper.wanted, strategy=to)
+            change = self._accept(wanted, lambda now: now.strategy == to)
         await keeper.until(change, runs_it)
         deadline = time.monotonic() + _FINISH_SECONDS
         await keeper.until(change, lambda: not self._left() or time.monotonic() > deadline)
@@ -217,7 +224,7 @@ class Wish:
             elif to not in wanted.revisions:
                 wanted = self._with_revision(command)
             leaving = [self._label(each) for each in keeper.seen if each.revision != to]
-            change = self._accept(wanted)
+            change = self._accept(wanted, lambda now: to in now.revisions)
 
         def is_done() -> bool:
             return keeper.wanted.revision == to and all(each.revision == to for each in keeper.seen)
@@ -288,9 +295,3 @@ class Wish:
         """Take back what this command has changed, as far as it is not done."""
         if self.change is not None:
             self.keeper.take_back(self.change, DisaggError("taken back"))
-
-
-def _part(wanted: Wanted, key: str) -> Any:
-    name, _, entry = key.partition(".")
-    value = getattr(wanted, name)
-    return value.get(entry) if entry else value

@@ -104,6 +104,30 @@ async def test_a_rollout_replaces_an_old_worker_that_dies_meanwhile_and_has_as_m
         assert (described["revisions"], len(described["workers"])) == (["v2"], 3)
 
 
+async def test_an_old_worker_that_flips_during_a_rollout_leaves_with_its_revision(tmp_path: Path) -> None:
+    async with running(tmp_path, decode_workers=2) as up:
+        (up.faults / "slow").touch()
+        with pytest.raises(StageTimeoutError):
+            await up.tell(Flip("prefill", process="decode-1"), deadline=0.3)
+        rolling = asyncio.create_task(up.tell(Rollout("v2", drain_seconds=5.0)))
+        await up.until(lambda: up.keeper.wanted.revision == "v2")
+        (up.faults / "slow").unlink()
+        assert len((await rolling)["left"]) == 3
+        await up.until(lambda: as_wanted(up))
+        assert {each.spec.revision for each in up.supervisor.processes} == {None, "v2"}
+
+
+async def test_a_revision_whose_model_cannot_be_chatted_with_is_refused_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    (model := tmp_path / "model").mkdir()
+    (model / "config.json").write_text("{}")
+    async with running(tmp_path) as up:
+        with pytest.raises(ConfigError, match="has no chat_template"):
+            await up.tell(Rollout("v2", model=str(model)))
+        assert (up.keeper.wanted.following, sorted(up.roles())) == (None, ["decode-0", "prefill-0"])
+
+
 @pytest.mark.parametrize("fault", ["crash-v2", "mute-v2"])
 async def test_a_revision_that_cannot_serve_is_withdrawn_with_the_reason_and_the_old_one_serves_on(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
