@@ -140,6 +140,7 @@ def test_share_within_a_limit_is_of_the_new_measurements_only() -> None:
 
 def test_a_role_with_fewer_workers_than_least_gets_them_whatever_the_load_is() -> None:
     ratio = Ratio(Goal(ttft=0.5, itl=0.03, least=2, most=6), roles=("prefill", "decode"))
-    one = Snapshot(processes=(Process("decode-0", "decode", "ready"),), frontend=FrontendLoad())
+    decode = Process("decode-0", "decode", "ready")
+    one = Snapshot(0.0, "", "m", "decode_first", frontend=FrontendLoad(), processes=(decode,), doubt="")
     wanted = [found for _ in range(8) if (found := ratio.after(one))]
     assert [each.workers for each in wanted] == [{"prefill": 2, "decode": 2}] * 2
