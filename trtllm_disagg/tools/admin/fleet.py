@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from trtllm_disagg.admin.commands import Flip, Leave, Switch
@@ -15,42 +15,20 @@ from trtllm_disagg.config.settings import not_negative
 from trtllm_disagg.errors import ConfigError, PeerUnavailableError, StageTimeoutError
 from trtllm_disagg.tools.admin.client import Say, Worker, Workers, all_workers
 from trtllm_disagg.tools.up import reconcile as steps
-from trtllm_disagg.tools.up.look import frontend_answers, frontend_knows
+from trtllm_disagg.tools.up.look import (
+    FirstStages,
+    WhyNot,
+    as_assumed_after,
+    as_frontend_says,
+    phase_of,
+    seen,
+)
 from trtllm_disagg.tools.up.reconcile import Phase, Seen, Wanted, reconcile, takes_requests
 
 POLL_SECONDS = 0.05
-#: A worker's states (worker/life.py) in which it finishes its requests.
-LEAVING_STATES = ("unlisted", "draining", "over")
-
-#: Whether the frontend sends requests for a model to an instance; for one of a new revision: whether it has answered.
-Knows = Callable[[str, int, bool], Awaitable[bool]]
 
 
-def as_frontend_says(url: str, settle: float) -> Knows:
-    """`settle`: seconds after which a frontend that does not say whom it knows counts as knowing a worker."""
-    otherwise = as_assumed_after(settle)
-
-    async def knows(model: str, instance_id: int, is_new: bool) -> bool:
-        if is_new:
-            return not await frontend_answers(url, model, instance_id)
-        known = await frontend_knows(url, model, instance_id)
-        return await otherwise(model, instance_id, is_new) if known is None else known
-
-    return knows
-
-
-def as_assumed_after(seconds: float) -> Knows:
-    """For frontends with unknown addresses: each counts as knowing a worker `seconds` after the first question."""
-    asked_at: dict[int, float] = {}
-
-    async def knows(model: str, instance_id: int, is_new: bool) -> bool:
-        now = time.monotonic()
-        return now - asked_at.setdefault(instance_id, now) >= seconds
-
-    return knows
-
-
-def knows_by(args: argparse.Namespace) -> Knows:
+def knows_by(args: argparse.Namespace) -> WhyNot:
     """By the flags of `add_frontend`."""
     url: str | None = args.frontend
     return as_frontend_says(url.rstrip("/"), args.settle) if url else as_assumed_after(args.settle)
@@ -75,10 +53,9 @@ def add_frontend(parser: argparse.ArgumentParser) -> None:
 @dataclass
 class Fleet:
     workers: Workers
-    knows: Knows
+    first_stages: FirstStages
     say: Say
     there: list[Worker] = field(default_factory=list)
-    _known: set[tuple[int, bool]] = field(default_factory=set)
     #: Worker -> the command to it that is on its way.
     _under_way: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     #: Requests of workers that left before they had finished them.
@@ -91,27 +68,13 @@ class Fleet:
         return [await self._seen(each, wanted) for each in self.there]
 
     async def _seen(self, each: Worker, wanted: Wanted) -> Seen:
-        told = each.description
-        is_new = wanted.following is not None and told.revision == wanted.following
-        key = (each.instance_id, is_new)
-        is_first = told.registered and takes_requests(told.role, told.strategy)
-        if is_first and key not in self._known and await self.knows(told.model, each.instance_id, is_new):
-            self._known.add(key)
-        phase = Phase.SERVING if told.ready else Phase.STARTING
-        if told.becomes or told.state in LEAVING_STATES or _stops(self._under_way.get(str(each))):
+        told, under_way = each.description, self._under_way.get(str(each))
+        phase = phase_of(told)
+        if under_way is not None and under_way.get_name() == steps.Stop.__name__:
             phase = Phase.LEAVING
-        return Seen(
-            str(each),
-            told.role.value,
-            phase,
-            told.strategy,
-            told.revision or "",
-            told.becomes,
-            told.registered,
-            answers=key in self._known,
-            requests=told.whole_requests,
-            is_busy=str(each) in self._under_way,
-        )
+        is_new = wanted.following is not None and told.revision == wanted.following
+        answers = await self.first_stages.has(f"{each.instance_id:x}", told, phase, is_new=is_new)
+        return seen(str(each), told, phase, answers=answers, is_busy=under_way is not None)
 
     async def reach(
         self, wanted: Wanted, is_so: Callable[[Wanted, Sequence[Seen]], bool], timeout: float, late: str
@@ -175,10 +138,6 @@ class Fleet:
                     self.say(f"{one} is a {stage} stage under {to}")
         except PeerUnavailableError as error:  # it left before it answered, or died: the next look tells
             self.say(f"{one}: {error}")
-
-
-def _stops(task: asyncio.Task[None] | None) -> bool:
-    return task is not None and task.get_name() == steps.Stop.__name__
 
 
 def require_key(there: Iterable[Worker], key: str) -> None:

@@ -14,7 +14,8 @@ from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.tools.admin import client
 from trtllm_disagg.tools.admin.client import Worker, all_workers
-from trtllm_disagg.tools.admin.fleet import Fleet, as_assumed_after
+from trtllm_disagg.tools.admin.fleet import Fleet
+from trtllm_disagg.tools.up.look import FirstStages, as_assumed_after
 from trtllm_disagg.tools.up.reconcile import Phase, Seen, Wanted
 
 
@@ -56,7 +57,7 @@ async def flip(workers: client.Workers, command: Flip, timeout: float) -> dict[s
     """Returns the outcome as JSON. Raises ConfigError before the worker is asked, DisaggError when it refuses or could
     not enter the new role, StageTimeoutError when it is not there after `timeout` seconds: it goes on.
     """
-    fleet = Fleet(workers, as_assumed_after(0.0), client.say)
+    fleet = Fleet(workers, FirstStages(as_assumed_after(0.0)), client.say)
     there = await all_workers(workers)
     one = next((each for each in there if f"{each.instance_id:x}" == command.process.lower()), None)
     if one is None:

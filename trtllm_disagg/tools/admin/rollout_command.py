@@ -20,8 +20,9 @@ from trtllm_disagg.model_directory import servable_model
 from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.tools.admin import client
 from trtllm_disagg.tools.admin.client import Workers, all_workers
-from trtllm_disagg.tools.admin.fleet import Fleet, Knows, add_frontend, knows_by, require_key
+from trtllm_disagg.tools.admin.fleet import Fleet, add_frontend, knows_by, require_key
 from trtllm_disagg.tools.up.command_socket import send_to_up
+from trtllm_disagg.tools.up.look import FirstStages, WhyNot
 from trtllm_disagg.tools.up.reconcile import Seen, Wanted
 from trtllm_disagg.tools.up.up_command import add_worker_args, engine_configs_in
 
@@ -105,7 +106,12 @@ def _rollout(args: argparse.Namespace) -> Rollout:
 
 
 async def roll_out(
-    workers: Workers, knows: Knows, revisions: tuple[str, str], timeout: float, drain_seconds: float, key: str
+    workers: Workers,
+    knows: WhyNot,
+    revisions: tuple[str, str],
+    timeout: float,
+    drain_seconds: float,
+    key: str,
 ) -> dict[str, Any]:
     """Wait until the second of the revisions answers, and have the workers of the first leave. Returns the outcome as
     JSON.
@@ -114,7 +120,7 @@ async def roll_out(
     revisions serve, or what is left of the old one; the same call completes the rollout.
     """
     old, new = revisions
-    fleet = Fleet(workers, knows, client.say)
+    fleet = Fleet(workers, FirstStages(knows), client.say)
     there = await all_workers(workers)
     require_key(there, key)
     strategy = next((each.description.strategy for each in there), "decode_first")

@@ -16,7 +16,8 @@ from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.strategies import require_switchable, switchable
 from trtllm_disagg.tools.admin import client
 from trtllm_disagg.tools.admin.client import Workers, all_workers
-from trtllm_disagg.tools.admin.fleet import Fleet, Knows, add_frontend, knows_by, require_key
+from trtllm_disagg.tools.admin.fleet import Fleet, add_frontend, knows_by, require_key
+from trtllm_disagg.tools.up.look import FirstStages, WhyNot
 from trtllm_disagg.tools.up.reconcile import Phase, Seen, Wanted, check_switch
 
 
@@ -55,13 +56,13 @@ def shown(outcome: dict[str, Any]) -> str:
 
 
 async def switch(
-    workers: Workers, knows: Knows, to: str, timeout: float, say: client.Say, key: str
+    workers: Workers, knows: WhyNot, to: str, timeout: float, say: client.Say, key: str
 ) -> dict[str, Any]:
     """Returns the outcome as JSON. Raises ConfigError before any worker is changed. After a later DisaggError, or the
     death of this process at any point, the deployment still serves, in the old order, the new one, or both; the same
     call completes the switch. `key`: the id of this command's.
     """
-    fleet, began = Fleet(workers, knows, say), time.monotonic()
+    fleet, began = Fleet(workers, FirstStages(knows), say), time.monotonic()
     there = await all_workers(workers)
     if not there:
         raise ConfigError("there is no worker: wait until one is ready, or give its --namespace")

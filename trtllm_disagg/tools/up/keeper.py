@@ -5,11 +5,10 @@ and again. Commands change the wish and wait until it is so; when one is cut, `u
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,10 +21,12 @@ from trtllm_disagg.errors import ConfigError, DisaggError, InvalidRequestError
 from trtllm_disagg.strategies import spec_of
 from trtllm_disagg.tools.up.look import (
     Described,
+    FirstStages,
+    as_frontend_says,
     command_worker,
     described,
-    frontend_answers,
-    frontend_knows,
+    phase_of,
+    seen,
 )
 from trtllm_disagg.tools.up.managed_process import ManagedProcess
 from trtllm_disagg.tools.up.plan import (
@@ -52,6 +53,7 @@ from trtllm_disagg.tools.up.reconcile import (
     Wanted,
     Withdraw,
     reconcile,
+    taken_back,
     takes_requests,
 )
 from trtllm_disagg.tools.up.supervisor import Supervisor
@@ -61,14 +63,10 @@ Say = Callable[[str], None]
 WANTED_FILE = "wanted.json"
 #: Between two looks: while something is under way, and else.
 _SOON_SECONDS, _REST_SECONDS = 0.1, 2.0
-#: After that a new revision without an answer to the frontend counts as broken.
-ANSWER_SECONDS = 60.0
 #: For a frontend that does not say which workers it knows.
 _SETTLE_SECONDS = 5.0
 #: That fail before it counts as broken: one death may be an accident.
 _FAILED_STARTS_OF_NEW_REVISION = 2
-#: A worker's states (worker/life.py) in which it finishes its requests.
-_LEAVING_STATES = ("unlisted", "draining", "over")
 
 
 @dataclass(eq=False, slots=True)
@@ -98,24 +96,6 @@ class Change:
         return not self.may_start and self.after.roles.get(step.name) != self.before.roles.get(step.name)
 
 
-def taken_back(now: Wanted, before: Wanted, after: Wanted) -> Wanted:
-    """`now` without what changed from `before` to `after`; what has changed since then stays."""
-    single = {
-        each.name: getattr(before, each.name)
-        for each in fields(Wanted)
-        if each.name not in ("workers", "roles", "revision")
-        and getattr(before, each.name) != getattr(after, each.name) == getattr(now, each.name)
-    }
-    workers = {
-        role: count + before.workers.get(role, 0) - after.workers.get(role, 0)
-        for role, count in now.workers.items()
-    }
-    flipped = {name for name, role in after.roles.items() if before.roles.get(name) != role}
-    roles = {name: role for name, role in now.roles.items() if name not in flipped}
-    roles |= {name: before.roles[name] for name in flipped & before.roles.keys()}
-    return replace(now, **single, workers=workers, roles=roles)
-
-
 class Keeper:
     def __init__(self, supervisor: Supervisor) -> None:
         config = supervisor.config
@@ -129,10 +109,7 @@ class Keeper:
         )
         self.seen: tuple[Seen, ...] = ()
         self._descriptions: dict[ManagedProcess, Described] = {}
-        #: Instances that the frontend sends requests to, with their revision's being on its way or not.
-        self._confirmed: set[tuple[str, bool]] = set()
-        #: Instance -> since when the frontend is asked for it, and what it said last.
-        self._asked: dict[tuple[str, bool], tuple[float, str]] = {}
+        self._first_stages = FirstStages(as_frontend_says(config.base_url, _SETTLE_SECONDS))
         #: Worker -> its instance id when it was told to flip.
         self._flipped_from: dict[str, str] = {}
         self._changes: list[Change] = []
@@ -196,37 +173,28 @@ class Keeper:
 
     async def _look_at(self, process: ManagedProcess) -> Seen:
         wanted, revision = self.wanted, process.spec.revision or ""
-        is_following = revision == wanted.following
+        is_new, is_busy = revision == wanted.following, process.name in self._under_way
         told = await self._described(process)
         phase = _phase(process, told)
-        if told is None:
-            role, strategy = process.role, wanted.strategy
-            is_registered = answers = phase is Phase.SERVING and takes_requests(role, strategy)
-        else:
-            role, strategy = told.description.role.value, told.description.strategy
-            is_registered = told.description.registered
-            answers = False
-            if phase is Phase.SERVING and is_registered and takes_requests(role, strategy):
-                answers = await self._is_confirmed(told, is_following)
-        self._notice_role(process, role, phase, told)
-        num_failed = process.deaths.failed_starts
-        fault = process.deaths.last if not process.was_ready.is_set() and num_failed else ""
-        if is_following:
-            fault = fault if num_failed >= _FAILED_STARTS_OF_NEW_REVISION or process.is_given_up else ""
-            fault = fault or self._unanswered(process.name, told, phase)
-        return Seen(
-            process.name,
-            process.role,
-            phase,
-            strategy,
-            revision,
-            becomes=told.description.becomes if told and phase is Phase.LEAVING else "",
-            is_registered=is_registered,
-            answers=answers,
-            requests=told.description.whole_requests if told else 0,
-            fault=fault,
-            is_busy=process.name in self._under_way,
-        )
+        self._notice_role(process, told, phase)
+        fault = self._fault(process, is_new=is_new)
+        if told is None:  # of another version: it counts by its process
+            is_first = phase is Phase.SERVING and takes_requests(process.role, wanted.strategy)
+            return Seen(
+                process.name,
+                process.role,
+                phase,
+                wanted.strategy,
+                revision,
+                is_registered=is_first,
+                answers=is_first,
+                fault=fault,
+                is_busy=is_busy,
+            )
+        answers = await self._first_stages.has(told.instance, told.description, phase, is_new=is_new)
+        if is_new and not fault and (why := self._first_stages.fault(told.instance)):
+            fault = f"{process.name}: {why}"
+        return seen(process.name, told.description, phase, answers=answers, is_busy=is_busy, fault=fault)
 
     async def _described(self, process: ManagedProcess) -> Described | None:
         """None for a worker that does not describe itself. Between two roles it answers nothing: what it said holds."""
@@ -238,36 +206,17 @@ class Keeper:
                 self._descriptions[process] = told
         return self._descriptions.get(process)
 
-    async def _is_confirmed(self, told: Described, is_following: bool) -> bool:
-        """Whether the frontend sends requests to this first stage; of a new revision: whether it has answered one."""
-        key, instance = (told.instance, is_following), int(told.instance, 16)
-        if key in self._confirmed:
-            return True
-        url, model = self._supervisor.config.base_url, told.description.model
-        since, _ = self._asked.setdefault(key, (time.monotonic(), ""))
-        if is_following:
-            why = await frontend_answers(url, model, instance)
-            is_confirmed = not why
-            self._asked[key] = since, why
-        else:
-            knows = await frontend_knows(url, model, instance)
-            is_confirmed = time.monotonic() - since >= _SETTLE_SECONDS if knows is None else knows
-        if is_confirmed:
-            self._confirmed.add(key)
-        return is_confirmed
+    def _fault(self, process: ManagedProcess, *, is_new: bool) -> str:
+        """Why a worker that was never ready cannot be: one death may be an accident, unless a command waits for it."""
+        num_failed = process.deaths.failed_starts
+        is_broken = process.is_given_up or num_failed >= (_FAILED_STARTS_OF_NEW_REVISION if is_new else 1)
+        return process.deaths.last if is_broken and not process.was_ready.is_set() else ""
 
-    def _unanswered(self, name: str, told: Described | None, phase: Phase) -> str:
-        since, why = self._asked.get((told.instance, True) if told else ("", True), (0.0, ""))
-        if not why or phase is not Phase.SERVING or time.monotonic() - since < ANSWER_SECONDS:
-            return ""
-        return f"the frontend gets no answer from {name} after {ANSWER_SECONDS:g} s: {why}"
-
-    def _notice_role(
-        self, process: ManagedProcess, role: ProcessRole, phase: Phase, told: Described | None
-    ) -> None:
+    def _notice_role(self, process: ManagedProcess, told: Described | None, phase: Phase) -> None:
         """A worker says its role itself; one that does not run gets the role that is wanted at its next start."""
+        role: ProcessRole = told.description.role.value if told else process.role
         if phase in (Phase.WAITING, Phase.GIVEN_UP):
-            role = cast(ProcessRole, self.wanted.roles.get(process.name, process.role))
+            role = cast(ProcessRole, self.wanted.roles.get(process.name, role))
         if role != process.role:
             process.spec = replace(process.spec, role=role)
             self._supervisor.changed(process)
@@ -533,8 +482,4 @@ def _phase(process: ManagedProcess, told: Described | None) -> Phase:
             return Phase.WAITING
         case "stopping":
             return Phase.LEAVING
-    if told is None:
-        return Phase.SERVING
-    if told.description.becomes or told.description.state in _LEAVING_STATES:
-        return Phase.LEAVING
-    return Phase.SERVING if told.description.ready else Phase.STARTING
+    return Phase.SERVING if told is None else phase_of(told.description)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -12,11 +14,16 @@ from trtllm_disagg.admin.commands import ADMIN_ROUTE, Command, Description, Sign
 from trtllm_disagg.errors import DisaggError, InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.tools.up.http import ask
 from trtllm_disagg.tools.up.plan import LOOPBACK
+from trtllm_disagg.tools.up.reconcile import Phase, Seen, takes_requests
 
 _DESCRIBE_SECONDS = 2.0
 #: Longer than the grace period that a worker waits until all frontends have removed it.
 _COMMAND_SECONDS = 60.0
 _FRONTEND_SECONDS = 5.0
+#: After that a new revision without an answer to the frontend counts as broken.
+ANSWER_SECONDS = 60.0
+#: A worker's states (worker/life.py) in which it finishes its requests.
+_LEAVING_STATES = ("unlisted", "draining", "over")
 
 
 class Described(msgspec.Struct, frozen=True):
@@ -118,3 +125,87 @@ def _pinned(model: str, options: dict[str, Any]) -> Iterator[tuple[str, dict[str
 
 def _pin(instance: int) -> dict[str, str]:
     return {"x-dynamo-worker-instance-id": str(instance)}
+
+
+def phase_of(told: Description) -> Phase:
+    if told.becomes or told.state in _LEAVING_STATES:
+        return Phase.LEAVING
+    return Phase.SERVING if told.ready else Phase.STARTING
+
+
+def seen(
+    name: str, told: Description, phase: Phase, *, answers: bool, is_busy: bool, fault: str = ""
+) -> Seen:
+    """A worker that describes itself."""
+    return Seen(
+        name,
+        told.role.value,
+        phase,
+        told.strategy,
+        told.revision or "",
+        becomes=told.becomes if phase is Phase.LEAVING else "",
+        is_registered=told.registered,
+        answers=answers,
+        requests=told.whole_requests,
+        fault=fault,
+        is_busy=is_busy,
+    )
+
+
+#: Why the frontend does not send requests for a model to an instance; of a new revision: why it got no answer from it.
+#: Empty: it does.
+WhyNot = Callable[[str, int, bool], Awaitable[str]]
+
+
+def as_frontend_says(url: str, settle: float) -> WhyNot:
+    """`settle`: seconds after which a frontend that does not say whom it knows counts as knowing a worker."""
+    otherwise = as_assumed_after(settle)
+
+    async def why_not(model: str, instance: int, is_new: bool) -> str:
+        if is_new:
+            return await frontend_answers(url, model, instance)
+        knows = await frontend_knows(url, model, instance)
+        return await otherwise(model, instance, is_new) if knows is None else "" if knows else "not known"
+
+    return why_not
+
+
+def as_assumed_after(seconds: float) -> WhyNot:
+    """For frontends with unknown addresses: each counts as knowing a worker `seconds` after the first question."""
+    asked_at: dict[int, float] = {}
+
+    async def why_not(model: str, instance: int, is_new: bool) -> str:
+        now = time.monotonic()
+        return "" if now - asked_at.setdefault(instance, now) >= seconds else "not known yet"
+
+    return why_not
+
+
+@dataclass(slots=True)
+class FirstStages:
+    """Those that the frontend sends requests to. It is asked until it says so."""
+
+    why_not: WhyNot
+    #: Instances, and whether they were of a new revision then.
+    _confirmed: set[tuple[str, bool]] = field(default_factory=set)
+    #: Since when the frontend has been asked for one, and why it did not last.
+    _asked: dict[tuple[str, bool], tuple[float, str]] = field(default_factory=dict)
+
+    async def has(self, instance: str, told: Description, phase: Phase, *, is_new: bool) -> bool:
+        key = instance, is_new
+        is_first = phase is Phase.SERVING and told.registered and takes_requests(told.role, told.strategy)
+        if not is_first or key in self._confirmed:
+            return is_first
+        since, _ = self._asked.setdefault(key, (time.monotonic(), ""))
+        why = await self.why_not(told.model, int(instance, 16), is_new)
+        self._asked[key] = since, why
+        if not why:
+            self._confirmed.add(key)
+        return not why
+
+    def fault(self, instance: str) -> str:
+        """Why an instance of a new revision counts as broken."""
+        since, why = self._asked.get((instance, True), (0.0, ""))
+        if not why or time.monotonic() - since < ANSWER_SECONDS:
+            return ""
+        return f"the frontend gets no answer from it after {ANSWER_SECONDS:g} s: {why}"

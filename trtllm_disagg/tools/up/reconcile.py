@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 
 from trtllm_disagg.admin.commands import Description
@@ -104,6 +104,24 @@ class Wanted:
     @property
     def revisions(self) -> tuple[str, ...]:
         return (self.revision,) if self.following is None else (self.revision, self.following)
+
+
+def taken_back(now: Wanted, before: Wanted, after: Wanted) -> Wanted:
+    """`now` without what changed from `before` to `after`; what has changed since then stays."""
+    single = {
+        each.name: getattr(before, each.name)
+        for each in fields(Wanted)
+        if each.name not in ("workers", "roles", "revision")
+        and getattr(before, each.name) != getattr(after, each.name) == getattr(now, each.name)
+    }
+    workers = {
+        role: count + before.workers.get(role, 0) - after.workers.get(role, 0)
+        for role, count in now.workers.items()
+    }
+    flipped = {name for name, role in after.roles.items() if before.roles.get(name) != role}
+    roles = {name: role for name, role in now.roles.items() if name not in flipped}
+    roles |= {name: before.roles[name] for name in flipped & before.roles.keys()}
+    return replace(now, **single, workers=workers, roles=roles)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,10 @@ from trtllm_disagg.errors import (
     StageTimeoutError,
 )
 from trtllm_disagg.strategies import spec_of, switchable
-from trtllm_disagg.tools.admin.fleet import as_assumed_after, as_frontend_says
 from trtllm_disagg.tools.admin.flip_command import flip
 from trtllm_disagg.tools.admin.rollout_command import roll_out
 from trtllm_disagg.tools.admin.switch_command import shown, switch
+from trtllm_disagg.tools.up.look import as_assumed_after, as_frontend_says
 
 ROLES = {Role.PREFILL: (1, 2), Role.DECODE: (3, 4)}
 
@@ -78,10 +78,10 @@ class FakeDeployment:
         self.after_step.get(len(self.steps), lambda: None)()
         return said
 
-    async def knows(self, model: str, instance_id: int, is_new: bool) -> bool:
+    async def why_not(self, model: str, instance_id: int, is_new: bool) -> str:
         assert model == "m"
         self.asked[instance_id] += instance_id in self.said and self.said[instance_id]["registered"]
-        return self.asked[instance_id] > self.lag
+        return "" if self.asked[instance_id] > self.lag else "not yet"
 
     @property
     def serves(self) -> bool:
@@ -95,7 +95,7 @@ class FakeDeployment:
 
 async def run_switch(fake: FakeDeployment, to: str, timeout: float = 5.0) -> tuple[str, list[str]]:
     lines: list[str] = []
-    return shown(await switch(fake, fake.knows, to, timeout, lines.append, "key")), lines
+    return shown(await switch(fake, fake.why_not, to, timeout, lines.append, "key")), lines
 
 
 async def test_a_new_first_stage_is_known_before_the_old_one_leaves() -> None:
@@ -220,8 +220,8 @@ async def test_switch_outcome_names_requests_that_still_run() -> None:
 
 
 async def test_unknown_frontends_are_trusted_only_after_settle_seconds() -> None:
-    assert await as_assumed_after(0.0)("m", 1, False)
-    assert not await as_assumed_after(60.0)("m", 1, False)
+    assert not await as_assumed_after(0.0)("m", 1, False)
+    assert await as_assumed_after(60.0)("m", 1, False)
 
 
 class _Answers(http.server.BaseHTTPRequestHandler):
@@ -257,18 +257,18 @@ def frontend_url() -> Iterator[str]:
 async def test_frontend_knows_a_worker_only_if_it_accepts_a_pin_to_it(
     frontend_url: str, is_new: bool
 ) -> None:
-    knows = as_frontend_says(frontend_url, 60.0)
-    assert await knows("m", 7, is_new)
-    assert not await knows("m", 8, is_new)
-    assert not await knows("n", 7, is_new)
-    assert not await as_frontend_says("http://127.0.0.1:1", 60.0)("m", 7, is_new)
+    why_not = as_frontend_says(frontend_url, 60.0)
+    assert not await why_not("m", 7, is_new)
+    assert await why_not("m", 8, is_new)
+    assert await why_not("n", 7, is_new)
+    assert await as_frontend_says("http://127.0.0.1:1", 60.0)("m", 7, is_new)
 
 
 async def test_a_frontend_that_does_not_say_whom_it_knows_is_trusted_after_settle_seconds(
     frontend_url: str,
 ) -> None:
-    assert await as_frontend_says(frontend_url, 0.0)("silent", 7, False)
-    assert not await as_frontend_says(frontend_url, 60.0)("silent", 7, False)
+    assert not await as_frontend_says(frontend_url, 0.0)("silent", 7, False)
+    assert await as_frontend_says(frontend_url, 60.0)("silent", 7, False)
 
 
 class Flipping:
@@ -346,7 +346,7 @@ def two_revisions(strategy: str) -> FakeDeployment:
 
 
 async def run_rollout(fake: FakeDeployment, timeout: float = 5.0) -> dict[str, Any]:
-    return await roll_out(fake, fake.knows, ("old", "new"), timeout, 7.0, "key")
+    return await roll_out(fake, fake.why_not, ("old", "new"), timeout, 7.0, "key")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from tests.support.told_workers import Running, running
 from trtllm_disagg.admin.commands import Describe, Flip, Rollout, Scale, Switch
 from trtllm_disagg.errors import ConfigError, DisaggError, StageTimeoutError
-from trtllm_disagg.tools.up import keeper as keeper_module
+from trtllm_disagg.tools.up import look
 from trtllm_disagg.tools.up.reconcile import Phase
 
 
@@ -132,10 +132,12 @@ async def test_a_revision_whose_model_cannot_be_chatted_with_is_refused_before_a
 async def test_a_revision_that_cannot_serve_is_withdrawn_with_the_reason_and_the_old_one_serves_on(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper_module, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(look, "ANSWER_SECONDS", 0.3)
     async with running(tmp_path) as up:
         (up.faults / fault).touch()
-        with pytest.raises(DisaggError, match=r"no such weights|the frontend gets no answer from decode-1"):
+        with pytest.raises(
+            DisaggError, match=r"no such weights|decode-1: the frontend gets no answer from it"
+        ):
             await up.tell(Rollout("v2"))
         await up.until(lambda: as_wanted(up))
         assert sorted(up.roles()) == ["decode-0", "prefill-0"]
