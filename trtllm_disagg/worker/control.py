@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trtllm_disagg.admin.commands import CONTROL, Command, Flip, Leave, Set, Verifier
@@ -31,32 +32,24 @@ class Changeable(NamedTuple):
     leaving: Leaving
 
 
+@dataclass(eq=False)
 class Control:
-    def __init__(
-        self,
-        config: WorkerConfig,
-        life: Life,
-        verifier: Verifier,
-        instance_id: int,
-        describe: Callable[[], dict[str, Any]],
-        list_others: Callable[[], Awaitable[Sequence[Description]]],
-    ) -> None:
-        """`list_others` describes all other workers of the model."""
-        self._config = config
-        self._life = life
-        self._verifier = verifier
-        self._instance_id = instance_id
-        self._describe = describe
-        self._list_others = list_others
-        #: None until discovery lists the worker.
-        self.changes: Changeable | None = None
+    config: WorkerConfig
+    life: Life
+    verifier: Verifier
+    instance_id: int
+    describe: Callable[[], dict[str, Any]]
+    #: Describes all other workers of the model.
+    list_others: Callable[[], Awaitable[Sequence[Description]]]
+    #: None until discovery lists the worker.
+    changes: Changeable | None = None
 
     async def at_system_port(self, body: Any) -> dict[str, Any]:
         """The JSON answer to POST /engine/ADMIN_ROUTE, from the moment that the runtime exists: also to a worker that
         discovery does not list. Everyone may ask for the description; commands are signed.
         """
         if not body or body == {DESCRIBE: True}:
-            return {"instance": f"{self._instance_id:x}"} | self._describe()
+            return {"instance": f"{self.instance_id:x}"} | self.describe()
         try:
             if not isinstance(body, dict) or [*body] != [CONTROL]:
                 allowed = f"{{}}, {{{DESCRIBE!r}: true}} or a signed command in {{{CONTROL!r}: ...}}"
@@ -69,9 +62,9 @@ class Control:
         """Execute a control command and return its JSON answer. Raises a DisaggError, and then nothing has changed:
         CommandRefusedError for a command that is not signed with the deployment's key.
         """
-        command = self._verifier.command_of(raw)
+        command = self.verifier.command_of(raw)
         if self.changes is None:
-            raise PeerUnavailableError(f"this worker is {self._life.state.value}, and takes commands later")
+            raise PeerUnavailableError(f"this worker is {self.life.state.value}, and takes commands later")
         # The shield lets a change that has begun complete when the client that asked disconnects.
         return await asyncio.shield(asyncio.create_task(self._execute(command, *self.changes)))
 
@@ -86,14 +79,14 @@ class Control:
         if isinstance(command, Leave):
             return {"requests_left": await leaving.finish(command.seconds)}
         await stage.switch(command.to)
-        return self._describe()
+        return self.describe()
 
     async def _flip(self, to: Role, *, force: bool) -> list[str]:
         """Begin to leave for another role. Returns a sentence for each thing that will only be slow there."""
-        flipped(self._config, to)
-        description = self._describe() | {"role": to.value}
-        warnings = check_flip(description, await self._list_others(), force=force)
-        self._life.command(Event.FLIP, to)
+        flipped(self.config, to)
+        description = self.describe() | {"role": to.value}
+        warnings = check_flip(description, await self.list_others(), force=force)
+        self.life.command(Event.FLIP, to)
         for warning in warnings:
             log.warning("as a %s worker: %s", to, warning)
         return warnings

@@ -147,9 +147,10 @@ class Property(NamedTuple):
 
 
 def _equal(key: str, setting: str, *, may_change: bool = False, is_in_kind: bool = True) -> Property:
-    return Property(
-        key, setting, lambda one, other: bool(one.get(key) == other.get(key)), may_change, is_in_kind
-    )
+    def fits(one: Description, other: Description) -> bool:
+        return bool(one.get(key) == other.get(key))
+
+    return Property(key, setting, fits, may_change, is_in_kind)
 
 
 def may_share_kv(one: Description, other: Description) -> bool:
@@ -208,9 +209,7 @@ PROPERTIES = (
         "kv_transport",
         "how KV moves under cache_transceiver_config.backend (name it on both instead of DEFAULT)",
     ),
-    _equal_where_known(
-        "transceiver_runtime", "cache_transceiver_config.transceiver_runtime", unknown=(_AUTO, None)
-    ),
+    _equal_where_known("transceiver_runtime", "cache_transceiver_config.transceiver_runtime", (_AUTO, None)),
     Property("speculative", "speculative_config", _drafts_fit, is_in_kind=False),
     Property("max_seq_len", "max_seq_len", _lengths_fit, is_in_kind=False),
     _equal("model", "--served-model-name"),
@@ -228,22 +227,20 @@ def describe_worker(
     config: WorkerConfig, fingerprint: Fingerprint, identity: ModelIdentity
 ) -> dict[str, Any]:
     """This worker's description, as JSON, without what only its running engine knows (`with_engine`)."""
-    return (
-        identity.described()
-        | asdict(fingerprint)
-        | {
-            "role": config.role.value,
-            "strategy": config.strategy,
-            "schedule_style": config.schedule_style.value,
-            "handoff_protocol": config.handoff_protocol,
-            "prefill_dispatch": config.prefill_dispatch,
-            "revision": config.worker_revision,
-            "kv_transport": None,
-            "ctx_info_endpoint": None,
-            "ctx_dp_rank": None,
-            "versions": {"trtllm_disagg": __version__, "ai_dynamo": _dynamo_version()},
-        }
-    )
+    return {
+        **identity.described(),
+        **asdict(fingerprint),
+        "role": config.role.value,
+        "strategy": config.strategy,
+        "schedule_style": config.schedule_style.value,
+        "handoff_protocol": config.handoff_protocol,
+        "prefill_dispatch": config.prefill_dispatch,
+        "revision": config.worker_revision,
+        "kv_transport": None,
+        "ctx_info_endpoint": None,
+        "ctx_dp_rank": None,
+        "versions": {"trtllm_disagg": __version__, "ai_dynamo": _dynamo_version()},
+    }
 
 
 def _dynamo_version() -> str | None:

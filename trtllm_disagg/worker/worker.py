@@ -102,24 +102,32 @@ async def run_worker(config: WorkerConfig, engine_args: dict[str, Any], api: Llm
         await process.end()
 
 
+@dataclass(eq=False)
 class RoleTerm:
     """One role of a worker, from its start in that role to its end."""
 
-    def __init__(
-        self,
-        process: WorkerProcess,
-        config: WorkerConfig,
-        live: LiveState | None = None,
-        flipped_from: str = "",
-    ) -> None:
-        """`live`: that of the role term before; None in the first one. `flipped_from`: the instance id in it."""
-        self.config = config
-        self.live = live
-        self.leaving: Leaving | None = None
-        self._process = process
-        self._flipped_from = flipped_from
-        self._instance = ""
-        self._runtime: Runtime | None = None
+    process: WorkerProcess
+    config: WorkerConfig
+    #: That of the role term before; None in the first one.
+    live: LiveState | None = None
+    #: The instance id in the role term before.
+    flipped_from: str = ""
+    #: None until discovery lists this worker.
+    leaving: Leaving | None = None
+    #: None until the engine is loaded.
+    stage: StageState | None = None
+    instance: str = ""
+    #: What ends with the role term: the runtime, once it is open.
+    ends: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    #: Of this worker, as other workers get it; without what changes while it serves.
+    description: dict[str, Any] = field(init=False)
+    runtime: Runtime = field(init=False)
+    served: ServedEndpoints = field(init=False)
+    queue: PrefillQueue = field(init=False)
+    checks: StartupChecks = field(init=False)
+    tracer: Tracer = field(init=False)
+    drain: WorkerDrain = field(init=False)
+    lines: LinesTogether = field(init=False)
 
     @property
     def role(self) -> Role:
@@ -130,15 +138,14 @@ class RoleTerm:
         """The task opens a runtime, loads what is missing, enters discovery, registers and serves. The runtime ends
         with the block, which raises what the task raises.
         """
-        serving = asyncio.create_task(self._serve(), name=f"{self.role} term")
+        serving = asyncio.create_task(self._run(), name=f"{self.role} term")
         try:
             yield serving
         except BaseException:
             serving.cancel()
             raise
         finally:
-            if self._runtime is not None:
-                self._runtime.shutdown()
+            self.ends.close()
             if self.leaving is None:  # discovery does not list this worker yet
                 serving.cancel()
             await asyncio.wait({serving})
@@ -147,84 +154,52 @@ class RoleTerm:
 
     async def leave(self) -> None:
         """The one sequence of leaving (`Leaving`); nothing where the role term is over already."""
-        if self._process.life.state is State.UNLISTED and self.leaving is not None:
+        if self.process.life.state is State.UNLISTED and self.leaving is not None:
             await self.leaving.run()
 
     def following(self, to: Role | None) -> RoleTerm:
         """The next role term, in the role `to`; None: in this one's."""
         config = self.config if to is None else flipped(self.config, to)
-        return RoleTerm(self._process, config, self.live, self._instance)
+        return RoleTerm(self.process, config, self.live, self.instance)
 
     def again(self, after: RoleTerm) -> RoleTerm:
         """A role term as this one was, after one that failed."""
-        return RoleTerm(self._process, self.config, self.live, after._flipped_from)
+        return RoleTerm(self.process, self.config, self.live, after.flipped_from)
 
-    async def _serve(self) -> None:
-        config, process = self.config, self._process
+    async def _run(self) -> None:
+        """Load the engine, enter discovery, register, and answer requests until the runtime ends."""
+        config, process = self.config, self.process
         dump_config(config, process.engine_args)
         identity, description = _describe(config, process.engine_args)
-        description |= {
-            "flipped_from": self._flipped_from,
+        self.description = description | {
+            "flipped_from": self.flipped_from,
             "process": Path(os.environ.get(ACTIVITY_VARIABLE, "")).stem,
         }
-        async with aclosing(await open_prefill_queue(config, kind_of(description))) as queue:
+        self.drain, self.lines = WorkerDrain(), LinesTogether()
+        async with aclosing(await open_prefill_queue(config, kind_of(self.description))) as self.queue:
             require_system_port(os.environ)
-            runtime = self._runtime = await process.open_runtime(config)
-            self._instance = f"{runtime.instance_id:x}"
+            runtime = self.runtime = await process.open_runtime(config)
+            self.ends.callback(runtime.shutdown)
+            self.instance = f"{runtime.instance_id:x}"
+            self.served = ServedEndpoints(config, runtime)
             own_endpoint_ids = {config.endpoint_id, config.worker_endpoint_id}
             names = ModelNameGuard(identity, runtime.instance_id, own_endpoint_ids, runtime.list_instances)
-            parts = _Parts(
-                process,
-                self,
-                config,
-                runtime,
-                ServedEndpoints(config, runtime),
-                queue,
-                StartupChecks(config, names, runtime),
-                tracer_of(os.environ, worker_label(config.role, config.strategy), self._instance),
-                description,
+            self.checks = StartupChecks(config, names, runtime)
+            self.tracer = tracer_of(os.environ, worker_label(config.role, config.strategy), self.instance)
+            verifier = _verifier(config, runtime.instance_id)
+            self.description["key"] = verifier.key_id
+            control = Control(
+                config, process.life, verifier, runtime.instance_id, self.describe, self._others
             )
-            await parts.serve()
-
-
-def _describe(config: WorkerConfig, engine_args: dict[str, Any]) -> tuple[ModelIdentity, dict[str, Any]]:
-    """The model of this worker, and the description that other workers get."""
-    facts = read_model_facts(config.model)
-    shares = facts if config.engine_spec.is_tensorrt_llm else UNKNOWN_MODEL
-    identity = ModelIdentity(
-        config.model_name,
-        config.model,
-        _weights(config),
-        shares.layout,
-        shares.precision,
-        config.role.value,
-        config.may_switch,
-    )
-    fingerprint = Fingerprint.of(
-        config.engine, engine_args, config.kv_block_size, facts, installed_version(), os.environ
-    )
-    of_role = RoleSettings.of(engine_args, os.environ).to_json()
-    return identity, describe_worker(config, fingerprint, identity) | of_role
-
-
-@dataclass(slots=True)
-class _Parts:
-    """All parts of a worker in one role but its engine, which is loaded only after everything else has been checked."""
-
-    process: WorkerProcess
-    term: RoleTerm
-    config: WorkerConfig
-    runtime: Runtime
-    served: ServedEndpoints
-    queue: PrefillQueue
-    checks: StartupChecks
-    tracer: Tracer
-    #: Of this worker, as other workers get it; without what changes while it serves.
-    description: dict[str, Any]
-    #: None until the engine is loaded.
-    stage: StageState | None = None
-    drain: WorkerDrain = field(default_factory=WorkerDrain)
-    lines: LinesTogether = field(default_factory=LinesTogether)
+            runtime.describe = self.describe
+            runtime.register_engine_route(ADMIN_ROUTE, control.at_system_port)
+            try:
+                await self.checks.before_loading()
+                await self._serve(await process.load(runtime.instance_id % 1021), control)
+            finally:
+                self.served.release()
+                self.lines.flush()
+                await asyncio.to_thread(self.tracer.close)
 
     def describe(self) -> dict[str, Any]:
         """This worker's description as of now, as JSON."""
@@ -233,25 +208,6 @@ class _Parts:
         of_stage = {} if self.stage is None else self.stage.describe()
         return self.description | of_stage | self.checks.described() | now
 
-    async def serve(self) -> None:
-        """Load the engine, enter discovery, register, and answer requests until the runtime ends."""
-        config, runtime = self.config, self.runtime
-        verifier = _verifier(config, runtime.instance_id)
-        self.description["key"] = verifier.key_id
-        control = Control(
-            config, self.process.life, verifier, runtime.instance_id, self.describe, self._others
-        )
-        runtime.describe = self.describe
-        runtime.register_engine_route(ADMIN_ROUTE, control.at_system_port)
-        try:
-            await self.checks.before_loading()
-            engine = await self.process.load(runtime.instance_id % 1021)
-            await self._serve(engine, control)
-        finally:
-            self.served.release()
-            self.lines.flush()
-            await asyncio.to_thread(self.tracer.close)
-
     async def _serve(self, engine: Engine, control: Control) -> None:
         config, runtime, process = self.config, self.runtime, self.process
         model = served_model(config, engine)
@@ -259,7 +215,7 @@ class _Parts:
         # TensorRT-LLM does not report what DEFAULT means there; `transceiver` resolves it.
         transport = None if config.engine_spec.is_tensorrt_llm else engine.kv_pairing
         process.reporter.tell("looking for the other stage")
-        live = self.term.live = await self._live_state(model.block_size)
+        live = self.live = await self._live_state(model.block_size)
         self.description = with_engine(
             self.description | {"strategy": live.strategy.value},
             engine.facts,
@@ -288,7 +244,7 @@ class _Parts:
             for name, watching in self._watches(live, stage).items():
                 ended.callback(asyncio.create_task(watching, name=name).cancel)
             if process.life.happened(Event.LOADED) is Action.LIST:
-                self.term.leaving, control.changes = leaving, Changeable(live, stage, leaving)
+                self.leaving, control.changes = leaving, Changeable(live, stage, leaving)
                 await registration.list_for_peers()
                 await self._serve_and_register(generate, stage)
 
@@ -342,7 +298,7 @@ class _Parts:
 
     async def _live_state(self, block_size: int) -> LiveState:
         """That of the role term before, as far as it goes on in this one."""
-        config, before = self.config, self.term.live
+        config, before = self.config, self.live
         read = config.peer_endpoint_id if config.reads_occupancy else None
         other_occupancy = StageOccupancy(await self.runtime.stage(read)).now if read else lambda: None
         if before is None:
@@ -365,6 +321,26 @@ class _Parts:
         )
         counts = RunCounts(Admission(live.thresholds, live.queued), log, self.drain, stage.whole_requests)
         return build_generate(config, engine, peers, live, self.queue, self.runtime.instance_id, counts)
+
+
+def _describe(config: WorkerConfig, engine_args: dict[str, Any]) -> tuple[ModelIdentity, dict[str, Any]]:
+    """The model of this worker, and the description that other workers get."""
+    facts = read_model_facts(config.model)
+    shares = facts if config.engine_spec.is_tensorrt_llm else UNKNOWN_MODEL
+    identity = ModelIdentity(
+        config.model_name,
+        config.model,
+        _weights(config),
+        shares.layout,
+        shares.precision,
+        config.role.value,
+        config.may_switch,
+    )
+    fingerprint = Fingerprint.of(
+        config.engine, engine_args, config.kv_block_size, facts, installed_version(), os.environ
+    )
+    of_role = RoleSettings.of(engine_args, os.environ).to_json()
+    return identity, describe_worker(config, fingerprint, identity) | of_role
 
 
 async def _selection(
