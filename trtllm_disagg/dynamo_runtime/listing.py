@@ -15,12 +15,10 @@ from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.cards import kind_for_frontends
 from trtllm_disagg.dynamo_runtime.discovery import DiscoveryFiles
 from trtllm_disagg.dynamo_runtime.handler import (
-    FirstTokensOfTerm,
     HandleCommand,
+    Handler,
     Probe,
-    ReleasedAtEnd,
     answers_by_itself,
-    as_dynamo_handler,
     health_check_payload,
 )
 from trtllm_disagg.dynamo_runtime.worker_endpoint import Runtime
@@ -38,8 +36,7 @@ class ServedEndpoints:
         self._config = config
         self._runtime = runtime
         self._health_check = health_check_payload(config.health_check_payload)
-        self._handler: Callable[..., Any] | None = None
-        self._releases: list[Callable[[], None]] = []
+        self._handler: Handler | None = None
         #: By endpoint id.
         self._serving: dict[str, asyncio.Future[None]] = {}
         #: Ids of the endpoints without which this worker is of no use now.
@@ -60,25 +57,15 @@ class ServedEndpoints:
         pushes = self._config.role is not Role.DECODE or not self._config.strategy_spec.is_worker_side
         # Missing before Dynamo 1.6; None for worker types that have none.
         source_for = getattr(self._runtime.endpoint_for_frontends, "first_token_source", None)
-        source = source_for and await source_for(kind_for_frontends(self._config).worker_type)
-        first_tokens = None if source is None else FirstTokensOfTerm(source)
-        handler = as_dynamo_handler(
-            generate,
-            describe,
-            handle_command,
-            longest_prompt,
-            probe,
-            pushes=pushes,
-            first_tokens=first_tokens,
+        first_tokens = source_for and await source_for(kind_for_frontends(self._config).worker_type)
+        self._handler = Handler(
+            generate, describe, handle_command, longest_prompt, probe, pushes, first_tokens
         )
-        served = ReleasedAtEnd(handler, pushes=pushes)
-        self._handler = served.function
-        self._releases = [served.release, *([first_tokens.release] if first_tokens else ())]
 
     def release(self) -> None:
-        """Let go of the role term. Dynamo keeps what it calls for the life of the process."""
-        for release in self._releases:
-            release()
+        """Let go of the role term."""
+        if self._handler is not None:
+            self._handler.release()
 
     def is_serving(self, endpoint_id: str) -> bool:
         return endpoint_id in self._serving
@@ -87,7 +74,7 @@ class ServedEndpoints:
         """Answer requests at an endpoint, which Dynamo also lists."""
         serving = self._serving[endpoint_id] = asyncio.ensure_future(
             self._runtime.own[endpoint_id].serve_endpoint(
-                self._handler,
+                self._handler and self._handler.function,
                 graceful_shutdown=True,
                 metrics_labels=[(label, self._config.model_name) for label in ("model", "model_name")],
                 health_check_payload=self._health_check,

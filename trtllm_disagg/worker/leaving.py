@@ -124,7 +124,7 @@ class Leaving:
         await asyncio.sleep(at - time.monotonic())
         with contextlib.suppress(Exception):
             async with asyncio.timeout(_SENT_SECONDS):
-                await self.place.gate.open()
+                await self.place.cards.open_namespace()
 
     async def _drained(self) -> Event:
         try:
