@@ -39,8 +39,7 @@ class DynamoDirectory:
         self._client = client
 
     def instance_ids(self) -> list[int]:
-        ids: list[int] = self._client.instance_ids()
-        return ids
+        return [*self._client.instance_ids()]
 
     def instance(self, instance_id: int) -> DynamoStageInstance:
         return DynamoStageInstance(self._client, instance_id)
@@ -208,9 +207,10 @@ class KvOverlaps:
         return cached
 
 
-def _instance_files() -> Path:
+def _instance_files() -> set[str]:
+    """The names of all instances' files in file discovery, with slashes. Raises OSError."""
     store = os.environ.get("DYN_FILE_KV") or Path(tempfile.gettempdir()) / "dynamo_store_kv"
-    return Path(store) / "v1" / "instances"
+    return {unquote(name) for name in os.listdir(Path(store) / "v1" / "instances")}
 
 
 def _files_of(endpoint_id: str) -> str:
@@ -220,7 +220,7 @@ def _files_of(endpoint_id: str) -> str:
 def listed_in_files(endpoint_ids: Iterable[str]) -> dict[str, set[int]] | None:
     """The instance ids at each endpoint in file discovery; None where that is unknown."""
     try:
-        there = [unquote(name) for name in os.listdir(_instance_files())]
+        there = _instance_files()
         return {
             each: {int(name.removeprefix(path), 16) for name in there if name.startswith(path)}
             for each, path in ((each, _files_of(each)) for each in endpoint_ids)
@@ -235,20 +235,15 @@ class DiscoveryFiles:
     """
 
     def __init__(self, instance_id: int) -> None:
-        self._directory = _instance_files()
-        self._instance_id = instance_id
+        self._name = f"{instance_id:x}"
         #: Only a file that was there can be lost: another version of Dynamo may write other ones.
         self._seen: set[str] = set()
 
     def has_lost(self, endpoint_ids: Iterable[str]) -> bool:
         """Whether this worker's file at one of these endpoints was there and is no more; False where unknown."""
         try:
-            there = {unquote(name) for name in os.listdir(self._directory)}
+            there = _instance_files()
         except OSError:
             return False
-        keys = {self._key(each) for each in endpoint_ids}
-        self._seen = (self._seen | there) & keys
+        self._seen = (self._seen | there) & {_files_of(each) + self._name for each in endpoint_ids}
         return not self._seen <= there
-
-    def _key(self, endpoint_id: str) -> str:
-        return f"{_files_of(endpoint_id)}{self._instance_id:x}"

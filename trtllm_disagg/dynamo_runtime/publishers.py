@@ -173,23 +173,19 @@ async def create_publishers(
     events = _kv_events(config, runtime, engine, model.block_size, live.cached, metrics, readers)
     if not config.reads_statistics:
         return events
-    sinks: list[StatsSink] = [live.occupancy]
     exposed: list[EngineMetrics | DynamoMetrics | StepMetrics] = []
     if config.publish_metrics:
         exposed = _exposed(config, runtime.endpoint_for_frontends, engine, live, metrics)
-    sinks += exposed
     # The Planner listens at the endpoint of the role, whichever stage this worker is.
-    steps = FpmDirectPublisher(
-        runtime.endpoint_for_workers, str(runtime.endpoint_for_workers.connection_id()), engine.num_ranks
-    )
+    planned = runtime.endpoint_for_workers
+    steps = FpmDirectPublisher(planned, str(planned.connection_id()), engine.num_ranks)
     forward_pass = ForwardPassMetrics(steps)
     load = WorkerMetricsPublisher()
     await load.create_endpoint(runtime.endpoint_for_frontends)
     stats = StatsForwarder(
         readers.statistics,
         load,
-        *sinks,
-        forward_pass,
+        *(live.occupancy, *exposed, forward_pass),
         num_ranks=engine.num_ranks,
         has_requests=engine.has_requests,
         on_rest=partial(_rest, live, exposed),
@@ -221,18 +217,9 @@ def _kv_events(
     if not listeners and not config.reads_kv_events:
         return []
     metrics.polls_events_of(event_buffer_of(engine.llm))
+    publisher = partial(KvEventPublisher, kv_block_size=block_size, enable_local_indexer=True)
     openers = {
-        rank: [
-            partial(
-                KvEventPublisher,
-                endpoint,
-                kv_block_size=block_size,
-                dp_rank=rank,
-                enable_local_indexer=True,
-                kv_state_endpoint=owner,
-            )
-            for endpoint, owner in listeners
-        ]
+        rank: [partial(publisher, at, dp_rank=rank, kv_state_endpoint=owner) for at, owner in listeners]
         for rank in range(engine.num_ranks)
     }
     forwarder = KvEventForwarder(readers.events, openers, metrics)
@@ -245,20 +232,15 @@ def _exposed(
     config: WorkerConfig, endpoint: Any, engine: Engine, live: LiveState, metrics: DynamoMetrics
 ) -> list[EngineMetrics | DynamoMetrics | StepMetrics]:
     """Put all metrics on this worker's page. Returns the sinks that need the engine's statistics."""
-    of_engine, load = EngineMetrics(engine.handoffs), LoadMetrics(live.queued, live.breaker)
-    steps = StepMetrics(config.model_name)
+    of_engine, steps = EngineMetrics(engine.handoffs), StepMetrics(config.model_name)
     requests = RequestMetrics(
         phase_of_frontends(config),
         decode_sends_all=config.schedule_style is ScheduleStyle.GENERATION_FIRST,
         instance_id=endpoint.connection_id(),
     )
     engine_requests = EngineRequestMetrics(config.model_name)
-    for registry in (
-        registry_of(of_engine, load, steps),
-        requests.registry,
-        engine_requests.registry,
-        metrics.registry,
-    ):
+    of_worker = registry_of(of_engine, LoadMetrics(live.queued, live.breaker), steps)
+    for registry in (of_worker, requests.registry, engine_requests.registry, metrics.registry):
         expose(registry, endpoint, config)
     live.sinks.extend((requests, engine_requests, metrics))
     if config.may_switch:
