@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, repeat
 from operator import call
@@ -98,9 +98,11 @@ class Handler:
     #: None where this type of worker has none.
     first_tokens: FirstTokens | None = None
 
-    def __post_init__(self) -> None:
-        self.function: Callable[..., Any] = self._pushing if self.pushes else self._polled
-        self._warn_overloaded = RateLimitedLog(log)
+    warn_overloaded: RateLimitedLog = field(default_factory=lambda: RateLimitedLog(log))
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        return self._pushing if self.pushes else self._polled
 
     def release(self) -> None:
         """Let go of the role term: Dynamo keeps `function` for the life of the process, and its source of first tokens
@@ -119,7 +121,7 @@ class Handler:
         return _BegunOnLoop(answers)
 
     async def _answers(self, request: Any, context: Any) -> AsyncGenerator[Answer, None]:
-        with _errors_for_dynamo(context, self._warn_overloaded):
+        with _errors_for_dynamo(context, self.warn_overloaded):
             if not isinstance(request, dict):
                 raise InvalidRequestError(f"request: expected an object, got {type(request).__name__}")
             if PROBE in request:

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.cards import kind_for_frontends
 from trtllm_disagg.dynamo_runtime.discovery import DiscoveryFiles
-from trtllm_disagg.dynamo_runtime.handler import (
-    HandleCommand,
-    Handler,
-    Probe,
-    answers_by_itself,
-    health_check_payload,
-)
+from trtllm_disagg.dynamo_runtime.handler import Handler, health_check_payload
 from trtllm_disagg.dynamo_runtime.worker_endpoint import Runtime
 from trtllm_disagg.errors import PeerUnavailableError
-from trtllm_disagg.types import Generate
 
 log = logging.getLogger(__name__)
 
@@ -43,24 +34,15 @@ class ServedEndpoints:
         self.needed: set[str] = set()
         self._has_ended = asyncio.Event()
 
-    async def answer_with(
-        self,
-        generate: Generate,
-        describe: Callable[[], dict[str, Any]],
-        handle_command: HandleCommand,
-        longest_prompt: float = math.inf,
-        probe: Probe = answers_by_itself,
-    ) -> None:
-        """Before the first entry. `describe`: what other workers ask for."""
+    async def answer_with(self, handler: Handler) -> None:
+        """Before the first entry."""
+        self._handler = handler
         # Cheaper than to be asked for each chunk. But a decode worker, whose chunks another worker may relay, makes
         # fewer of them when it is asked.
-        pushes = self._config.role is not Role.DECODE or not self._config.strategy_spec.is_worker_side
+        handler.pushes = self._config.role is not Role.DECODE or not self._config.strategy_spec.is_worker_side
         # Missing before Dynamo 1.6; None for worker types that have none.
-        source_for = getattr(self._runtime.endpoint_for_frontends, "first_token_source", None)
-        first_tokens = source_for and await source_for(kind_for_frontends(self._config).worker_type)
-        self._handler = Handler(
-            generate, describe, handle_command, longest_prompt, probe, pushes, first_tokens
-        )
+        if source_for := getattr(self._runtime.endpoint_for_frontends, "first_token_source", None):
+            handler.first_tokens = await source_for(kind_for_frontends(self._config).worker_type)
 
     def release(self) -> None:
         """Let go of the role term."""
@@ -111,8 +93,7 @@ class Listing:
     """The endpoints at which discovery lists this worker. After `close` it is listed nowhere."""
 
     def __init__(self, runtime: Runtime, served: ServedEndpoints) -> None:
-        self._runtime = runtime
-        self._served = served
+        self._runtime, self._served = runtime, served
         self._files = DiscoveryFiles(runtime.instance_id)
         self._listed: set[str] = set()
         self.is_closed = False

@@ -31,9 +31,6 @@ log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.05
 
-#: Lists every worker that requests for a model could reach, including this one, with its description.
-ListInstances = Callable[[], Awaitable[Sequence[DescribedInstance]]]
-
 
 @dataclass(eq=False)
 class ModelNameGuard:
@@ -47,10 +44,11 @@ class ModelNameGuard:
     own_id: int
     #: No other worker may serve another name here.
     own_endpoint_ids: Collection[str]
-    list_instances: ListInstances
+    #: Every worker that requests for a model could reach, this one included, with its description.
+    list_instances: Callable[[], Awaitable[Sequence[DescribedInstance]]]
     poll_seconds: float = _POLL_SECONDS
-    #: Discovery shows a worker its own instance within milliseconds. After this time the check goes on without it: the
-    #: other instances would not appear any later either. A conflict that lasts as long is logged.
+    #: Discovery shows a worker itself within milliseconds. After this time the check goes on without that: the others
+    #: would appear no later. A conflict that lasts as long is logged.
     visible_seconds: float = 5.0
     is_settled: bool = False
 
@@ -70,9 +68,8 @@ class ModelNameGuard:
                 raise self._refusal(other)
 
     async def confirm(self) -> Sequence[DescribedInstance]:
-        """Run when this worker is in discovery, and before it registers with the frontend. Returns all workers listed,
-        this one included. Raises ConfigError for a conflict in which this worker has to give way, and waits for the
-        other worker to give way in any other conflict.
+        """Run between entering discovery and registering. Returns all workers listed, this one included. Raises
+        ConfigError for a conflict in which this worker has to give way, and waits for the end of the other one else.
         """
         deadline = time.monotonic() + self.visible_seconds
         has_warned = False
@@ -144,9 +141,8 @@ class PeerDirectory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StartupChecks:
-    """The three checks of a start, each named by the step that must not happen before it. All raise ConfigError.
-
-    Each lists discovery anew, because other workers start at any time; its docstring says which race it closes.
+    """The three checks of a start, each named by the step that must not happen before it. All raise ConfigError, and
+    list discovery anew, because other workers start at any time.
     """
 
     config: WorkerConfig
@@ -173,11 +169,9 @@ class StartupChecks:
 
     async def before_registering(self, own: dict[str, Any]) -> str:
         """After it, a frontend sends requests. Refuses one of two workers that started together and could not find each
-        other before both were listed. Peers may be listed at an endpoint of their own (`--next-endpoint`), so they
-        are compared as well.
+        other before both were listed; also among peers at an endpoint of their own (`--next-endpoint`).
 
-        Returns the strategy to run: a `switch` that ended before this worker was listed did not reach it, and one that
-        begins later does.
+        Returns the strategy to run: a `switch` that ended before this worker was listed did not reach it.
         """
         listed = await self.names.confirm()
         strategy = await self._strategy_of_deployment(own)

@@ -7,7 +7,7 @@ import contextlib
 import gc
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +21,7 @@ from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
 from trtllm_disagg.dynamo_runtime.advertised import Advertised
 from trtllm_disagg.dynamo_runtime.cards import Cards
 from trtllm_disagg.dynamo_runtime.discovery import Clients
+from trtllm_disagg.dynamo_runtime.handler import Handler
 from trtllm_disagg.dynamo_runtime.listing import ServedEndpoints, keep_in_discovery
 from trtllm_disagg.dynamo_runtime.publishers import create_publishers
 from trtllm_disagg.dynamo_runtime.registration import Registration
@@ -77,10 +78,8 @@ _LOAD_SECONDS = 1.0
 async def run_worker(config: WorkerConfig, engine_args: dict[str, Any], api: LlmApi) -> None:
     """Serve until told to stop. Raises ConfigError before anything is built, EngineLostError when the engine dies.
 
-    The start, in order, after the settings (worker_command.py): this worker's description, the prefill queue, Dynamo's
-    runtime, the engine, the client of the peers, the request path, serving, registration. `StartupChecks` compares it
-    with other workers before the engine loads, before this worker enters discovery, and before it registers. A flip
-    does all of it again, in the other role, but for the engine.
+    The start, after the settings (worker_command.py): this worker's description, the prefill queue, Dynamo's runtime,
+    the engine, the peers, the request path, serving, registration. A flip does all of it again, but for the engine.
     """
     reporter = reporter_of(os.environ)
     # On a rank other than 0 this call serves the engine until its end, and nothing else runs there.
@@ -186,7 +185,9 @@ class RoleTerm:
             names = ModelNameGuard(identity, runtime.instance_id, own_endpoint_ids, runtime.list_instances)
             self.checks = StartupChecks(config, names, runtime)
             self.tracer = tracer_of(os.environ, worker_label(config.role, config.strategy), self.instance)
-            verifier = _verifier(config, runtime.instance_id)
+            key_file = config.admin_key_file
+            key = AdminKey.read(Path(key_file), flag_of("admin_key_file")) if key_file else None
+            verifier = Verifier(key, runtime.instance_id)
             self.description["key"] = verifier.key_id
             control = Control(
                 config, process.life, verifier, runtime.instance_id, self.describe, self._others
@@ -216,13 +217,9 @@ class RoleTerm:
         transport = None if config.engine_spec.is_tensorrt_llm else engine.kv_pairing
         process.reporter.tell("looking for the other stage")
         live = self.live = await self._live_state(model.block_size)
+        own = self.description | {"strategy": live.strategy.value}
         self.description = with_engine(
-            self.description | {"strategy": live.strategy.value},
-            engine.facts,
-            model.block_size,
-            engine.ctx_info_endpoint,
-            engine.ctx_dp_rank,
-            transport,
+            own, engine.facts, model.block_size, engine.ctx_info_endpoint, engine.ctx_dp_rank, transport
         )
         await self.checks.before_listing(self.description)
         peers = await self._open_peers(live)
@@ -232,8 +229,9 @@ class RoleTerm:
         max_seq_len = self.description["max_seq_len"]
         stage = self.stage = StageState(config, process.life, live, peers, registration, max_seq_len)
         generate = self._request_path(engine, peers, live, stage)
+        probing = partial(probe, engine)
         await self.served.answer_with(
-            generate, self.describe, control.handle, engine.longest_prompt, partial(probe, engine)
+            Handler(generate, self.describe, control.handle, engine.longest_prompt, probing)
         )
         load_seconds = process.load_seconds
         publishers = await create_publishers(config, runtime, engine, model, live, load_seconds, readers)
@@ -241,8 +239,8 @@ class RoleTerm:
             for publisher in publishers:
                 ended.push_async_callback(publisher.stop)
                 await publisher.start()
-            for name, watching in self._watches(live, stage).items():
-                ended.callback(asyncio.create_task(watching, name=name).cancel)
+            for watching in self._watches(live, stage):
+                ended.callback(asyncio.create_task(watching).cancel)
             if process.life.happened(Event.LOADED) is Action.LIST:
                 self.leaving, control.changes = leaving, Changeable(live, stage, leaving)
                 await registration.list_for_peers()
@@ -281,14 +279,12 @@ class RoleTerm:
             tell(SERVING if life.state is State.SERVING else leaving, requests=self.drain.num_running)
             await asyncio.sleep(_LOAD_SECONDS)
 
-    def _watches(self, live: LiveState, stage: StageState) -> dict[str, Coroutine[Any, Any, None]]:
-        """What this worker watches while it serves, by name."""
-        watches: dict[str, Coroutine[Any, Any, None]] = {}
+    def _watches(self, live: LiveState, stage: StageState) -> Iterator[Coroutine[Any, Any, None]]:
+        """What this worker watches while it serves."""
         if self.config.policy_file is not None:
-            watches["policy-file"] = watch_policy_file(Path(self.config.policy_file), live)
+            yield watch_policy_file(Path(self.config.policy_file), live)
         if self.config.discovery_backend == "file":
-            watches["discovery"] = keep_in_discovery(stage.renew, partial(stage.renew, only_if_lost=True))
-        return watches
+            yield keep_in_discovery(stage.renew, partial(stage.renew, only_if_lost=True))
 
     async def _others(self) -> list[dict[str, Any]]:
         """The descriptions of all other workers of this one's model."""
@@ -327,20 +323,23 @@ def _describe(config: WorkerConfig, engine_args: dict[str, Any]) -> tuple[ModelI
     """The model of this worker, and the description that other workers get."""
     facts = read_model_facts(config.model)
     shares = facts if config.engine_spec.is_tensorrt_llm else UNKNOWN_MODEL
+    # Of a model that the engine downloads itself, only the name is known.
+    is_here = (Path(config.model) / "config.json").is_file()
+    weights = fingerprint(Path(config.model)) if is_here else config.model
     identity = ModelIdentity(
         config.model_name,
         config.model,
-        _weights(config),
+        weights,
         shares.layout,
         shares.precision,
         config.role.value,
         config.may_switch,
     )
-    fingerprint = Fingerprint.of(
+    settings = Fingerprint.of(
         config.engine, engine_args, config.kv_block_size, facts, installed_version(), os.environ
     )
     of_role = RoleSettings.of(engine_args, os.environ).to_json()
-    return identity, describe_worker(config, fingerprint, identity) | of_role
+    return identity, describe_worker(config, settings, identity) | of_role
 
 
 async def _selection(
@@ -363,14 +362,3 @@ async def _selection(
 
 def _failed(task: asyncio.Task[None]) -> bool:
     return not task.cancelled() and task.exception() is not None
-
-
-def _verifier(config: WorkerConfig, instance_id: int) -> Verifier:
-    file = config.admin_key_file
-    return Verifier(AdminKey.read(Path(file), flag_of("admin_key_file")) if file else None, instance_id)
-
-
-def _weights(config: WorkerConfig) -> str:
-    """The hash of the model's files, or the name of a model that the engine downloads itself."""
-    directory = Path(config.model)
-    return fingerprint(directory) if (directory / "config.json").is_file() else config.model
