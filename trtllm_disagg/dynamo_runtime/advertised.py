@@ -120,16 +120,14 @@ def _structural_tag(given: str | None, takes_tags: bool) -> dict[str, Any] | Non
 
 def _require_any_order(given: str) -> None:
     """Raises ConfigError where the engine's grammars cannot leave the order open."""
-    try:
+    installed = "none"
+    with contextlib.suppress(metadata.PackageNotFoundError):
         installed = metadata.version(_TAGS_BACKEND)
-    except metadata.PackageNotFoundError:
-        installed = ""
-    if not installed or Version(installed) < _ANY_ORDER_SINCE:
-        allowed = (
-            f"no tool_arguments_any_order, which needs {_TAGS_BACKEND} {_ANY_ORDER_SINCE}; "
-            f"installed is {installed or 'none'}"
-        )
-        raise ConfigError.bad_value(flag_of("structural_tag"), given, allowed)
+        if Version(installed) >= _ANY_ORDER_SINCE:
+            return
+    needed = f"{_TAGS_BACKEND} {_ANY_ORDER_SINCE}; installed is {installed}"
+    allowed = f"no tool_arguments_any_order, which needs {needed}"
+    raise ConfigError.bad_value(flag_of("structural_tag"), given, allowed)
 
 
 def _speculation(given: Any) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,25 +33,25 @@ log = logging.getLogger(__name__)
 _warn = RateLimitedLog(log)
 
 
+@dataclass(frozen=True, slots=True)
 class DynamoDirectory:
-    """The instances at an endpoint."""
+    """The instances at an endpoint, as discovery lists them at each use."""
 
-    def __init__(self, client: Any) -> None:
-        self._client = client
+    client: Any
 
     def instance_ids(self) -> list[int]:
-        return [*self._client.instance_ids()]
+        return [*self.client.instance_ids()]
 
     def instance(self, instance_id: int) -> DynamoStageInstance:
-        return DynamoStageInstance(self._client, instance_id)
+        return DynamoStageInstance(self.client, instance_id)
 
 
+@dataclass(frozen=True, slots=True)
 class DynamoStageInstance:
     """One instance at an endpoint. Errors of a call are translated to DisaggErrors."""
 
-    def __init__(self, client: Any, instance_id: int) -> None:
-        self._client = client
-        self.instance_id = instance_id
+    client: Any
+    instance_id: int
 
     async def describe(self) -> dict[str, Any]:
         async with aclosing(self.call({DESCRIBE: True}, None)) as answers:
@@ -69,7 +70,7 @@ class DynamoStageInstance:
     ) -> AsyncGenerator[dict[str, Any], None]:
         try:
             # The context carries request id, trace and cancellation.
-            stream = await self._client.direct(request, self.instance_id, annotated=False, context=context)
+            stream = await self.client.direct(request, self.instance_id, annotated=False, context=context)
             async for item in stream:
                 yield item
         except errors.DisaggError as error:
@@ -102,7 +103,6 @@ class Clients:
         return self._clients[endpoint_id]
 
     def overlaps(self, endpoint_id: str, block_size: int) -> KvOverlaps:
-        """Tells how much of a prompt the instances at an endpoint have cached."""
         key = endpoint_id, block_size
         if key not in self._overlaps:
             self._overlaps[key] = KvOverlaps(self._endpoint(endpoint_id), block_size)
@@ -178,17 +178,17 @@ async def described(client: Any, instance_id: int, warn: RateLimitedLog = _warn)
         return None
 
 
+@dataclass(frozen=True)
 class KvOverlaps:
     """How many tokens of a prompt each peer has cached, by the cache events of peers that have a model card."""
 
-    def __init__(self, endpoint: Any, block_size: int) -> None:
-        self._endpoint = endpoint
-        self._block_size = block_size
+    endpoint: Any
+    block_size: int
 
     @cached_property
     def _router(self) -> Any:
         """Made at the first use: it watches discovery and subscribes to the events of every instance."""
-        return KvRouter(self._endpoint, self._block_size, KvRouterConfig())
+        return KvRouter(self.endpoint, self.block_size, KvRouterConfig())
 
     def listen(self) -> None:
         """Subscribe to events now, and not with the first request."""
@@ -202,7 +202,7 @@ class KvOverlaps:
         scores = await self._router.get_overlap_scores(request.token_ids, cache_namespace=request.cache_salt)
         cached: dict[int, int] = {}
         for row in scores["workers"]:  # one row for each attention-DP rank
-            tokens = row["device_blocks"] * self._block_size
+            tokens = row["device_blocks"] * self.block_size
             cached[row["worker_id"]] = max(tokens, cached.get(row["worker_id"], 0))
         return cached
 

@@ -219,8 +219,7 @@ class EngineMetrics(Collector):
 
     def __init__(self, handoffs: HandoffsHeld, clock: Callable[[], float] = time.monotonic) -> None:
         """`handoffs`: for engines that do not count them. `clock`: the clock of the engine's statistics."""
-        self._handoffs = handoffs
-        self._clock = clock
+        self._handoffs, self._clock = handoffs, clock
         self._counted: dict[str, float] = {}
         self._held: dict[str, dict[Any, float]] = {}
         #: Rank -> number of handoffs that it holds, and when it made the oldest one.
@@ -279,8 +278,7 @@ class LoadMetrics(Collector):
     """What waits on this worker, what it refused, and which peers it skips."""
 
     def __init__(self, queued: Queued, breaker: CircuitBreaker) -> None:
-        self._queued = queued
-        self._breaker = breaker
+        self._queued, self._breaker = queued, breaker
 
     def collect(self) -> Iterator[Metric]:
         queued = self._queued

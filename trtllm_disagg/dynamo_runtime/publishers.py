@@ -112,12 +112,10 @@ class StatsForwarder:
         on_rest: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._statistics, self._load, self._sinks = statistics, load, sinks
         self._has_requests, self._on_rest, self._clock = has_requests, on_rest, clock
         #: When the last record came or a request last ran; None once the router has been sent a load of 0.
         self._busy_at: float | None = None
-        self._statistics = statistics
-        self._load = load
-        self._sinks = sinks
         self._ranks: Sequence[int | None] = range(num_ranks) if num_ranks > 1 else (None,)
 
     async def start(self) -> None:

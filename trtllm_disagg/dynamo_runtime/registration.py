@@ -34,7 +34,7 @@ class Place(Enum):
 @dataclass(eq=False)
 class Registration:
     """Registers this worker with frontends, or with the KV routers of the other role, and takes it out of discovery.
-    The changes of a switch are idempotent: one that failed is tried again.
+    `enter`, `leave` and `stand_by` may be called again, as after one that failed.
     """
 
     config: WorkerConfig
