@@ -1,5 +1,5 @@
 """What a worker publishes while it serves: cache events (`kv_events`), its load, and the statistics of each engine step
-(forward-pass metrics, for Dynamo's Planner). `create_publishers` chooses among them.
+(forward-pass metrics, for Dynamo's Planner). `Publishing` chooses among them.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -32,7 +33,6 @@ from trtllm_disagg.dynamo_runtime.worker_endpoint import Runtime, ServedModel
 from trtllm_disagg.engine.capabilities import event_buffer_of
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.readers import EngineReaders, Records, Statistics, StatsSink
-from trtllm_disagg.handlers.decide import CachedPrefixes
 from trtllm_disagg.handlers.services import LiveState
 
 log = logging.getLogger(__name__)
@@ -148,6 +148,10 @@ class StatsForwarder:
             self._load.publish(rank, kv_used_blocks=0)
 
 
+#: The metrics that are of the engine's statistics.
+Exposed = EngineMetrics | DynamoMetrics | StepMetrics
+
+
 class Publisher(Protocol):
     """Publishes in one role term, from `start` to `stop`."""
 
@@ -156,93 +160,85 @@ class Publisher(Protocol):
     async def stop(self) -> None: ...
 
 
-async def create_publishers(
-    config: WorkerConfig,
-    runtime: Runtime,
-    engine: Engine,
-    model: ServedModel,
-    live: LiveState,
-    load_seconds: float,
-    readers: EngineReaders,
-) -> list[Publisher]:
-    """The publishers that the flags ask for. `load_seconds`: how long the engine took to start."""
-    metrics = DynamoMetrics(config, model.num_blocks, model.num_ranks)
-    metrics.loaded(load_seconds)
-    events = _kv_events(config, runtime, engine, model.block_size, live.cached, metrics, readers)
-    if not config.reads_statistics:
-        return events
-    exposed: list[EngineMetrics | DynamoMetrics | StepMetrics] = []
-    if config.publish_metrics:
-        exposed = _exposed(config, runtime.endpoint_for_frontends, engine, live, metrics)
-    # The Planner listens at the endpoint of the role, whichever stage this worker is.
-    planned = runtime.endpoint_for_workers
-    steps = FpmDirectPublisher(planned, str(planned.connection_id()), engine.num_ranks)
-    forward_pass = ForwardPassMetrics(steps)
-    load = WorkerMetricsPublisher()
-    await load.create_endpoint(runtime.endpoint_for_frontends)
-    stats = StatsForwarder(
-        readers.statistics,
-        load,
-        *(live.occupancy, *exposed, forward_pass),
-        num_ranks=engine.num_ranks,
-        has_requests=engine.has_requests,
-        on_rest=partial(_rest, live, exposed),
-    )
-    return [*events, stats, forward_pass]
+@dataclass(frozen=True, slots=True)
+class Publishing:
+    """Makes what one worker publishes in a role term."""
+
+    config: WorkerConfig
+    runtime: Runtime
+    engine: Engine
+    model: ServedModel
+    live: LiveState
+    readers: EngineReaders
+    metrics: DynamoMetrics
+
+    async def publishers(self) -> list[Publisher]:
+        """Those that the flags ask for."""
+        runtime, num_ranks = self.runtime, self.engine.num_ranks
+        events = self._kv_events()
+        if not self.config.reads_statistics:
+            return events
+        exposed = self._exposed() if self.config.publish_metrics else []
+        # The Planner listens at the endpoint of the role, whichever stage this worker is.
+        planned = runtime.endpoint_for_workers
+        forward_pass = ForwardPassMetrics(
+            FpmDirectPublisher(planned, str(planned.connection_id()), num_ranks)
+        )
+        load = WorkerMetricsPublisher()
+        await load.create_endpoint(runtime.endpoint_for_frontends)
+        stats = StatsForwarder(
+            self.readers.statistics,
+            load,
+            *(self.live.occupancy, *exposed, forward_pass),
+            num_ranks=num_ranks,
+            has_requests=self.engine.has_requests,
+            on_rest=partial(_rest, self.live, exposed),
+        )
+        return [*events, stats, forward_pass]
+
+    def _kv_events(self) -> list[Publisher]:
+        """What publishes cache events to frontends, to peers, and to this worker's own decider."""
+        config, runtime, events = self.config, self.runtime, self.readers.events
+        #: (endpoint, the endpoint that owns the KV state published there)
+        listeners = []
+        if config.publish_kv_events:
+            listeners.append((runtime.endpoint_for_frontends, config.kv_state_endpoint))
+        if config.tells_peers:
+            listeners.append((runtime.endpoint_for_workers, None))
+        if not listeners and not config.reads_kv_events:
+            return []
+        self.metrics.polls_events_of(event_buffer_of(self.engine.llm))
+        publisher = partial(KvEventPublisher, kv_block_size=self.model.block_size, enable_local_indexer=True)
+        openers = {
+            rank: [partial(publisher, at, dp_rank=rank, kv_state_endpoint=owner) for at, owner in listeners]
+            for rank in range(self.engine.num_ranks)
+        }
+        forwarder = KvEventForwarder(events, openers, self.metrics)
+        own = OwnCache(events, self.live.cached, self.engine.num_ranks)
+        return [forwarder, own] if config.reads_kv_events else [forwarder]
+
+    def _exposed(self) -> list[Exposed]:
+        """Put all metrics on this worker's page. Returns those that need the engine's statistics."""
+        config, endpoint, live = self.config, self.runtime.endpoint_for_frontends, self.live
+        of_engine, steps = EngineMetrics(self.engine.handoffs), StepMetrics(config.model_name)
+        requests = RequestMetrics(
+            phase_of_frontends(config),
+            decode_sends_all=config.schedule_style is ScheduleStyle.GENERATION_FIRST,
+            instance_id=endpoint.connection_id(),
+        )
+        engine_requests = EngineRequestMetrics(config.model_name)
+        of_worker = registry_of(of_engine, LoadMetrics(live.queued, live.breaker), steps)
+        for registry in (of_worker, requests.registry, engine_requests.registry, self.metrics.registry):
+            expose(registry, endpoint, config)
+        live.sinks.extend((requests, engine_requests, self.metrics))
+        if config.may_switch:
+            at_front = FrontendRequests(config, endpoint.connection_id())
+            at_front.expose(endpoint)
+            live.sinks.append(at_front)
+        return [of_engine, self.metrics, steps]
 
 
-def _rest(live: LiveState, exposed: Sequence[EngineMetrics | DynamoMetrics | StepMetrics]) -> None:
+def _rest(live: LiveState, exposed: Sequence[Exposed]) -> None:
     live.occupancy.clear()
     for metrics in exposed:
         metrics.rest()
-
-
-def _kv_events(
-    config: WorkerConfig,
-    runtime: Runtime,
-    engine: Engine,
-    block_size: int,
-    cached: CachedPrefixes,
-    metrics: DynamoMetrics,
-    readers: EngineReaders,
-) -> list[Publisher]:
-    """What publishes cache events to frontends, to peers, and to this worker's own decider, as the flags say."""
-    #: (endpoint, the endpoint that owns the KV state published there)
-    listeners = (
-        [(runtime.endpoint_for_frontends, config.kv_state_endpoint)] if config.publish_kv_events else []
-    )
-    listeners += [(runtime.endpoint_for_workers, None)] if config.tells_peers else []
-    if not listeners and not config.reads_kv_events:
-        return []
-    metrics.polls_events_of(event_buffer_of(engine.llm))
-    publisher = partial(KvEventPublisher, kv_block_size=block_size, enable_local_indexer=True)
-    openers = {
-        rank: [partial(publisher, at, dp_rank=rank, kv_state_endpoint=owner) for at, owner in listeners]
-        for rank in range(engine.num_ranks)
-    }
-    forwarder = KvEventForwarder(readers.events, openers, metrics)
-    if not config.reads_kv_events:
-        return [forwarder]
-    return [forwarder, OwnCache(readers.events, cached, engine.num_ranks)]
-
-
-def _exposed(
-    config: WorkerConfig, endpoint: Any, engine: Engine, live: LiveState, metrics: DynamoMetrics
-) -> list[EngineMetrics | DynamoMetrics | StepMetrics]:
-    """Put all metrics on this worker's page. Returns the sinks that need the engine's statistics."""
-    of_engine, steps = EngineMetrics(engine.handoffs), StepMetrics(config.model_name)
-    requests = RequestMetrics(
-        phase_of_frontends(config),
-        decode_sends_all=config.schedule_style is ScheduleStyle.GENERATION_FIRST,
-        instance_id=endpoint.connection_id(),
-    )
-    engine_requests = EngineRequestMetrics(config.model_name)
-    of_worker = registry_of(of_engine, LoadMetrics(live.queued, live.breaker), steps)
-    for registry in (of_worker, requests.registry, engine_requests.registry, metrics.registry):
-        expose(registry, endpoint, config)
-    live.sinks.extend((requests, engine_requests, metrics))
-    if config.may_switch:
-        at_front = FrontendRequests(config, endpoint.connection_id())
-        at_front.expose(endpoint)
-        live.sinks.append(at_front)
-    return [of_engine, metrics, steps]

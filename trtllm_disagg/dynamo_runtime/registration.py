@@ -122,7 +122,7 @@ class Registration:
         """Make every current entry in discovery again."""
         self.is_half_renewed = True
         await self.listing.renew()
-        self.readers.renew()
+        self.readers.events.renew()
         if self.place is Place.FRONTENDS:
             with suppress(Exception):
                 await self.cards.remove_from_frontends()

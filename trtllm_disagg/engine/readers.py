@@ -131,10 +131,6 @@ class EngineReaders:
             poll = partial(llm.get_kv_cache_events, timeout=EVENTS_TIMEOUT)
             self._readers.append(Reader("kv-events", poll, self.events.receive))
 
-    def renew(self) -> None:
-        """Publish the cache anew: discovery has dropped the entries of those who do."""
-        self.events.renew()
-
     async def __aenter__(self) -> EngineReaders:
         for reader in self._readers:
             reader.start()

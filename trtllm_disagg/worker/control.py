@@ -45,8 +45,8 @@ class Control:
     changes: Changeable | None = None
 
     async def at_system_port(self, body: Any) -> dict[str, Any]:
-        """The JSON answer to POST /engine/ADMIN_ROUTE, from the moment that the runtime exists: also to a worker that
-        discovery does not list. Everyone may ask for the description; commands are signed.
+        """The JSON answer to POST /engine/ADMIN_ROUTE, also of a worker that discovery does not list. Everyone may ask
+        for the description; commands are signed.
         """
         if not body or body == {DESCRIBE: True}:
             return {"instance": f"{self.instance_id:x}"} | self.describe()
@@ -59,8 +59,8 @@ class Control:
             return {"error": {"message": str(error), "code": error.category}}
 
     async def handle(self, raw: Any) -> dict[str, Any]:
-        """Execute a control command and return its JSON answer. Raises a DisaggError, and then nothing has changed:
-        CommandRefusedError for a command that is not signed with the deployment's key.
+        """Execute a control command and return its JSON answer. Raises a DisaggError when nothing has changed, for one
+        CommandRefusedError: the command is not signed with the deployment's key.
         """
         command = self.verifier.command_of(raw)
         if self.changes is None:

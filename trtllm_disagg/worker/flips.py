@@ -1,7 +1,5 @@
-"""Whether a worker may serve in the other role, and what the settings of its engine cost there.
-
-An engine runs both phases, but its arguments are chosen for one. `RoleSettings` has those that matter, as every worker
-describes them. `flip` and `doctor` judge them by the same functions.
+"""Whether a worker may serve in the other role, and what the settings of its engine cost there: an engine runs both
+phases, but its arguments are chosen for one. `flip` and `doctor` judge them by the same functions.
 """
 
 from __future__ import annotations
@@ -141,9 +139,8 @@ def graphs_misfit(decode: RoleSettings) -> Misfit | None:
     """Of the CUDA graphs of a decode worker."""
     most, batch = decode.largest_graph, decode.max_batch_size
     if most == 0:
-        return Misfit(
-            "cuda_graph_config: null", "graphs", "without CUDA graphs every step pays for its launches"
-        )
+        cost = "without CUDA graphs every step pays for its launches"
+        return Misfit("cuda_graph_config: null", "graphs", cost)
     if most is not None and batch is not None and most < batch:
         cost = f"steps of more than {most} requests run without a graph; max_batch_size is {batch}"
         return Misfit(f"cuda_graph_config.max_batch_size: {most}", str(batch), cost, is_grave=False)
@@ -197,17 +194,13 @@ def _smaller(
 
 
 def flipped(config: WorkerConfig, to: Role) -> WorkerConfig:
-    """The configuration of the same worker in another role. Raises InvalidRequestError, which names what ties it to its
-    own role.
-    """
+    """The configuration of the same worker in another role. Raises InvalidRequestError for what ties it to its own."""
     if config.role is Role.AGG:
         raise _refusal(to, "no flip: a worker of mode agg runs both phases")
     if config.role is to:
         raise _refusal(to, f"the other role: this worker is a {to} worker")
-    if flags := fixed_by(config):
-        raise _refusal(
-            to, f"a worker at the usual endpoints; this one was started with {' and '.join(flags)}"
-        )
+    if flags := " and ".join(fixed_by(config)):
+        raise _refusal(to, f"a worker at the usual endpoints; this one was started with {flags}")
     try:
         return replace(config, role=to, endpoint=None, next_endpoint=None)
     except ConfigError as error:
@@ -217,7 +210,7 @@ def flipped(config: WorkerConfig, to: Role) -> WorkerConfig:
 def check_flip(own: Description, others: Sequence[Description], *, force: bool) -> list[str]:
     """Whether a worker can join the others of its new role; `own`: its description in that role, `others`: all other
     workers of its model. Returns a sentence for each thing that would only be slow. Raises InvalidRequestError or
-    ConfigError for what would fail or be wrong, and without `force` for what would be very slow.
+    ConfigError for what would fail, and without `force` for what would be very slow.
     """
     to = Role(own["role"])
     before = Role.DECODE if to is Role.PREFILL else Role.PREFILL

@@ -1,8 +1,6 @@
 """How a worker leaves its deployment, for every reason: it leaves discovery, waits for its running requests, and hands
-those that take too long back to their frontends.
-
-Dynamo's own shutdown waits 30 s at most, and then stops all requests in a way that looks to a handler like a client
-that has disconnected.
+those that take too long back to their frontends. Dynamo's own shutdown would stop them after 30 s as if their clients
+had disconnected.
 """
 
 from __future__ import annotations
@@ -55,9 +53,7 @@ class Leaving:
     is_quiet: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def finish(self, seconds: float) -> int:
-        """Leave on a command, which is answered when the requests have ended, or after `seconds`. Returns the number of
-        requests that still run.
-        """
+        """Leave on a command. Returns the number of requests that still run after `seconds`, or 0 once none does."""
         if self.life.command(Event.FINISH) is Action.LEAVE:
             self.drain_seconds = seconds
         await self.is_quiet.wait()
@@ -76,8 +72,8 @@ class Leaving:
             if await self._in_time(place.hide(closes_namespace=reason.closes_namespace)) is not False:
                 await self._until_uncalled(grace_seconds)
             else:
-                # A second stage: a caller drops a call that it is just sending to a worker that leaves discovery, and
-                # the KV of a prefill would wait for the end of its lease.
+                # A second stage: a caller drops a call that it is sending to a worker that leaves discovery, and the KV
+                # of a prefill would wait for the end of its lease.
                 self.drain.refuses = True
                 await asyncio.sleep(min(grace_seconds, _SENT_SECONDS))
         await self._in_time(place.unlist())
@@ -95,8 +91,8 @@ class Leaving:
         await self.drain.cut()
 
     async def _until_uncalled(self, grace_seconds: float) -> None:
-        """Wait until callers know that this worker has left: for the grace period, or until no request has come for a
-        part of it. A request that comes later finds no worker, and is sent to another one.
+        """Wait for the grace period, or until no request has come for a part of it. A request that comes later finds no
+        worker, and is sent to another one.
         """
         now = quiet_since = began = time.monotonic()
         seen = self.drain.num_entered
@@ -118,9 +114,7 @@ class Leaving:
         return None
 
     async def _open_namespace(self, at: float = 0.0) -> None:
-        """If this worker has closed it. Not later than the end of the grace period: another first stage may have come,
-        while the last request here takes minutes.
-        """
+        """By the end of the grace period: another first stage may have come, while the last request takes minutes."""
         await asyncio.sleep(at - time.monotonic())
         with contextlib.suppress(Exception):
             async with asyncio.timeout(_SENT_SECONDS):
@@ -156,8 +150,8 @@ class Leaving:
             stepping.cancel()
 
     async def _step(self) -> None:
-        """TensorRT-LLM reports only in its next step that decode has fetched KV, and takes no step without a request.
-        So it gets a small request each second while KV may be held, if it sends statistics.
+        """Give TensorRT-LLM a small request each second while it may hold KV: only in its next step it reports that
+        decode has fetched KV, and it takes no step without a request.
         """
         engine = self.engine
         while COUNTS_REQUESTS not in engine.capabilities:

@@ -175,9 +175,8 @@ def may_share_kv(one: Description, other: Description) -> bool:
 
 
 def _drafts_fit(prefill: Description, decode: Description) -> bool:
-    """Decode alone may draft: TensorRT-LLM pads the handoff of a prefill that does not. Drafts that come of the text
-    need nothing else; the KV of draft layers is left out by the Python transceiver only (`test_gen_only_spec_dec` and
-    `test_ngram` of its accuracy/test_disaggregated_serving.py).
+    """Decode alone may draft: TensorRT-LLM pads the handoff of a prefill that does not. Only the Python transceiver
+    leaves out the KV of draft layers (`test_gen_only_spec_dec` of accuracy/test_disaggregated_serving.py).
     """
     drafts, wanted = prefill.get("speculative"), decode.get("speculative")
     if drafts == wanted:
@@ -259,8 +258,8 @@ def _dynamo_version() -> str | None:
 
 
 def fixed_by(config: WorkerConfig) -> list[str]:
-    """Flags that give this worker an endpoint other than the usual one of its role, where it stays: with any of them it
-    can be neither switched nor flipped.
+    """Flags that give this worker another endpoint than the usual one of its role: it is neither switched nor flipped
+    with any of them.
     """
     usual = replace(config, endpoint=None, next_endpoint=None)
     places = {"endpoint": "endpoint_id", "next_endpoint": "next_endpoint_id"}

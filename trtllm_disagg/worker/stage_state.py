@@ -1,6 +1,4 @@
-"""Whether a worker is the first or the second stage of its deployment, how that changes while it serves, and whether it
-may serve in the other role instead.
-"""
+"""Whether a worker is the first or the second stage of its deployment, and how that changes while it serves."""
 
 from __future__ import annotations
 
@@ -60,9 +58,8 @@ class StageState:
         }
 
     async def apply(self, strategy: str) -> None:
-        """Become the stage that this role is under `strategy`: the configuration's strategy, or the one that the others
-        were switched to while this worker started. A switch command that this worker has already executed stays in
-        force. Raises what registering raises.
+        """Become the stage that this role is under `strategy`, which the others may have been switched to while this
+        worker started. A switch that this worker has already executed stays in force. Raises what registering raises.
         """
         async with self.changing:
             live = self.live.strategy
@@ -86,9 +83,7 @@ class StageState:
                 await self.registration.renew()
 
     async def switch(self, to: str) -> None:
-        """Become the stage that this role is under the strategy `to`. Raises a DisaggError, and then nothing has
-        changed.
-        """
+        """Become the stage that this role is under the strategy `to`. Raises a DisaggError when nothing has changed."""
         config, strategy = self.config, self.live.strategy
         if not config.may_switch:
             raise InvalidRequestError(

@@ -93,7 +93,7 @@ class ModelNameGuard:
 
     def _conflicts(self, other: DescribedInstance) -> bool:
         name, weights = other.description.get("model"), other.description.get("weights")
-        if other.instance_id == self.own_id or name is None or weights is None:
+        if other.instance_id == self.own_id or None in (name, weights):
             return False
         if name == self.own.model and not may_share_kv(self.own.described(), other.description):
             return True
@@ -148,10 +148,6 @@ class StartupChecks:
     config: WorkerConfig
     names: ModelNameGuard
     peers: PeerDirectory
-
-    def described(self) -> dict[str, Any]:
-        """The part of this worker's description that changes during its start, as JSON."""
-        return self.names.described()
 
     async def before_loading(self) -> None:
         """Spares a worker that must not serve the minutes that its engine takes to load."""

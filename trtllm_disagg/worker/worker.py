@@ -7,7 +7,7 @@ import contextlib
 import gc
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +23,8 @@ from trtllm_disagg.dynamo_runtime.cards import Cards
 from trtllm_disagg.dynamo_runtime.discovery import Clients
 from trtllm_disagg.dynamo_runtime.handler import Handler
 from trtllm_disagg.dynamo_runtime.listing import ServedEndpoints, keep_in_discovery
-from trtllm_disagg.dynamo_runtime.publishers import create_publishers
+from trtllm_disagg.dynamo_runtime.metrics import DynamoMetrics
+from trtllm_disagg.dynamo_runtime.publishers import Publishing
 from trtllm_disagg.dynamo_runtime.registration import Registration
 from trtllm_disagg.dynamo_runtime.system_port import require_system_port
 from trtllm_disagg.dynamo_runtime.worker_endpoint import Runtime
@@ -36,16 +37,7 @@ from trtllm_disagg.handlers.cancellation import WorkerDrain
 from trtllm_disagg.handlers.decide import StageOccupancy
 from trtllm_disagg.handlers.peers import Peers
 from trtllm_disagg.handlers.run import RunCounts
-from trtllm_disagg.handlers.select import (
-    BestCached,
-    InFlight,
-    LeastLoaded,
-    NoStage,
-    Random,
-    RoundRobin,
-    Selection,
-    Selector,
-)
+from trtllm_disagg.handlers.select import InFlight, NoStage, Selection, selector_of
 from trtllm_disagg.handlers.services import LiveState, build_generate, peers_of, watch_policy_file
 from trtllm_disagg.handlers.trace import LinesTogether, RequestLog
 from trtllm_disagg.model_directory import fingerprint
@@ -207,7 +199,7 @@ class RoleTerm:
         life = self.process.life
         now = {"ready": life.has_served, "state": life.state.value, "becomes": life.becomes or ""}
         of_stage = {} if self.stage is None else self.stage.describe()
-        return self.description | of_stage | self.checks.described() | now
+        return self.description | of_stage | self.checks.names.described() | now
 
     async def _serve(self, engine: Engine, control: Control) -> None:
         config, runtime, process = self.config, self.runtime, self.process
@@ -233,10 +225,11 @@ class RoleTerm:
         await self.served.answer_with(
             Handler(generate, self.describe, control.handle, engine.longest_prompt, probing)
         )
-        load_seconds = process.load_seconds
-        publishers = await create_publishers(config, runtime, engine, model, live, load_seconds, readers)
+        metrics = DynamoMetrics(config, model.num_blocks, model.num_ranks)
+        metrics.loaded(process.load_seconds)
+        publishing = Publishing(config, runtime, engine, model, live, readers, metrics)
         async with contextlib.AsyncExitStack() as ended:
-            for publisher in publishers:
+            for publisher in await publishing.publishers():
                 ended.push_async_callback(publisher.stop)
                 await publisher.start()
             for watching in self._watches(live, stage):
@@ -267,13 +260,9 @@ class RoleTerm:
         if life.happened(Event.PAIRED) is Action.READY:
             # Requests of the role term before refer to its sockets in circles, and the collector seldom runs by itself.
             gc.collect()
-            log.info(
-                "worker ready: %s at %s, instance %x; discovery: %s",
-                worker_label(config.role, config.strategy),
-                config.endpoint_id,
-                runtime.instance_id,
-                config.discovery_backend,
-            )
+            label, where = worker_label(config.role, config.strategy), config.endpoint_id
+            ready = "worker ready: %s at %s, instance %s; discovery: %s"
+            log.info(ready, label, where, self.instance, config.discovery_backend)
         while True:
             leaving = DRAINING if life.becomes is None else f"becoming {life.becomes}:"
             tell(SERVING if life.state is State.SERVING else leaving, requests=self.drain.num_running)
@@ -348,16 +337,9 @@ async def _selection(
     overlaps = runtime.overlaps(endpoint_id, block_size)
     if config.calls_second_stage and config.next_router == "kv":
         overlaps.listen()
-    selectors: dict[str, Callable[[], Selector]] = {
-        "round_robin": lambda: RoundRobin(in_flight.weights),
-        "random": lambda: Random(in_flight.weights),
-        "least_loaded": lambda: LeastLoaded(in_flight),
-        "kv": lambda: BestCached(overlaps, in_flight),
-    }
     role = Role.DECODE if config.role is Role.PREFILL else Role.PREFILL
-    return Selection(
-        await runtime.stage(endpoint_id), selectors[config.next_router](), role.value, runtime.instance_id
-    )
+    selector = selector_of(config.next_router, in_flight, overlaps)
+    return Selection(await runtime.stage(endpoint_id), selector, role.value, runtime.instance_id)
 
 
 def _failed(task: asyncio.Task[None]) -> bool:
