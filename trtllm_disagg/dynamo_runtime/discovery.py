@@ -86,8 +86,8 @@ class Clients:
     """Dynamo's clients of other workers, and its KV routers, one for each endpoint.
 
     A Dynamo runtime that has had a client leaves a listening TCP port behind when it is shut down (docs/log/dynamo.md).
-    So a worker with file discovery has one runtime for them, which lives as long as the process. With etcd the lease of
-    a runtime may end by itself: there they belong to the role term, and end with it.
+    So with file discovery they have a runtime of their own, for the life of the process. With etcd the lease of a
+    runtime may end by itself: there they belong to the role term.
     """
 
     def __init__(self, config: WorkerConfig, runtime: Any = None) -> None:
@@ -111,9 +111,7 @@ class Clients:
     async def list_instances(
         self, endpoint_ids: Iterable[str], own_id: int, describe_own: Callable[[], dict[str, Any]]
     ) -> list[DescribedInstance]:
-        """The instances at these endpoints that answer, with their descriptions. Where an instance is at several of
-        them, it is called at the first one.
-        """
+        """The instances at these endpoints that answer, described; each is called at the first of them."""
         listed = await self._listed(endpoint_ids)
         callees: dict[int, Any] = {}
         for endpoint_id, ids in listed.items():
@@ -130,8 +128,8 @@ class Clients:
         ]
 
     async def _listed(self, endpoint_ids: Iterable[str]) -> dict[str, set[int]]:
-        """The instance ids at each endpoint. From the files where it can be: a client costs two of the 128 inotify
-        instances of a user.
+        """The instance ids at each endpoint; by the files if possible, since a client costs two of a user's 128 inotify
+        instances.
         """
         if self._config.discovery_backend == "file" and (found := listed_in_files(endpoint_ids)) is not None:
             return found
@@ -231,7 +229,7 @@ def listed_in_files(endpoint_ids: Iterable[str]) -> dict[str, set[int]] | None:
 
 class DiscoveryFiles:
     """The files of a worker's instances. Each process touches its own ones every few seconds, and removes others that
-    have not been touched for 10 s, for example because nothing could be written. Dynamo does not write them again.
+    were not touched for 10 s. Dynamo does not write them again.
     """
 
     def __init__(self, instance_id: int) -> None:

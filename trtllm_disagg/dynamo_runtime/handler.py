@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 
 #: The key of a request for the worker's description.
 DESCRIBE = "trtllm_disagg.describe"
-#: The key of a health probe: a request that this worker runs whole on its own engine, whatever its role. It generates
-#: at least one token, because an engine that reports that it is healthy may be stuck.
+#: The key of a health probe: a request that this worker runs whole on its own engine, whatever its role, because an
+#: engine that reports that it is healthy may be stuck.
 PROBE = "trtllm_disagg.probe"
 #: The default probe: one prompt token, one generated token, and a priority above waiting requests.
 SMALLEST_REQUEST = {"token_ids": [1], "stop_conditions": {"max_tokens": 1}, "priority": 1.0}
@@ -179,8 +179,8 @@ def _errors_for_dynamo(context: Any, warn_overloaded: RateLimitedLog) -> Iterato
 
 
 class _BegunOnLoop:
-    """Dynamo polls answers, and drops generators, in its own threads. Python closes a generator on the event loop where
-    it was begun; one that was not begun, in the thread that drops it, where nothing can be awaited.
+    """Begins an answer on the event loop. Dynamo polls answers, and drops generators, in its own threads; Python closes
+    a generator on the event loop where it was begun, else in the thread that drops it, where nothing can be awaited.
     """
 
     def __init__(self, answers: AsyncGenerator[Answer, None]) -> None:

@@ -78,9 +78,7 @@ class ServedEndpoints:
         return serving.exception()
 
     async def until_ended(self) -> None:
-        """Wait for the runtime's end. An endpoint that comes meanwhile has to finish its own requests, too. Raises the
-        failure of an endpoint that is needed.
-        """
+        """Wait for the end of all endpoints, later ones too. Raises the failure of an endpoint that is needed."""
         while not all(each.done() for each in self._serving.values()):
             await self._has_ended.wait()
             self._has_ended.clear()
@@ -102,13 +100,12 @@ class Listing:
         return endpoint_id in self._listed
 
     async def enter(self, endpoint_id: str) -> None:
-        """Answer requests at an endpoint, and list it. Raises PeerUnavailableError for an endpoint that failed before:
-        Dynamo serves none a second time.
+        """Answer requests at an endpoint, and list it. Raises PeerUnavailableError if it failed before: Dynamo does not
+        serve it again.
         """
         if failure := self._served.failure_at(endpoint_id):
-            raise PeerUnavailableError(
-                f"this worker cannot be called at {endpoint_id} before it is restarted; it failed there: {failure}"
-            )
+            why = f"before it is restarted; it failed there: {failure}"
+            raise PeerUnavailableError(f"this worker cannot be called at {endpoint_id} {why}")
         if endpoint_id in self._listed or self.is_closed:
             return
         if self._served.is_serving(endpoint_id):
@@ -169,8 +166,7 @@ async def keep_in_discovery(
     retry_seconds: float = _RETRY_SECONDS,
 ) -> None:
     """Never returns. Has a worker enter file discovery again, which drops the files of a process that could not touch
-    them: on a file system that could not be written, or in a freeze (SIGSTOP, a paused machine), after which some of
-    its files may be gone and others not.
+    them: for a file system, or in a freeze (SIGSTOP, a paused machine), after which only some of them may be gone.
     """
     was_frozen = False
     while True:
@@ -183,7 +179,6 @@ async def keep_in_discovery(
             await (renew if was_frozen else renew_if_lost)()
             was_frozen = False
         except Exception as error:
-            log.warning(
-                "entering discovery again failed: %s; the next attempt is in %g s", error, retry_seconds
-            )
+            failed = "entering discovery again failed: %s; the next attempt is in %g s"
+            log.warning(failed, error, retry_seconds)
             await asyncio.sleep(retry_seconds)

@@ -1,6 +1,4 @@
-"""What a worker publishes while it serves: cache events (`kv_events`), its load, and the statistics of each engine step
-(forward-pass metrics, for Dynamo's Planner). `Publishing` chooses among them.
-"""
+"""What a worker publishes while it serves: cache events, its load, metrics, and each engine step for the Planner."""
 
 from __future__ import annotations
 
@@ -95,11 +93,8 @@ SILENT_SECONDS = 10.0
 
 class StatsForwarder:
     """Forwards the engine's statistics in a role term: the newest record to the router, as this worker's load, and all
-    records to `sinks`. Needs enable_iter_perf_stats.
-
-    When the engine rests, the router gets a load of 0: it may send no request to a worker that looks full, and
-    TensorRT-LLM would report the blocks it has freed only in its next step. An engine that hangs still has requests,
-    and keeps its load.
+    records to `sinks`. When the engine rests, the router gets a load of 0: it may send nothing to a worker that looks
+    full, and TensorRT-LLM reports the blocks it has freed only in its next step. One that hangs keeps its load.
     """
 
     def __init__(

@@ -69,8 +69,8 @@ class Registration:
         self.place = Place.FRONTENDS
 
     async def leave(self) -> None:
-        """Be a second stage. Requests that frontends have sent, or are just sending, are still answered: the model is
-        removed first, and the instance after the grace period in which all frontends learn of that.
+        """Be a second stage. Requests that are being sent are still answered: the model is removed first, and the
+        instance after the grace period in which all frontends learn of that.
         """
         if self.place is Place.FRONTENDS:
             await self.cards.remove_from_frontends()
@@ -141,8 +141,8 @@ class Registration:
         return float(get_grace_period_seconds())
 
     async def hide(self, *, closes_namespace: bool) -> bool:
-        """Have frontends send nothing more here, and still reach it for what they have begun to send: they drop
-        a request whose worker leaves discovery before it answers. Returns whether they knew this worker.
+        """Have frontends send nothing new here. They still reach this worker: they drop a request whose worker leaves
+        discovery before it answers. Returns whether they knew it.
         """
         if not self.cards.are_at_frontends:
             return False

@@ -56,7 +56,7 @@ _DYNAMO_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0
 
 class RequestMetrics:
     """Counts requests that end on this worker: whole ones of frontends, each on one worker only, those that another
-    first stage has passed on (`relayed`), and single phases. Series from which rates are computed exist from the start.
+    first stage has passed on (`relayed`), and single phases. Series for rates exist from the start.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ from trtllm_disagg.prefill_queue import PrefillQueue, open_prefill_queue
 from trtllm_disagg.processes.reports import ACTIVITY_VARIABLE, DRAINING, SERVING, reporter_of
 from trtllm_disagg.tracing.tracer import Tracer, tracer_of
 from trtllm_disagg.types import Generate
-from trtllm_disagg.worker.control import Changeable, Control
+from trtllm_disagg.worker.control import Control
 from trtllm_disagg.worker.flips import RoleSettings, flipped
 from trtllm_disagg.worker.leaving import Leaving
 from trtllm_disagg.worker.life import Action, Event, State, live
@@ -181,9 +181,7 @@ class RoleTerm:
             key = AdminKey.read(Path(key_file), flag_of("admin_key_file")) if key_file else None
             verifier = Verifier(key, runtime.instance_id)
             self.description["key"] = verifier.key_id
-            control = Control(
-                config, process.life, verifier, runtime.instance_id, self.describe, self._others
-            )
+            control = Control(self, verifier)
             runtime.describe = self.describe
             runtime.register_engine_route(ADMIN_ROUTE, control.at_system_port)
             try:
@@ -235,7 +233,7 @@ class RoleTerm:
             for watching in self._watches(live, stage):
                 ended.callback(asyncio.create_task(watching).cancel)
             if process.life.happened(Event.LOADED) is Action.LIST:
-                self.leaving, control.changes = leaving, Changeable(live, stage, leaving)
+                self.leaving = leaving
                 await registration.list_for_peers()
                 await self._serve_and_register(generate, stage)
 
@@ -275,7 +273,7 @@ class RoleTerm:
         if self.config.discovery_backend == "file":
             yield keep_in_discovery(stage.renew, partial(stage.renew, only_if_lost=True))
 
-    async def _others(self) -> list[dict[str, Any]]:
+    async def others(self) -> list[dict[str, Any]]:
         """The descriptions of all other workers of this one's model."""
         by_id = {each.instance_id: each.description for each in await self.runtime.list_instances()}
         by_id.pop(self.runtime.instance_id, None)
