@@ -55,10 +55,9 @@ class EngineFacts(msgspec.Struct, frozen=True):
         if None not in (self.max_seq_len, other.max_seq_len) and self.max_seq_len != other.max_seq_len:
             return f"max_seq_len {other.max_seq_len}; here it is {self.max_seq_len}"
         longest = other.longest_step or other.max_seq_len or math.inf
-        if prefills and self.longest_step is not None and self.longest_step < longest:
-            return (
-                f"longer prompts; max_num_tokens is {self.longest_step} here, without enable_chunked_prefill"
-            )
+        step = self.longest_step
+        if prefills and step is not None and step < longest:
+            return f"longer prompts; max_num_tokens is {step} here, without enable_chunked_prefill"
         if other.has_guides and self.has_guides is False:
             return "guided answers; guided_decoding_backend is not set here"
         return None
@@ -76,10 +75,8 @@ class EngineFacts(msgspec.Struct, frozen=True):
             )
         if request.sampling.is_guided and self.has_guides is False:
             # TensorRT-LLM would ignore the guide: the answer could be any text.
-            return (
-                "guided decoding needs guided_decoding_backend, which is not set (a worker's "
-                "--guided-decoding-backend)"
-            )
+            flag = "a worker's --guided-decoding-backend"
+            return f"guided decoding needs guided_decoding_backend, which is not set ({flag})"
         return None
 
     def room(self, request: GenerateRequest) -> int | None:

@@ -1,5 +1,4 @@
-"""Checks the engine's health in threads, detects an engine that is stalled although it reports to be healthy, and
-closes the engine within a time limit.
+"""Checks the engine's health, detects an engine that is stalled although it says that it is healthy, and closes it.
 
 TensorRT-LLM may block the thread that calls a dead rank. So the event loop that serves requests does not call it, and
 when the event loop is blocked all the same, the process ends.
@@ -35,10 +34,8 @@ _LOOKS = 10
 
 
 class Stall:
-    """Detects that requests run and none of them makes progress; `look` is called at regular intervals.
-
-    How long a step may take depends on model, batch and GPU, so all requests are considered together: a token of one of
-    them, or the end of one, is progress.
+    """Detects that requests run and none of them makes progress; `look` is called at regular intervals. A token of one
+    of them, or the end of one, is progress: how long a step may take depends on model, batch and GPU.
     """
 
     def __init__(self, engine: Engine) -> None:
