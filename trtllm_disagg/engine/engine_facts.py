@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -11,7 +11,22 @@ from trtllm_disagg.engine.rank_placement import num_ranks_of
 from trtllm_disagg.types import GenerateRequest
 
 
-class EngineFacts(msgspec.Struct, frozen=True):
+class Described(msgspec.Struct, frozen=True):
+    """A part of a worker's description, in which None stands for what is not known."""
+
+    @classmethod
+    def described(cls, description: object) -> Self:
+        """That in a description; nothing is known of another version's that cannot be read."""
+        try:
+            return msgspec.convert(description, cls)
+        except msgspec.ValidationError:
+            return cls()
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: value for name, value in msgspec.to_builtins(self).items() if value is not None}
+
+
+class EngineFacts(Described, frozen=True):
     """A fact that is not known is None: then only the engine can refuse a request for it."""
 
     #: Tokens of a prompt and its answer.
@@ -39,14 +54,6 @@ class EngineFacts(msgspec.Struct, frozen=True):
         has_guides = getattr(engine_args, "guided_decoding_backend", None) is not None
         most = getattr(engine_args, "max_batch_size", None)
         return cls(max_seq_len, longest_step, has_guides, most, num_ranks_of(engine_args))
-
-    @classmethod
-    def described(cls, description: object) -> EngineFacts:
-        """Those in a worker's description; nothing is known of another version's that cannot be read."""
-        try:
-            return msgspec.convert(description, cls)
-        except msgspec.ValidationError:
-            return cls()
 
     def why_less_than(self, other: EngineFacts, prefills: bool) -> str | None:
         """Why this engine cannot take the place of another one, or None. A frontend keeps one context length for a

@@ -13,7 +13,7 @@ import msgspec
 from packaging.version import Version
 
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.engine.engine_facts import EngineFacts
+from trtllm_disagg.engine.engine_facts import Described, EngineFacts
 from trtllm_disagg.engine.trtllm_version import OLDEST_SERVED
 from trtllm_disagg.errors import ConfigError, InvalidRequestError
 from trtllm_disagg.worker.pairing import Description, fixed_by, require_pair
@@ -29,7 +29,7 @@ _NAMES_OF_ROLES |= {"gen": Role.DECODE, "generation": Role.DECODE, "decode": Rol
 _DECODES_WITHOUT_KV = "TRTLLM_DISAGG_BENCHMARK_GEN_ONLY"
 
 
-class RoleSettings(msgspec.Struct, frozen=True):
+class RoleSettings(Described, frozen=True):
     """The settings that make an engine good for one role. None: not known, or the engine's own choice."""
 
     max_batch_size: int | None = None
@@ -44,7 +44,7 @@ class RoleSettings(msgspec.Struct, frozen=True):
     moe_expert_parallel_size: int | None = None
     enable_attention_dp: bool = False
     #: Variables that tie the engine to a role, with the value of each -> that role.
-    role_variables: dict[str, Role] = {}
+    role_variables: dict[str, Role] = msgspec.field(default_factory=dict)
 
     @classmethod
     def of(cls, args: Mapping[str, Any], environ: Mapping[str, str]) -> RoleSettings:
@@ -62,19 +62,6 @@ class RoleSettings(msgspec.Struct, frozen=True):
             bool(args.get("enable_attention_dp")),
             _role_variables(environ),
         )
-
-    @classmethod
-    def described(cls, description: Description) -> RoleSettings:
-        """Those in a worker's description; nothing is known of another version's that cannot be read."""
-        try:
-            return msgspec.convert(description, cls)
-        except msgspec.ValidationError:
-            return cls()
-
-    def to_json(self) -> dict[str, Any]:
-        """For a worker's description."""
-        known: dict[str, Any] = msgspec.to_builtins(self)
-        return {name: value for name, value in known.items() if value is not None}
 
     @property
     def num_gpus(self) -> int:

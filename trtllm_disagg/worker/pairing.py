@@ -10,8 +10,6 @@ from functools import partial
 from importlib import metadata
 from typing import Any, NamedTuple
 
-import msgspec
-
 from trtllm_disagg import __version__
 from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
 from trtllm_disagg.engine.engine_facts import EngineFacts
@@ -276,10 +274,9 @@ def with_engine(
     kv_transport: str | None = None,
 ) -> dict[str, Any]:
     """This worker's description with what only the running engine knows."""
-    known = {name: value for name, value in msgspec.to_builtins(facts).items() if value is not None}
     return (
         own
-        | known
+        | facts.to_json()
         | {
             "block_size": block_size,
             "kv_transport": kv_transport,
