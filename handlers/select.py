@@ -333,6 +333,18 @@ class BestCached(LeastLoaded):
         return cached
 
 
+def selector_of(router: str, in_flight: InFlight, overlaps: Overlaps) -> Selector:
+    """That of a value of `--next-router`."""
+    match router:
+        case "random":
+            return Random(in_flight.weights)
+        case "least_loaded":
+            return LeastLoaded(in_flight)
+        case "kv":
+            return BestCached(overlaps, in_flight)
+    return RoundRobin(in_flight.weights)
+
+
 class Selection:
     """A StageClient: pins first, then the selector, among the instances that have not failed this request."""
 

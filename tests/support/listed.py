@@ -11,7 +11,7 @@ from tests.support.recording_pair import recording_engine
 from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.dynamo_runtime.advertised import Advertised
 from trtllm_disagg.dynamo_runtime.cards import Cards
-from trtllm_disagg.dynamo_runtime.handler import refuse_control
+from trtllm_disagg.dynamo_runtime.handler import Handler
 from trtllm_disagg.dynamo_runtime.listing import ServedEndpoints
 from trtllm_disagg.dynamo_runtime.registration import Registration
 from trtllm_disagg.dynamo_runtime.worker_endpoint import Runtime, ServedModel
@@ -39,7 +39,7 @@ class Listed:
     async def serve(self, generate: Generate, describe: Callable[[], dict[str, Any]] = dict) -> None:
         """Until the runtime is shut down."""
         self.runtime.describe = describe
-        await self.served.answer_with(generate, describe, refuse_control)
+        await self.served.answer_with(Handler(generate, describe))
         await self.registration.list_for_peers()
         await self.served.until_ended()
 

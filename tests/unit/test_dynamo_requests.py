@@ -14,7 +14,7 @@ from tests.support.recording_pair import make_pair
 from tests.support.stage_client import FakeContext, RecordingStageClient
 from tests.support.trying import logged
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler
+from trtllm_disagg.dynamo_runtime.handler import Handler
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.llm_api import load_api
 from trtllm_disagg.engines.recording.llm import Logprob, Script
@@ -85,7 +85,7 @@ async def test_the_engine_gets_the_trace_of_the_request(
     context: type[FakeContext], headers: dict[str, str] | None
 ) -> None:
     engine, generate = agg()
-    handler = as_dynamo_handler(generate, dict)
+    handler = Handler(generate, dict).function
     assert [answer async for answer in handler(raw_request(), context())]
     assert last_call(engine).get("trace_headers") == headers
 

@@ -120,28 +120,25 @@ def _structural_tag(given: str | None, takes_tags: bool) -> dict[str, Any] | Non
 
 def _require_any_order(given: str) -> None:
     """Raises ConfigError where the engine's grammars cannot leave the order open."""
-    try:
+    installed = "none"
+    with contextlib.suppress(metadata.PackageNotFoundError):
         installed = metadata.version(_TAGS_BACKEND)
-    except metadata.PackageNotFoundError:
-        installed = ""
-    if not installed or Version(installed) < _ANY_ORDER_SINCE:
-        allowed = (
-            f"no tool_arguments_any_order, which needs {_TAGS_BACKEND} {_ANY_ORDER_SINCE}; "
-            f"installed is {installed or 'none'}"
-        )
-        raise ConfigError.bad_value(flag_of("structural_tag"), given, allowed)
+        if Version(installed) >= _ANY_ORDER_SINCE:
+            return
+    needed = f"{_TAGS_BACKEND} {_ANY_ORDER_SINCE}; installed is {installed}"
+    allowed = f"no tool_arguments_any_order, which needs {needed}"
+    raise ConfigError.bad_value(flag_of("structural_tag"), given, allowed)
 
 
 def _speculation(given: Any) -> dict[str, Any] | None:
     """What Dynamo's Planner reads of speculative decoding. The engine, which loads later, reports wrong values."""
     if not isinstance(given, Mapping):
         return None
-    drafted = given.get("max_draft_len")
+    drafted, method = given.get("max_draft_len"), given.get("decoding_type")
     if drafted is None:
         drafted = given.get("num_nextn_predict_layers")
     if not isinstance(drafted, int) or drafted <= 0:
         return None
-    method = given.get("decoding_type")
     return {"nextn": drafted, "source": "backend_config"} | ({"method": str(method)} if method else {})
 
 
@@ -187,13 +184,12 @@ Route = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 class Taints:
     """The taints of this worker, which Dynamo's router compares with the `routing_constraints` of a request: told by
-    POST /engine/update/model_taints at the system port, as at Dynamo's own worker. Dynamo changes the model card that
-    is there now; what it was told is kept for a card that is made later, after a switch or a flip.
+    POST /engine/update/model_taints at the system port. Dynamo changes the card that is there now; a card that is made
+    later, after a switch or a flip, gets what was told here.
     """
 
     def __init__(self, runtime: Any, endpoint: Any, told: set[str]) -> None:
-        self._runtime = runtime
-        self._told = told
+        self._runtime, self._told = runtime, told
         # Dynamo's function takes this object as the runtime.
         register_model_taint_route(self, endpoint)
 

@@ -1,4 +1,4 @@
-"""What discovery tells of a worker's model: its cards, and the card that closes its namespace."""
+"""The cards by which discovery tells of a worker's model."""
 
 from __future__ import annotations
 
@@ -52,22 +52,25 @@ _UNROUTED = Kind(ModelType.Empty, WorkerType.Prefill, [[WorkerType.Aggregated]])
 
 
 class Cards:
-    """A worker's cards, at frontends and for the KV routers of the other role. After `close` none is put."""
+    """A worker's cards, at frontends and for the KV routers of the other role. After `close` none is put.
+
+    One more card closes this namespace: then other namespaces of the model get all new requests. It is at an endpoint
+    of its own, of a type that no worker here routes by, with needs that no worker meets (docs/log/dynamo.md).
+    """
 
     def __init__(
         self, config: WorkerConfig, runtime: Runtime, advertised: Advertised, model: ServedModel
     ) -> None:
         self.kind = kind_for_frontends(config)
         self.are_at_frontends = False
-        self._are_for_peers = self._is_closed = False
-        self._config = config
+        self._are_for_peers = self._is_closed = self._has_closed_namespace = False
+        self._config, self._model, self._advertised = config, model, advertised
         self._runtime = runtime
-        self._advertised = advertised
-        self._model = model
+        self._closing = runtime.endpoint(f"{config.frontend_endpoint_id}_closed")
         self._taints = Taints(runtime, runtime.endpoint_for_frontends, advertised.taints)
 
     async def put_at_frontends(self) -> None:
-        await self.put(self._runtime.endpoint_for_frontends, self.kind, self._config.publish_kv_events)
+        await self._put(self._runtime.endpoint_for_frontends, self.kind, self._config.publish_kv_events)
         self.are_at_frontends = not self._is_closed
 
     async def remove_from_frontends(self) -> None:
@@ -77,7 +80,7 @@ class Cards:
     async def put_for_peers(self) -> None:
         """Have the KV routers of the other role listen to this worker's cache events."""
         self._are_for_peers = not self._is_closed
-        await self.put(self._runtime.endpoint_for_workers, _UNROUTED, True)
+        await self._put(self._runtime.endpoint_for_workers, _UNROUTED, True)
         if self._is_closed:  # meanwhile
             await self.remove_for_peers()
 
@@ -91,7 +94,18 @@ class Cards:
         if self._are_for_peers:
             await self.remove_for_peers()
 
-    async def put(self, endpoint: Any, kind: Kind, publishes_events: bool) -> None:
+    async def close_namespace(self) -> None:
+        self._has_closed_namespace = True
+        by = WorkerType.Aggregated if self.kind.needs else WorkerType.Prefill
+        await self._put(self._closing, Kind(ModelType.Empty, by, [[WorkerType.Encode]]), False)
+
+    async def open_namespace(self) -> None:
+        """If this worker has closed it."""
+        if self._has_closed_namespace:
+            await unregister_model(self._closing)
+            self._has_closed_namespace = False
+
+    async def _put(self, endpoint: Any, kind: Kind, publishes_events: bool) -> None:
         if self._is_closed:
             return
         config, model = self._config, self._model
@@ -124,25 +138,3 @@ class Cards:
             ignore_weights=True,
             router_config=self._advertised.router,
         )
-
-
-class NamespaceGate:
-    """Other namespaces of the model get all new requests while this one is closed: while one endpoint has a card of a
-    type that no worker here routes by, with needs that no worker meets (docs/log/dynamo.md).
-    """
-
-    def __init__(self, config: WorkerConfig, runtime: Runtime, cards: Cards) -> None:
-        self._endpoint = runtime.endpoint(f"{config.frontend_endpoint_id}_closed")
-        self._cards = cards
-        self._is_closed = False
-
-    async def close(self) -> None:
-        self._is_closed = True
-        by = WorkerType.Aggregated if self._cards.kind.needs else WorkerType.Prefill
-        await self._cards.put(self._endpoint, Kind(ModelType.Empty, by, [[WorkerType.Encode]]), False)
-
-    async def open(self) -> None:
-        """If this worker has closed it."""
-        if self._is_closed:
-            await unregister_model(self._endpoint)
-            self._is_closed = False

@@ -22,21 +22,22 @@ _FOUND_SECONDS = 3.0
 _POLL_SECONDS = 0.15
 
 
+@dataclass(frozen=True, slots=True)
 class Controller:
     """Finds the workers of a deployment from outside, and sends them commands."""
 
-    def __init__(self, clients: Mapping[str, Any], signer: Signer, timeout: float) -> None:
-        self._clients = clients
-        self._signer = signer
-        self._timeout = timeout
+    #: Dynamo's, by the id of the endpoint.
+    clients: Mapping[str, Any]
+    signer: Signer
+    timeout: float
 
     async def workers(self) -> list[DescribedInstance]:
         """Every worker in discovery with its description, without those that died meanwhile."""
         await self._until_settled()
         # A first stage is at two endpoints. The later one, that of its role, stays in use after a switch.
-        names = {i: endpoint for endpoint, client in self._clients.items() for i in client.instance_ids()}
+        names = {i: endpoint for endpoint, client in self.clients.items() for i in client.instance_ids()}
         answers = await asyncio.gather(
-            *(self._ask(endpoint, i, {DESCRIBE: True}, self._timeout) for i, endpoint in names.items()),
+            *(self._ask(endpoint, i, {DESCRIBE: True}, self.timeout) for i, endpoint in names.items()),
             return_exceptions=True,
         )
         workers = []
@@ -51,17 +52,16 @@ class Controller:
         """Wait until two polls agree: a new client receives the instances one by one."""
         seen: list[list[int]] = []
         for _ in range(round(_FOUND_SECONDS / _POLL_SECONDS)):
-            now = [sorted(client.instance_ids()) for client in self._clients.values()]
-            if all(now) and now == seen:
+            before, seen = seen, [sorted(client.instance_ids()) for client in self.clients.values()]
+            if all(seen) and seen == before:
                 return
-            seen = now
             await asyncio.sleep(_POLL_SECONDS)
 
     async def send(self, endpoint_id: str, instance_id: int, command: Command) -> dict[str, Any]:
         """Send a command and return its answer. Raises a DisaggError when it is refused or not answered in time."""
-        request = self._signer.request(command, instance_id)
+        request = self.signer.request(command, instance_id)
         drains = command.seconds if isinstance(command, Leave) else 0.0
-        return await self._ask(endpoint_id, instance_id, request, self._timeout + drains)
+        return await self._ask(endpoint_id, instance_id, request, self.timeout + drains)
 
     async def _ask(
         self, endpoint_id: str, instance_id: int, request: dict[str, Any], timeout: float
@@ -69,7 +69,7 @@ class Controller:
         name = f"instance {instance_id:x} at {endpoint_id}"
         try:
             async with asyncio.timeout(timeout):
-                stream = await self._clients[endpoint_id].direct(request, instance_id)
+                stream = await self.clients[endpoint_id].direct(request, instance_id)
                 answers = [item.data() async for item in stream if not item.is_error()]
         except TimeoutError:
             raise StageTimeoutError(f"{name} did not answer within {timeout:g} s") from None
@@ -94,12 +94,8 @@ async def controller(
     """For the workers of some namespaces at their usual endpoints. Dynamo's variables locate discovery."""
     runtime = DistributedRuntime(asyncio.get_running_loop(), backend, request_plane, event_plane=event_plane)
     try:
-        roles = (None, Role.PREFILL, Role.DECODE)
-        endpoints = [endpoint_of(namespace, role) for namespace in namespaces for role in roles]
-        clients = {
-            endpoint: await runtime.endpoint(parse_endpoint_id(endpoint).dotted).client()
-            for endpoint in endpoints
-        }
+        usual = [endpoint_of(each, role) for each in namespaces for role in (None, Role.PREFILL, Role.DECODE)]
+        clients = {each: await runtime.endpoint(parse_endpoint_id(each).dotted).client() for each in usual}
         yield Controller(clients, signer, timeout)
     finally:
         runtime.shutdown()
@@ -114,21 +110,21 @@ class Decision:
     given: Any
 
 
+@dataclass(frozen=True, slots=True)
 class Planner:
     """The decisions of Dynamo's planner, as its virtual connector keeps them in etcd."""
 
-    def __init__(self, client: Any) -> None:
-        self._client = client
+    connector: Any
 
     async def newest(self) -> Decision:
-        given = await self._client.get()
+        given = await self.connector.get()
         numbers = {"prefill": given.num_prefill_workers, "decode": given.num_decode_workers}
         decided = {role: number for role, number in numbers.items() if number >= 0}
         return Decision(given.decision_id, decided, given)
 
     async def confirm(self, decision: Decision) -> None:
         """The numbers are there."""
-        await self._client.complete(decision.given)
+        await self.connector.complete(decision.given)
 
 
 @asynccontextmanager

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -35,26 +36,25 @@ log = logging.getLogger(__name__)
 _warn = RateLimitedLog(log)
 
 
+@dataclass(frozen=True, slots=True)
 class DynamoDirectory:
-    """The instances at an endpoint."""
+    """The instances at an endpoint, as discovery lists them at each use."""
 
-    def __init__(self, client: Any) -> None:
-        self._client = client
+    client: Any
 
     def instance_ids(self) -> list[int]:
-        ids: list[int] = self._client.instance_ids()
-        return ids
+        return [*self.client.instance_ids()]
 
     def instance(self, instance_id: int) -> DynamoStageInstance:
-        return DynamoStageInstance(self._client, instance_id)
+        return DynamoStageInstance(self.client, instance_id)
 
 
+@dataclass(frozen=True, slots=True)
 class DynamoStageInstance:
     """One instance at an endpoint. Errors of a call are translated to DisaggErrors."""
 
-    def __init__(self, client: Any, instance_id: int) -> None:
-        self._client = client
-        self.instance_id = instance_id
+    client: Any
+    instance_id: int
 
     async def describe(self) -> dict[str, Any]:
         async with aclosing(self.call({DESCRIBE: True}, None)) as answers:
@@ -73,7 +73,7 @@ class DynamoStageInstance:
     ) -> AsyncGenerator[dict[str, Any], None]:
         try:
             # The context carries request id, trace and cancellation.
-            stream = await self._client.direct(request, self.instance_id, annotated=False, context=context)
+            stream = await self.client.direct(request, self.instance_id, annotated=False, context=context)
             async for item in stream:
                 yield item
         except errors.DisaggError as error:
@@ -89,8 +89,8 @@ class Clients:
     """Dynamo's clients of other workers, and its KV routers, one for each endpoint.
 
     A Dynamo runtime that has had a client leaves a listening TCP port behind when it is shut down (docs/log/dynamo.md).
-    So a worker with file discovery has one runtime for them, which lives as long as the process. With etcd the lease of
-    a runtime may end by itself: there they belong to the role term, and end with it.
+    So with file discovery they have a runtime of their own, for the life of the process. With etcd the lease of a
+    runtime may end by itself: there they belong to the role term.
     """
 
     def __init__(self, config: WorkerConfig, runtime: Any = None) -> None:
@@ -113,7 +113,6 @@ class Clients:
         return self._clients[endpoint_id]
 
     def overlaps(self, endpoint_id: str, block_size: int) -> KvOverlaps:
-        """Tells how much of a prompt the instances at an endpoint have cached."""
         key = endpoint_id, block_size
         if key not in self._overlaps:
             self._overlaps[key] = KvOverlaps(self._endpoint(endpoint_id), block_size)
@@ -122,9 +121,7 @@ class Clients:
     async def list_instances(
         self, endpoint_ids: Iterable[str], own_id: int, describe_own: Callable[[], dict[str, Any]]
     ) -> list[DescribedInstance]:
-        """The instances at these endpoints that answer, with their descriptions. Where an instance is at several of
-        them, it is called at the first one.
-        """
+        """The instances at these endpoints that answer, described; each is called at the first of them."""
         listed = await self._listed(endpoint_ids)
         callees: dict[int, Any] = {}
         for endpoint_id, ids in listed.items():
@@ -141,8 +138,8 @@ class Clients:
         ]
 
     async def _listed(self, endpoint_ids: Iterable[str]) -> dict[str, set[int]]:
-        """The instance ids at each endpoint. From the files where it can be: a client costs two of the 128 inotify
-        instances of a user.
+        """The instance ids at each endpoint; by the files if possible, since a client costs two of a user's 128 inotify
+        instances.
         """
         if self._config.discovery_backend == "file" and (found := listed_in_files(endpoint_ids)) is not None:
             return found
@@ -189,17 +186,17 @@ async def described(client: Any, instance_id: int, warn: RateLimitedLog = _warn)
         return None
 
 
+@dataclass(frozen=True)
 class KvOverlaps:
     """How many tokens of a prompt each peer has cached, by the cache events of peers that have a model card."""
 
-    def __init__(self, endpoint: Any, block_size: int) -> None:
-        self._endpoint = endpoint
-        self._block_size = block_size
+    endpoint: Any
+    block_size: int
 
     @cached_property
     def _router(self) -> Any:
         """Made at the first use: it watches discovery and subscribes to the events of every instance."""
-        return KvRouter(self._endpoint, self._block_size, KvRouterConfig())
+        return KvRouter(self.endpoint, self.block_size, KvRouterConfig())
 
     def listen(self) -> None:
         """Subscribe to events now, and not with the first request."""
@@ -213,14 +210,15 @@ class KvOverlaps:
         scores = await self._router.get_overlap_scores(request.token_ids, cache_namespace=request.cache_salt)
         cached: dict[int, int] = {}
         for row in scores["workers"]:  # one row for each attention-DP rank
-            tokens = row["device_blocks"] * self._block_size
+            tokens = row["device_blocks"] * self.block_size
             cached[row["worker_id"]] = max(tokens, cached.get(row["worker_id"], 0))
         return cached
 
 
-def _instance_files() -> Path:
+def _instance_files() -> set[str]:
+    """The names of all instances' files in file discovery, with slashes. Raises OSError."""
     store = os.environ.get("DYN_FILE_KV") or Path(tempfile.gettempdir()) / "dynamo_store_kv"
-    return Path(store) / "v1" / "instances"
+    return {unquote(name) for name in os.listdir(Path(store) / "v1" / "instances")}
 
 
 def _files_of(endpoint_id: str) -> str:
@@ -230,7 +228,7 @@ def _files_of(endpoint_id: str) -> str:
 def listed_in_files(endpoint_ids: Iterable[str]) -> dict[str, set[int]] | None:
     """The instance ids at each endpoint in file discovery; None where that is unknown."""
     try:
-        there = [unquote(name) for name in os.listdir(_instance_files())]
+        there = _instance_files()
         return {
             each: {int(name.removeprefix(path), 16) for name in there if name.startswith(path)}
             for each, path in ((each, _files_of(each)) for each in endpoint_ids)
@@ -241,24 +239,19 @@ def listed_in_files(endpoint_ids: Iterable[str]) -> dict[str, set[int]] | None:
 
 class DiscoveryFiles:
     """The files of a worker's instances. Each process touches its own ones every few seconds, and removes others that
-    have not been touched for 10 s, for example because nothing could be written. Dynamo does not write them again.
+    were not touched for 10 s. Dynamo does not write them again.
     """
 
     def __init__(self, instance_id: int) -> None:
-        self._directory = _instance_files()
-        self._instance_id = instance_id
+        self._name = f"{instance_id:x}"
         #: Only a file that was there can be lost: another version of Dynamo may write other ones.
         self._seen: set[str] = set()
 
     def has_lost(self, endpoint_ids: Iterable[str]) -> bool:
         """Whether this worker's file at one of these endpoints was there and is no more; False where unknown."""
         try:
-            there = {unquote(name) for name in os.listdir(self._directory)}
+            there = _instance_files()
         except OSError:
             return False
-        keys = {self._key(each) for each in endpoint_ids}
-        self._seen = (self._seen | there) & keys
+        self._seen = (self._seen | there) & {_files_of(each) + self._name for each in endpoint_ids}
         return not self._seen <= there
-
-    def _key(self, endpoint_id: str) -> str:
-        return f"{_files_of(endpoint_id)}{self._instance_id:x}"

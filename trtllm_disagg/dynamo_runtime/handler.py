@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, repeat
 from operator import call
@@ -32,8 +33,8 @@ log = logging.getLogger(__name__)
 
 #: The key of a request for the worker's description.
 DESCRIBE = "trtllm_disagg.describe"
-#: The key of a health probe: a request that this worker runs whole on its own engine, whatever its role. It generates
-#: at least one token, because an engine that reports that it is healthy may be stuck.
+#: The key of a health probe: a request that this worker runs whole on its own engine, whatever its role, because an
+#: engine that reports that it is healthy may be stuck.
 PROBE = "trtllm_disagg.probe"
 #: The default probe: one prompt token, one generated token, and a priority above waiting requests.
 SMALLEST_REQUEST = {"token_ids": [1], "stop_conditions": {"max_tokens": 1}, "priority": 1.0}
@@ -81,98 +82,72 @@ async def refuse_control(raw: Any) -> dict[str, Any]:
     raise errors.InvalidRequestError("this worker takes no control commands")
 
 
-def as_dynamo_handler(
-    generate: Generate,
-    describe: Callable[[], dict[str, Any]],
-    handle_command: HandleCommand = refuse_control,
-    longest_prompt: float = math.inf,
-    probe: Probe = answers_by_itself,
-    *,
-    pushes: bool = False,
-    first_tokens: FirstTokens | None = None,
-) -> Callable[..., Any]:
-    """The function that Dynamo calls with each request; Dynamo passes all arguments but the first by name.
-
-    `first_tokens`: None where this type of worker has none. With `pushes`, Dynamo passes a response sender with
-    requests from the network; otherwise it polls for each answer.
+@dataclass(eq=False)
+class Handler:
+    """`function` is what Dynamo calls with each request in one role term. Dynamo passes all arguments but the first by
+    name, and looks at their names: with `pushes` it adds a response sender to requests from the network, and otherwise
+    it polls for each answer.
     """
-    warn_overloaded = RateLimitedLog(log)
 
-    async def handle(request: Any, context: Any) -> AsyncGenerator[Answer, None]:
-        with _errors_for_dynamo(context, warn_overloaded):
-            if not isinstance(request, dict):
-                raise InvalidRequestError(f"request: expected an object, got {type(request).__name__}")
-            if DESCRIBE in request:
-                yield describe()
-                return
-            if PROBE in request:
-                await probe(decode_request(request, longest_prompt))
-                yield describe()
-                return
-            if is_control(request):
-                yield await handle_command(request[CONTROL])
-                return
-            decoded = decode_request(request, longest_prompt, context.trace_headers())
-            has_begun = first_tokens is None or decoded.phase_request is not None
-            if first_tokens is not None and not has_begun:
-                first_tokens.bind(context, decoded.dp_rank)
-            async with aclosing(generate(decoded, context)) as chunks:
-                async for chunk in chunks:
-                    yield encode_chunk(chunk)
-                    # Behind the token: telling the routers takes a tenth of a millisecond. Of a request that has ended
-                    # the frontend tells them.
-                    if not has_begun and chunk.token_ids and chunk.finish_reason is None:
-                        has_begun = True
-                        context.notify_first_token()
+    generate: Generate
+    describe: Callable[[], dict[str, Any]]
+    handle_command: HandleCommand = refuse_control
+    longest_prompt: float = math.inf
+    probe: Probe = answers_by_itself
+    pushes: bool = False
+    #: None where this type of worker has none.
+    first_tokens: FirstTokens | None = None
 
-    def handle_polled(request: dict[str, Any], context: Any) -> _BegunOnLoop:
-        return _BegunOnLoop(handle(request, context))
+    warn_overloaded: RateLimitedLog = field(default_factory=lambda: RateLimitedLog(log))
 
-    def handle_pushing(request: dict[str, Any], context: Any, response_sender: Any = None) -> _BegunOnLoop:
-        answers = handle(request, context)
+    @property
+    def function(self) -> Callable[..., Any]:
+        return self._pushing if self.pushes else self._polled
+
+    def release(self) -> None:
+        """Let go of the role term: Dynamo keeps `function` for the life of the process, and its source of first tokens
+        has a socket until the last reference has gone.
+        """
+        self.generate = self.describe = self.handle_command = self.probe = _refuse
+        self.first_tokens = None
+
+    def _polled(self, request: dict[str, Any], context: Any) -> _BegunOnLoop:
+        return _BegunOnLoop(self._answers(request, context))
+
+    def _pushing(self, request: dict[str, Any], context: Any, response_sender: Any = None) -> _BegunOnLoop:
+        answers = self._answers(request, context)
         if response_sender is not None:
             answers = pushed(answers, response_sender, context.is_stopped)
         return _BegunOnLoop(answers)
 
-    return handle_pushing if pushes else handle_polled
-
-
-class ReleasedAtEnd:
-    """Dynamo keeps the handler of an endpoint for the life of the process. This one lets go of its role term."""
-
-    def __init__(self, handler: Callable[..., Any], *, pushes: bool) -> None:
-        self._handler = handler
-        #: What Dynamo calls. It looks at the names of the parameters.
-        self.function: Callable[..., Any] = self._pushing if pushes else self._polled
-
-    def release(self) -> None:
-        self._handler = _refuse
-
-    def _polled(self, request: dict[str, Any], context: Any) -> Any:
-        return self._handler(request, context)
-
-    def _pushing(self, request: dict[str, Any], context: Any, response_sender: Any = None) -> Any:
-        return self._handler(request, context, response_sender)
-
-
-class FirstTokensOfTerm:
-    """Closes Dynamo's publisher of first tokens with the role term: it has a socket until the last reference has gone,
-    and Dynamo still has some, of requests that have ended.
-    """
-
-    def __init__(self, source: FirstTokens) -> None:
-        self._source: FirstTokens | None = source
-
-    def bind(self, context: Any, dp_rank: int | None) -> None:
-        if self._source is not None:
-            self._source.bind(context, dp_rank)
-
-    def release(self) -> None:
-        self._source = None
+    async def _answers(self, request: Any, context: Any) -> AsyncGenerator[Answer, None]:
+        with _errors_for_dynamo(context, self.warn_overloaded):
+            if not isinstance(request, dict):
+                raise InvalidRequestError(f"request: expected an object, got {type(request).__name__}")
+            if PROBE in request:
+                await self.probe(decode_request(request, self.longest_prompt))
+            if DESCRIBE in request or PROBE in request:
+                yield self.describe()
+                return
+            if is_control(request):
+                yield await self.handle_command(request[CONTROL])
+                return
+            decoded = decode_request(request, self.longest_prompt, context.trace_headers())
+            first_tokens = self.first_tokens if decoded.phase_request is None else None
+            if first_tokens is not None:
+                first_tokens.bind(context, decoded.dp_rank)
+            async with aclosing(self.generate(decoded, context)) as chunks:
+                async for chunk in chunks:
+                    yield encode_chunk(chunk)
+                    # Behind the token: telling the routers takes a tenth of a millisecond. Of a request that has ended
+                    # the frontend tells them.
+                    if first_tokens is not None and chunk.token_ids and chunk.finish_reason is None:
+                        first_tokens = None
+                        context.notify_first_token()
 
 
 def _refuse(*_: object) -> Any:
-    raise to_dynamo(errors.WorkerLeavingError("this worker has left"))
+    raise errors.WorkerLeavingError("this worker has left")
 
 
 #: Of two workers that share a request, the one that notices first releases the KV, and the other one loses it.
@@ -204,8 +179,8 @@ def _errors_for_dynamo(context: Any, warn_overloaded: RateLimitedLog) -> Iterato
 
 
 class _BegunOnLoop:
-    """Dynamo polls answers, and drops generators, in its own threads. Python closes a generator on the event loop where
-    it was begun; one that was not begun, in the thread that drops it, where nothing can be awaited.
+    """Begins an answer on the event loop. Dynamo polls answers, and drops generators, in its own threads; Python closes
+    a generator on the event loop where it was begun, else in the thread that drops it, where nothing can be awaited.
     """
 
     def __init__(self, answers: AsyncGenerator[Answer, None]) -> None:

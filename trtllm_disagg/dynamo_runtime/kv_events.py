@@ -5,34 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import Any
 
+from trtllm_disagg.dynamo_runtime.metrics import DynamoMetrics
 from trtllm_disagg.engine.cache_events import CacheEvents, StoredBlocks
 from trtllm_disagg.handlers.decide import CachedPrefixes
-
-
-class EventSource(Protocol):
-    """Dynamo's KvEventPublisher: it has an entry in discovery, where routers find it, until `shutdown`."""
-
-    def publish_stored(
-        self,
-        token_ids: list[int],
-        num_block_tokens: list[int],
-        block_hashes: list[int],
-        parent_hash: int | None = None,
-        *,
-        cache_salt: str | None = None,
-    ) -> None: ...
-
-    def publish_removed(self, block_hashes: list[int]) -> None: ...
-
-    def shutdown(self) -> None: ...
-
-
-class EventMetrics(Protocol):
-    def polled_events(self, count: int) -> None: ...
-
-    def lost_events(self, count: int) -> None: ...
 
 
 class KvEventForwarder:
@@ -43,12 +20,14 @@ class KvEventForwarder:
     def __init__(
         self,
         events: CacheEvents,
-        openers: Mapping[int, Sequence[Callable[[], EventSource]]],
-        metrics: EventMetrics,
+        openers: Mapping[int, Sequence[Callable[[], Any]]],
+        metrics: DynamoMetrics,
     ) -> None:
-        """`openers`: rank -> what opens its sources."""
+        """`openers`: rank -> what opens its sources, Dynamo's KvEventPublisher. A source has an entry in discovery,
+        where routers find it, until its `shutdown`.
+        """
         self._events, self._openers, self._metrics = events, openers, metrics
-        self._sources: dict[int, list[EventSource]] = {}
+        self._sources: dict[int, list[Any]] = {}
 
     async def start(self) -> None:
         self._events.subscribe(self)

@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.cards import kind_for_frontends
 from trtllm_disagg.dynamo_runtime.discovery import DiscoveryFiles
-from trtllm_disagg.dynamo_runtime.handler import (
-    FirstTokensOfTerm,
-    HandleCommand,
-    Probe,
-    ReleasedAtEnd,
-    answers_by_itself,
-    as_dynamo_handler,
-    health_check_payload,
-)
+from trtllm_disagg.dynamo_runtime.handler import Handler, health_check_payload
 from trtllm_disagg.dynamo_runtime.worker_endpoint import Runtime
 from trtllm_disagg.errors import PeerUnavailableError
-from trtllm_disagg.types import Generate
 
 log = logging.getLogger(__name__)
 
@@ -38,47 +27,27 @@ class ServedEndpoints:
         self._config = config
         self._runtime = runtime
         self._health_check = health_check_payload(config.health_check_payload)
-        self._handler: Callable[..., Any] | None = None
-        self._releases: list[Callable[[], None]] = []
+        self._handler: Handler | None = None
         #: By endpoint id.
         self._serving: dict[str, asyncio.Future[None]] = {}
         #: Ids of the endpoints without which this worker is of no use now.
         self.needed: set[str] = set()
         self._has_ended = asyncio.Event()
 
-    async def answer_with(
-        self,
-        generate: Generate,
-        describe: Callable[[], dict[str, Any]],
-        handle_command: HandleCommand,
-        longest_prompt: float = math.inf,
-        probe: Probe = answers_by_itself,
-    ) -> None:
-        """Before the first entry. `describe`: what other workers ask for."""
+    async def answer_with(self, handler: Handler) -> None:
+        """Before the first entry."""
+        self._handler = handler
         # Cheaper than to be asked for each chunk. But a decode worker, whose chunks another worker may relay, makes
         # fewer of them when it is asked.
-        pushes = self._config.role is not Role.DECODE or not self._config.strategy_spec.is_worker_side
+        handler.pushes = self._config.role is not Role.DECODE or not self._config.strategy_spec.is_worker_side
         # Missing before Dynamo 1.6; None for worker types that have none.
-        source_for = getattr(self._runtime.endpoint_for_frontends, "first_token_source", None)
-        source = source_for and await source_for(kind_for_frontends(self._config).worker_type)
-        first_tokens = None if source is None else FirstTokensOfTerm(source)
-        handler = as_dynamo_handler(
-            generate,
-            describe,
-            handle_command,
-            longest_prompt,
-            probe,
-            pushes=pushes,
-            first_tokens=first_tokens,
-        )
-        served = ReleasedAtEnd(handler, pushes=pushes)
-        self._handler = served.function
-        self._releases = [served.release, *([first_tokens.release] if first_tokens else ())]
+        if source_for := getattr(self._runtime.endpoint_for_frontends, "first_token_source", None):
+            handler.first_tokens = await source_for(kind_for_frontends(self._config).worker_type)
 
     def release(self) -> None:
-        """Let go of the role term. Dynamo keeps what it calls for the life of the process."""
-        for release in self._releases:
-            release()
+        """Let go of the role term."""
+        if self._handler is not None:
+            self._handler.release()
 
     def is_serving(self, endpoint_id: str) -> bool:
         return endpoint_id in self._serving
@@ -87,7 +56,7 @@ class ServedEndpoints:
         """Answer requests at an endpoint, which Dynamo also lists."""
         serving = self._serving[endpoint_id] = asyncio.ensure_future(
             self._runtime.own[endpoint_id].serve_endpoint(
-                self._handler,
+                self._handler and self._handler.function,
                 graceful_shutdown=True,
                 metrics_labels=[(label, self._config.model_name) for label in ("model", "model_name")],
                 health_check_payload=self._health_check,
@@ -109,9 +78,7 @@ class ServedEndpoints:
         return serving.exception()
 
     async def until_ended(self) -> None:
-        """Wait for the runtime's end. An endpoint that comes meanwhile has to finish its own requests, too. Raises the
-        failure of an endpoint that is needed.
-        """
+        """Wait for the end of all endpoints, later ones too. Raises the failure of an endpoint that is needed."""
         while not all(each.done() for each in self._serving.values()):
             await self._has_ended.wait()
             self._has_ended.clear()
@@ -124,8 +91,7 @@ class Listing:
     """The endpoints at which discovery lists this worker. After `close` it is listed nowhere."""
 
     def __init__(self, runtime: Runtime, served: ServedEndpoints) -> None:
-        self._runtime = runtime
-        self._served = served
+        self._runtime, self._served = runtime, served
         self._files = DiscoveryFiles(runtime.instance_id)
         self._listed: set[str] = set()
         self.is_closed = False
@@ -134,13 +100,12 @@ class Listing:
         return endpoint_id in self._listed
 
     async def enter(self, endpoint_id: str) -> None:
-        """Answer requests at an endpoint, and list it. Raises PeerUnavailableError for an endpoint that failed before:
-        Dynamo serves none a second time.
+        """Answer requests at an endpoint, and list it. Raises PeerUnavailableError if it failed before: Dynamo does not
+        serve it again.
         """
         if failure := self._served.failure_at(endpoint_id):
-            raise PeerUnavailableError(
-                f"this worker cannot be called at {endpoint_id} before it is restarted; it failed there: {failure}"
-            )
+            why = f"before it is restarted; it failed there: {failure}"
+            raise PeerUnavailableError(f"this worker cannot be called at {endpoint_id} {why}")
         if endpoint_id in self._listed or self.is_closed:
             return
         if self._served.is_serving(endpoint_id):
@@ -201,8 +166,7 @@ async def keep_in_discovery(
     retry_seconds: float = _RETRY_SECONDS,
 ) -> None:
     """Never returns. Has a worker enter file discovery again, which drops the files of a process that could not touch
-    them: on a file system that could not be written, or in a freeze (SIGSTOP, a paused machine), after which some of
-    its files may be gone and others not.
+    them: for a file system, or in a freeze (SIGSTOP, a paused machine), after which only some of them may be gone.
     """
     was_frozen = False
     while True:
@@ -215,7 +179,6 @@ async def keep_in_discovery(
             await (renew if was_frozen else renew_if_lost)()
             was_frozen = False
         except Exception as error:
-            log.warning(
-                "entering discovery again failed: %s; the next attempt is in %g s", error, retry_seconds
-            )
+            failed = "entering discovery again failed: %s; the next attempt is in %g s"
+            log.warning(failed, error, retry_seconds)
             await asyncio.sleep(retry_seconds)

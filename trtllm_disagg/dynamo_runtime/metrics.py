@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from dynamo.common.utils.prometheus import LLMBackendMetrics, register_engine_metrics_callback
@@ -66,6 +67,24 @@ _OF_DASHBOARD = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """Makes metrics that all have the same values of the same labels."""
+
+    labels: Mapping[str, str]
+    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
+
+    def counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, [*self.labels], registry=self.registry).labels(**self.labels)
+
+    def gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, [*self.labels], registry=self.registry).labels(**self.labels)
+
+    def histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        made = Histogram(name, text, [*self.labels], registry=self.registry, buckets=buckets)
+        return made.labels(**self.labels)
+
+
 class DynamoMetrics:
     """Metrics under the names of Dynamo's worker, from engine statistics, ended requests and cache events."""
 
@@ -93,29 +112,20 @@ class DynamoMetrics:
             "disaggregation_mode": config.role.value,
             "engine_type": "trtllm",
         }
-
-        def counter(name: str, text: str) -> Counter:
-            return Counter(name, text, list(mode), registry=self.registry).labels(**mode)
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(name, text, list(mode), registry=self.registry, buckets=buckets).labels(**mode)
-
-        self._aborted = counter(names.NUM_ABORTED_REQUESTS_TOTAL, "Requests that their client left")
-        self._guided = counter(names.REQUEST_TYPE_STRUCTURED_OUTPUT_TOTAL, "Requests with guided decoding")
-        self._transfers = counter(
-            names.KV_TRANSFER_SUCCESS_TOTAL, "Requests with KV that came to this worker"
-        )
-        self._seconds = histogram(names.KV_TRANSFER_LATENCY_SECONDS, "Seconds of one transfer", _SECONDS)
-        self._bytes = histogram(names.KV_TRANSFER_BYTES, "Bytes of one transfer", _BYTES)
-        self._speed = histogram(names.KV_TRANSFER_SPEED_GB_S, "GB/s of one transfer", _GIGABYTES_A_SECOND)
-        self._buffer = Gauge(
-            names.KV_EVENT_BUFFER_CAPACITY,
-            "Cache events that the engine keeps until they are polled",
-            list(mode),
-            registry=self.registry,
-        ).labels(**mode)
-        self._events = histogram(names.KV_EVENT_DRAIN_BATCH_SIZE, "Cache events of one poll", _EVENTS)
-        self._lost = counter(names.KV_EVENT_ID_GAP_EVENTS_TOTAL, "Cache events that the engine dropped")
+        ours = Labelled(mode, self.registry)
+        self._aborted = ours.counter(names.NUM_ABORTED_REQUESTS_TOTAL, "Requests that their client left")
+        guided = "Requests with guided decoding"
+        self._guided = ours.counter(names.REQUEST_TYPE_STRUCTURED_OUTPUT_TOTAL, guided)
+        transfers = "Requests with KV that came to this worker"
+        self._transfers = ours.counter(names.KV_TRANSFER_SUCCESS_TOTAL, transfers)
+        latency, speed = names.KV_TRANSFER_LATENCY_SECONDS, names.KV_TRANSFER_SPEED_GB_S
+        self._seconds = ours.histogram(latency, "Seconds of one transfer", _SECONDS)
+        self._bytes = ours.histogram(names.KV_TRANSFER_BYTES, "Bytes of one transfer", _BYTES)
+        self._speed = ours.histogram(speed, "GB/s of one transfer", _GIGABYTES_A_SECOND)
+        buffer = "Cache events that the engine keeps until they are polled"
+        self._buffer = ours.gauge(names.KV_EVENT_BUFFER_CAPACITY, buffer)
+        self._events = ours.histogram(names.KV_EVENT_DRAIN_BATCH_SIZE, "Cache events of one poll", _EVENTS)
+        self._lost = ours.counter(names.KV_EVENT_ID_GAP_EVENTS_TOTAL, "Cache events that the engine dropped")
 
     def update(self, stat: Mapping[str, Any]) -> None:
         """One record of `get_stats_async`."""
@@ -209,8 +219,7 @@ class EngineMetrics(Collector):
 
     def __init__(self, handoffs: HandoffsHeld, clock: Callable[[], float] = time.monotonic) -> None:
         """`handoffs`: for engines that do not count them. `clock`: the clock of the engine's statistics."""
-        self._handoffs = handoffs
-        self._clock = clock
+        self._handoffs, self._clock = handoffs, clock
         self._counted: dict[str, float] = {}
         self._held: dict[str, dict[Any, float]] = {}
         #: Rank -> number of handoffs that it holds, and when it made the oldest one.
@@ -229,9 +238,8 @@ class EngineMetrics(Collector):
         self._counted |= {name: totals[key] for name, key in _TOTALS.items() if key in totals}
         rank = stat.get("attentionDpRank")
         self._hold("kv_blocks_used", rank, (stat.get("kvCacheStats") or {}).get("usedNumBlocks"))
-        self._hold(
-            "requests_active", rank, stat.get("numActiveRequests", 0) + stat.get("numQueuedRequests", 0)
-        )
+        active = stat.get("numActiveRequests", 0) + stat.get("numQueuedRequests", 0)
+        self._hold("requests_active", rank, active)
         if _tells_all(stat):
             self._made[rank] = stat["numHandoffsHeld"], stat.get("oldestHandoffAt")
 
@@ -247,9 +255,8 @@ class EngineMetrics(Collector):
         for name, by_rank in list(self._held.items()):
             yield _gauge(name, _GAUGES[name], sum(list(by_rank.values())))
         num_held, oldest_seconds = self._handoffs_held()
-        yield _gauge(
-            "handoffs_held", "Finished prefills with KV that waits here for a decode worker", num_held
-        )
+        waiting = "Finished prefills with KV that waits here for a decode worker"
+        yield _gauge("handoffs_held", waiting, num_held)
         yield _gauge("handoffs_oldest_seconds", "For how long the oldest of them has waited", oldest_seconds)
 
     def _handoffs_held(self) -> tuple[int, float]:
@@ -271,8 +278,7 @@ class LoadMetrics(Collector):
     """What waits on this worker, what it refused, and which peers it skips."""
 
     def __init__(self, queued: Queued, breaker: CircuitBreaker) -> None:
-        self._queued = queued
-        self._breaker = breaker
+        self._queued, self._breaker = queued, breaker
 
     def collect(self) -> Iterator[Metric]:
         queued = self._queued

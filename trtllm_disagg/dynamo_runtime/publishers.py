@@ -1,12 +1,11 @@
-"""What a worker publishes while it serves: cache events (`kv_events`), its load, and the statistics of each engine step
-(forward-pass metrics, for Dynamo's Planner). `create_publishers` chooses among them.
-"""
+"""What a worker publishes while it serves: cache events, its load, metrics, and each engine step for the Planner."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -32,7 +31,6 @@ from trtllm_disagg.dynamo_runtime.worker_endpoint import Runtime, ServedModel
 from trtllm_disagg.engine.capabilities import event_buffer_of
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.readers import EngineReaders, Records, Statistics, StatsSink
-from trtllm_disagg.handlers.decide import CachedPrefixes
 from trtllm_disagg.handlers.services import LiveState
 
 log = logging.getLogger(__name__)
@@ -95,11 +93,8 @@ SILENT_SECONDS = 10.0
 
 class StatsForwarder:
     """Forwards the engine's statistics in a role term: the newest record to the router, as this worker's load, and all
-    records to `sinks`. Needs enable_iter_perf_stats.
-
-    When the engine rests, the router gets a load of 0: it may send no request to a worker that looks full, and
-    TensorRT-LLM would report the blocks it has freed only in its next step. An engine that hangs still has requests,
-    and keeps its load.
+    records to `sinks`. When the engine rests, the router gets a load of 0: it may send nothing to a worker that looks
+    full, and TensorRT-LLM reports the blocks it has freed only in its next step. One that hangs keeps its load.
     """
 
     def __init__(
@@ -112,12 +107,10 @@ class StatsForwarder:
         on_rest: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._statistics, self._load, self._sinks = statistics, load, sinks
         self._has_requests, self._on_rest, self._clock = has_requests, on_rest, clock
         #: When the last record came or a request last ran; None once the router has been sent a load of 0.
         self._busy_at: float | None = None
-        self._statistics = statistics
-        self._load = load
-        self._sinks = sinks
         self._ranks: Sequence[int | None] = range(num_ranks) if num_ranks > 1 else (None,)
 
     async def start(self) -> None:
@@ -150,6 +143,10 @@ class StatsForwarder:
             self._load.publish(rank, kv_used_blocks=0)
 
 
+#: The metrics that are of the engine's statistics.
+Exposed = EngineMetrics | DynamoMetrics | StepMetrics
+
+
 class Publisher(Protocol):
     """Publishes in one role term, from `start` to `stop`."""
 
@@ -158,111 +155,85 @@ class Publisher(Protocol):
     async def stop(self) -> None: ...
 
 
-async def create_publishers(
-    config: WorkerConfig,
-    runtime: Runtime,
-    engine: Engine,
-    model: ServedModel,
-    live: LiveState,
-    load_seconds: float,
-    readers: EngineReaders,
-) -> list[Publisher]:
-    """The publishers that the flags ask for. `load_seconds`: how long the engine took to start."""
-    metrics = DynamoMetrics(config, model.num_blocks, model.num_ranks)
-    metrics.loaded(load_seconds)
-    events = _kv_events(config, runtime, engine, model.block_size, live.cached, metrics, readers)
-    if not config.reads_statistics:
-        return events
-    sinks: list[StatsSink] = [live.occupancy]
-    exposed: list[EngineMetrics | DynamoMetrics | StepMetrics] = []
-    if config.publish_metrics:
-        exposed = _exposed(config, runtime.endpoint_for_frontends, engine, live, metrics)
-    sinks += exposed
-    # The Planner listens at the endpoint of the role, whichever stage this worker is.
-    steps = FpmDirectPublisher(
-        runtime.endpoint_for_workers, str(runtime.endpoint_for_workers.connection_id()), engine.num_ranks
-    )
-    forward_pass = ForwardPassMetrics(steps)
-    load = WorkerMetricsPublisher()
-    await load.create_endpoint(runtime.endpoint_for_frontends)
-    stats = StatsForwarder(
-        readers.statistics,
-        load,
-        *sinks,
-        forward_pass,
-        num_ranks=engine.num_ranks,
-        has_requests=engine.has_requests,
-        on_rest=partial(_rest, live, exposed),
-    )
-    return [*events, stats, forward_pass]
+@dataclass(frozen=True, slots=True)
+class Publishing:
+    """Makes what one worker publishes in a role term."""
+
+    config: WorkerConfig
+    runtime: Runtime
+    engine: Engine
+    model: ServedModel
+    live: LiveState
+    readers: EngineReaders
+    metrics: DynamoMetrics
+
+    async def publishers(self) -> list[Publisher]:
+        """Those that the flags ask for."""
+        runtime, num_ranks = self.runtime, self.engine.num_ranks
+        events = self._kv_events()
+        if not self.config.reads_statistics:
+            return events
+        exposed = self._exposed() if self.config.publish_metrics else []
+        # The Planner listens at the endpoint of the role, whichever stage this worker is.
+        planned = runtime.endpoint_for_workers
+        forward_pass = ForwardPassMetrics(
+            FpmDirectPublisher(planned, str(planned.connection_id()), num_ranks)
+        )
+        load = WorkerMetricsPublisher()
+        await load.create_endpoint(runtime.endpoint_for_frontends)
+        stats = StatsForwarder(
+            self.readers.statistics,
+            load,
+            *(self.live.occupancy, *exposed, forward_pass),
+            num_ranks=num_ranks,
+            has_requests=self.engine.has_requests,
+            on_rest=partial(_rest, self.live, exposed),
+        )
+        return [*events, stats, forward_pass]
+
+    def _kv_events(self) -> list[Publisher]:
+        """What publishes cache events to frontends, to peers, and to this worker's own decider."""
+        config, runtime, events = self.config, self.runtime, self.readers.events
+        #: (endpoint, the endpoint that owns the KV state published there)
+        listeners = []
+        if config.publish_kv_events:
+            listeners.append((runtime.endpoint_for_frontends, config.kv_state_endpoint))
+        if config.tells_peers:
+            listeners.append((runtime.endpoint_for_workers, None))
+        if not listeners and not config.reads_kv_events:
+            return []
+        self.metrics.polls_events_of(event_buffer_of(self.engine.llm))
+        publisher = partial(KvEventPublisher, kv_block_size=self.model.block_size, enable_local_indexer=True)
+        openers = {
+            rank: [partial(publisher, at, dp_rank=rank, kv_state_endpoint=owner) for at, owner in listeners]
+            for rank in range(self.engine.num_ranks)
+        }
+        forwarder = KvEventForwarder(events, openers, self.metrics)
+        own = OwnCache(events, self.live.cached, self.engine.num_ranks)
+        return [forwarder, own] if config.reads_kv_events else [forwarder]
+
+    def _exposed(self) -> list[Exposed]:
+        """Put all metrics on this worker's page. Returns those that need the engine's statistics."""
+        config, endpoint, live = self.config, self.runtime.endpoint_for_frontends, self.live
+        of_engine, steps = EngineMetrics(self.engine.handoffs), StepMetrics(config.model_name)
+        requests = RequestMetrics(
+            phase_of_frontends(config),
+            decode_sends_all=config.schedule_style is ScheduleStyle.GENERATION_FIRST,
+            instance_id=endpoint.connection_id(),
+        )
+        engine_requests = EngineRequestMetrics(config.model_name)
+        of_worker = registry_of(of_engine, LoadMetrics(live.queued, live.breaker), steps)
+        for registry in (of_worker, requests.registry, engine_requests.registry, self.metrics.registry):
+            expose(registry, endpoint, config)
+        live.sinks.extend((requests, engine_requests, self.metrics))
+        if config.may_switch:
+            at_front = FrontendRequests(config, endpoint.connection_id())
+            at_front.expose(endpoint)
+            live.sinks.append(at_front)
+        return [of_engine, self.metrics, steps]
 
 
-def _rest(live: LiveState, exposed: Sequence[EngineMetrics | DynamoMetrics | StepMetrics]) -> None:
+def _rest(live: LiveState, exposed: Sequence[Exposed]) -> None:
     live.occupancy.clear()
     for metrics in exposed:
         metrics.rest()
-
-
-def _kv_events(
-    config: WorkerConfig,
-    runtime: Runtime,
-    engine: Engine,
-    block_size: int,
-    cached: CachedPrefixes,
-    metrics: DynamoMetrics,
-    readers: EngineReaders,
-) -> list[Publisher]:
-    """What publishes cache events to frontends, to peers, and to this worker's own decider, as the flags say."""
-    #: (endpoint, the endpoint that owns the KV state published there)
-    listeners = (
-        [(runtime.endpoint_for_frontends, config.kv_state_endpoint)] if config.publish_kv_events else []
-    )
-    listeners += [(runtime.endpoint_for_workers, None)] if config.tells_peers else []
-    if not listeners and not config.reads_kv_events:
-        return []
-    metrics.polls_events_of(event_buffer_of(engine.llm))
-    openers = {
-        rank: [
-            partial(
-                KvEventPublisher,
-                endpoint,
-                kv_block_size=block_size,
-                dp_rank=rank,
-                enable_local_indexer=True,
-                kv_state_endpoint=owner,
-            )
-            for endpoint, owner in listeners
-        ]
-        for rank in range(engine.num_ranks)
-    }
-    forwarder = KvEventForwarder(readers.events, openers, metrics)
-    if not config.reads_kv_events:
-        return [forwarder]
-    return [forwarder, OwnCache(readers.events, cached, engine.num_ranks)]
-
-
-def _exposed(
-    config: WorkerConfig, endpoint: Any, engine: Engine, live: LiveState, metrics: DynamoMetrics
-) -> list[EngineMetrics | DynamoMetrics | StepMetrics]:
-    """Put all metrics on this worker's page. Returns the sinks that need the engine's statistics."""
-    of_engine, load = EngineMetrics(engine.handoffs), LoadMetrics(live.queued, live.breaker)
-    steps = StepMetrics(config.model_name)
-    requests = RequestMetrics(
-        phase_of_frontends(config),
-        decode_sends_all=config.schedule_style is ScheduleStyle.GENERATION_FIRST,
-        instance_id=endpoint.connection_id(),
-    )
-    engine_requests = EngineRequestMetrics(config.model_name)
-    for registry in (
-        registry_of(of_engine, load, steps),
-        requests.registry,
-        engine_requests.registry,
-        metrics.registry,
-    ):
-        expose(registry, endpoint, config)
-    live.sinks.extend((requests, engine_requests, metrics))
-    if config.may_switch:
-        at_front = FrontendRequests(config, endpoint.connection_id())
-        at_front.expose(endpoint)
-        live.sinks.append(at_front)
-    return [of_engine, metrics, steps]

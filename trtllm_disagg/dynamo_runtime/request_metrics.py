@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from dynamo.common.utils.prometheus import register_engine_metrics_callback
@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from trtllm_disagg.config.settings import COMPONENTS, parse_endpoint_id
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.dynamo_runtime.metrics import PREFIX, LabelValues
+from trtllm_disagg.dynamo_runtime.metrics import PREFIX, Labelled, LabelValues
 from trtllm_disagg.errors import PeerUnavailableError
 from trtllm_disagg.handlers.trace import RequestEnd
 from trtllm_disagg.strategies import STRATEGIES, spec_of
@@ -56,7 +56,7 @@ _DYNAMO_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0
 
 class RequestMetrics:
     """Counts requests that end on this worker: whole ones of frontends, each on one worker only, those that another
-    first stage has passed on (`relayed`), and single phases. Series from which rates are computed exist from the start.
+    first stage has passed on (`relayed`), and single phases. Series for rates exist from the start.
     """
 
     def __init__(
@@ -84,38 +84,23 @@ class RequestMetrics:
             "Whole requests of frontends that ended on this worker: what ran, why, and the last fallback step",
             *("strategy", "reason", "fallback"),
         )
-        self._fallbacks = counter(
-            "fallbacks",
-            "Fallback steps: where a request went on, and after which failure",
-            "to",
-            "cause",
-        )
+        went_on = "Fallback steps: where a request went on, and after which failure"
+        self._fallbacks = counter("fallbacks", went_on, "to", "cause")
         first_tokens = counter(
             "first_tokens",
             "First tokens of whole requests, by source: own_engine, prefill_worker, decode_worker "
             "(generation_first), or other_first_stage where the request was relayed",
             "source",
         )
-        self._relayed = counter(
-            "relayed_tokens", "Tokens that came from another worker and went on to the frontend"
-        )
-        self._cancelled = counter(
-            "cancelled", "Requests that their client left, by how far they were", "phase", "point"
-        )
-        seconds = histogram(
-            "request_seconds", "From a request's arrival on this worker to its end", _SECONDS, "phase"
-        )
-        first = histogram(
-            "first_chunk_seconds",
-            "From a request's arrival on this worker to its first tokens",
-            _SECONDS,
-            "phase",
-        )
-        second = histogram(
-            "second_chunk_gap_seconds",
-            "From the first tokens to the next ones: in two stages, handoff, KV transfer and the first decode step",
-            *(_SECONDS, "phase"),
-        )
+        relayed = "Tokens that came from another worker and went on to the frontend"
+        self._relayed = counter("relayed_tokens", relayed)
+        left = "Requests that their client left, by how far they were"
+        self._cancelled = counter("cancelled", left, "phase", "point")
+        arrived = "From a request's arrival on this worker to its"
+        seconds = histogram("request_seconds", f"{arrived} end", _SECONDS, "phase")
+        first = histogram("first_chunk_seconds", f"{arrived} first tokens", _SECONDS, "phase")
+        gap = "From the first tokens to the next ones: in two stages, handoff, KV transfer and the first decode step"
+        second = histogram("second_chunk_gap_seconds", gap, _SECONDS, "phase")
         self._transfer_seconds = histogram(
             "kv_transfer_seconds", "How long the KV of one request was on its way to this worker", _SECONDS
         )
@@ -190,32 +175,22 @@ class EngineRequestMetrics:
     """The engine's own measurements of finished requests, under the names of TensorRT-LLM's server."""
 
     def __init__(self, model_name: str) -> None:
-        self.registry = CollectorRegistry()
-        mode = {"model_name": model_name, "engine_type": "trtllm"}
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(
-                f"trtllm_{name}", text, list(mode), registry=self.registry, buckets=buckets
-            ).labels(**mode)
-
-        self._histograms = {key: histogram(*spec) for key, spec in _ENGINE_HISTOGRAMS.items()}
-        self._tokens = {
-            key: Counter(f"trtllm_{key}", text, list(mode), registry=self.registry).labels(**mode)
-            for key, text in (
-                ("prompt_tokens", "Tokens of prompts"),
-                ("generation_tokens", "Tokens of answers"),
-            )
+        ours = Labelled({"model_name": model_name, "engine_type": "trtllm"})
+        self.registry = ours.registry
+        self._histograms = {
+            key: ours.histogram(f"trtllm_{name}", text, buckets)
+            for key, (name, text, buckets) in _ENGINE_HISTOGRAMS.items()
         }
-        success = Counter(
-            "trtllm_request_success",
-            "Requests that the engine finished, by how",
-            [*mode, _FINISHED_REASON],
-            registry=self.registry,
-        )
+        self._tokens = {
+            "prompt_tokens": ours.counter("trtllm_prompt_tokens", "Tokens of prompts"),
+            "generation_tokens": ours.counter("trtllm_generation_tokens", "Tokens of answers"),
+        }
         self._reasons = LabelValues("length", "stop", "cancelled")
-        self._finished: Callable[[str], Any] = lambda reason: success.labels(*mode.values(), reason)
+        success, text = "trtllm_request_success", "Requests that the engine finished, by how"
+        self._finished = Counter(success, text, [*ours.labels, _FINISHED_REASON], registry=self.registry)
+        self._mode = ours.labels.values()
         for reason in ("length", "stop"):
-            self._finished(reason)
+            self._finished.labels(*self._mode, reason)
 
     def ended(self, end: RequestEnd) -> None:
         # TensorRT-LLM's keys are members of an enum, except one that is a string.
@@ -223,7 +198,7 @@ class EngineRequestMetrics:
         reason = measured.get(_FINISHED_REASON)
         if reason is None:
             return
-        self._finished(self._reasons.bound(str(reason))).inc()
+        self._finished.labels(*self._mode, self._reasons.bound(str(reason))).inc()
         for key, histogram in self._histograms.items():
             if measured.get(key):
                 histogram.observe(measured[key])
@@ -239,21 +214,19 @@ class FrontendRequests:
     """
 
     def __init__(self, config: WorkerConfig, instance_id: int) -> None:
-        self.registry = CollectorRegistry()
-        front = parse_endpoint_id(config.frontend_endpoint_id)
-        where = {
-            labels.NAMESPACE: front.namespace,
+        here = {
+            labels.NAMESPACE: parse_endpoint_id(config.frontend_endpoint_id).namespace,
             labels.COMPONENT: COMPONENTS[config.role],
             labels.ENDPOINT: "generate",
             labels.WORKER_ID: f"{instance_id:x}",
         }
-        requests = f"{name_prefix.COMPONENT}_{work_handler.REQUESTS_TOTAL}"
-        seconds = f"{name_prefix.COMPONENT}_{work_handler.REQUEST_DURATION_SECONDS}"
+        ours = Labelled(here)
+        self.registry = ours.registry
         text = "Requests that frontends sent to a first stage, by its role"
-        self._requests = Counter(requests, text, list(where), registry=self.registry).labels(**where)
-        self._seconds = Histogram(
-            seconds, text, list(where), registry=self.registry, buckets=_DYNAMO_SECONDS
-        ).labels(**where)
+        prefix = name_prefix.COMPONENT
+        self._requests = ours.counter(f"{prefix}_{work_handler.REQUESTS_TOTAL}", text)
+        seconds = f"{prefix}_{work_handler.REQUEST_DURATION_SECONDS}"
+        self._seconds = ours.histogram(seconds, text, _DYNAMO_SECONDS)
 
     def ended(self, end: RequestEnd) -> None:
         if end.request.phase_request is None:

@@ -97,12 +97,8 @@ class CacheEvents:
             change = cache.apply(event)
         except Exception as error:
             # Losing this event makes the router's index wrong; losing those after it would make it worse.
-            self._warn(
-                "kv-events: an event of the engine cannot be published: %s: %.200s: %.200s",
-                type(error).__name__,
-                error,
-                event,
-            )
+            text = "kv-events: an event of the engine cannot be published: %s: %.200s: %.200s"
+            self._warn(text, type(error).__name__, error, event)
             return
         if change:
             self._tell("stored" if isinstance(change, StoredBlocks) else "removed", rank, change)
@@ -111,12 +107,8 @@ class CacheEvents:
         advice = ""
         if may_have_overflowed and event_id > due:
             advice = f"; raise kv_cache_config.event_buffer_max_size (now {self._buffer_size})"
-        self._warn(
-            "KV event %d came where %d was due: the router's view of this cache is stale%s",
-            event_id,
-            due,
-            advice,
-        )
+        text = "KV event %d came where %d was due: the router's view of this cache is stale%s"
+        self._warn(text, event_id, due, advice)
         self._tell("lost", rank, max(0, event_id - due))
 
     def _tell(self, what: str, *arguments: Any) -> None:

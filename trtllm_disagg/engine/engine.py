@@ -64,15 +64,10 @@ class Engine:
     ) -> None:
         """`max_seq_len`: None where unknown. `machine_id` in [0, 1021) makes handoff ids unique among workers.
         `measures`: the engine returns performance metrics with each request. `lease_seconds`: how long it keeps KV that
-        is not fetched. `abort_seconds`: no task waits longer for an aborted request. An engine ends it with its next
-        step; of one that was still in its queue TensorRT-LLM tells nothing more.
-
-        Raises ConfigError for attention DP with an engine that takes no rank of a request, and for an `affinity` with
-        an engine that does not know conversations.
+        is not fetched. `abort_seconds`: no task waits longer for an aborted request, since TensorRT-LLM tells nothing
+        more of one that was still in its queue. Raises ConfigError for what the engine cannot do with its arguments.
         """
-        self.api = api
-        self.llm = llm
-        self.max_seq_len = max_seq_len
+        self.api, self.llm, self.max_seq_len = api, llm, max_seq_len
         self.capabilities = Capabilities(llm)
         self.request_error = api.request_error
         self.handoffs = HandoffsHeld(lease_seconds)
@@ -109,17 +104,16 @@ class Engine:
         cls, api: LlmApi, engine_args: dict[str, Any], machine_id: int, affinity: Affinity = _NO_AFFINITY
     ) -> Engine:
         """Build the LLM. Blocks while it loads the model."""
-        args = dict(engine_args)
-        llm = api.llm(**args)
+        llm = api.llm(**engine_args)
         return cls(
             api,
             llm,
             # An engine may have room for less than it was asked for.
-            min(filter(None, (args.get("max_seq_len"), Capabilities(llm).max_seq_len)), default=None),
+            min(filter(None, (engine_args.get("max_seq_len"), Capabilities(llm).max_seq_len)), default=None),
             machine_id,
             # Metrics of steps are of no use without those of requests.
-            measures=bool(args.get("enable_iter_perf_stats")),
-            lease_seconds=lease_seconds_of(args),
+            measures=bool(engine_args.get("enable_iter_perf_stats")),
+            lease_seconds=lease_seconds_of(engine_args),
             affinity=affinity,
         )
 
@@ -242,9 +236,7 @@ class Engine:
             waiting.cancel()
 
     def cancel_at_death(self, waiting: asyncio.Future[Any], result: RequestOutput) -> None:
-        """Until `waiting`, which reads `result`, has ended, cancel it when the engine dies: TensorRT-LLM's results may
-        block for ever then.
-        """
+        """Cancel `waiting`, which reads `result`, when the engine dies: TensorRT-LLM's results may block for ever."""
         self._waiting[waiting] = result
         waiting.add_done_callback(self._end)
         if self.death is not None:
@@ -292,9 +284,7 @@ class Engine:
         return translate(error, isinstance(error, self.request_error))
 
     async def probe(self, request: GenerateRequest) -> None:
-        """Run a request, with one token unless it sets more: is an engine that is alive able to work? Raises a
-        DisaggError.
-        """
+        """Is an engine that is alive able to work? Runs a request, with one token unless it sets more."""
         salted = msgspec.structs.replace(request, cache_salt=request.cache_salt or _PROBE_SALT)
         max_tokens = None if request.stop.max_tokens else 1
         result = self.start_agg(salted, streaming=False, max_tokens=max_tokens)
@@ -319,9 +309,7 @@ class Engine:
     def _start(
         self, request: GenerateRequest, params: Any, *, streaming: bool, max_tokens: int | None = None
     ) -> RequestOutput:
-        """Raise InvalidRequestError when the engine refuses the request, EngineError when it fails,
-        WorkerLeavingError when it is dead or closed.
-        """
+        """Raises InvalidRequestError for a request that the engine refuses, WorkerLeavingError where it is over."""
         if self.death is not None:
             raise WorkerLeavingError(f"the engine is dead: {self.death}")
         is_decode = getattr(params, "request_type", None) == _GENERATION_ONLY
@@ -330,21 +318,19 @@ class Engine:
         sampling_params = sampling_params_of(
             self.api, request, max_tokens, self.max_seq_len, measures=measures, engine_args=self._args
         )
-        keywords: dict[str, Any] = {
-            "inputs": request.token_ids,
-            "sampling_params": sampling_params,
-            "streaming": streaming,
-        }
         optional = {
             "disaggregated_params": params,
             "cache_salt": request.cache_salt,
             "priority": request.priority if self._takes_priorities else None,
             "trace_headers": request.span.headers(request.trace_headers),
         }
-        keywords |= {name: value for name, value in optional.items() if value is not None}
-        keywords |= self._place(request)
+        keywords = {name: value for name, value in optional.items() if value is not None} | self._place(
+            request
+        )
         try:
-            result: RequestOutput = self.llm.generate_async(**keywords)
+            result: RequestOutput = self.llm.generate_async(
+                inputs=request.token_ids, sampling_params=sampling_params, streaming=streaming, **keywords
+            )
             return result
         except (self.request_error, ValueError, TypeError, NotImplementedError) as error:
             self._note_end(error)

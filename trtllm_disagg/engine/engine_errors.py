@@ -45,9 +45,7 @@ class EngineErrors:
             if death is not None:
                 raise WorkerLeavingError(f"the engine is dead: {death}") from None
             self._on_failure()
-            raise RequestCancelledError(
-                "the engine has told nothing of this request since its abort"
-            ) from None
+            raise RequestCancelledError("the engine did not finish the aborted request") from None
         if isinstance(error, Exception) and not isinstance(error, DisaggError):
             # TensorRT-LLM's result never becomes `finished` then, and reading on would hang.
             self._on_failure()

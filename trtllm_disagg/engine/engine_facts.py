@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -11,7 +11,22 @@ from trtllm_disagg.engine.rank_placement import num_ranks_of
 from trtllm_disagg.types import GenerateRequest
 
 
-class EngineFacts(msgspec.Struct, frozen=True):
+class Described(msgspec.Struct, frozen=True):
+    """A part of a worker's description, in which None stands for what is not known."""
+
+    @classmethod
+    def described(cls, description: object) -> Self:
+        """That in a description; nothing is known of another version's that cannot be read."""
+        try:
+            return msgspec.convert(description, cls)
+        except msgspec.ValidationError:
+            return cls()
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: value for name, value in msgspec.to_builtins(self).items() if value is not None}
+
+
+class EngineFacts(Described, frozen=True):
     """A fact that is not known is None: then only the engine can refuse a request for it."""
 
     #: Tokens of a prompt and its answer.
@@ -40,14 +55,6 @@ class EngineFacts(msgspec.Struct, frozen=True):
         most = getattr(engine_args, "max_batch_size", None)
         return cls(max_seq_len, longest_step, has_guides, most, num_ranks_of(engine_args))
 
-    @classmethod
-    def described(cls, description: object) -> EngineFacts:
-        """Those in a worker's description; nothing is known of another version's that cannot be read."""
-        try:
-            return msgspec.convert(description, cls)
-        except msgspec.ValidationError:
-            return cls()
-
     def why_less_than(self, other: EngineFacts, prefills: bool) -> str | None:
         """Why this engine cannot take the place of another one, or None. A frontend keeps one context length for a
         model, so a longer one is no better than a shorter one.
@@ -55,10 +62,9 @@ class EngineFacts(msgspec.Struct, frozen=True):
         if None not in (self.max_seq_len, other.max_seq_len) and self.max_seq_len != other.max_seq_len:
             return f"max_seq_len {other.max_seq_len}; here it is {self.max_seq_len}"
         longest = other.longest_step or other.max_seq_len or math.inf
-        if prefills and self.longest_step is not None and self.longest_step < longest:
-            return (
-                f"longer prompts; max_num_tokens is {self.longest_step} here, without enable_chunked_prefill"
-            )
+        step = self.longest_step
+        if prefills and step is not None and step < longest:
+            return f"longer prompts; max_num_tokens is {step} here, without enable_chunked_prefill"
         if other.has_guides and self.has_guides is False:
             return "guided answers; guided_decoding_backend is not set here"
         return None
@@ -76,10 +82,8 @@ class EngineFacts(msgspec.Struct, frozen=True):
             )
         if request.sampling.is_guided and self.has_guides is False:
             # TensorRT-LLM would ignore the guide: the answer could be any text.
-            return (
-                "guided decoding needs guided_decoding_backend, which is not set (a worker's "
-                "--guided-decoding-backend)"
-            )
+            flag = "a worker's --guided-decoding-backend"
+            return f"guided decoding needs guided_decoding_backend, which is not set ({flag})"
         return None
 
     def room(self, request: GenerateRequest) -> int | None:

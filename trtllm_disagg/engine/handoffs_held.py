@@ -52,11 +52,6 @@ class HandoffsHeld:
         self._made[number] = self._clock()
         return partial(self._end, number)
 
-    @property
-    def num_remembered(self) -> int:
-        """The number of handoffs in memory, expired ones included."""
-        return len(self._made)
-
     def count(self) -> int:
         self._end_expired()
         return len(self._made)

@@ -1,5 +1,4 @@
-"""Checks the engine's health in threads, detects an engine that is stalled although it reports to be healthy, and
-closes the engine within a time limit.
+"""Checks the engine's health, detects an engine that is stalled although it says that it is healthy, and closes it.
 
 TensorRT-LLM may block the thread that calls a dead rank. So the event loop that serves requests does not call it, and
 when the event loop is blocked all the same, the process ends.
@@ -35,10 +34,8 @@ _LOOKS = 10
 
 
 class Stall:
-    """Detects that requests run and none of them makes progress; `look` is called at regular intervals.
-
-    How long a step may take depends on model, batch and GPU, so all requests are considered together: a token of one of
-    them, or the end of one, is progress.
+    """Detects that requests run and none of them makes progress; `look` is called at regular intervals. A token of one
+    of them, or the end of one, is progress: how long a step may take depends on model, batch and GPU.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -119,21 +116,17 @@ def end_process(reason: str) -> None:
     os._exit(1)
 
 
+@dataclass(eq=False)
 class EngineHealth:
     """Two threads: one calls the engine's health check, the other watches that these calls return."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        on_death: Callable[[str], object],
-        times: HealthTimes = TIMES,
-        end_process: Callable[[str], None] = end_process,
-    ) -> None:
-        """`on_death` is called once with the reason, in the event loop of `start`."""
-        self._engine = engine
-        self._on_death = on_death
-        self._times = times
-        self._end_process = end_process
+    engine: Engine
+    #: Called once with the reason, in the event loop of `start`.
+    on_death: Callable[[str], object]
+    times: HealthTimes = TIMES
+    end_process: Callable[[str], None] = end_process
+
+    def __post_init__(self) -> None:
         self._stopping = threading.Event()
         self._handled = threading.Event()
         self._asked_at: float | None = None
@@ -151,12 +144,12 @@ class EngineHealth:
     def _ask(self) -> None:
         while not self._stopping.is_set() and self._why_unhealthy is None:
             self._asked_at = time.monotonic()
-            self._why_unhealthy = self._engine.why_unhealthy()
+            self._why_unhealthy = self.engine.why_unhealthy()
             self._asked_at = None
-            self._stopping.wait(self._times.between)
+            self._stopping.wait(self.times.between)
 
     def _watch(self) -> None:
-        while not self._stopping.wait(self._times.between_looks):
+        while not self._stopping.wait(self.times.between_looks):
             reason = self._reason()
             if reason is not None:
                 self._report(reason)
@@ -164,11 +157,11 @@ class EngineHealth:
 
     def _reason(self) -> str | None:
         # Read here as well, because the other thread may be blocked by the death that is recorded here.
-        if (error := self._engine.fatal_error) is not None:
+        if (error := self.engine.fatal_error) is not None:
             return f"{type(error).__name__}: {error}"
         asked_at = self._asked_at
-        if asked_at is not None and time.monotonic() - asked_at > self._times.check:
-            return f"it has not answered for {self._times.check:g} s"
+        if asked_at is not None and time.monotonic() - asked_at > self.times.check:
+            return f"it has not answered for {self.times.check:g} s"
         return self._why_unhealthy
 
     def _report(self, reason: str) -> None:
@@ -177,14 +170,14 @@ class EngineHealth:
             self._loop.call_soon_threadsafe(self.declare_dead, reason)
         except RuntimeError:
             return  # the worker has ended
-        if not self._handled.wait(self._times.handle) and not self._stopping.is_set():
-            self._end_process("the engine is dead, and blocks the worker")
+        if not self._handled.wait(self.times.handle) and not self._stopping.is_set():
+            self.end_process("the engine is dead, and blocks the worker")
 
     def declare_dead(self, reason: str) -> None:
         """Runs in the event loop."""
         self._handled.set()
-        self._engine.die(reason)
-        self._on_death(reason)
+        self.engine.die(reason)
+        self.on_death(reason)
 
 
 async def close(engine: Engine, times: HealthTimes = TIMES) -> bool:

@@ -1,8 +1,7 @@
 """The one reader of an engine's statistics and the one of its KV events, which live as long as the engine.
 
-TensorRT-LLM keeps one iterator of each kind (`get_stats_async`, `get_kv_cache_events_async`) and binds it to the event
-loop of its first caller, for life. So each reader is a thread that calls the method which returns a list, and a role
-term subscribes to it.
+TensorRT-LLM binds its asynchronous iterators of both to the event loop of the first caller, for life. So each reader is
+a thread that calls the method which returns a list, and a role term subscribes to it.
 """
 
 from __future__ import annotations
@@ -130,10 +129,6 @@ class EngineReaders:
         if buffer_size:
             poll = partial(llm.get_kv_cache_events, timeout=EVENTS_TIMEOUT)
             self._readers.append(Reader("kv-events", poll, self.events.receive))
-
-    def renew(self) -> None:
-        """Publish the cache anew: discovery has dropped the entries of those who do."""
-        self.events.renew()
 
     async def __aenter__(self) -> EngineReaders:
         for reader in self._readers:

@@ -1,7 +1,5 @@
-"""Whether a worker may serve in the other role, and what the settings of its engine cost there.
-
-An engine runs both phases, but its arguments are chosen for one. `RoleSettings` has those that matter, as every worker
-describes them. `flip` and `doctor` judge them by the same functions.
+"""Whether a worker may serve in the other role, and what the settings of its engine cost there: an engine runs both
+phases, but its arguments are chosen for one. `flip` and `doctor` judge them by the same functions.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import msgspec
 from packaging.version import Version
 
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.engine.engine_facts import EngineFacts
+from trtllm_disagg.engine.engine_facts import Described, EngineFacts
 from trtllm_disagg.engine.trtllm_version import OLDEST_SERVED
 from trtllm_disagg.errors import ConfigError, InvalidRequestError
 from trtllm_disagg.worker.pairing import Description, fixed_by, require_pair
@@ -31,7 +29,7 @@ _NAMES_OF_ROLES |= {"gen": Role.DECODE, "generation": Role.DECODE, "decode": Rol
 _DECODES_WITHOUT_KV = "TRTLLM_DISAGG_BENCHMARK_GEN_ONLY"
 
 
-class RoleSettings(msgspec.Struct, frozen=True):
+class RoleSettings(Described, frozen=True):
     """The settings that make an engine good for one role. None: not known, or the engine's own choice."""
 
     max_batch_size: int | None = None
@@ -46,7 +44,7 @@ class RoleSettings(msgspec.Struct, frozen=True):
     moe_expert_parallel_size: int | None = None
     enable_attention_dp: bool = False
     #: Variables that tie the engine to a role, with the value of each -> that role.
-    role_variables: dict[str, Role] = {}
+    role_variables: dict[str, Role] = msgspec.field(default_factory=dict)
 
     @classmethod
     def of(cls, args: Mapping[str, Any], environ: Mapping[str, str]) -> RoleSettings:
@@ -64,19 +62,6 @@ class RoleSettings(msgspec.Struct, frozen=True):
             bool(args.get("enable_attention_dp")),
             _role_variables(environ),
         )
-
-    @classmethod
-    def described(cls, description: Description) -> RoleSettings:
-        """Those in a worker's description; nothing is known of another version's that cannot be read."""
-        try:
-            return msgspec.convert(description, cls)
-        except msgspec.ValidationError:
-            return cls()
-
-    def to_json(self) -> dict[str, Any]:
-        """For a worker's description."""
-        known: dict[str, Any] = msgspec.to_builtins(self)
-        return {name: value for name, value in known.items() if value is not None}
 
     @property
     def num_gpus(self) -> int:
@@ -141,9 +126,8 @@ def graphs_misfit(decode: RoleSettings) -> Misfit | None:
     """Of the CUDA graphs of a decode worker."""
     most, batch = decode.largest_graph, decode.max_batch_size
     if most == 0:
-        return Misfit(
-            "cuda_graph_config: null", "graphs", "without CUDA graphs every step pays for its launches"
-        )
+        cost = "without CUDA graphs every step pays for its launches"
+        return Misfit("cuda_graph_config: null", "graphs", cost)
     if most is not None and batch is not None and most < batch:
         cost = f"steps of more than {most} requests run without a graph; max_batch_size is {batch}"
         return Misfit(f"cuda_graph_config.max_batch_size: {most}", str(batch), cost, is_grave=False)
@@ -197,17 +181,13 @@ def _smaller(
 
 
 def flipped(config: WorkerConfig, to: Role) -> WorkerConfig:
-    """The configuration of the same worker in another role. Raises InvalidRequestError, which names what ties it to its
-    own role.
-    """
+    """The configuration of the same worker in another role. Raises InvalidRequestError for what ties it to its own."""
     if config.role is Role.AGG:
         raise _refusal(to, "no flip: a worker of mode agg runs both phases")
     if config.role is to:
         raise _refusal(to, f"the other role: this worker is a {to} worker")
-    if flags := fixed_by(config):
-        raise _refusal(
-            to, f"a worker at the usual endpoints; this one was started with {' and '.join(flags)}"
-        )
+    if flags := " and ".join(fixed_by(config)):
+        raise _refusal(to, f"a worker at the usual endpoints; this one was started with {flags}")
     try:
         return replace(config, role=to, endpoint=None, next_endpoint=None)
     except ConfigError as error:
@@ -217,7 +197,7 @@ def flipped(config: WorkerConfig, to: Role) -> WorkerConfig:
 def check_flip(own: Description, others: Sequence[Description], *, force: bool) -> list[str]:
     """Whether a worker can join the others of its new role; `own`: its description in that role, `others`: all other
     workers of its model. Returns a sentence for each thing that would only be slow. Raises InvalidRequestError or
-    ConfigError for what would fail or be wrong, and without `force` for what would be very slow.
+    ConfigError for what would fail, and without `force` for what would be very slow.
     """
     to = Role(own["role"])
     before = Role.DECODE if to is Role.PREFILL else Role.PREFILL

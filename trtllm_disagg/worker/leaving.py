@@ -1,8 +1,6 @@
 """How a worker leaves its deployment, for every reason: it leaves discovery, waits for its running requests, and hands
-those that take too long back to their frontends.
-
-Dynamo's own shutdown waits 30 s at most, and then stops all requests in a way that looks to a handler like a client
-that has disconnected.
+those that take too long back to their frontends. Dynamo's own shutdown would stop them after 30 s as if their clients
+had disconnected.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from trtllm_disagg.dynamo_runtime.handler import SMALLEST_REQUEST
@@ -41,51 +40,41 @@ _UNCALLED = 0.25
 _SENT_SECONDS = 0.25
 
 
+@dataclass(eq=False)
 class Leaving:
-    def __init__(
-        self,
-        life: Life,
-        place: Registration,
-        drain: WorkerDrain,
-        engine: Engine,
-        queue: PrefillQueue,
-        drain_seconds: float,
-        leave_seconds: float = _LEAVE_SECONDS,
-    ) -> None:
-        self._life = life
-        self._place = place
-        self._drain = drain
-        self._engine = engine
-        self._queue = queue
-        self._drain_seconds = drain_seconds
-        self._leave_seconds = leave_seconds
-        self._is_quiet = asyncio.Event()
+    life: Life
+    place: Registration
+    drain: WorkerDrain
+    engine: Engine
+    queue: PrefillQueue
+    drain_seconds: float
+    leave_seconds: float = _LEAVE_SECONDS
+    #: No request runs any more, or the drain is over.
+    is_quiet: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def finish(self, seconds: float) -> int:
-        """Leave on a command, which is answered when the requests have ended, or after `seconds`. Returns the number of
-        requests that still run.
-        """
-        if self._life.command(Event.FINISH) is Action.LEAVE:
-            self._drain_seconds = seconds
-        await self._is_quiet.wait()
-        return self._drain.num_running
+        """Leave on a command. Returns the number of requests that still run after `seconds`, or 0 once none does."""
+        if self.life.command(Event.FINISH) is Action.LEAVE:
+            self.drain_seconds = seconds
+        await self.is_quiet.wait()
+        return self.drain.num_running
 
     async def run(self) -> None:
         """From unlisted to over."""
-        life, place, reason = self._life, self._place, self._life.reason
+        life, place, reason = self.life, self.place, self.life.reason
         grace_seconds = place.grace_seconds if reason.has_grace else 0.0
         log.info("leaving: %s", life.why)
-        self._drain.begin(life.why)
+        self.drain.begin(life.why)
         await asyncio.sleep(min(grace_seconds, _ANSWER_SECONDS))
         is_over = time.monotonic() + grace_seconds
-        await self._in_time(self._queue.leave())
+        await self._in_time(self.queue.leave())
         if grace_seconds:
             if await self._in_time(place.hide(closes_namespace=reason.closes_namespace)) is not False:
                 await self._until_uncalled(grace_seconds)
             else:
-                # A second stage: a caller drops a call that it is just sending to a worker that leaves discovery, and
-                # the KV of a prefill would wait for the end of its lease.
-                self._drain.refuses = True
+                # A second stage: a caller drops a call that it is sending to a worker that leaves discovery, and the KV
+                # of a prefill would wait for the end of its lease.
+                self.drain.refuses = True
                 await asyncio.sleep(min(grace_seconds, _SENT_SECONDS))
         await self._in_time(place.unlist())
         if life.reason.stays:
@@ -97,53 +86,51 @@ class Leaving:
         finally:
             opening.cancel()
         await self._open_namespace()
-        self._is_quiet.set()
+        self.is_quiet.set()
         life.happened(ended)
-        await self._drain.cut()
+        await self.drain.cut()
 
     async def _until_uncalled(self, grace_seconds: float) -> None:
-        """Wait until callers know that this worker has left: for the grace period, or until no request has come for a
-        part of it. A request that comes later finds no worker, and is sent to another one.
+        """Wait for the grace period, or until no request has come for a part of it. A request that comes later finds no
+        worker, and is sent to another one.
         """
         now = quiet_since = began = time.monotonic()
-        seen = self._drain.num_entered
+        seen = self.drain.num_entered
         while now - began < grace_seconds and now - quiet_since < grace_seconds * _UNCALLED:
             await asyncio.sleep(_POLL_SECONDS)
             now = time.monotonic()
-            if seen != (seen := self._drain.num_entered):
+            if seen != (seen := self.drain.num_entered):
                 quiet_since = now
 
     async def _in_time(self, step: Awaitable[T]) -> T | None:
         """None for a step that fails, or takes too long: the worker leaves all the same."""
         try:
-            async with asyncio.timeout(self._leave_seconds):
+            async with asyncio.timeout(self.leave_seconds):
                 return await step
         except TimeoutError:
-            log.error("a step of leaving discovery took more than %g s", self._leave_seconds)
+            log.error("a step of leaving discovery took more than %g s", self.leave_seconds)
         except Exception as error:
             log.error("a step of leaving discovery failed: %r", error)
         return None
 
     async def _open_namespace(self, at: float = 0.0) -> None:
-        """If this worker has closed it. Not later than the end of the grace period: another first stage may have come,
-        while the last request here takes minutes.
-        """
+        """By the end of the grace period: another first stage may have come, while the last request takes minutes."""
         await asyncio.sleep(at - time.monotonic())
         with contextlib.suppress(Exception):
             async with asyncio.timeout(_SENT_SECONDS):
-                await self._place.gate.open()
+                await self.place.cards.open_namespace()
 
     async def _drained(self) -> Event:
         try:
-            async with asyncio.timeout(self._drain_seconds):
+            async with asyncio.timeout(self.drain_seconds):
                 await self._until_quiet()
         except TimeoutError:
             log.warning(
                 "%d requests still run after %g s: they are handed back to their frontends; the KV of %d handoffs may "
                 "still be read",
-                self._drain.num_running,
-                self._drain_seconds,
-                self._engine.handoffs.count(),
+                self.drain.num_running,
+                self.drain_seconds,
+                self.engine.handoffs.count(),
             )
             return Event.DEADLINE
         except Exception as error:
@@ -152,21 +139,21 @@ class Leaving:
 
     async def _until_quiet(self) -> None:
         """Wait until no request runs or is relayed, and no KV is held that a decode worker may still read."""
-        await self._queue.drained()
-        await self._drain.none_runs()
+        await self.queue.drained()
+        await self.drain.none_runs()
         stepping = asyncio.create_task(self._step(), name="steps")
         try:
-            engine = self._engine
+            engine = self.engine
             while engine.death is None and (num_in_background() or not await engine.is_idle()):  # noqa: ASYNC110
                 await asyncio.sleep(_POLL_SECONDS)
         finally:
             stepping.cancel()
 
     async def _step(self) -> None:
-        """TensorRT-LLM reports only in its next step that decode has fetched KV, and takes no step without a request.
-        So it gets a small request each second while KV may be held, if it sends statistics.
+        """Give TensorRT-LLM a small request each second while it may hold KV: only in its next step it reports that
+        decode has fetched KV, and it takes no step without a request.
         """
-        engine = self._engine
+        engine = self.engine
         while COUNTS_REQUESTS not in engine.capabilities:
             if engine.handoffs.has_statistics and engine.handoffs.count():
                 with contextlib.suppress(DisaggError):

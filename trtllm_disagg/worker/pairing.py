@@ -6,10 +6,9 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib import metadata
 from typing import Any, NamedTuple
-
-import msgspec
 
 from trtllm_disagg import __version__
 from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
@@ -39,7 +38,7 @@ _RENAMED = {"speculative_model": "speculative_model_dir"}
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    #: The name that clients use.
+    #: As clients name it.
     model: str
     #: The path or hub name given as `--model`.
     source: str
@@ -146,36 +145,36 @@ class Property(NamedTuple):
     is_in_kind: bool = True
 
 
-def _equal(key: str, setting: str, *, may_change: bool = False, is_in_kind: bool = True) -> Property:
-    return Property(
-        key, setting, lambda one, other: bool(one.get(key) == other.get(key)), may_change, is_in_kind
-    )
+def _equal(
+    key: str,
+    setting: str,
+    *,
+    may_change: bool = False,
+    is_in_kind: bool = True,
+    unknown: Collection[Any] = (),
+) -> Property:
+    """`unknown`: values beside which the other worker may have any."""
+
+    def fits(one: Description, other: Description) -> bool:
+        values = {one.get(key), other.get(key)}
+        return len(values) == 1 or not values.isdisjoint(unknown)
+
+    return Property(key, setting, fits, may_change, is_in_kind)
 
 
 def may_share_kv(one: Description, other: Description) -> bool:
     """The same checkpoint; or one model in two precisions on prefill and decode, where the KV has one dtype."""
     if one.get("weights") == other.get("weights"):
         return True
-    layouts, precisions = ([side.get(key) for side in (one, other)] for key in ("layout", "precision"))
-    is_one_model = bool(layouts[0]) and layouts[0] == layouts[1] and precisions[0] != precisions[1]
+    has_one_layout = bool(one.get("layout")) and one.get("layout") == other.get("layout")
+    is_one_model = has_one_layout and one.get("precision") != other.get("precision")
     is_queued = "queue" in (one.get("prefill_dispatch"), other.get("prefill_dispatch"))
     return is_one_model and _have_both_roles(one, other) and not is_queued
 
 
-def _equal_where_known(
-    key: str, setting: str, unknown: Collection[Any] = (None,), *, is_in_kind: bool = False
-) -> Property:
-    def fits(prefill: Description, decode: Description) -> bool:
-        values = {prefill.get(key), decode.get(key)}
-        return len(values) == 1 or not values.isdisjoint(unknown)
-
-    return Property(key, setting, fits, is_in_kind=is_in_kind)
-
-
 def _drafts_fit(prefill: Description, decode: Description) -> bool:
-    """Decode alone may draft: TensorRT-LLM pads the handoff of a prefill that does not. Drafts that come of the text
-    need nothing else; the KV of draft layers is left out by the Python transceiver only (`test_gen_only_spec_dec` and
-    `test_ngram` of its accuracy/test_disaggregated_serving.py).
+    """Decode alone may draft: TensorRT-LLM pads the handoff of a prefill that does not. Only the Python transceiver
+    leaves out the KV of draft layers (`test_gen_only_spec_dec` of accuracy/test_disaggregated_serving.py).
     """
     drafts, wanted = prefill.get("speculative"), decode.get("speculative")
     if drafts == wanted:
@@ -198,18 +197,23 @@ PROPERTIES = (
     _equal("prefill_dispatch", "--prefill-dispatch"),
     _equal("engine", "--engine"),
     # One version writes the handoff and the other reads it, and most versions have changed its fields.
-    _equal_where_known("trtllm_version", "version of TensorRT-LLM", is_in_kind=True),
+    _equal("trtllm_version", "version of TensorRT-LLM", unknown=(None,)),
     _equal("block_size", "kv_cache_config.tokens_per_block (--kv-block-size)"),
     _equal("kv_dtype", "kv_cache_config.dtype"),
     _equal("dtype", "dtype"),
     _equal("transceiver", "cache_transceiver_config.backend"),
     # DEFAULT depends on what a process finds on its machine. Unknown before the engine is loaded.
-    _equal_where_known(
+    _equal(
         "kv_transport",
         "how KV moves under cache_transceiver_config.backend (name it on both instead of DEFAULT)",
+        is_in_kind=False,
+        unknown=(None,),
     ),
-    _equal_where_known(
-        "transceiver_runtime", "cache_transceiver_config.transceiver_runtime", unknown=(_AUTO, None)
+    _equal(
+        "transceiver_runtime",
+        "cache_transceiver_config.transceiver_runtime",
+        is_in_kind=False,
+        unknown=(_AUTO, None),
     ),
     Property("speculative", "speculative_config", _drafts_fit, is_in_kind=False),
     Property("max_seq_len", "max_seq_len", _lengths_fit, is_in_kind=False),
@@ -228,22 +232,20 @@ def describe_worker(
     config: WorkerConfig, fingerprint: Fingerprint, identity: ModelIdentity
 ) -> dict[str, Any]:
     """This worker's description, as JSON, without what only its running engine knows (`with_engine`)."""
-    return (
-        identity.described()
-        | asdict(fingerprint)
-        | {
-            "role": config.role.value,
-            "strategy": config.strategy,
-            "schedule_style": config.schedule_style.value,
-            "handoff_protocol": config.handoff_protocol,
-            "prefill_dispatch": config.prefill_dispatch,
-            "revision": config.worker_revision,
-            "kv_transport": None,
-            "ctx_info_endpoint": None,
-            "ctx_dp_rank": None,
-            "versions": {"trtllm_disagg": __version__, "ai_dynamo": _dynamo_version()},
-        }
-    )
+    return {
+        **identity.described(),
+        **asdict(fingerprint),
+        "role": config.role.value,
+        "strategy": config.strategy,
+        "schedule_style": config.schedule_style.value,
+        "handoff_protocol": config.handoff_protocol,
+        "prefill_dispatch": config.prefill_dispatch,
+        "revision": config.worker_revision,
+        "kv_transport": None,
+        "ctx_info_endpoint": None,
+        "ctx_dp_rank": None,
+        "versions": {"trtllm_disagg": __version__, "ai_dynamo": _dynamo_version()},
+    }
 
 
 def _dynamo_version() -> str | None:
@@ -254,8 +256,8 @@ def _dynamo_version() -> str | None:
 
 
 def fixed_by(config: WorkerConfig) -> list[str]:
-    """Flags that give this worker an endpoint other than the usual one of its role, where it stays: with any of them it
-    can be neither switched nor flipped.
+    """Flags that give this worker another endpoint than the usual one of its role: it is neither switched nor flipped
+    with any of them.
     """
     usual = replace(config, endpoint=None, next_endpoint=None)
     places = {"endpoint": "endpoint_id", "next_endpoint": "next_endpoint_id"}
@@ -272,10 +274,9 @@ def with_engine(
     kv_transport: str | None = None,
 ) -> dict[str, Any]:
     """This worker's description with what only the running engine knows."""
-    known = {name: value for name, value in msgspec.to_builtins(facts).items() if value is not None}
     return (
         own
-        | known
+        | facts.to_json()
         | {
             "block_size": block_size,
             "kv_transport": kv_transport,
@@ -334,10 +335,8 @@ def were_switched(others: Iterable[Description]) -> bool:
 def strategy_among(own: Description, peers: Sequence[Description]) -> str:
     """The strategy that a starting worker has to run: its own, or the one that all `peers` were switched to."""
     running = {str(peer.get("strategy")) for peer in peers}
-    configured: str = own["strategy"]
-    return running.pop() if len(running) == 1 and were_switched(peers) else configured
+    return running.pop() if len(running) == 1 and were_switched(peers) else str(own["strategy"])
 
 
-def require_callable(own: Description, other: Description) -> None:
-    """Raises as `require_pair`. For calls while both serve: during a switch their strategies may differ."""
-    require_pair(own, other, ignored=("strategy",))
+#: For calls while both serve: during a switch their strategies may differ.
+require_callable = partial(require_pair, ignored=("strategy",))

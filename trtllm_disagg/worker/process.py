@@ -53,9 +53,7 @@ class WorkerProcess:
     _ended: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
 
     async def load(self, machine_id: int) -> Engine:
-        """Load the engine, unless a role term before has. From then on its health is checked, and SIGTERM and SIGINT
-        are the order to stop.
-        """
+        """Load the engine in the first role term. From then on its health is checked, and signals order to stop."""
         if self.engine is not None:
             return self.engine
         config = self.config
@@ -101,14 +99,15 @@ class WorkerProcess:
 
     async def open_runtime(self, config: WorkerConfig) -> Runtime:
         """Only the first role term fails without discovery; a later one waits for it."""
-        if self.engine is None:
-            return Runtime(config, clients=self.clients)
-        # Until its runtime reaches etcd, Dynamo holds the interpreter: no signal is heard, and no health checked.
-        os.environ.setdefault("ETCD_STARTUP_CONNECT_TIMEOUT_SECONDS", "1")
+        if self.engine is not None:
+            # Until its runtime reaches etcd, Dynamo holds the interpreter: no signal is heard, and no health checked.
+            os.environ.setdefault("ETCD_STARTUP_CONNECT_TIMEOUT_SECONDS", "1")
         while True:
             try:
                 return Runtime(config, clients=self.clients)
             except ConfigError as error:
+                if self.engine is None:
+                    raise
                 log.warning("%s; the next attempt is in %g s", error, _REOPEN_SECONDS)
             await asyncio.sleep(_REOPEN_SECONDS)
 
@@ -142,8 +141,8 @@ async def _watch_for_stalls(engine: Engine, health: EngineHealth, seconds: float
 
 
 def _tune_garbage_collector() -> None:
-    """Exclude the objects that the start has made from garbage collection, and collect less often: requests rarely make
-    cycles, and traversing all these objects takes a twentieth of the worker's CPU.
+    """Exclude what the start has made, and collect less often: requests rarely make cycles, and traversing all these
+    objects takes a twentieth of the worker's CPU.
     """
     gc.collect()
     gc.freeze()

@@ -1,11 +1,10 @@
-"""Whether a worker is the first or the second stage of its deployment, how that changes while it serves, and whether it
-may serve in the other role instead.
-"""
+"""Whether a worker is the first or the second stage of its deployment, and how that changes while it serves."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
@@ -24,79 +23,68 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class StageState:
     """A worker's stage, and what changes it. `live.strategy`: the deployment's, as the worker knows it."""
 
-    def __init__(
-        self,
-        config: WorkerConfig,
-        life: Life,
-        live: LiveState,
-        peers: Peers,
-        registration: Registration,
-        max_seq_len: int | None,
-    ) -> None:
-        """`peers`: used only on workers that may switch. `max_seq_len`: of this worker's engine."""
-        self._config = config
-        self._life = life
-        self._live = live
-        self._peers = peers
-        self._registration = registration
-        self._max_seq_len = max_seq_len
-        #: The requests from frontends that run; `switch` waits until an old first stage has none.
-        self.whole_requests = InProgress()
+    config: WorkerConfig
+    life: Life
+    live: LiveState
+    #: Used only on workers that may switch.
+    peers: Peers
+    registration: Registration
+    #: Of this worker's engine.
+    max_seq_len: int | None
+    #: The requests from frontends that run; `switch` waits until an old first stage has none.
+    whole_requests: InProgress = field(default_factory=InProgress)
+    #: Held during a change of strategy or registration: one at a time.
+    changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def __post_init__(self) -> None:
         #: Stays true after a switch back: workers that started in between have the strategy from before it.
-        self._was_switched = live.strategy.value != config.strategy
-        #: Held during a change of strategy or registration: one at a time.
-        self.changing = asyncio.Lock()
+        self._was_switched = self.live.strategy.value != self.config.strategy
 
     def describe(self) -> dict[str, Any]:
         """The part of this worker's description that changes while it serves, as JSON."""
-        occupancy = {KV_OCCUPANCY: self._live.occupancy.share} if self._config.publish_metrics else {}
+        occupancy = {KV_OCCUPANCY: self.live.occupancy.share} if self.config.publish_metrics else {}
         return occupancy | {
-            "strategy": self._live.strategy.value,
+            "strategy": self.live.strategy.value,
             WAS_SWITCHED: self._was_switched,
-            "registered": self._registration.place is Place.FRONTENDS,
+            "registered": self.registration.place is Place.FRONTENDS,
             "whole_requests": self.whole_requests.count,
-            "queued_requests": self._live.queued.requests,
-            "queued_tokens": self._live.queued.tokens,
-            "fixed_by": fixed_by(self._config),
+            "queued_requests": self.live.queued.requests,
+            "queued_tokens": self.live.queued.tokens,
+            "fixed_by": fixed_by(self.config),
         }
 
     async def apply(self, strategy: str) -> None:
-        """Become the stage that this role is under `strategy`: the configuration's strategy, or the one that the others
-        were switched to while this worker started. A switch command that this worker has already executed stays in
-        force. Raises what registering raises.
+        """Become the stage that this role is under `strategy`, which the others may have been switched to while this
+        worker started. A switch that this worker has already executed stays in force. Raises what registering raises.
         """
         async with self.changing:
-            live = self._live.strategy
+            live = self.live.strategy
             if not self._was_switched and strategy != live.value:
                 live.set(strategy)
                 self._was_switched = True
-                log.info(
-                    "the other workers were switched meanwhile: %s in place of %s",
-                    strategy,
-                    self._config.strategy,
-                )
-            if self._config.role is Role.AGG or self._is_first(self._live.strategy.value):
-                await self._registration.enter()
+                was = self.config.strategy
+                log.info("the other workers were switched meanwhile: %s in place of %s", strategy, was)
+            if self.config.role is Role.AGG or self._is_first(self.live.strategy.value):
+                await self.registration.enter()
             else:
-                await self._registration.stand_by()
+                await self.registration.stand_by()
 
     async def renew(self, *, only_if_lost: bool = False) -> None:
         """Enter this worker into file discovery again, which may have dropped it."""
         async with self.changing:
-            if only_if_lost and not await self._registration.is_lost():
+            if only_if_lost and not await self.registration.is_lost():
                 return
-            if self._life.happened(Event.AWAKE) is Action.RENEW:
+            if self.life.happened(Event.AWAKE) is Action.RENEW:
                 log.warning("this worker enters discovery again, which has dropped it")
-                await self._registration.renew()
+                await self.registration.renew()
 
     async def switch(self, to: str) -> None:
-        """Become the stage that this role is under the strategy `to`. Raises a DisaggError, and then nothing has
-        changed.
-        """
-        config = self._config
+        """Become the stage that this role is under the strategy `to`. Raises a DisaggError when nothing has changed."""
+        config, strategy = self.config, self.live.strategy
         if not config.may_switch:
             raise InvalidRequestError(
                 f"to: {to!r} is not allowed in mode {config.role} under {config.strategy}; "
@@ -108,20 +96,19 @@ class StageState:
                 "and the other role look for a worker that was switched"
             )
         async with self.changing:
-            strategy = self._live.strategy
             was = strategy.value
             # A first stage runs its strategy for as long as it is registered, so that no request meets another one.
             if self._is_first(to):
                 await self._require_pair(to)
                 strategy.set(to)
                 try:
-                    await self._registration.enter()
+                    await self.registration.enter()
                 except BaseException:
                     strategy.set(was)
                     await self._stand_by_again()
                     raise
             else:
-                await self._registration.leave()
+                await self.registration.leave()
                 strategy.set(to)
         self._was_switched |= was != to
         log.info("switched from %s to %s: %s stage", was, to, "first" if self._is_first(to) else "second")
@@ -129,25 +116,23 @@ class StageState:
     async def _stand_by_again(self) -> None:
         """After an entry that failed: the KV routers of the other role have lost this worker's card."""
         try:
-            await self._registration.stand_by()
+            await self.registration.stand_by()
         except Exception as error:
             log.warning("this worker has no place at the KV routers of the other role: %s", error)
 
     def _is_first(self, strategy: str) -> bool:
-        return spec_of(strategy).entry_role in (self._config.role, None)
+        return spec_of(strategy).entry_role in (self.config.role, None)
 
     async def _require_pair(self, to: str) -> None:
         """A frontend takes a model's context length from its first card, and no worker with another one after it."""
-        if not self._peers.instance_ids():
-            raise PeerUnavailableError(
-                f"no worker of the other role is there at {self._config.peer_endpoint_id}"
-            )
-        await self._peers.learn()
-        own = self._max_seq_len
-        other = next(
-            (each for facts in self._peers.facts() if (each := facts.max_seq_len) not in (None, own)), own
-        )
-        if own is not None and other != own:
+        if not self.peers.instance_ids():
+            place = self.config.peer_endpoint_id
+            raise PeerUnavailableError(f"no worker of the other role is there at {place}")
+        await self.peers.learn()
+        own = self.max_seq_len
+        others = {facts.max_seq_len for facts in self.peers.facts()} - {None, own}
+        if own is not None and others:
+            other = min(filter(None, others))
             raise InvalidRequestError(
                 f"to: {to!r} is not allowed with max_seq_len {own} on this worker and {other} on the other role's; "
                 "expected the same: a frontend keeps one context length for a model"

@@ -7,7 +7,7 @@ import contextlib
 import gc
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,8 +21,10 @@ from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
 from trtllm_disagg.dynamo_runtime.advertised import Advertised
 from trtllm_disagg.dynamo_runtime.cards import Cards
 from trtllm_disagg.dynamo_runtime.discovery import Clients
+from trtllm_disagg.dynamo_runtime.handler import Handler
 from trtllm_disagg.dynamo_runtime.listing import ServedEndpoints, keep_in_discovery
-from trtllm_disagg.dynamo_runtime.publishers import create_publishers
+from trtllm_disagg.dynamo_runtime.metrics import DynamoMetrics
+from trtllm_disagg.dynamo_runtime.publishers import Publishing
 from trtllm_disagg.dynamo_runtime.registration import Registration
 from trtllm_disagg.dynamo_runtime.system_port import require_system_port
 from trtllm_disagg.dynamo_runtime.worker_endpoint import Runtime
@@ -35,16 +37,7 @@ from trtllm_disagg.handlers.cancellation import WorkerDrain
 from trtllm_disagg.handlers.decide import StageOccupancy
 from trtllm_disagg.handlers.peers import Peers
 from trtllm_disagg.handlers.run import RunCounts
-from trtllm_disagg.handlers.select import (
-    BestCached,
-    InFlight,
-    LeastLoaded,
-    NoStage,
-    Random,
-    RoundRobin,
-    Selection,
-    Selector,
-)
+from trtllm_disagg.handlers.select import InFlight, NoStage, Selection, selector_of
 from trtllm_disagg.handlers.services import LiveState, build_generate, peers_of, watch_policy_file
 from trtllm_disagg.handlers.trace import LinesTogether, RequestLog
 from trtllm_disagg.model_directory import fingerprint
@@ -52,7 +45,7 @@ from trtllm_disagg.prefill_queue import PrefillQueue, open_prefill_queue
 from trtllm_disagg.processes.reports import ACTIVITY_VARIABLE, DRAINING, SERVING, reporter_of
 from trtllm_disagg.tracing.tracer import Tracer, tracer_of
 from trtllm_disagg.types import Generate
-from trtllm_disagg.worker.control import Changeable, Control
+from trtllm_disagg.worker.control import Control
 from trtllm_disagg.worker.flips import RoleSettings, flipped
 from trtllm_disagg.worker.leaving import Leaving
 from trtllm_disagg.worker.life import Action, Event, State, live
@@ -77,10 +70,8 @@ _LOAD_SECONDS = 1.0
 async def run_worker(config: WorkerConfig, engine_args: dict[str, Any], api: LlmApi) -> None:
     """Serve until told to stop. Raises ConfigError before anything is built, EngineLostError when the engine dies.
 
-    The start, in order, after the settings (worker_command.py): this worker's description, the prefill queue, Dynamo's
-    runtime, the engine, the client of the peers, the request path, serving, registration. `StartupChecks` compares it
-    with other workers before the engine loads, before this worker enters discovery, and before it registers. A flip
-    does all of it again, in the other role, but for the engine.
+    The start, after the settings (worker_command.py): this worker's description, the prefill queue, Dynamo's runtime,
+    the engine, the peers, the request path, serving, registration. A flip does all of it again, but for the engine.
     """
     reporter = reporter_of(os.environ)
     # On a rank other than 0 this call serves the engine until its end, and nothing else runs there.
@@ -102,24 +93,32 @@ async def run_worker(config: WorkerConfig, engine_args: dict[str, Any], api: Llm
         await process.end()
 
 
+@dataclass(eq=False)
 class RoleTerm:
     """One role of a worker, from its start in that role to its end."""
 
-    def __init__(
-        self,
-        process: WorkerProcess,
-        config: WorkerConfig,
-        live: LiveState | None = None,
-        flipped_from: str = "",
-    ) -> None:
-        """`live`: that of the role term before; None in the first one. `flipped_from`: the instance id in it."""
-        self.config = config
-        self.live = live
-        self.leaving: Leaving | None = None
-        self._process = process
-        self._flipped_from = flipped_from
-        self._instance = ""
-        self._runtime: Runtime | None = None
+    process: WorkerProcess
+    config: WorkerConfig
+    #: That of the role term before; None in the first one.
+    live: LiveState | None = None
+    #: The instance id in the role term before.
+    flipped_from: str = ""
+    #: None until discovery lists this worker.
+    leaving: Leaving | None = None
+    #: None until the engine is loaded.
+    stage: StageState | None = None
+    instance: str = ""
+    #: What ends with the role term: the runtime, once it is open.
+    ends: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    #: Of this worker, as other workers get it; without what changes while it serves.
+    description: dict[str, Any] = field(init=False)
+    runtime: Runtime = field(init=False)
+    served: ServedEndpoints = field(init=False)
+    queue: PrefillQueue = field(init=False)
+    checks: StartupChecks = field(init=False)
+    tracer: Tracer = field(init=False)
+    drain: WorkerDrain = field(init=False)
+    lines: LinesTogether = field(init=False)
 
     @property
     def role(self) -> Role:
@@ -130,15 +129,14 @@ class RoleTerm:
         """The task opens a runtime, loads what is missing, enters discovery, registers and serves. The runtime ends
         with the block, which raises what the task raises.
         """
-        serving = asyncio.create_task(self._serve(), name=f"{self.role} term")
+        serving = asyncio.create_task(self._run(), name=f"{self.role} term")
         try:
             yield serving
         except BaseException:
             serving.cancel()
             raise
         finally:
-            if self._runtime is not None:
-                self._runtime.shutdown()
+            self.ends.close()
             if self.leaving is None:  # discovery does not list this worker yet
                 serving.cancel()
             await asyncio.wait({serving})
@@ -147,110 +145,59 @@ class RoleTerm:
 
     async def leave(self) -> None:
         """The one sequence of leaving (`Leaving`); nothing where the role term is over already."""
-        if self._process.life.state is State.UNLISTED and self.leaving is not None:
+        if self.process.life.state is State.UNLISTED and self.leaving is not None:
             await self.leaving.run()
 
     def following(self, to: Role | None) -> RoleTerm:
         """The next role term, in the role `to`; None: in this one's."""
         config = self.config if to is None else flipped(self.config, to)
-        return RoleTerm(self._process, config, self.live, self._instance)
+        return RoleTerm(self.process, config, self.live, self.instance)
 
     def again(self, after: RoleTerm) -> RoleTerm:
         """A role term as this one was, after one that failed."""
-        return RoleTerm(self._process, self.config, self.live, after._flipped_from)
+        return RoleTerm(self.process, self.config, self.live, after.flipped_from)
 
-    async def _serve(self) -> None:
-        config, process = self.config, self._process
+    async def _run(self) -> None:
+        """Load the engine, enter discovery, register, and answer requests until the runtime ends."""
+        config, process = self.config, self.process
         dump_config(config, process.engine_args)
         identity, description = _describe(config, process.engine_args)
-        description |= {
-            "flipped_from": self._flipped_from,
+        self.description = description | {
+            "flipped_from": self.flipped_from,
             "process": Path(os.environ.get(ACTIVITY_VARIABLE, "")).stem,
         }
-        async with aclosing(await open_prefill_queue(config, kind_of(description))) as queue:
+        self.drain, self.lines = WorkerDrain(), LinesTogether()
+        async with aclosing(await open_prefill_queue(config, kind_of(self.description))) as self.queue:
             require_system_port(os.environ)
-            runtime = self._runtime = await process.open_runtime(config)
-            self._instance = f"{runtime.instance_id:x}"
+            runtime = self.runtime = await process.open_runtime(config)
+            self.ends.callback(runtime.shutdown)
+            self.instance = f"{runtime.instance_id:x}"
+            self.served = ServedEndpoints(config, runtime)
             own_endpoint_ids = {config.endpoint_id, config.worker_endpoint_id}
             names = ModelNameGuard(identity, runtime.instance_id, own_endpoint_ids, runtime.list_instances)
-            parts = _Parts(
-                process,
-                self,
-                config,
-                runtime,
-                ServedEndpoints(config, runtime),
-                queue,
-                StartupChecks(config, names, runtime),
-                tracer_of(os.environ, worker_label(config.role, config.strategy), self._instance),
-                description,
-            )
-            await parts.serve()
-
-
-def _describe(config: WorkerConfig, engine_args: dict[str, Any]) -> tuple[ModelIdentity, dict[str, Any]]:
-    """The model of this worker, and the description that other workers get."""
-    facts = read_model_facts(config.model)
-    shares = facts if config.engine_spec.is_tensorrt_llm else UNKNOWN_MODEL
-    identity = ModelIdentity(
-        config.model_name,
-        config.model,
-        _weights(config),
-        shares.layout,
-        shares.precision,
-        config.role.value,
-        config.may_switch,
-    )
-    fingerprint = Fingerprint.of(
-        config.engine, engine_args, config.kv_block_size, facts, installed_version(), os.environ
-    )
-    of_role = RoleSettings.of(engine_args, os.environ).to_json()
-    return identity, describe_worker(config, fingerprint, identity) | of_role
-
-
-@dataclass(slots=True)
-class _Parts:
-    """All parts of a worker in one role but its engine, which is loaded only after everything else has been checked."""
-
-    process: WorkerProcess
-    term: RoleTerm
-    config: WorkerConfig
-    runtime: Runtime
-    served: ServedEndpoints
-    queue: PrefillQueue
-    checks: StartupChecks
-    tracer: Tracer
-    #: Of this worker, as other workers get it; without what changes while it serves.
-    description: dict[str, Any]
-    #: None until the engine is loaded.
-    stage: StageState | None = None
-    drain: WorkerDrain = field(default_factory=WorkerDrain)
-    lines: LinesTogether = field(default_factory=LinesTogether)
+            self.checks = StartupChecks(config, names, runtime)
+            self.tracer = tracer_of(os.environ, worker_label(config.role, config.strategy), self.instance)
+            key_file = config.admin_key_file
+            key = AdminKey.read(Path(key_file), flag_of("admin_key_file")) if key_file else None
+            verifier = Verifier(key, runtime.instance_id)
+            self.description["key"] = verifier.key_id
+            control = Control(self, verifier)
+            runtime.describe = self.describe
+            runtime.register_engine_route(ADMIN_ROUTE, control.at_system_port)
+            try:
+                await self.checks.before_loading()
+                await self._serve(await process.load(runtime.instance_id % 1021), control)
+            finally:
+                self.served.release()
+                self.lines.flush()
+                await asyncio.to_thread(self.tracer.close)
 
     def describe(self) -> dict[str, Any]:
         """This worker's description as of now, as JSON."""
         life = self.process.life
         now = {"ready": life.has_served, "state": life.state.value, "becomes": life.becomes or ""}
         of_stage = {} if self.stage is None else self.stage.describe()
-        return self.description | of_stage | self.checks.described() | now
-
-    async def serve(self) -> None:
-        """Load the engine, enter discovery, register, and answer requests until the runtime ends."""
-        config, runtime = self.config, self.runtime
-        verifier = _verifier(config, runtime.instance_id)
-        self.description["key"] = verifier.key_id
-        control = Control(
-            config, self.process.life, verifier, runtime.instance_id, self.describe, self._others
-        )
-        runtime.describe = self.describe
-        runtime.register_engine_route(ADMIN_ROUTE, control.at_system_port)
-        try:
-            await self.checks.before_loading()
-            engine = await self.process.load(runtime.instance_id % 1021)
-            await self._serve(engine, control)
-        finally:
-            self.served.release()
-            self.lines.flush()
-            await asyncio.to_thread(self.tracer.close)
+        return self.description | of_stage | self.checks.names.described() | now
 
     async def _serve(self, engine: Engine, control: Control) -> None:
         config, runtime, process = self.config, self.runtime, self.process
@@ -259,14 +206,10 @@ class _Parts:
         # TensorRT-LLM does not report what DEFAULT means there; `transceiver` resolves it.
         transport = None if config.engine_spec.is_tensorrt_llm else engine.kv_pairing
         process.reporter.tell("looking for the other stage")
-        live = self.term.live = await self._live_state(model.block_size)
+        live = self.live = await self._live_state(model.block_size)
+        own = self.description | {"strategy": live.strategy.value}
         self.description = with_engine(
-            self.description | {"strategy": live.strategy.value},
-            engine.facts,
-            model.block_size,
-            engine.ctx_info_endpoint,
-            engine.ctx_dp_rank,
-            transport,
+            own, engine.facts, model.block_size, engine.ctx_info_endpoint, engine.ctx_dp_rank, transport
         )
         await self.checks.before_listing(self.description)
         peers = await self._open_peers(live)
@@ -276,19 +219,21 @@ class _Parts:
         max_seq_len = self.description["max_seq_len"]
         stage = self.stage = StageState(config, process.life, live, peers, registration, max_seq_len)
         generate = self._request_path(engine, peers, live, stage)
+        probing = partial(probe, engine)
         await self.served.answer_with(
-            generate, self.describe, control.handle, engine.longest_prompt, partial(probe, engine)
+            Handler(generate, self.describe, control.handle, engine.longest_prompt, probing)
         )
-        load_seconds = process.load_seconds
-        publishers = await create_publishers(config, runtime, engine, model, live, load_seconds, readers)
+        metrics = DynamoMetrics(config, model.num_blocks, model.num_ranks)
+        metrics.loaded(process.load_seconds)
+        publishing = Publishing(config, runtime, engine, model, live, readers, metrics)
         async with contextlib.AsyncExitStack() as ended:
-            for publisher in publishers:
+            for publisher in await publishing.publishers():
                 ended.push_async_callback(publisher.stop)
                 await publisher.start()
-            for name, watching in self._watches(live, stage).items():
-                ended.callback(asyncio.create_task(watching, name=name).cancel)
+            for watching in self._watches(live, stage):
+                ended.callback(asyncio.create_task(watching).cancel)
             if process.life.happened(Event.LOADED) is Action.LIST:
-                self.term.leaving, control.changes = leaving, Changeable(live, stage, leaving)
+                self.leaving = leaving
                 await registration.list_for_peers()
                 await self._serve_and_register(generate, stage)
 
@@ -313,28 +258,22 @@ class _Parts:
         if life.happened(Event.PAIRED) is Action.READY:
             # Requests of the role term before refer to its sockets in circles, and the collector seldom runs by itself.
             gc.collect()
-            log.info(
-                "worker ready: %s at %s, instance %x; discovery: %s",
-                worker_label(config.role, config.strategy),
-                config.endpoint_id,
-                runtime.instance_id,
-                config.discovery_backend,
-            )
+            label, where = worker_label(config.role, config.strategy), config.endpoint_id
+            ready = "worker ready: %s at %s, instance %s; discovery: %s"
+            log.info(ready, label, where, self.instance, config.discovery_backend)
         while True:
             leaving = DRAINING if life.becomes is None else f"becoming {life.becomes}:"
             tell(SERVING if life.state is State.SERVING else leaving, requests=self.drain.num_running)
             await asyncio.sleep(_LOAD_SECONDS)
 
-    def _watches(self, live: LiveState, stage: StageState) -> dict[str, Coroutine[Any, Any, None]]:
-        """What this worker watches while it serves, by name."""
-        watches: dict[str, Coroutine[Any, Any, None]] = {}
+    def _watches(self, live: LiveState, stage: StageState) -> Iterator[Coroutine[Any, Any, None]]:
+        """What this worker watches while it serves."""
         if self.config.policy_file is not None:
-            watches["policy-file"] = watch_policy_file(Path(self.config.policy_file), live)
+            yield watch_policy_file(Path(self.config.policy_file), live)
         if self.config.discovery_backend == "file":
-            watches["discovery"] = keep_in_discovery(stage.renew, partial(stage.renew, only_if_lost=True))
-        return watches
+            yield keep_in_discovery(stage.renew, partial(stage.renew, only_if_lost=True))
 
-    async def _others(self) -> list[dict[str, Any]]:
+    async def others(self) -> list[dict[str, Any]]:
         """The descriptions of all other workers of this one's model."""
         by_id = {each.instance_id: each.description for each in await self.runtime.list_instances()}
         by_id.pop(self.runtime.instance_id, None)
@@ -342,7 +281,7 @@ class _Parts:
 
     async def _live_state(self, block_size: int) -> LiveState:
         """That of the role term before, as far as it goes on in this one."""
-        config, before = self.config, self.term.live
+        config, before = self.config, self.live
         read = config.peer_endpoint_id if config.reads_occupancy else None
         other_occupancy = StageOccupancy(await self.runtime.stage(read)).now if read else lambda: None
         if before is None:
@@ -367,34 +306,39 @@ class _Parts:
         return build_generate(config, engine, peers, live, self.queue, self.runtime.instance_id, counts)
 
 
+def _describe(config: WorkerConfig, engine_args: dict[str, Any]) -> tuple[ModelIdentity, dict[str, Any]]:
+    """The model of this worker, and the description that other workers get."""
+    facts = read_model_facts(config.model)
+    shares = facts if config.engine_spec.is_tensorrt_llm else UNKNOWN_MODEL
+    # Of a model that the engine downloads itself, only the name is known.
+    is_here = (Path(config.model) / "config.json").is_file()
+    weights = fingerprint(Path(config.model)) if is_here else config.model
+    identity = ModelIdentity(
+        config.model_name,
+        config.model,
+        weights,
+        shares.layout,
+        shares.precision,
+        config.role.value,
+        config.may_switch,
+    )
+    settings = Fingerprint.of(
+        config.engine, engine_args, config.kv_block_size, facts, installed_version(), os.environ
+    )
+    of_role = RoleSettings.of(engine_args, os.environ).to_json()
+    return identity, describe_worker(config, settings, identity) | of_role
+
+
 async def _selection(
     config: WorkerConfig, endpoint_id: str, runtime: Runtime, block_size: int, in_flight: InFlight
 ) -> Selection:
     overlaps = runtime.overlaps(endpoint_id, block_size)
     if config.calls_second_stage and config.next_router == "kv":
         overlaps.listen()
-    selectors: dict[str, Callable[[], Selector]] = {
-        "round_robin": lambda: RoundRobin(in_flight.weights),
-        "random": lambda: Random(in_flight.weights),
-        "least_loaded": lambda: LeastLoaded(in_flight),
-        "kv": lambda: BestCached(overlaps, in_flight),
-    }
     role = Role.DECODE if config.role is Role.PREFILL else Role.PREFILL
-    return Selection(
-        await runtime.stage(endpoint_id), selectors[config.next_router](), role.value, runtime.instance_id
-    )
+    selector = selector_of(config.next_router, in_flight, overlaps)
+    return Selection(await runtime.stage(endpoint_id), selector, role.value, runtime.instance_id)
 
 
 def _failed(task: asyncio.Task[None]) -> bool:
     return not task.cancelled() and task.exception() is not None
-
-
-def _verifier(config: WorkerConfig, instance_id: int) -> Verifier:
-    file = config.admin_key_file
-    return Verifier(AdminKey.read(Path(file), flag_of("admin_key_file")) if file else None, instance_id)
-
-
-def _weights(config: WorkerConfig) -> str:
-    """The hash of the model's files, or the name of a model that the engine downloads itself."""
-    directory = Path(config.model)
-    return fingerprint(directory) if (directory / "config.json").is_file() else config.model

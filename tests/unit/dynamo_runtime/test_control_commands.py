@@ -13,7 +13,7 @@ from tests.support.stage_client import FakeContext
 from trtllm_disagg.admin.commands import CONTROL, Signer, Switch, decode_command, is_control
 from trtllm_disagg.admin.keys import AdminKey
 from trtllm_disagg.dynamo_runtime.controller import Controller
-from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler
+from trtllm_disagg.dynamo_runtime.handler import Handler
 from trtllm_disagg.errors import EngineError, InvalidRequestError, StageTimeoutError
 from trtllm_disagg.strategies import STRATEGIES, switchable
 from trtllm_disagg.types import Generate
@@ -61,7 +61,7 @@ async def _answers(raw: dict[str, Any]) -> list[Any]:
     async def handle_command(command: Any) -> dict[str, Any]:
         return {"handled": command}
 
-    handler = as_dynamo_handler(_refuses(), dict, handle_command)
+    handler = Handler(_refuses(), dict, handle_command).function
     return [answer async for answer in handler(raw, context=FakeContext())]
 
 
@@ -73,7 +73,7 @@ async def test_a_command_is_handled_and_a_request_with_tokens_never_is() -> None
 
 
 async def test_a_worker_without_a_stage_state_refuses_commands() -> None:
-    handler = as_dynamo_handler(_refuses(), dict)
+    handler = Handler(_refuses(), dict).function
     with pytest.raises(Exception, match="takes no control commands"):
         [answer async for answer in handler(COMMAND, context=FakeContext())]
 

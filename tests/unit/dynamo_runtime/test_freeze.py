@@ -262,7 +262,7 @@ async def test_a_first_stage_leaves_frontends_before_discovery_and_the_last_one_
         assert await other.registration.hide(closes_namespace=False)
         assert cards(tmp_path) == {other.instance_id: ["generate", "generate_closed"]}
         await other.registration.unlist()
-        await other.registration.gate.open()
+        await other.cards.open_namespace()
         assert cards(tmp_path) == {other.instance_id: ["generate"]}
 
 

@@ -14,7 +14,7 @@ from dynamo.llm import exceptions as dynamo_errors
 
 from tests.support.handling import raw_request, until
 from tests.support.stage_client import FakeContext
-from trtllm_disagg.dynamo_runtime.handler import PROBE, as_dynamo_handler, health_check_payload
+from trtllm_disagg.dynamo_runtime.handler import PROBE, Handler, health_check_payload
 from trtllm_disagg.dynamo_runtime.pushed_answers import BUFFERED, WAITING
 from trtllm_disagg.errors import ConfigError, InvalidRequestError, OverloadedError
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
@@ -62,7 +62,7 @@ async def waited_for(begun: Any) -> asyncio.Future[Any]:
 
 
 async def push(generate: Generate, sender: Sender, context: FakeContext | None = None, **keys: Any) -> None:
-    handler = as_dynamo_handler(generate, dict, pushes=True)
+    handler = Handler(generate, dict, pushes=True).function
     answers = handler(raw_request(**keys), context=context or FakeContext(), response_sender=sender)
     assert [each async for each in answers] == []
 
@@ -70,14 +70,14 @@ async def push(generate: Generate, sender: Sender, context: FakeContext | None =
 @pytest.mark.parametrize("pushes", [True, False])
 def test_dynamo_finds_the_senders_name_where_answers_are_pushed(pushes: bool) -> None:
     """It looks for it once, when the endpoint is served."""
-    names = inspect.signature(as_dynamo_handler(counting(1), dict, pushes=pushes)).parameters
+    names = inspect.signature(Handler(counting(1), dict, pushes=pushes).function).parameters
     assert "context" in names
     assert ("response_sender" in names) is pushes
 
 
 async def test_answers_are_sent_and_without_a_sender_yielded() -> None:
     """Dynamo's health probes come so, and all that an older Dynamo brings."""
-    handler = as_dynamo_handler(counting(3), dict, pushes=True)
+    handler = Handler(counting(3), dict, pushes=True).function
     answers = [each async for each in handler(raw_request(), context=FakeContext())]
     sender = Sender()
     await push(counting(3), sender)
@@ -98,7 +98,7 @@ async def test_an_error_is_raised_and_closes_nothing() -> None:
 async def test_an_error_that_the_log_has_reaches_dynamo_without_a_traceback(error: Exception) -> None:
     """It prints the traceback of what the first answer, for which it waits as for a Future, raises."""
     first = await waited_for(
-        as_dynamo_handler(counting(0, error), dict)(raw_request(), FakeContext()).__anext__()
+        Handler(counting(0, error), dict).function(raw_request(), FakeContext()).__anext__()
     )
     failure = first.exception()
     assert str(error) in str(failure)
@@ -217,7 +217,7 @@ async def test_an_answer_that_is_dropped_in_a_thread_ends_on_the_event_loop() ->
             ended_in.append(threading.get_ident())
             has_ended.set()
 
-    handler = as_dynamo_handler(endless, dict)
+    handler = Handler(endless, dict).function
     dynamos: list[Any] = []
 
     def ask() -> Any:
@@ -259,7 +259,7 @@ async def answer(request: GenerateRequest, context: RequestContext) -> AsyncGene
 
 async def served(raw: dict[str, Any], source: Source | None) -> Context:
     context = Context()
-    handler = as_dynamo_handler(answer, dict, first_tokens=source)
+    handler = Handler(answer, dict, first_tokens=source).function
     async for _ in handler(raw, context):
         context.num_chunks += 1
     assert context.num_chunks == 3
@@ -276,7 +276,7 @@ async def test_answer_of_one_chunk_ends_without_a_notice() -> None:
         yield TokenChunk([5], finish_reason="length")
 
     context = Context()
-    async for _ in as_dynamo_handler(at_once, dict, first_tokens=Source())(raw_request(), context):
+    async for _ in Handler(at_once, dict, first_tokens=Source()).function(raw_request(), context):
         pass
     assert (context.ranks, context.notices) == ([None], [])
 

@@ -21,7 +21,7 @@ from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime import discovery, handler
 from trtllm_disagg.dynamo_runtime.discovery import DynamoDirectory
 from trtllm_disagg.dynamo_runtime.error_mapping import from_dynamo, to_dynamo
-from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler
+from trtllm_disagg.dynamo_runtime.handler import Handler
 from trtllm_disagg.dynamo_runtime.pushed_answers import pushed
 from trtllm_disagg.dynamo_runtime.worker_endpoint import Runtime
 from trtllm_disagg.errors import (
@@ -66,7 +66,7 @@ def failing(error: Exception | None, chunks_before: int = 0) -> Generate:
 
 
 async def handled(generate: Generate, context: FakeContext | None = None) -> list[dict[str, Any]]:
-    handler = as_dynamo_handler(generate, lambda: {"role": "decode"})
+    handler = Handler(generate, lambda: {"role": "decode"}).function
     return [answer async for answer in handler(raw_request(), context=context or FakeContext())]
 
 
@@ -74,7 +74,7 @@ async def handled(generate: Generate, context: FakeContext | None = None) -> lis
 
 
 async def test_overload_errors_are_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
-    handler = as_dynamo_handler(failing(OverloadedError("the prefill queue is full")), dict)
+    handler = Handler(failing(OverloadedError("the prefill queue is full")), dict).function
     for _ in range(3):
         with pytest.raises(dynamo_errors.HttpError):
             await anext(handler(raw_request(), FakeContext()))
@@ -122,7 +122,7 @@ async def test_unexpected_exception_fails_only_its_request_and_is_logged(
     ],
 )
 async def test_a_bad_request_is_refused_before_any_handler(body: Any, named: str) -> None:
-    handler = as_dynamo_handler(failing(None), dict)
+    handler = Handler(failing(None), dict).function
     with pytest.raises(dynamo_errors.InvalidArgument, match=named):
         await anext(handler(body, context=FakeContext()))
 
@@ -139,7 +139,7 @@ class Endless(list[int]):
 
 @pytest.mark.parametrize("tokens", [Endless(), [5] * 65, bytes(4 * 65), [5] * 64, bytes(4 * 64)])
 async def test_a_prompt_that_is_too_long_is_refused_before_its_tokens_are_looked_at(tokens: Any) -> None:
-    handler = as_dynamo_handler(failing(None, chunks_before=1), dict, longest_prompt=64)
+    handler = Handler(failing(None, chunks_before=1), dict, longest_prompt=64).function
     answers = handler(raw_request() | {"token_ids": tokens}, context=FakeContext())
     if len(tokens) in (64, 4 * 64):
         assert [chunk async for chunk in answers]

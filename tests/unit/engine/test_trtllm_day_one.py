@@ -30,7 +30,7 @@ from tests.support.sinks import (
 )
 from tests.support.stage_client import FakeContext
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.dynamo_runtime.handler import SMALLEST_REQUEST, as_dynamo_handler, health_check_payload
+from trtllm_disagg.dynamo_runtime.handler import SMALLEST_REQUEST, Handler, health_check_payload
 from trtllm_disagg.dynamo_runtime.kv_events import KvEventForwarder
 from trtllm_disagg.dynamo_runtime.metrics import DynamoMetrics
 from trtllm_disagg.dynamo_runtime.publishers import StatsForwarder
@@ -308,7 +308,7 @@ def test_handoffs_that_end_with_their_lease_do_not_pile_up_in_a_worker_that_neve
     for _ in range(5000):
         held.hold()
         clock.now += 0.01
-    assert held.num_remembered <= 1124
+    assert len(held._made) <= 1124
 
 
 def stat(active: int = 0, used: int = 0, **more: Any) -> dict[str, Any]:
@@ -602,7 +602,7 @@ async def test_a_probe_crosses_the_engine(
     given: Any, max_tokens: int, priority: float | None, salt: str
 ) -> None:
     engine = opened()
-    handler = as_dynamo_handler(LocalAgg(engine), lambda: {"role": "agg"}, probe=engine.probe)
+    handler = Handler(LocalAgg(engine), lambda: {"role": "agg"}, probe=engine.probe).function
     payload = health_check_payload(given and json.dumps(given))
     assert [answer async for answer in handler(payload, FakeContext())] == [{"role": "agg"}]
     (call,) = engine.llm.calls_of("generate_async")

@@ -18,7 +18,7 @@ from tests.support.handling import ORDERS, collect, raw_request, request
 from tests.support.recording_pair import make_pair, recording_engine
 from tests.support.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler
+from trtllm_disagg.dynamo_runtime.handler import Handler
 from trtllm_disagg.engines.recording.llm import Script
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.tools.bench.calls import LONG, SHORT, count, ours
@@ -65,7 +65,7 @@ async def test_a_token_passes_few_generators() -> None:
     engine, gate = recording_engine(), asyncio.Semaphore(1)
     engine.llm.scripts.append(Script(gate=gate))
     generate = build_generate(WorkerConfig(model="m", role=Role.AGG), engine, RecordingStageClient())
-    handle = as_dynamo_handler(generate, dict)
+    handle = Handler(generate, dict).function
     async with aclosing(handle(raw_request(), FakeContext())) as answers:
         await anext(answers)
         waiting = asyncio.ensure_future(anext(answers))

@@ -63,7 +63,7 @@ class Place:
         self._running = asyncio.create_task(self._run())
 
     @property
-    def gate(self) -> Place:
+    def cards(self) -> Place:
         return self
 
     async def _run(self) -> None:
@@ -87,7 +87,7 @@ class Place:
     async def unlist(self) -> None:
         self.done.append("unlist")
 
-    async def open(self) -> None:
+    async def open_namespace(self) -> None:
         if self._is_first and "open" not in self.done:
             self.done.append("open")
 

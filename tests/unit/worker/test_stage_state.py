@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -23,10 +24,10 @@ from trtllm_disagg.handlers.peers import Peers
 from trtllm_disagg.handlers.services import LiveState
 from trtllm_disagg.strategies import disaggregated
 from trtllm_disagg.types import GenerateRequest, PhaseRequest, TokenChunk
-from trtllm_disagg.worker.control import Changeable, Control
-from trtllm_disagg.worker.leaving import Leaving
+from trtllm_disagg.worker.control import Control
 from trtllm_disagg.worker.life import Event, Life, State
 from trtllm_disagg.worker.stage_state import StageState
+from trtllm_disagg.worker.worker import RoleTerm
 
 
 class FakeRegistration:
@@ -155,8 +156,16 @@ def stage_state(
         return listed[1:]
 
     stage, leaving = StageState(config, life, live, known, places, 512), FinishesAtOnce()
-    control = Control(config, life, Trusting(), 7, lambda: own | stage.describe(), list_others)
-    control.changes = Changeable(live, stage, cast(Leaving, leaving))
+    term = SimpleNamespace(
+        config=config,
+        instance="7",
+        process=SimpleNamespace(life=life),
+        stage=stage,
+        leaving=leaving,
+        describe=lambda: own | stage.describe(),
+        others=list_others,
+    )
+    control = Control(cast(RoleTerm, term), Trusting())
     return Serving(control, stage, life, leaving), registration, live
 
 
@@ -408,7 +417,7 @@ async def test_what_a_worker_refuses_at_its_system_port_is_an_error_with_its_nam
 
 async def test_a_worker_that_is_not_listed_yet_takes_no_command() -> None:
     worker, _, _ = stage_state("decode", "decode_first")
-    worker.control.changes = None
+    worker.control.term.leaving = None
     error = (await worker.control.at_system_port({CONTROL: switch_to("auto")}))["error"]
     assert (error["code"], "takes commands later" in error["message"]) == ("Unavailable", True)
 

@@ -18,7 +18,7 @@ from dynamo._core import Context
 
 import trtllm_disagg
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.dynamo_runtime.handler import as_dynamo_handler
+from trtllm_disagg.dynamo_runtime.handler import Handler
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.llm_api import load_api
 from trtllm_disagg.handlers.select import NoStage
@@ -106,7 +106,7 @@ def ours(strategy: str) -> Handle:
         if role is not Role.AGG:
             config = replace(config, strategy=strategy)
         engine = Engine.open(load_api("recording"), _ENGINE_ARGS, machine_id=0)
-        return as_dynamo_handler(build_generate(config, engine, stage), dict)
+        return Handler(build_generate(config, engine, stage), dict).function
 
     if not (spec := spec_of(strategy)).is_disaggregated:
         return worker(Role.AGG, NoStage())
