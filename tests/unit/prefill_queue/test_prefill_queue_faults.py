@@ -12,7 +12,7 @@ import nats
 import pytest
 
 from tests.support.handling import collect, expected_tokens, raw_request, request, tokens_of, until
-from tests.support.nats_server import NatsServer
+from tests.support.nats_server import nats_server
 from tests.support.queueing import Pushing, Queueing, begun, blocked, queueing, raising
 from trtllm_disagg.engines.recording.llm import LLM
 from trtllm_disagg.errors import EngineError, InvalidRequestError, PeerUnavailableError, QueueUnusableError
@@ -167,9 +167,7 @@ async def test_without_nats_requests_fail_at_once_and_go_on_when_it_is_back(queu
 
 
 async def test_stream_is_recreated_on_a_server_that_lost_it(tmp_path: Any, no_leaks: None) -> None:
-    server = NatsServer(tmp_path / "first")
-    server.start()
-    try:
+    with nats_server(tmp_path / "first") as server:
         async with queueing(server) as queue:
             pushing = await queue.pusher()
             await queue.puller()
@@ -180,22 +178,16 @@ async def test_stream_is_recreated_on_a_server_that_lost_it(tmp_path: Any, no_le
             async with asyncio.timeout(30):
                 await pushing.broker.wait_until_usable()
                 assert tokens_of(await collect(pushing.generate, request(5))) == expected_tokens(5)
-    finally:
-        server.kill()
 
 
 async def test_a_worker_can_leave_while_nats_is_gone(tmp_path: Any, no_leaks: None) -> None:
-    server = NatsServer(tmp_path)
-    server.start()
-    try:
+    with nats_server(tmp_path) as server:
         async with queueing(server) as queue:
             pulling = await queue.puller()
             await asyncio.to_thread(server.kill)
             await until(lambda: not pulling.broker.is_usable)
             async with asyncio.timeout(20):
                 await pulling.leave()
-    finally:
-        server.kill()
 
 
 def item(**changes: Any) -> bytes:
