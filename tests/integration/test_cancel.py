@@ -133,21 +133,6 @@ def test_a_running_prefill_stops_in_the_middle_of_its_prompt(strategy: str, depl
 
 
 @every_strategy
-def test_a_client_that_leaves_during_the_kv_transfer_leaves_no_block_held(
-    strategy: str, deployed: Served, fleet: Fleet
-) -> None:
-    """At the first token: prefill sends it, where it can, before decode has fetched anything."""
-    deployed.wait_until_idle()
-
-    for _ in range(TIMES):
-        with streaming(deployed, LONG_PROMPT, max_tokens=100) as connection:
-            read_tokens(connection, 1)
-
-    wait_until_all_know(deployed)
-    assert_nothing_happened(deployed, fleet, f"travels {strategy}")
-
-
-@every_strategy
 def test_many_clients_that_hang_up_at_once_disturb_no_other_answer(
     strategy: str, deployed: Served, fleet: Fleet
 ) -> None:

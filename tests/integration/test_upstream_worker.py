@@ -122,17 +122,6 @@ def test_upstream_worker_answers_have_the_embedded_engines_tokens(
         assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
 
 
-def test_a_chat_is_answered(deployment: DynamoDeployment, engine: LLM) -> None:
-    messages = [{"role": "user", "content": "Hello there"}]
-    body = {"model": MODEL, "messages": messages, "max_tokens": 20, "temperature": 0}
-    answer = deployment.post_ok("/v1/chat/completions", body)
-
-    text = engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    prompt = engine.tokenizer.encode(text, add_special_tokens=False)
-    expected = direct(engine, prompt, 20, SAMPLING["greedy"])
-    assert answer["choices"][0]["message"]["content"] == expected.text
-
-
 def test_router_learns_of_blocks_cached_by_the_upstream_worker(deployment: DynamoDeployment) -> None:
     def is_known() -> bool:
         answer = deployment.post_ok(COMPLETIONS, completion(PROMPTS[2], max_tokens=2))
@@ -160,13 +149,6 @@ def test_upstream_worker_metrics_have_the_times_of_requests(deployment: DynamoDe
         )
         assert count(last, "kv_transfer_latency_seconds") > 0
         assert deployment.gauge(last, "trtllm_kv_transfer_bytes_sum") > 0
-
-
-def test_a_refused_request_does_not_hurt_the_worker(deployment: DynamoDeployment) -> None:
-    status, content = deployment.post(COMPLETIONS, completion([5] * 3000, max_tokens=4))
-
-    assert status >= 400, content
-    assert len(deployment.complete(completion(PROMPTS[0], max_tokens=4)).tokens) == 4
 
 
 def test_requests_that_are_dropped_at_once_leave_nothing(deployment: DynamoDeployment, engine: LLM) -> None:

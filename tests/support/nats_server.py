@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from trtllm_disagg.tools.up.brokers import nats_server_argv
 from trtllm_disagg.tools.up.http import NATS_HEALTH
@@ -79,8 +80,8 @@ class NatsServer:
 
 
 @contextmanager
-def nats_server(store: Path) -> Iterator[NatsServer]:
-    server = NatsServer(store)
+def nats_server(store: Path, **options: Any) -> Iterator[NatsServer]:
+    server = NatsServer(store, **options)
     try:
         server.start()
         yield server

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from tests.support.handling import until
 from tests.support.nats_server import NatsServer
@@ -183,3 +184,14 @@ def blocked() -> tuple[Script, asyncio.Semaphore]:
     """A request that gets one token for each permit."""
     gate = asyncio.Semaphore(0)
     return Script(gate=gate), gate
+
+
+async def begun(
+    pulling: Pulling, answer: Coroutine[Any, Any, Any]
+) -> tuple[asyncio.Task[Any], asyncio.Semaphore]:
+    """The answer to a request that this worker has taken and that its engine has, blocked as above."""
+    script, gate = blocked()
+    pulling.llm.scripts.append(script)
+    running = asyncio.create_task(answer)
+    await until(lambda: pulling.llm.results)
+    return running, gate

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from tests.support.handling import ORDERS, PROMPT, collect, raw_request, request
-from tests.support.mounted_recording import mounted_recording_llm
 from tests.support.recording_pair import make_pair
 from tests.support.stage_client import FakeContext, RecordingStageClient
 from tests.support.trying import logged
@@ -22,11 +19,7 @@ from trtllm_disagg.engines.recording.result import scripted_token
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.types import Generate, TokenChunk, Usage
 
-
-@pytest.fixture(autouse=True)
-def tensorrt_llm() -> Iterator[ModuleType]:
-    with mounted_recording_llm() as module:
-        yield module
+pytestmark = pytest.mark.usefixtures("tensorrt_llm")
 
 
 def agg(**args: Any) -> tuple[Engine, Generate]:

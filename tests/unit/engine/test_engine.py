@@ -28,7 +28,7 @@ from trtllm_disagg.engine.llm_api import load_api, translate
 from trtllm_disagg.engine.trtllm_version import NEWEST_KNOWN, OLDEST_SERVED, TrtllmVersion, installed_version
 from trtllm_disagg.engines import embedded
 from trtllm_disagg.engines.recording.hard_edges import RequestError
-from trtllm_disagg.engines.recording.llm import LLM, GuidedDecodingParams, SamplingParams, Script
+from trtllm_disagg.engines.recording.llm import LLM, SamplingParams, Script
 from trtllm_disagg.errors import (
     ConfigError,
     DisaggError,
@@ -134,26 +134,6 @@ def test_logprobs_of_a_request_become_those_of_sampling_params(
     options: dict[str, int], logprobs: int | None
 ) -> None:
     assert sampling_of(output_options=options).logprobs == logprobs
-
-
-@pytest.mark.parametrize(
-    ("guided", "params"),
-    [
-        ({"json": {"type": "object"}}, {"json": {"type": "object"}}),
-        ({"regex": "a+", "json": None, "backend": "x"}, {"regex": "a+"}),
-        ({"grammar": "root ::= x"}, {"grammar": "root ::= x"}),
-        ({"json_object": True}, {"json_object": True}),
-        ({"structural_tag": {"a": 1}}, {"structural_tag": '{"a": 1}'}),
-        ({"structural_tag": '{"a": 1}'}, {"structural_tag": '{"a": 1}'}),
-        ({"choice": ["yes", "n.o"]}, {"regex": r"(yes|n\.o)"}),
-        *((none, None) for none in ({}, {"json": None}, {"choice": None})),
-    ],
-)
-def test_a_guide_becomes_guided_decoding_params(
-    guided: dict[str, Any], params: dict[str, Any] | None
-) -> None:
-    asked = sampling_of(sampling_options={"guided_decoding": guided}).guided_decoding
-    assert asked == (None if params is None else GuidedDecodingParams(**params))
 
 
 # -- refusals

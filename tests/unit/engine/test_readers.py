@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from tests.support.day_one import opened
 from tests.support.handling import until
-from tests.support.mounted_recording import mounted_recording_llm
 from tests.support.recording_pair import recording_engine
 from tests.support.sinks import RecordingCacheListener, RecordingStatsSink
 from tests.unit.engine.test_cache_events import block, removed, stored
@@ -27,18 +26,11 @@ from trtllm_disagg.engine.readers import (
     Records,
     Statistics,
 )
-from trtllm_disagg.engines.recording.hard_edges import PESSIMISTIC
 
 WITH_NEWS: dict[str, Any] = {
     "enable_iter_perf_stats": True,
     "kv_cache_config": {"event_buffer_max_size": 64, "tokens_per_block": 4},
 }
-
-
-@pytest.fixture
-def tensorrt_llm() -> Iterator[ModuleType]:
-    with mounted_recording_llm(PESSIMISTIC) as module:
-        yield module
 
 
 class Term(RecordingStatsSink):

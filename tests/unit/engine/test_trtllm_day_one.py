@@ -8,11 +8,11 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -63,6 +63,8 @@ from trtllm_disagg.types import GenerateRequest, Usage
 from trtllm_disagg.wire.bodies import decode_request
 from trtllm_disagg.wire.handoff_protocols import DYNAMO
 
+pytestmark = pytest.mark.usefixtures("tensorrt_llm")
+
 #: What becomes of a KV transfer that failed, besides GENERATION_TRANSFER_ERROR (hard_edges.py has the source files).
 CONTEXT_TRANSFER_ERROR = "Error in kv cache transfer for context requests"
 #: The same under attention DP; of kv_transfer_timeout_ms, without and with attention DP; and of a context that one rank
@@ -85,12 +87,6 @@ ENDED_ENGINE_ERRORS = (
 )
 
 # -- the stand-in as it really is
-
-
-@pytest.fixture(autouse=True)
-def tensorrt_llm() -> Iterator[ModuleType]:
-    with mounted_recording_llm(PESSIMISTIC) as module:
-        yield module
 
 
 @pytest.fixture(params=ORDERS)
@@ -268,15 +264,6 @@ async def test_more_choices_than_a_batch_has_room_for_reach_no_engine() -> None:
     with pytest.raises(InvalidRequestError, match="n=3"):
         await asyncio.wait_for(collect(LocalAgg(engine), many), 2)
     assert tokens_of(await asyncio.wait_for(collect(LocalAgg(engine), request(max_tokens=2)), 2))
-
-
-@pytest.mark.parametrize("message", [GENERATION_TRANSFER_ERROR, *OTHER_TRANSFER_ERRORS])
-async def test_failed_kv_transfer_goes_to_the_next_fallback_step(pair: DayOne, message: str) -> None:
-    pair.decode.scripts.append(Script(error=RequestError(message)))
-    chunks = await collect(pair.generate, request())
-    assert tokens_of(chunks) == expected_tokens(5)
-    await pair.quiet()
-    assert num_in_background() == 0
 
 
 # -- the end of a worker

@@ -72,18 +72,6 @@ async def test_the_answer_is_that_of_one_worker_and_the_trace_names_the_other(
     await both_idle(engines)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-async def test_many_requests_at_once_get_one_answer_and_leave_both_sides_idle(
-    engines: dict[Role, Engine], order: str
-) -> None:
-    """More than either side takes at a time."""
-    generate, client = pair(engines, order)
-    answers = await asyncio.gather(*(collect(generate, asked(4)) for _ in range(24)))
-    assert len({tuple(tokens_of(answer)) for answer in answers}) == 1
-    await client.idle()
-    await both_idle(engines)
-
-
 @pytest.mark.parametrize("moment", ["at once", "after a token"])
 @pytest.mark.parametrize("order", ORDERS)
 async def test_client_that_leaves_frees_blocks_on_both_engines(

@@ -18,10 +18,8 @@ from trtllm_disagg.engines.recording.llm import LLM, RequestError, Script
 from trtllm_disagg.errors import (
     DisaggError,
     EngineError,
-    HandoffRefusedError,
     InvalidRequestError,
     KvTransferError,
-    RequestCancelledError,
     StageTimeoutError,
     WorkerLeavingError,
 )
@@ -118,17 +116,6 @@ async def test_a_prefill_ends_with_length_only_if_one_token_was_asked_for(
         assert engine.llm.results[0].aborts == [1]
 
 
-async def test_the_python_transceiver_has_no_opaque_state() -> None:
-    transceiver = {"backend": "NIXL", "transceiver_runtime": "PYTHON"}
-    engine = recording_engine(cache_transceiver_config=transceiver)
-    asked = request()
-    handoff = await LocalPrefill(engine)(asked, FakeContext())
-    assert handoff.result is not None
-    assert "opaque_state" not in handoff.result.disaggregated_params
-    assert handoff.result.disaggregated_params["ctx_info_endpoint"]
-    assert tokens_of(await decode(asked.with_handoff(handoff), repeats=True)) == expected_tokens(5)
-
-
 async def test_a_prefill_without_a_handoff_is_the_engines_fault() -> None:
     engine = recording_engine()
     result = engine.start_agg(request(max_tokens=1))
@@ -143,15 +130,6 @@ async def test_an_engine_that_cancels_by_itself_has_failed() -> None:
     engine.llm.scripts.append(Script(ends_with="cancelled"))
     with pytest.raises(EngineError, match="without a token"):
         await prefill(engine)
-
-
-async def test_a_client_that_left_during_prefill_aborts_it() -> None:
-    engine = recording_engine()
-    context = FakeContext()
-    context.stop()
-    with pytest.raises(RequestCancelledError):
-        await LocalPrefill(engine)(request(), context)
-    assert len(engine.llm.results[0].aborts) == 1
 
 
 # -- decode
@@ -181,12 +159,6 @@ async def test_decode_leaves_a_handoff_that_the_engine_has_not_accepted(
     handoff.release()
     assert calls == ([] if error is None else ["released"])
     LLM.kv_store.clear()
-
-
-async def test_a_malformed_handoff_is_refused() -> None:
-    asked = request(prefill_result={"disaggregated_params": {"opaque_state": "not base64!"}})
-    with pytest.raises(HandoffRefusedError):
-        await decode(asked)
 
 
 async def test_decode_without_logprobs_of_the_first_token_gives_the_others() -> None:
@@ -226,12 +198,6 @@ async def test_failed_drain_logs_no_warning_and_leaves_no_task(caplog: pytest.Lo
 
 
 # -- both phases
-
-
-async def test_a_whole_run_streams_every_token() -> None:
-    chunks = await collect(LocalAgg(recording_engine()), request(max_tokens=3))
-    assert [chunk.token_ids for chunk in chunks] == [[token] for token in expected_tokens(3)]
-    assert [chunk.finish_reason for chunk in chunks] == [None, None, "length"]
 
 
 # -- errors, in every phase

@@ -211,15 +211,6 @@ async def test_a_guide_that_decode_cannot_follow_is_refused_before_a_prefill() -
     assert [engine.llm.results for engine in (pair.first, *pair.engines)] == [[], []]
 
 
-@pytest.mark.parametrize("strategy", ORDERS)
-async def test_a_guide_that_only_the_first_stage_can_follow_is_answered_by_it_alone(strategy: str) -> None:
-    able: dict[str, Any] = {"guided_decoding_backend": "xgrammar"}
-    pair = unequal(strategy, *((able, {}) if strategy == "prefill_first" else ({}, able)))
-    tokens, asked = await pair.answer(10, 6, **GUIDED)
-    assert (tokens, asked.trace.strategy) == (answer_to(10, 6), "local")
-    assert pair.engines[0].llm.results == []
-
-
 #: Each of them may be what a decode was refused for.
 OPTIONS: dict[str, Any] = {
     "sampling_options": {"temperature": 0.7, "presence_penalty": 1.0},

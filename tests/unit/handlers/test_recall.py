@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +13,11 @@ import pytest
 from tests.support.clock import Clock
 from tests.support.day_one import INSTANCES, Both, kinds
 from tests.support.handling import collect, expected_tokens, raw_request, request, tokens_of, until
-from tests.support.mounted_recording import mounted_recording_llm
 from tests.support.recording_pair import leftover_tasks
 from tests.support.stage_client import FakeContext, RecordingStageClient
 from tests.support.trying import counts_of, trying
 from trtllm_disagg.config.thresholds import Live, Thresholds
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.engines.recording.hard_edges import PESSIMISTIC
 from trtllm_disagg.engines.recording.llm import Script
 from trtllm_disagg.errors import (
     InvalidRequestError,
@@ -46,17 +44,13 @@ from trtllm_disagg.handlers.trace import RequestEnd, RequestLog
 from trtllm_disagg.types import MOST_ATTEMPTS, PhaseRequest
 from trtllm_disagg.wire.bodies import decode_request
 
+pytestmark = pytest.mark.usefixtures("tensorrt_llm")
+
 Raw = dict[str, Any]
 
 
 async def nothing_more() -> None:
     await asyncio.Event().wait()
-
-
-@pytest.fixture(autouse=True)
-def tensorrt_llm() -> Iterator[None]:
-    with mounted_recording_llm(PESSIMISTIC):
-        yield
 
 
 class Lossy:

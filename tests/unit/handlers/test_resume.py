@@ -94,13 +94,3 @@ def test_replay_that_begins_differently_or_ends_early_is_an_error(chunk: TokenCh
 def test_replay_that_is_aborted_ends_as_it_was_told() -> None:
     aborted = TokenChunk([], finish_reason="cancelled")
     assert Replayed(request(), [1, 2]).new(aborted) == aborted
-
-
-def test_answer_with_all_its_tokens_has_ended_and_gets_an_end_chunk() -> None:
-    delivered = delivering(DELIVERED)
-    assert delivered.is_complete(request(3))
-    assert not delivered.is_complete(request(4))
-    assert not delivered.is_complete(request(None))
-    end = delivered.end_chunk(request(3))
-    assert (end.token_ids, end.finish_reason) == ([], "length")
-    assert end.completion_usage == Usage.of(len(PROMPT), 3, 0)

@@ -21,7 +21,7 @@ from tests.support.handling import (
 from tests.support.recording_pair import make_pair, recording_engine
 from tests.support.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.engines.recording.llm import LLM, DisaggregatedParams, Script
+from trtllm_disagg.engines.recording.llm import LLM, Script
 from trtllm_disagg.engines.recording.result import EOS_TOKEN
 from trtllm_disagg.errors import InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.handlers.services import build_generate
@@ -61,22 +61,6 @@ async def test_the_answer_of_a_pair_is_that_of_one_worker(strategy: str, max_tok
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-async def test_each_worker_runs_its_phase_only(strategy: str) -> None:
-    pair = make_pair(strategy)
-    await collect(pair.generate, request())
-    assert request_types(pair.prefill) == ["context_only"]
-    assert request_types(pair.decode) == ["generation_only"]
-    (prefill,), (decode,) = (llm.calls_of("generate_async") for llm in (pair.prefill, pair.decode))
-    assert prefill["sampling_params"].max_tokens == 1
-    assert decode["sampling_params"].max_tokens == 5
-    assert prefill["inputs"] == decode["inputs"] == PROMPT
-    given: DisaggregatedParams = decode["disaggregated_params"]
-    assert given.first_gen_tokens == expected_tokens(1)
-    assert given.disagg_request_id == prefill["disaggregated_params"].disagg_request_id
-    assert (prefill["streaming"], decode["streaming"]) == (False, True)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
     ("stop_conditions", "tokens", "stop_reason"),
     [
@@ -98,19 +82,6 @@ async def test_a_stop_at_the_first_token_never_reaches_decode(
     assert (chunk.finish_reason, chunk.stop_reason, chunk.token_ids) == ("stop", stop_reason, [])
     assert pair.decode.results == []
     assert pair.prefill.results[0].aborts == [0]
-
-
-@pytest.mark.parametrize("order", ORDERS)
-async def test_one_token_never_reaches_decode(order: str) -> None:
-    pair = make_pair(order)
-    (chunk,) = await collect(pair.generate, request(max_tokens=1))
-    assert chunk.token_ids == expected_tokens(1)
-    assert chunk.finish_reason == "length"
-    assert chunk.completion_usage is not None
-    assert chunk.completion_usage.completion_tokens == 1
-    assert pair.decode.results == []
-    (call,) = pair.prefill.calls_of("generate_async")
-    assert "disaggregated_params" not in call, "KV would be kept for a decode"
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -223,12 +194,6 @@ async def test_unknown_annotation_is_refused_with_the_allowed_ones(order: str, w
     ) as caught:
         await collect(make_pair(order).generate, request(4, annotations=words))
     assert all(f"disagg:{name}" in str(caught.value) for name in _WAYS)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-async def test_two_orders_contradict_each_other(order: str) -> None:
-    with pytest.raises(InvalidRequestError, match="disagg:local and disagg:auto contradict each other"):
-        await collect(make_pair(order).generate, request(4, annotations=["disagg:local", "disagg:auto"]))
 
 
 @pytest.mark.parametrize("order", ORDERS)

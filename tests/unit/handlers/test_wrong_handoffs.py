@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.support.day_one import Both
 from tests.support.handling import collect, expected_tokens, request, tokens_of
-from tests.support.mounted_recording import mounted_recording_llm
 from trtllm_disagg.config.worker_config import Role
-from trtllm_disagg.engines.recording.hard_edges import PESSIMISTIC
 from trtllm_disagg.errors import HandoffRefusedError
 from trtllm_disagg.types import TokenChunk
 
+pytestmark = pytest.mark.usefixtures("tensorrt_llm")
+
 Fields = dict[str, Any]
-
-
-@pytest.fixture(autouse=True)
-def tensorrt_llm() -> Iterator[None]:
-    with mounted_recording_llm(PESSIMISTIC):
-        yield
 
 
 def both_workers() -> Both:

@@ -13,7 +13,7 @@ from nats.js import JetStreamContext
 from nats.js.api import PubAck
 
 from tests.support.handling import ORDERS, collect, expected_tokens, request, tokens_of, until
-from tests.support.nats_server import NatsServer
+from tests.support.nats_server import NatsServer, nats_server
 from tests.support.queueing import Pushing, Queueing, queueing, raising
 from tests.support.recording_pair import recording_engine
 from tests.support.stage_client import FakeContext, RecordingStageClient
@@ -262,9 +262,7 @@ async def test_request_too_large_for_nats_is_prefilled_locally_in_prefill_first(
 
 
 async def test_without_nats_prefills_go_on_without_the_queue(tmp_path: Any, no_leaks: None) -> None:
-    server = NatsServer(tmp_path)
-    server.start()
-    try:
+    with nats_server(tmp_path) as server:
         async with queueing(server) as queue:
             pushing, stage = await decoding(queue)
             waiting, late = request(5), request(5)
@@ -281,8 +279,6 @@ async def test_without_nats_prefills_go_on_without_the_queue(tmp_path: Any, no_l
                 assert fallback.startswith("direct: the prefill queue cannot be reached: ")
             assert len(stage.requests) == 2
             await stage.idle()
-    finally:
-        server.kill()
 
 
 class FullDisk(NatsClient):

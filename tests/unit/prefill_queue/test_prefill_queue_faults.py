@@ -12,8 +12,8 @@ import nats
 import pytest
 
 from tests.support.handling import collect, expected_tokens, raw_request, request, tokens_of, until
-from tests.support.nats_server import NatsServer
-from tests.support.queueing import Pushing, Queueing, blocked, queueing, raising
+from tests.support.nats_server import nats_server
+from tests.support.queueing import Pushing, Queueing, begun, blocked, queueing, raising
 from trtllm_disagg.engines.recording.llm import LLM
 from trtllm_disagg.errors import EngineError, InvalidRequestError, PeerUnavailableError, QueueUnusableError
 from trtllm_disagg.handlers.circuit_breaker import QUEUE_ID, CircuitBreaker, StreamTimeouts
@@ -35,10 +35,8 @@ def queue(queue: Queueing) -> Queueing:
 
 async def test_a_dead_workers_item_goes_to_another_one(queue: Queueing) -> None:
     pushing, dying = await queue.pusher(), await queue.puller(1)
-    dying.llm.scripts.append(blocked()[0])
     asked = request(5)
-    answer = asyncio.create_task(collect(pushing.generate, asked))
-    await until(lambda: dying.llm.results)
+    answer, _ = await begun(dying, collect(pushing.generate, asked))
 
     await dying.die()
     living = await queue.puller(2)
@@ -118,10 +116,7 @@ async def test_a_worker_slower_than_the_ack_wait_keeps_its_item(queue: Queueing)
 async def test_late_answer_of_a_replaced_worker_is_released(queue: Queueing) -> None:
     queue.limits = QueueLimits(ack=ACK_SECONDS, beat=1000.0)
     pushing, slow = await queue.pusher(), await queue.puller(1)
-    script, gate = blocked()
-    slow.llm.scripts.append(script)
-    answer = asyncio.create_task(collect(pushing.generate, request(5)))
-    await until(lambda: slow.llm.results)
+    answer, gate = await begun(slow, collect(pushing.generate, request(5)))
     # It is not heard of; a second worker comes and does it all.
     await queue.puller(2)
     assert tokens_of(await answer) == expected_tokens(5)
@@ -147,10 +142,7 @@ async def test_item_lost_by_three_workers_fails_and_is_not_offered_again(queue: 
 
 async def test_without_nats_requests_fail_at_once_and_go_on_when_it_is_back(queue: Queueing) -> None:
     pushing, pulling = await queue.pusher(), await queue.puller(1, max_items=1)
-    script, gate = blocked()
-    pulling.llm.scripts.append(script)
-    running = asyncio.create_task(collect(pushing.generate, request(5)))
-    await until(lambda: pulling.llm.results)
+    running, gate = await begun(pulling, collect(pushing.generate, request(5)))
     await pushing.broker.push(item())
     await until(lambda: pushing.watch.depth() == 1)
     try:
@@ -175,9 +167,7 @@ async def test_without_nats_requests_fail_at_once_and_go_on_when_it_is_back(queu
 
 
 async def test_stream_is_recreated_on_a_server_that_lost_it(tmp_path: Any, no_leaks: None) -> None:
-    server = NatsServer(tmp_path / "first")
-    server.start()
-    try:
+    with nats_server(tmp_path / "first") as server:
         async with queueing(server) as queue:
             pushing = await queue.pusher()
             await queue.puller()
@@ -188,22 +178,16 @@ async def test_stream_is_recreated_on_a_server_that_lost_it(tmp_path: Any, no_le
             async with asyncio.timeout(30):
                 await pushing.broker.wait_until_usable()
                 assert tokens_of(await collect(pushing.generate, request(5))) == expected_tokens(5)
-    finally:
-        server.kill()
 
 
 async def test_a_worker_can_leave_while_nats_is_gone(tmp_path: Any, no_leaks: None) -> None:
-    server = NatsServer(tmp_path)
-    server.start()
-    try:
+    with nats_server(tmp_path) as server:
         async with queueing(server) as queue:
             pulling = await queue.puller()
             await asyncio.to_thread(server.kill)
             await until(lambda: not pulling.broker.is_usable)
             async with asyncio.timeout(20):
                 await pulling.leave()
-    finally:
-        server.kill()
 
 
 def item(**changes: Any) -> bytes:
@@ -294,10 +278,7 @@ async def test_an_answer_too_large_for_nats_fails_at_once_and_is_not_the_workers
 
 async def test_forged_messages_to_a_pusher_harm_no_request(queue: Queueing) -> None:
     pushing, pulling = await queue.pusher(), await queue.puller()
-    script, gate = blocked()
-    pulling.llm.scripts.append(script)
-    answer = asyncio.create_task(collect(pushing.generate, request(5)))
-    await until(lambda: pulling.llm.results)
+    answer, gate = await begun(pulling, collect(pushing.generate, request(5)))
     for forged in (b"", b"\x00", b"\x91" * 100_000, b"x" * 1000):
         await pulling.broker.send(pushing.client.subject, forged)
     gate.release()

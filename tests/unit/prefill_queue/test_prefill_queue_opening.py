@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.handling import until
-from tests.support.nats_server import NatsServer
+from tests.support.nats_server import nats_server
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import ConfigError, QueueUnusableError, StageTimeoutError
 from trtllm_disagg.prefill_queue import nats_queue, open_prefill_queue
@@ -104,14 +104,10 @@ async def test_a_client_that_hangs_is_given_up_in_time_with_a_reason(client: typ
 
 
 async def test_a_server_without_jetstream_is_refused(tmp_path: Path) -> None:
-    server = NatsServer(tmp_path, jetstream=False)
-    server.start()
-    config = WorkerConfig(model="m", role=Role.PREFILL, prefill_dispatch="queue", nats_server=server.url)
-    try:
+    with nats_server(tmp_path, jetstream=False) as server:
+        config = WorkerConfig(model="m", role=Role.PREFILL, prefill_dispatch="queue", nats_server=server.url)
         with pytest.raises(ConfigError, match="this server has no JetStream"):
             await open_prefill_queue(config, "kind")
-    finally:
-        server.kill()
 
 
 @pytest.fixture
@@ -130,18 +126,14 @@ def certificate(tmp_path: Path) -> tuple[Path, Path]:
 async def test_the_nats_server_of_a_deployment_takes_only_clients_with_its_password(tmp_path: Path) -> None:
     """Its port is open to every user of the host: all of them could read the prompts there, and answer them."""
     password = new_nats_password()
-    server = NatsServer(tmp_path, flags=nats_config_argv(), env=password)
-    server.start()
-    limits = QueueLimits(connect=5.0)
-    url = nats_url(LOOPBACK, server.port, password)
-    config = WorkerConfig(model="m", role=Role.PREFILL, prefill_dispatch="queue", nats_server=url)
-    try:
+    with nats_server(tmp_path, flags=nats_config_argv(), env=password) as server:
+        limits = QueueLimits(connect=5.0)
+        url = nats_url(LOOPBACK, server.port, password)
+        config = WorkerConfig(model="m", role=Role.PREFILL, prefill_dispatch="queue", nats_server=url)
         for wrong in (server.url, nats_url(LOOPBACK, server.port, new_nats_password())):
             with pytest.raises(ConfigError, match="Authorization Violation"):
                 await open_prefill_queue(replace(config, nats_server=wrong), "kind", limits)
         await (await open_prefill_queue(config, "kind", limits)).aclose()
-    finally:
-        server.kill()
 
 
 async def test_tls_url_connects_only_to_a_server_with_tls(
@@ -151,18 +143,14 @@ async def test_tls_url_connects_only_to_a_server_with_tls(
     limits = QueueLimits(connect=2.0)
     secured = ("--tls", "--tlscert", str(certificate[0]), "--tlskey", str(certificate[1]))
     for name, flags in (("plain", ()), ("secured", secured)):
-        server = NatsServer(tmp_path / name, flags=flags)
-        server.start()
-        url = server.url.replace("nats://", "tls://")
-        config = WorkerConfig(model="m", role=Role.PREFILL, prefill_dispatch="queue", nats_server=url)
-        try:
+        with nats_server(tmp_path / name, flags=flags) as server:
+            url = server.url.replace("nats://", "tls://")
+            config = WorkerConfig(model="m", role=Role.PREFILL, prefill_dispatch="queue", nats_server=url)
             with pytest.raises(ConfigError, match="TLS" if name == "plain" else "certificate verify failed"):
                 await open_prefill_queue(config, "kind", limits)
             if name == "secured":
                 monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
                 await (await open_prefill_queue(config, "kind", limits)).aclose()
-        finally:
-            server.kill()
 
 
 async def test_a_worker_that_has_left_before_it_starts_pulls_nothing(

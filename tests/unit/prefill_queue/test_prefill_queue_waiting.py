@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.handling import PROMPT, collect, expected_tokens, request, tokens_of, until
-from tests.support.queueing import Pushing, Queueing, blocked
+from tests.support.queueing import Pushing, Queueing, begun, blocked
 from tests.support.stage_client import FakeContext
 from trtllm_disagg.engines.recording.llm import LLM
 from trtllm_disagg.errors import NoInstanceError, RequestCancelledError, StageTimeoutError
@@ -112,11 +112,8 @@ async def test_an_item_of_a_pusher_that_is_gone_is_skipped(queue: Queueing) -> N
 
 async def test_a_client_that_leaves_during_the_prefill_stops_it(queue: Queueing) -> None:
     pushing, pulling = await queue.pusher(), await queue.puller()
-    script, gate = blocked()
-    pulling.llm.scripts.append(script)
     context = FakeContext()
-    asked = asyncio.create_task(collect(pushing.generate, request(4), context))
-    await until(lambda: pulling.llm.results)
+    asked, gate = await begun(pulling, collect(pushing.generate, request(4), context))
 
     context.stop()
     with pytest.raises(RequestCancelledError):
@@ -130,10 +127,7 @@ async def test_a_client_that_leaves_during_the_prefill_stops_it(queue: Queueing)
 async def test_a_handoff_that_is_not_taken_is_released(queue: Queueing) -> None:
     """The pusher dies while the prefill runs: its answer finds no receiver."""
     pushing, pulling = await queue.pusher(), await queue.puller()
-    script, gate = blocked()
-    pulling.llm.scripts.append(script)
-    asked = asyncio.create_task(collect(pushing.generate, request(4)))
-    await until(lambda: pulling.llm.results)
+    asked, gate = await begun(pulling, collect(pushing.generate, request(4)))
     await pushing.broker.close()
 
     gate.release()
@@ -243,9 +237,7 @@ async def test_a_request_whose_prefill_worker_was_killed_ends_when_no_other_is_t
 ) -> None:
     workers = Workers(1)
     pushing, dying = await requiring(watchful, workers), await watchful.puller(1)
-    dying.llm.scripts.append(blocked()[0])
-    waiting = asyncio.create_task(prefilled(pushing))
-    await until(lambda: dying.llm.results)
+    waiting, _ = await begun(dying, prefilled(pushing))
 
     await dying.die()
     workers.ids.clear()
@@ -259,10 +251,7 @@ async def test_a_request_whose_prefill_worker_was_killed_ends_when_no_other_is_t
 async def test_a_request_that_a_leaving_prefill_worker_has_taken_is_answered(watchful: Queueing) -> None:
     workers = Workers(1)
     pushing, leaving = await requiring(watchful, workers), await watchful.puller(1)
-    script, gate = blocked()
-    leaving.llm.scripts.append(script)
-    waiting = asyncio.create_task(prefilled(pushing))
-    await until(lambda: leaving.llm.results)
+    waiting, gate = await begun(leaving, prefilled(pushing))
     stopping = asyncio.create_task(leaving.leave())
     workers.ids.clear()
     await asyncio.sleep(2 * watchful.limits.silence)  # that nothing happens has no event

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -14,9 +13,9 @@ from tests.support.stage_client import RecordingStageClient
 from tests.unit.wire.test_protocol_refusals import forge, forged
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
 from trtllm_disagg.engine.engine import Engine
-from trtllm_disagg.errors import OverloadedError, PeerUnavailableError
+from trtllm_disagg.errors import PeerUnavailableError
 from trtllm_disagg.handlers.services import build_generate
-from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
+from trtllm_disagg.types import Generate, GenerateRequest
 from trtllm_disagg.wire.kv_handle import join_endpoint
 
 STYLES = {
@@ -118,19 +117,4 @@ async def test_bootstrap_uses_a_new_room_at_the_prefill_engine(
     assert join_endpoint(one["bootstrap_host"], one["bootstrap_port"]) == endpoint
     assert one["bootstrap_room"] != other["bootstrap_room"]
     assert "rendezvous" not in one
-    await both_idle(engines)
-
-
-async def test_a_failed_bootstrap_prefill_ends_decode_with_its_reason(engines: dict[Role, Engine]) -> None:
-    """The decode engine has its blocks out by then, and would wait for its own deadline."""
-    generate, client = pair(engines, "decode_first", "bootstrap")
-
-    async def full(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        if request.rendezvous is not None:
-            raise OverloadedError("full")
-        yield TokenChunk([])
-
-    client.serve_by(full)
-    with pytest.raises(OverloadedError, match="full"):
-        await asyncio.wait_for(collect(generate, asked()), 30)
     await both_idle(engines)

@@ -11,8 +11,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.support.meeting import Duo
 from tests.support.modelled_cores import ModelledTestCore, VirtualClock, prompt_of
@@ -157,29 +155,6 @@ def duo() -> Iterator[Duo]:
     pair.close()
 
 
-def hand_over(duo: Duo, length: int, max_tokens: int = 8, salt: int = 0) -> list[int]:
-    handoff = duo.prefill.prefill(prompt_of(length, salt))
-    answer = duo.decode.run(duo.decode.add_decode(prompt_of(length, salt), handoff, max_tokens))
-    assert answer.error is None, answer.error
-    return answer.tokens
-
-
-def test_modelled_handoff_gives_the_same_tokens_as_one_engine(duo: Duo) -> None:
-    alone = ModelledTestCore().generate(prompt_of(300), 8)
-    assert hand_over(duo, 300) == alone
-    assert duo.generate(prompt_of(300, salt=1), 8) == ModelledTestCore().generate(prompt_of(300, salt=1), 8)
-    duo.assert_idle()
-
-
-def test_blocks_cached_on_decode_are_not_moved_again(duo: Duo) -> None:
-    for _ in range(2):
-        hand_over(duo, 320)
-    moved = [statistics["totals"]["kvBytesPulled"] for statistics in duo.decode.stats]
-    block = 32 * 1000
-    assert moved[-1] == 10 * block
-    assert duo.decode.stats[-1]["totals"]["kvBytesSaved"] == 10 * block
-
-
 def test_a_slow_link_makes_decode_wait_and_prefill_go_on() -> None:
     clock = ScaledClock(1.0)
     slow = {"link_gb_per_second": 1e-3}  # 1 MB/s: 32 ms a block
@@ -209,37 +184,6 @@ def test_a_pulled_prefix_takes_the_time_of_its_link_and_the_rest_is_computed() -
     assert clock.now() - begun >= 0.32
     assert (answer.tokens, answer.cached_tokens) == (ModelledTestCore().generate(tokens, 1), 320)
     duo.prefill.engine.abort(request)
-    duo.assert_idle()
-    duo.close()
-
-
-@settings(deadline=None, max_examples=15)
-@given(
-    length=st.integers(1, 300),
-    generation_first=st.booleans(),
-    steps=st.integers(0, 6),
-    cancelled=st.sampled_from(["prefill", "decode", "both"]),
-)
-def test_a_cancel_at_any_point_gives_every_block_back(
-    length: int, generation_first: bool, steps: int, cancelled: str
-) -> None:
-    clock = ScaledClock(1.0)
-    slow = {"link_gb_per_second": 0.01}
-    duo = Duo(ModelledTestCore(clock, slow, max_num_tokens=64), ModelledTestCore(clock, slow))
-    ids: dict[str, int] = {}
-    if generation_first:
-        met = duo.both(prompt_of(length), 4)
-        assert met.prefill is not None
-        assert met.decode is not None
-        ids = {"prefill": met.prefill, "decode": met.decode}
-    else:
-        handoff = duo.prefill.prefill(prompt_of(length))
-        ids["prefill"] = max(request for request, _ in duo.prefill.answers)
-        ids["decode"] = duo.decode.add_decode(prompt_of(length), handoff, 4)
-    for _ in range(steps):
-        duo.step()
-    for side in ("prefill", "decode") if cancelled == "both" else (cancelled,):
-        getattr(duo, side).engine.abort(ids[side])
     duo.assert_idle()
     duo.close()
 

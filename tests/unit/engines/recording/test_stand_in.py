@@ -15,7 +15,7 @@ from trtllm_disagg.engines.recording.llm import (
     SamplingParams,
     Script,
 )
-from trtllm_disagg.engines.recording.result import EOS_TOKEN, scripted_token
+from trtllm_disagg.engines.recording.result import EOS_TOKEN
 
 PROMPT = [11, 12, 13]
 NIXL = {"backend": "NIXL"}
@@ -55,38 +55,11 @@ def test_an_unknown_keyword_is_refused() -> None:
 # -- answers
 
 
-async def test_a_whole_run_streams_one_object_that_grows() -> None:
-    result = make().generate_async(PROMPT, SamplingParams(max_tokens=3), streaming=True)
-    seen = []
-    async for partial in result:
-        assert partial is result
-        seen.append(list(partial.outputs[0].token_ids))
-    assert [len(tokens) for tokens in seen] == [1, 2, 3]
-    assert seen[-1] == [scripted_token(PROMPT, position) for position in range(3)]
-    assert result.finished
-    assert result.outputs[0].finish_reason == "length"
-
-
-async def test_without_streaming_there_is_one_iteration() -> None:
-    result = make().generate_async(PROMPT, SamplingParams(max_tokens=3))
-    assert [len(partial.outputs[0].token_ids) async for partial in result] == [3]
-
-
 async def test_kv_is_fetched_once_and_only_for_its_prompt() -> None:
     handoff = handoff_of(await prefill(make()))
     for prompt in ([1, 2, 3], PROMPT):
         with pytest.raises(RequestError, match="kv cache transfer"):
             await make().generate_async(prompt, disaggregated_params=handoff).aresult()
-
-
-async def test_the_first_logprobs_come_from_prefill() -> None:
-    sampling = SamplingParams(max_tokens=2, logprobs=2)
-    first = await prefill(make(), max_tokens=2, logprobs=2)
-    handoff = handoff_of(first)
-    second = await make().generate_async(PROMPT, sampling, disaggregated_params=handoff).aresult()
-    whole = await make().generate_async(PROMPT, sampling).aresult()
-    assert second.outputs[0].logprobs == whole.outputs[0].logprobs
-    assert [len(entry) for entry in whole.outputs[0].logprobs] == [2, 2]
 
 
 async def test_choices_of_one_request_grow_by_turns() -> None:

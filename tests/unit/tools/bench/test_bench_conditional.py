@@ -37,22 +37,6 @@ async def started(turns: list[asyncio.Task[Place]]) -> str:
     return "".join(turn.result().name[0] for turn in turns if turn.done())
 
 
-async def test_decode_takes_as_many_of_six_prompts_as_it_has_rows() -> None:
-    line = occupancy(max_batch_size=4)
-    turns = [asyncio.create_task(line.place(1024)) for _ in range(6)]
-    assert await started(turns) == "PD"
-    line.first_token(Place.PREFILL, 1024)
-    assert await started(turns) == "PDP"
-    line.first_token(Place.DECODE, 1024)
-    assert await started(turns) == "PDPD"
-    line.first_token(Place.PREFILL, 1024)
-    assert await started(turns) == "PDPDP"
-    line.first_token(Place.DECODE, 1024)
-    assert await started(turns) == "PDPDP", "four rows are in hand"
-    line.first_token(Place.PREFILL, 1024)
-    assert await started(turns) == "PDPDPP"
-
-
 @given(data=st.data(), max_batch_size=st.integers(1, 4))
 def test_every_prompt_gets_an_engine_in_the_order_of_arrival(
     data: st.DataObject, max_batch_size: int

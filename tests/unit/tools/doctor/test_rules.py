@@ -38,6 +38,11 @@ MEMORY, CP = "kv_cache_config.free_gpu_memory_fraction", "context_parallel_size"
 ON_CPP = {RUNTIME: "CPP"}
 MTP = {"decoding_type": "MTP", "num_nextn_predict_layers": 1}
 TWO_GPUS = {"gpus": ("0", "1")}
+#: As in TensorRT-LLM's features/helix.md.
+HELIX: dict[str, Any] = {
+    "context_parallel_size": 2,
+    "cp_config": {"cp_type": "HELIX", "tokens_per_block": 32},
+}
 #: No key at all, where None is a value.
 GONE = object()
 
@@ -169,6 +174,7 @@ BROKEN: list[tuple[str, str, str, dict[str, Any]]] = [
     ("tokenizer", "error", "the same tokenizer", prefill({"tokenizer": "org/other"})),
     ("parallelism", "note", "pipeline stages", decode({"pipeline_parallel_size": 2})),
     ("parallelism", "error", "prefill: context_parallel_size: 1", prefill({CP: 2})),
+    ("parallelism", "error", "transceiver_runtime: CPP", decode(HELIX)),
     ("GPUs", "error", "both have 0", {"gpus": ("0", "0")}),
     ("GPUs", "error", "TP2 PP1", decode({"tensor_parallel_size": 2}) | TWO_GPUS),
     ("GPUs", "error", "TP1 PP1 CP2", prefill(ON_CPP) | decode({**ON_CPP, CP: 2}) | TWO_GPUS),
@@ -254,31 +260,8 @@ def test_setting_that_only_the_worker_refuses_is_the_row_worker(tmp_path: Path) 
     assert "expected pytorch" in rows[-1].instead or "'pytorch'" in rows[-1].instead
 
 
-#: As in TensorRT-LLM's features/helix.md.
-HELIX: dict[str, Any] = {
-    "context_parallel_size": 2,
-    "cp_config": {"cp_type": "HELIX", "tokens_per_block": 32},
-}
-
-
 def test_context_parallelism_at_decode_has_no_finding() -> None:
     assert findings(diagnosed(prefill=ON_CPP, decode=HELIX | ON_CPP)) == {}
-
-
-@pytest.mark.parametrize(
-    ("prefill", "decode", "instead"),
-    [
-        pytest.param(HELIX | ON_CPP, ON_CPP, "prefill: context_parallel_size: 1", id="at prefill"),
-        pytest.param({}, HELIX, "transceiver_runtime: CPP", id="on the Python transceiver"),
-    ],
-)
-def test_context_parallelism_that_cannot_work_is_an_error(
-    prefill: dict[str, Any], decode: dict[str, Any], instead: str
-) -> None:
-    rows = diagnosed(prefill=prefill, decode=decode)
-    assert findings(rows) == {"parallelism": "error"}
-    (row,) = (row for row in rows if row.rule == "parallelism")
-    assert instead in row.instead
 
 
 def test_gpus_beyond_those_that_a_worker_takes_are_not_shared() -> None:

@@ -68,16 +68,6 @@ async def test_same_seed_repeats_an_answer_and_no_seed_does_not(llm: LLM, answer
     assert answer != others[0] != others[1]
 
 
-async def test_several_choices_are_distinct_and_each_repeatable(llm: LLM, answer: list[int]) -> None:
-    for streaming in (False, True):
-        result = await llm.generate_async(PROMPT, sampled(n=3), streaming=streaming).aresult()
-        assert [output.index for output in result.outputs] == [0, 1, 2]
-        choices = [output.token_ids for output in result.outputs]
-        assert choices[0] == answer
-        assert len({tuple(choice) for choice in choices}) == 3
-        assert {output.finish_reason for output in result.outputs} == {"length"}
-
-
 # -- ends
 
 
@@ -107,18 +97,6 @@ async def test_the_tokenizers_end_ends_an_answer_that_it_decodes(
 
 
 # -- logprobs
-
-
-async def test_logprobs_are_aligned_with_the_tokens(llm: LLM) -> None:
-    output = await run(llm, SamplingParams(max_tokens=8, logprobs=3))
-    assert len(output.logprobs) == len(output.token_ids) == 8
-    for token, entry in zip(output.token_ids, output.logprobs, strict=True):
-        assert len(entry) == 3
-        assert [lp.rank for lp in entry.values()] == [1, 2, 3]
-        assert next(iter(entry)) == token, "greedy takes the first"
-        assert all(lp.logprob <= 0 for lp in entry.values())
-    total = sum(e[t].logprob for t, e in zip(output.token_ids, output.logprobs, strict=True))
-    assert output.cumulative_logprob == pytest.approx(total)
 
 
 async def test_a_token_beyond_the_asked_ranks_is_added(llm: LLM) -> None:

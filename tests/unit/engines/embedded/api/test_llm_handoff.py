@@ -81,23 +81,6 @@ async def no_leases(llm: LLM) -> bool:
 # -- the handoff
 
 
-async def test_handoff_has_first_token_ids_and_opaque_state(prefill: LLM) -> None:
-    result = await run_prefill(prefill, prompt(1))
-    output = result.outputs[0]
-    params = output.disaggregated_params
-    assert (output.length, output.finish_reason) == (1, "length")
-    assert params is not None
-    assert result.disaggregated_params is params
-    assert params.request_type == "context_only"
-    assert params.first_gen_tokens == output.token_ids
-    assert params.opaque_state
-    assert params.ctx_info_endpoint
-    assert params.first_gen_log_probs == output.logprobs
-    assert params.disagg_request_id == 1 << 41
-    result.abort()
-    await eventually(lambda: no_leases(prefill))
-
-
 async def test_without_logprobs_of_the_first_token_the_others_keep_their_places(
     prefill: LLM, decode: LLM
 ) -> None:
@@ -117,28 +100,6 @@ async def test_a_handoff_can_come_back_to_the_engine_that_made_it(prefill: LLM) 
     result = await prefill.generate_async(tokens, PARAMS, disaggregated_params=handoff)
     assert result.outputs[0].token_ids == (await prefill.generate_async(tokens, PARAMS)).outputs[0].token_ids
     await eventually(lambda: no_leases(prefill))
-
-
-async def test_aborting_a_finished_prefill_gives_its_blocks_back(prefill: LLM, decode: LLM) -> None:
-    tokens = prompt(6)
-    result = await run_prefill(prefill, tokens)
-    assert prefill.num_active_requests == 1
-    result.abort()
-    await eventually(lambda: no_leases(prefill))
-    with pytest.raises(RequestError, match="ended before the KV was read") as error:
-        await decode.generate_async(tokens, PARAMS, disaggregated_params=to_decode(result))
-    assert error.value.category == "Unavailable"
-
-
-async def test_an_aborted_decode_gives_prefills_blocks_back(prefill: LLM, decode: LLM) -> None:
-    tokens = prompt(7)
-    params = dataclasses.replace(PARAMS, max_tokens=300, ignore_eos=True)
-    handoff = to_decode(await run_prefill(prefill, tokens, params))
-    result = decode.generate_async(tokens, params, disaggregated_params=handoff)
-    result.abort()
-    assert (await result).outputs[0].finish_reason == "cancelled"
-    await eventually(lambda: no_leases(prefill))
-    await eventually(lambda: no_leases(decode))
 
 
 # -- what is refused
@@ -172,15 +133,6 @@ def test_incomplete_handoff_is_refused_at_once(decode: LLM, changes: dict[str, A
     with pytest.raises(ValueError, match=reason):
         decode.generate_async([5], disaggregated_params=dataclasses.replace(whole, **changes))
     assert len(decode._running) == 0
-
-
-@pytest.mark.parametrize("state", [b"x", b"\x81\xa1\xff\x01", b"\xff" * 100])
-async def test_unreadable_handoff_fails_its_request_only(decode: LLM, state: bytes) -> None:
-    params = DisaggregatedParams(request_type="generation_only", opaque_state=state, first_gen_tokens=[5])
-    with pytest.raises(RequestError, match="handoff is not readable") as error:
-        await decode.generate_async([5], disaggregated_params=params)
-    assert error.value.category == "InvalidRequest"
-    assert decode._check_health()
 
 
 # -- what an engine says of itself

@@ -138,13 +138,6 @@ def test_phase_request_without_transceiver_backend_is_refused(llm: LLM, kind: st
         llm.generate_async([5], disaggregated_params=DisaggregatedParams(request_type=kind))
 
 
-def test_request_type_context_and_generation_is_a_whole_request(llm: LLM) -> None:
-    params = DisaggregatedParams(request_type="context_and_generation")
-    output = llm.generate_async([5], disaggregated_params=params).result(timeout=30)
-    assert output.outputs[0].length == 32
-    assert output.disaggregated_params is None
-
-
 def test_global_request_ids_are_not_predictable() -> None:
     """Engines meet by them."""
     ids = [get_global_disagg_request_id(3, 4) for _ in range(100)]

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import pytest
 
 from tests.support.models import write_tokenizer
@@ -21,7 +20,6 @@ from trtllm_disagg.engine.llm_api import load_api
 from trtllm_disagg.engines import embedded
 from trtllm_disagg.engines.embedded import mount
 from trtllm_disagg.engines.embedded.api.perf_metrics import MetricNames
-from trtllm_disagg.engines.embedded.api.request import PreprocessedInputs, prompt_of
 from trtllm_disagg.engines.embedded.mount import (
     MOUNTED,
     NOT_SERVED,
@@ -102,16 +100,6 @@ def test_mounted_package_has_every_import_of_upstreams_worker(mounted: Any) -> N
             if name is not None and not hasattr(found, name):
                 missing.add(f"{module}.{name}")
     assert missing == set()
-
-
-def test_mounted_names_are_the_embedded_engines_classes(mounted: Any) -> None:
-    import tensorrt_llm
-    from tensorrt_llm.llmapi.llm import BaseLLM
-
-    assert tensorrt_llm.LLM is embedded.LLM
-    assert issubclass(tensorrt_llm.LLM, BaseLLM)
-    assert tensorrt_llm.llmapi.KvCacheConfig is embedded.KvCacheConfig
-    assert tensorrt_llm.__version__ == "1.3.0rc29+embedded"
 
 
 def test_own_worker_resolves_auto_to_the_mounted_package(mounted: Any) -> None:
@@ -245,11 +233,6 @@ def test_dynamos_engine_arguments_are_accepted(mounted: Any, tmp_path: Path) -> 
 
     assert arguments["kv_cache_config"] == {"free_gpu_memory_fraction": 0.5, "tokens_per_block": 64}
     assert refuse_unsupported(LlmArgs(**arguments)) == ["gpus_per_node"]
-
-
-def test_a_preprocessed_prompt_is_token_ids() -> None:
-    for prompt in ([4, 5], numpy.array([4, 5], dtype=numpy.int32)):
-        assert prompt_of(PreprocessedInputs(prompt_token_ids=prompt), lambda text: []) == (None, [4, 5])
 
 
 def test_the_tokenizer_wraps_transformers_own(tmp_path: Path) -> None:

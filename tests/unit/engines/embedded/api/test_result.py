@@ -52,17 +52,6 @@ async def test_tokens_delivered_at_once_are_one_update() -> None:
     assert [update async for update in result] == []
 
 
-async def test_without_streaming_the_only_update_is_the_whole() -> None:
-    result = request(streaming=False)
-    reader = asyncio.ensure_future(result.aresult())
-    for delivery in (tokens(5), tokens(6), tokens(end="stop", stop_reason=9)):
-        deliver(result, delivery)
-        await asyncio.sleep(0)
-    await reader
-    output = result.outputs[0]
-    assert (output.token_ids, output.finish_reason, output.stop_reason) == ([5, 6], "stop", 9)
-
-
 async def test_no_token_is_lost_between_a_busy_thread_and_a_busy_reader() -> None:
     result, count = request(), 2000
 
@@ -135,17 +124,6 @@ async def test_a_request_of_a_thread_cannot_be_awaited() -> None:
 
 
 # -- how outputs grow
-
-
-def test_choices_grow_and_end_independently() -> None:
-    result = request(2)
-    for delivery in (tokens(5, index=1), tokens(6), tokens(7, index=1, end="stop"), tokens(8, end="length")):
-        assert not result.finished
-        result.deliver(delivery)
-        next(result)
-    assert result.finished
-    assert [output.token_ids for output in result.outputs] == [[6, 8], [5, 7]]
-    assert [output.finish_reason for output in result.outputs] == ["length", "stop"]
 
 
 def test_stop_word_removes_its_delivered_start_and_logprobs() -> None:

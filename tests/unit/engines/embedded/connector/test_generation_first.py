@@ -10,7 +10,6 @@ from tests.conftest import Checkpoints
 from tests.support.cores import Core
 from tests.support.meeting import Duo, wait_until
 from tests.unit.engines.embedded.core.test_core_handoff import prompt
-from trtllm_disagg.engines.embedded.ipc.messages import SamplingSpec
 from trtllm_disagg.engines.embedded.kv_transfer.transports import TRANSPORTS
 
 BLOCK = 32
@@ -112,36 +111,6 @@ def test_other_requests_step_while_kv_moves(duo: Duo) -> None:
     assert not duo.answer(met).done
     duo.add_prefill(met)
     duo.run()
-
-
-def test_a_sampled_answer_goes_on_with_the_seed_of_its_first_token(duo: Duo, agg: Core) -> None:
-    for seed in (None, 4711):
-        sampling = SamplingSpec(max_tokens=12, greedy=False, temperature=1.5, seed=seed)
-        met = duo.request(prompt(30, salt=145))
-        duo.add_prefill(met, SamplingSpec(max_tokens=1, greedy=False, temperature=1.5, seed=seed))
-        duo.add_decode(met, sampling=sampling)
-        duo.run()
-        assert len(duo.answer(met).tokens) == 12
-    assert duo.answer(met).tokens == agg.generate(met.prompt, sampling=sampling)
-
-
-def test_the_first_tokens_logprobs_travel_with_the_notice(duo: Duo, agg: Core) -> None:
-    met = duo.request(prompt(30, salt=146))
-    duo.add_prefill(met, SamplingSpec(max_tokens=1, logprobs=2))
-    duo.add_decode(met, sampling=SamplingSpec(max_tokens=5, logprobs=2))
-    duo.run()
-    alone = agg.run(agg.add(met.prompt, sampling=SamplingSpec(max_tokens=5, logprobs=2)))
-    assert duo.answer(met).logprobs == alone.logprobs
-
-
-def test_a_first_token_that_ends_the_answer_ends_it_on_decode(duo: Duo, agg: Core) -> None:
-    tokens = prompt(20, salt=147)
-    end = (agg.generate(tokens, 1)[0],)
-    met = duo.request(tokens)
-    duo.add_prefill(met, SamplingSpec(max_tokens=1, end_ids=end))
-    duo.add_decode(met, sampling=SamplingSpec(max_tokens=9, end_ids=end))
-    duo.run()
-    assert (duo.answer(met).tokens, duo.answer(met).finish_reason) == ([], "stop")
 
 
 # -- what decode has already

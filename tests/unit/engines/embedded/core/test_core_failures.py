@@ -113,15 +113,6 @@ def test_a_failed_read_frees_both_sides(make_core: MakeCore, backend: str) -> No
     assert pull(decode, prefill.prefill(PROMPT)).error is None
 
 
-def test_an_unexpected_exception_in_a_transport_fails_its_request_only(faked: Faked) -> None:
-    prefill, decode, fake = faked
-    fake.then("read", Fails(ZeroDivisionError("division by zero")))
-    answer = pull(decode, prefill.prefill(PROMPT))
-    assert (answer.category, answer.error) == ("Unavailable", "ZeroDivisionError: division by zero")
-    for core in (prefill, decode):
-        core.assert_idle()
-
-
 # -- a read that may land later
 
 
@@ -174,13 +165,19 @@ def test_blocks_of_a_late_read_come_back_when_its_sender_is_dead(make_core: Make
     assert decode.free_blocks == decode.engine.blocks.num_blocks
 
 
-def test_a_request_that_does_not_fit_into_the_pool_that_is_left_may_be_tried_elsewhere(
-    make_core: MakeCore,
-) -> None:
+@pytest.fixture
+def shrinking(make_core: MakeCore) -> tuple[Core, Core]:
+    """Prefill, and a decode engine of which the next read, a late one, takes 3 of the 5 blocks."""
     fake = FakeTransport()
-    prefill = make_core(transport=FakeTransport())
-    decode = make_core(kv_cache_config={"max_tokens": 5 * BLOCK}, transport=fake)
     fake.then("read", TakesTooLong())
+    prefill = make_core(transport=FakeTransport())
+    return prefill, make_core(kv_cache_config={"max_tokens": 5 * BLOCK}, transport=fake)
+
+
+def test_a_request_that_does_not_fit_into_the_pool_that_is_left_may_be_tried_elsewhere(
+    shrinking: tuple[Core, Core],
+) -> None:
+    prefill, decode = shrinking
     first = decode.add_decode(PROMPT, prefill.prefill(PROMPT))
     too_big = decode.add([9] * 80, max_tokens=20)
     small = decode.add([9] * 8, max_tokens=20)
@@ -194,20 +191,10 @@ def test_a_request_that_does_not_fit_into_the_pool_that_is_left_may_be_tried_els
     assert never.category == "InvalidRequest"
 
 
-@pytest.fixture
-def shrunk(make_core: MakeCore) -> tuple[Core, Core]:
-    """Prefill, and a decode engine of which a late read holds 3 of the 5 blocks."""
-    fake = FakeTransport()
-    prefill = make_core(transport=FakeTransport())
-    decode = make_core(kv_cache_config={"max_tokens": 5 * BLOCK}, transport=fake)
-    fake.then("read", TakesTooLong())
+def test_a_handoff_refused_for_lack_of_room_gives_its_lease_back(shrinking: tuple[Core, Core]) -> None:
+    prefill, decode = shrinking
     assert pull(decode, prefill.prefill(PROMPT)).error == "took longer than 60 s"
     wait_until(lambda: prefill.connector.num_leases == 0)
-    return prefill, decode
-
-
-def test_a_handoff_refused_for_lack_of_room_gives_its_lease_back(shrunk: tuple[Core, Core]) -> None:
-    prefill, decode = shrunk
     assert pull(decode, prefill.prefill(PROMPT)).category == "CapacityExhausted"
     wait_until(lambda: prefill.connector.num_leases == 0)
 
@@ -219,11 +206,8 @@ def test_a_handoff_that_fails_unexpectedly_at_its_start_gives_its_lease_back(mak
     wait_until(lambda: prefill.connector.num_leases == 0)
 
 
-def test_a_waiting_handoff_that_no_longer_fits_gives_its_lease_back(make_core: MakeCore) -> None:
-    fake = FakeTransport()
-    prefill = make_core(transport=FakeTransport())
-    decode = make_core(kv_cache_config={"max_tokens": 5 * BLOCK}, transport=fake)
-    fake.then("read", TakesTooLong())
+def test_a_waiting_handoff_that_no_longer_fits_gives_its_lease_back(shrinking: tuple[Core, Core]) -> None:
+    prefill, decode = shrinking
     first = decode.add_decode(PROMPT, prefill.prefill(PROMPT))
     second = decode.add_decode(PROMPT[::-1], prefill.prefill(PROMPT[::-1]))
     decode.run(first, second)

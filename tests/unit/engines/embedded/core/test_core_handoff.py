@@ -68,23 +68,6 @@ def test_two_stages_give_the_tokens_of_one(pair: Pair, num_tokens: int) -> None:
     assert pair.generate(tokens, 12) == pair.agg.generate(tokens, 12)
 
 
-def test_the_first_token_comes_from_prefill_and_counts(pair: Pair) -> None:
-    tokens = prompt(20, salt=1)
-    handoff = pair.prefill.prefill(tokens)
-    assert len(handoff.first_gen_tokens) == 1
-    answer = pair.decode.run(pair.decode.add_decode(tokens, handoff, 3))
-    assert answer.tokens[:1] == handoff.first_gen_tokens
-    assert len(answer.tokens) == 3
-    assert answer.finish_reason == "length"
-
-
-def test_one_token_needs_no_decode_step(pair: Pair) -> None:
-    tokens = prompt(20, salt=2)
-    handoff = pair.prefill.prefill(tokens)
-    answer = pair.decode.run(pair.decode.add_decode(tokens, handoff, 1))
-    assert (answer.tokens, answer.finish_reason) == (handoff.first_gen_tokens, "length")
-
-
 def test_the_prompts_blocks_stay_leased_until_they_are_read(pair: Pair) -> None:
     tokens = prompt(3 * BLOCK, salt=3)
     free = pair.prefill.free_blocks
@@ -94,35 +77,6 @@ def test_the_prompts_blocks_stay_leased_until_they_are_read(pair: Pair) -> None:
     pair.decode.run(pair.decode.add_decode(tokens, handoff))
     pair.prefill.settle()
     assert pair.prefill.free_blocks == free
-
-
-def test_concurrent_handoffs_give_each_prompts_tokens(pair: Pair) -> None:
-    prompts = [prompt(10 + 9 * i, salt=20 + i) for i in range(6)]
-    handoffs = [pair.prefill.prefill(tokens) for tokens in prompts]
-    ids = [pair.decode.add_decode(t, h, 10) for t, h in zip(prompts, handoffs, strict=True)]
-    pair.decode.run(*ids)
-    assert [pair.decode.answers[i, 0].tokens for i in ids] == [pair.agg.generate(t, 10) for t in prompts]
-
-
-def test_a_sampled_answer_goes_on_with_the_seed_of_its_first_token(pair: Pair) -> None:
-    tokens = prompt(30, salt=4)
-    sampling = SamplingSpec(max_tokens=12, greedy=False, temperature=1.5)
-    handoff = pair.prefill.prefill(tokens, sampling)
-    first = pair.decode.run(pair.decode.add_decode(tokens, handoff, sampling=sampling)).tokens
-    seeded = SamplingSpec(max_tokens=12, greedy=False, temperature=1.5, seed=1234)
-    for _ in range(2):
-        handoff = pair.prefill.prefill(tokens, seeded)
-        answer = pair.decode.run(pair.decode.add_decode(tokens, handoff, sampling=seeded))
-        assert answer.tokens == pair.agg.generate(tokens, sampling=seeded)
-    assert first != answer.tokens, "an unseeded request has a seed of its own"
-
-
-def test_cached_tokens_of_prefill_are_repeated_by_decode(pair: Pair) -> None:
-    tokens = prompt(2 * BLOCK + 5, salt=5)
-    pair.generate(tokens)
-    handoff = pair.prefill.prefill(tokens)
-    answer = pair.decode.run(pair.decode.add_decode(tokens, handoff))
-    assert answer.cached_tokens == 2 * BLOCK
 
 
 def test_a_prefill_that_stops_at_its_first_token_hands_nothing_off(pair: Pair) -> None:
@@ -164,15 +118,6 @@ def test_decode_reuses_in_later_turns_what_it_generated_itself(pair: Pair) -> No
 
 
 # -- giving up, at every point
-
-
-def test_an_explicit_release_frees_prefills_blocks(pair: Pair) -> None:
-    request_id = pair.prefill.add(prompt(50, salt=10), request_type="context_only")
-    pair.prefill.run(request_id)
-    assert pair.prefill.connector.num_leases == 1
-    pair.prefill.engine.abort(request_id)
-    pair.prefill.step()
-    assert pair.prefill.connector.num_leases == 0
 
 
 @pytest.mark.parametrize("status", [Status.WAITING, Status.RUNNING])

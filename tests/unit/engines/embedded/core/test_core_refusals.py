@@ -107,22 +107,6 @@ def test_handle_with_another_sender_is_refused(prefill: Core, decode: Core) -> N
     give_back(prefill, handoff)
 
 
-@pytest.fixture
-def short_leases(prefill: Core) -> Iterator[None]:
-    leases = prefill.connector.sender.leases
-    usual, leases.seconds = leases.seconds, 0.0
-    yield
-    leases.seconds = usual
-
-
-def test_a_lease_that_ended_too_early_may_be_tried_again(
-    prefill: Core, decode: Core, short_leases: None
-) -> None:
-    handoff = prefill.prefill(PROMPT)
-    prefill.step()
-    assert_refused(pull(decode, handoff), "ended before the KV was read", UNAVAILABLE)
-
-
 def has_expired(prefill: Core) -> bool:
     deadline = prefill.connector.sender.leases.next_deadline()
     return deadline is None or deadline <= time.monotonic()

@@ -40,11 +40,6 @@ def test_min_tokens_cannot_stretch_a_grammar_that_is_complete(core: Core) -> Non
     assert (text_of(answer.tokens), answer.finish_reason) == ("abc", "stop")
 
 
-def test_max_tokens_cuts_the_answer_off(core: Core) -> None:
-    answer = run(core, regex("[ab]{50}", max_tokens=7))
-    assert (len(answer.tokens), answer.finish_reason) == (7, "length")
-
-
 def test_ignore_eos_returns_the_grammars_end_token_once(core: Core) -> None:
     """The caller wants to see stop tokens; but nothing can follow this one."""
     answer = run(core, regex("abc", end_ids=()))
@@ -132,13 +127,6 @@ def test_a_failing_choice_ends_its_request_once(core: Core) -> None:
         sequence.guide.matcher.consume_token(tokens_of("!")[0])
     [output] = core.step()
     assert (output.request_id, output.error_category) == (request, "InvalidRequest")
-
-
-def test_an_abort_in_the_middle_of_a_guided_answer_ends_it(core: Core) -> None:
-    request = core.add(PROMPT, sampling=regex("[ab]{90}"))
-    core.step()
-    core.engine.abort(request)
-    assert core.run(request).finish_reason == "cancelled"
 
 
 def test_a_grammar_is_compiled_once(core: Core) -> None:

@@ -130,11 +130,6 @@ def test_a_bad_option_is_named(params: dict[str, Any], complaint: str) -> None:
         spec_of(SamplingParams(guided_decoding=GuidedDecodingParams(**params)))
 
 
-def test_options_exclude_each_other() -> None:
-    with pytest.raises(ValueError, match="Only one guided decoding option can be set, got json, regex"):
-        SamplingParams(guided_decoding=GuidedDecodingParams(json={}, regex="a"))
-
-
 def test_without_an_option_nothing_is_guided() -> None:
     assert spec_of(SamplingParams(guided_decoding=GuidedDecodingParams())).grammar is None
     assert spec_of(SamplingParams()).grammar is None
@@ -166,18 +161,15 @@ def sampling_of(guided: dict[str, Any]) -> Any:
         ({"grammar": "start: A", "json": None}, GuidedDecodingParams(grammar="start: A")),
         ({"choice": ["a.b", "c"]}, GuidedDecodingParams(regex=r"(a\.b|c)")),
         ({"structural_tag": {"triggers": []}}, GuidedDecodingParams(structural_tag='{"triggers": []}')),
-        ({"json": None, "regex": None}, None),
+        ({"structural_tag": '{"a": 1}'}, GuidedDecodingParams(structural_tag='{"a": 1}')),
+        ({"json_object": True}, GuidedDecodingParams(json_object=True)),
+        *((none, None) for none in ({}, {"json": None, "regex": None}, {"choice": None})),
     ],
 )
 def test_guided_options_of_the_frontend_reach_the_engine(
     guided: dict[str, Any], expected: GuidedDecodingParams | None
 ) -> None:
     assert sampling_of(guided).guided_decoding == expected
-
-
-def test_two_options_are_the_callers_fault() -> None:
-    with pytest.raises(InvalidRequestError, match="Only one guided decoding option"):
-        sampling_of({"json": SCHEMA, "regex": "a"})
 
 
 @settings(deadline=None)

@@ -201,45 +201,12 @@ def test_without_block_reuse_no_block_is_cached() -> None:
     assert blocks.match(blocks.prompt_keys([1, 2, 3, 4], b"")) == []
 
 
-def test_prefixes_of_different_salts_never_match() -> None:
-    blocks = manager()
-    blocks.release(store(blocks, [1, 2, 3, 4]))
-    assert len(blocks.match(blocks.prompt_keys([1, 2, 3, 4], b""))) == 2
-    assert blocks.match(blocks.prompt_keys([1, 2, 3, 4], b"tenant")) == []
-
-
 def test_a_key_depends_on_everything_before_its_block() -> None:
     assert block_key(b"", [1, 2]) != block_key(b"", [2, 1])
     assert block_key(block_key(b"", [1, 2]), [3, 4]) != block_key(block_key(b"", [2, 1]), [3, 4])
 
 
 # -- events
-
-
-def test_an_event_has_the_fields_that_a_router_reads() -> None:
-    log = KvEventLog(100, 64)
-    blocks = BlockManager(2, SIZE, enable_reuse=True, events=log)
-    store(blocks, [7, 8, 9, 10])
-    created, stored = log.take()
-    first, second = (event_hash(key) for key in blocks.prompt_keys([7, 8, 9, 10], b""))
-    assert created == {
-        "event_id": 0,
-        "data": {"type": "created", "num_blocks_per_cache_level": [2, 0]},
-        "window_size": 64,
-    }
-    assert (stored["event_id"], stored["data"]["type"], stored["data"]["parent_hash"]) == (1, "stored", None)
-    assert [block["block_hash"] for block in stored["data"]["blocks"]] == [first, second]
-    assert 0 <= first < 2**64
-    assert stored["data"]["blocks"][0] == {
-        "type": "stored_block",
-        "block_hash": first,
-        "tokens": [
-            {"type": "unique_token", "token_id": 7, "token_extra_id": 0},
-            {"type": "unique_token", "token_id": 8, "token_extra_id": 0},
-        ],
-        "cache_level": 0,
-        "priority": 35,
-    }
 
 
 def test_a_full_event_buffer_drops_the_oldest_and_ids_show_the_gap() -> None:

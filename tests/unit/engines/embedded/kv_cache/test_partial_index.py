@@ -50,16 +50,6 @@ def test_partial_index_matches_a_linear_search(
             assert shared(known[found.block][1], tuple(tokens)) == best
 
 
-def test_a_removed_block_leaves_nothing_behind() -> None:
-    index = PartialIndex()
-    for block, tokens in enumerate(([1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 9, 9], [7, 7, 7, 7])):
-        index.add(b"p", tokens, block)
-    for block in range(4):
-        index.remove(block)
-    assert not index.has_children(b"p")
-    assert index.holds(set())
-
-
 def test_a_shared_start_is_found_after_a_block_beside_it_has_gone() -> None:
     index = PartialIndex()
     index.add(b"p", [1, 2, 3, 4], 0)

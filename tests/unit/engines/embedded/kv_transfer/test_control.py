@@ -153,29 +153,6 @@ def test_a_changed_handle_is_not_confirmed_and_ends_nothing(server: Server, clie
     assert client.finish(handle, SECONDS)
 
 
-def test_begin_is_true_only_for_the_unchanged_handle_of_a_held_lease(
-    server: Server, client: ControlClient
-) -> None:
-    handle = server.lease()
-    assert client.begin(handle, SECONDS)
-    assert len(server.leases) == 1
-    assert not client.begin(msgspec.structs.replace(handle, blocks=[1, 3]), SECONDS)
-    assert client.finish(handle, SECONDS)
-    assert not client.begin(handle, SECONDS)
-
-
-def test_begin_after_the_leases_end_raises_a_transfer_error(server: Server, client: ControlClient) -> None:
-    server.leases.seconds = 0.0
-    with pytest.raises(KvTransferError, match="ended before the KV was read"):
-        client.begin(server.lease(), SECONDS)
-
-
-def test_releasing_ends_the_lease(server: Server, client: ControlClient) -> None:
-    client.release(server.lease(), SECONDS)
-    assert len(server.leases) == 0
-    assert server.ended.wait(SECONDS)
-
-
 def test_no_peer_is_answered_after_close(server: Server, client: ControlClient) -> None:
     handle = server.lease()
     client.metadata(handle.endpoint, SECONDS)

@@ -40,14 +40,6 @@ def test_lease_can_be_finished_once(table: LeaseTable) -> None:
     assert not table.has_ended_early(lease.id)
 
 
-def test_finish_with_a_wrong_id_or_digest_keeps_the_lease(table: LeaseTable) -> None:
-    lease = grant(table)
-    assert not table.finish(lease.id, b"x" * 16)
-    assert not table.finish(b"x" * 16, lease.digest)
-    assert table.take_ended() == []
-    assert table.finish(lease.id, lease.digest)
-
-
 def test_a_lease_without_a_handle_cannot_be_finished(table: LeaseTable) -> None:
     lease = table.grant(1, [1])
     assert not table.finish(lease.id, b"")
@@ -77,15 +69,6 @@ def test_begin_extends_a_lease_once(table: LeaseTable, clock: Clock) -> None:
     assert table.has_ended_early(lease.id)
 
 
-def test_a_read_that_comes_too_late_does_not_begin(table: LeaseTable, clock: Clock) -> None:
-    lease = grant(table)
-    assert not table.begin(lease.id, b"x" * 16)
-    clock.now = SECONDS
-    assert not table.begin(lease.id, lease.digest)
-    assert table.has_ended_early(lease.id)
-    assert [ended.id for ended in table.take_ended()] == [lease.id]
-
-
 def test_expired_leases_are_taken_without_being_asked_for(table: LeaseTable, clock: Clock) -> None:
     lease = grant(table)
     assert table.next_deadline() == SECONDS
@@ -94,13 +77,6 @@ def test_expired_leases_are_taken_without_being_asked_for(table: LeaseTable, clo
     assert table.next_deadline() is None
     assert table.has_ended_early(lease.id)
     assert not table.finish(lease.id, lease.digest)
-
-
-def test_request_can_release_its_lease_once(table: LeaseTable) -> None:
-    grant(table, 7)
-    assert table.release_request(7)
-    assert not table.release_request(7)
-    assert len(table) == 0
 
 
 @pytest.mark.parametrize("ended_by", ["prefill", "decode"])

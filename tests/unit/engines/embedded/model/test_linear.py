@@ -41,16 +41,6 @@ def test_it_computes_what_linear_computes(shape: tuple[int, int], bias: bool) ->
     torch.testing.assert_close(y, linear(x), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_row_has_the_same_bits_alone_and_in_any_batch(shape: tuple[int, int]) -> None:
-    packed = PackedLinear(make(*shape))
-    x = torch.randn(300, shape[0])
-    alone = torch.cat([packed(row[None]) for row in x])
-    for count in (2, 3, 9, 16, 17, 64, 65, 300):
-        assert torch.equal(packed(x[:count]), alone[:count]), count
-        assert torch.equal(packed(x[-count:]), alone[-count:]), count
-
-
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("shape", [(512, 1024), (1536, 512), (2048, 130), *SHAPES], ids=str)
 def test_many_rows_have_the_librarys_bits(shape: tuple[int, int], threads: int) -> None:

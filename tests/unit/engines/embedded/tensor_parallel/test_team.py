@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -70,20 +69,31 @@ class Pair:
         close(self.leader)
 
 
+#: As the other rank sees rank 0, and as that sees the others.
+Joined = tuple[OtherRank, list[OtherRank]]
+SHAPE, LAYOUT = (4, 1, 2, 4, 2, 8), KvLayout("m", 1, 4, 4, 8, "float32")
+
+
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Pair]:
+def joined() -> Iterator[Joined]:
     address = (listener := Listener("core")).path
     with listener:
-        leader = connect(address, 1)
+        other = connect(address, 1)
         peers = accept(listener, 2)
+    yield other, peers
+    for each in (other, *peers):
+        close(each)
+
+
+@pytest.fixture
+def pair(joined: Joined) -> Iterator[Pair]:
+    leader, peers = joined
     group = RankGroup(ThreadCommunicator(0, [None, None], None))  # type: ignore[arg-type]
     lost: queue.Queue[str] = queue.Queue()
     pair = Pair(Team(group, peers, lost.put), leader, lost)
     yield pair
     pair.team.close()
     pair.end_of_other()
-    for peer in peers:
-        close(peer)
 
 
 def close(peer: OtherRank) -> None:
@@ -175,37 +185,27 @@ def test_a_lost_rank_is_an_engine_error() -> None:
     assert issubclass(RankLostError, EngineError)
 
 
-def test_ranks_that_find_two_transports_do_not_start() -> None:
-    address = (listener := Listener("core")).path
-    with listener:
-        other = connect(address, 1)
-        peers = accept(listener, 2)
-    fake = FakeTransport()
+def test_ranks_that_find_two_transports_do_not_start(joined: Joined) -> None:
+    (other, peers), fake = joined, FakeTransport()
     transport = TeamTransport(fake, peers)
-    transport.allocate((4, 1, 2, 4, 2, 8), torch.float32, torch.device("cpu"))
+    transport.allocate(SHAPE, torch.float32, torch.device("cpu"))
     with ThreadPoolExecutor(1) as thread:
         served = thread.submit(transport.serve, "sender")
         asked = other.transfers.receive(msgspec.msgpack.Decoder(Serve))
         other.transfers.send(Done(asked.id, transport="SHARED_MEMORY"))
         with pytest.raises(ConfigError, match="rank 0 finds FAKE here, rank 1 SHARED_MEMORY"):
             served.result(_SECONDS)
-    for each in (other, *peers):
-        close(each)
     fake.close()
 
 
-def test_a_read_that_fails_on_rank_0_ends_when_the_other_rank_has_ended() -> None:
+def test_a_read_that_fails_on_rank_0_ends_when_the_other_rank_has_ended(joined: Joined) -> None:
     """Until then its blocks may be written, whatever kind of error rank 0 has met."""
-    address = (listener := Listener("core")).path
-    with listener:
-        other = connect(address, 1)
-        peers = accept(listener, 2)
-    fake = FakeTransport()
+    (other, peers), fake = joined, FakeTransport()
     fake.then("read", Fails(RuntimeError("dictionary changed size")))
     transport = TeamTransport(fake, peers)
-    transport.allocate((4, 1, 2, 4, 2, 8), torch.float32, torch.device("cpu"))
+    transport.allocate(SHAPE, torch.float32, torch.device("cpu"))
     shards = [Shard(f"sender/{rank}", b"") for rank in range(2)]
-    card = PeerMetadata("sender", "FAKE", KvLayout("m", 1, 4, 4, 8, "float32"), 4, join_addresses(shards))
+    card = PeerMetadata("sender", "FAKE", LAYOUT, 4, join_addresses(shards))
     blocks = np.zeros(1, np.int32)
     with ThreadPoolExecutor(1) as thread:
         read = thread.submit(transport.read, card, blocks, blocks, 10.0)
@@ -215,23 +215,16 @@ def test_a_read_that_fails_on_rank_0_ends_when_the_other_rank_has_ended() -> Non
         other.transfers.send(Done(asked.id))
         with pytest.raises(RuntimeError, match="dictionary changed size"):
             read.result(_SECONDS)
-    for each in (other, *peers):
-        close(each)
     fake.close()
 
 
-def test_a_late_read_of_another_rank_has_ended_when_its_transport_says_so() -> None:
-    address = (listener := Listener("core")).path
-    with listener:
-        other = connect(address, 1)
-        peers = accept(listener, 2)
-    fakes, landed = (FakeTransport(), FakeTransport()), threading.Event()
+def test_a_late_read_of_another_rank_has_ended_when_its_transport_says_so(joined: Joined) -> None:
+    (other, peers), landed = joined, threading.Event()
+    fakes = FakeTransport(), FakeTransport()
     transport, service = TeamTransport(fakes[0], peers), TransferService(other.transfers)
-    shape = (4, 1, 2, 4, 2, 8)
-    transport.allocate(shape, torch.float32, torch.device("cpu"))
-    service.start(fakes[1], fakes[1].allocate(shape, torch.float32, torch.device("cpu")), 1, 2)
-    address_of_all = transport.serve("sender")
-    card = PeerMetadata("sender", "FAKE", KvLayout("m", 1, 4, 4, 8, "float32"), 4, address_of_all)
+    transport.allocate(SHAPE, torch.float32, torch.device("cpu"))
+    service.start(fakes[1], fakes[1].allocate(SHAPE, torch.float32, torch.device("cpu")), 1, 2)
+    card = PeerMetadata("sender", "FAKE", LAYOUT, 4, transport.serve("sender"))
     fakes[1].then("read", TakesTooLong(landed))
     with pytest.raises(ReadTimeoutError) as timeout:
         transport.read(card, np.zeros(1, np.int32), np.ones(1, np.int32), 10.0)
@@ -241,17 +234,15 @@ def test_a_late_read_of_another_rank_has_ended_when_its_transport_says_so() -> N
     assert timeout.value.has_ended()
     assert timeout.value.has_ended(), "asked again"
     transport.close()
-    for each in (other, *peers):
-        close(each)
 
 
 def test_a_read_of_another_rank_begins_when_that_rank_has_done_what_it_was_told_before(pair: Pair) -> None:
     """A copy of a block that is filled anew, say. A step that runs meanwhile is none of these: reads run beside it."""
-    fakes, shape = (FakeTransport(), FakeTransport()), (4, 1, 2, 4, 2, 8)
+    fakes = FakeTransport(), FakeTransport()
     transport, service = TeamTransport(fakes[0], pair.team.others), TransferService(pair.leader.transfers)
-    kv = transport.allocate(shape, torch.float32, torch.device("cpu"))
-    service.start(fakes[1], fakes[1].allocate(shape, torch.float32, torch.device("cpu")), 1, 2)
-    card = PeerMetadata("sender", "FAKE", KvLayout("m", 1, 4, 4, 8, "float32"), 4, transport.serve("sender"))
+    kv = transport.allocate(SHAPE, torch.float32, torch.device("cpu"))
+    service.start(fakes[1], fakes[1].allocate(SHAPE, torch.float32, torch.device("cpu")), 1, 2)
+    card = PeerMetadata("sender", "FAKE", LAYOUT, 4, transport.serve("sender"))
 
     def read() -> int:
         return transport.read(card, np.zeros(1, np.int32), np.ones(1, np.int32), 10.0)
