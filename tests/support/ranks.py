@@ -44,26 +44,31 @@ Answers = dict[str, Logits]
 MakeCore = Callable[..., Core]
 
 
-@contextmanager
-def recording() -> Iterator[Callable[[], Logits]]:
-    """Every row of logits that is sampled from, until it is taken."""
-    rows: Logits = {}
-    original = sampler.sample
+class Recorder:
+    """Every row of logits that is sampled from for these prompts, until it is taken."""
 
-    def record(logits: torch.Tensor, sequences: Sequence[Any]) -> Any:
+    def __init__(self, prompts: Sequence[list[int]]) -> None:
+        self._prompts = prompts
+        self._rows: Logits = {}
+
+    def sample(self, logits: torch.Tensor, sequences: Sequence[Any]) -> Any:
         for row, sequence in zip(logits, sequences, strict=True):
             prompt = sequence.tokens[: sequence.num_prompt]
-            rows[PROMPTS.index(prompt), len(sequence.tokens)] = row.clone()
-        return original(logits, sequences)
+            if prompt in self._prompts:
+                self._rows[self._prompts.index(prompt), len(sequence.tokens)] = row.clone()
+        return sampler.sample(logits, sequences)
 
-    def take() -> Logits:
-        taken = dict(rows)
-        rows.clear()
-        return taken
+    def take(self) -> Logits:
+        rows, self._rows = self._rows, {}
+        return rows
 
-    core_module.sample = record  # type: ignore[attr-defined]
-    yield take
-    core_module.sample = original  # type: ignore[attr-defined]
+
+@contextmanager
+def recording() -> Iterator[Callable[[], Logits]]:
+    recorder = Recorder(PROMPTS)
+    core_module.sample = recorder.sample  # type: ignore[attr-defined]
+    yield recorder.take
+    core_module.sample = sampler.sample  # type: ignore[attr-defined]
 
 
 #: That record_all makes.

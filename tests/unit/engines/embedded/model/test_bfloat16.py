@@ -19,8 +19,8 @@ import torch
 
 from tests.conftest import Checkpoints
 from tests.support.cores import Core
-from tests.support.ranks import Logits, MakeCore
-from tests.unit.engines.embedded.model.test_exactness import PROMPTS, Recorder, recorder
+from tests.support.ranks import Logits, MakeCore, Recorder
+from tests.unit.engines.embedded.model.test_exactness import PROMPTS, recorder
 from trtllm_disagg.engines.embedded.cpu_kernels.cpu import this_cpu
 from trtllm_disagg.engines.embedded.params.model_config import FAMILIES
 from trtllm_disagg.errors import ConfigError

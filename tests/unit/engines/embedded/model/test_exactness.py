@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,9 @@ from tests.conftest import Checkpoints
 from tests.support.cores import Core
 from tests.support.models import write_checkpoint
 from tests.support.ranks import PROMPTS as SOME
-from tests.support.ranks import STEM, Logits, MakeCore
+from tests.support.ranks import STEM, Logits, MakeCore, Recorder
 from trtllm_disagg.engines.embedded.core import build as core_module
 from trtllm_disagg.engines.embedded.kv_transfer.transports import TRANSPORTS
-from trtllm_disagg.engines.embedded.model import sampler
 from trtllm_disagg.engines.embedded.params.model_config import FAMILIES
 
 #: With ten no prompt would reach a block of 16, 32 or 64 tokens that it does not reach with six.
@@ -34,30 +33,11 @@ thorough = pytest.mark.parametrize(
 )
 
 
-class Recorder:
-    """Every row of logits that was sampled from: (prompt, position) -> logits."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.rows: Logits = {}
-        original = sampler.sample
-
-        def record(logits: torch.Tensor, sequences: Sequence[Any]) -> Any:
-            for row, sequence in zip(logits, sequences, strict=True):
-                prompt = sequence.tokens[: sequence.num_prompt]
-                if prompt in PROMPTS:
-                    self.rows[PROMPTS.index(prompt), len(sequence.tokens)] = row.clone()
-            return original(logits, sequences)
-
-        monkeypatch.setattr(core_module, "sample", record)
-
-    def take(self) -> Logits:
-        rows, self.rows = self.rows, {}
-        return rows
-
-
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    return Recorder(monkeypatch)
+    made = Recorder(PROMPTS)
+    monkeypatch.setattr(core_module, "sample", made.sample)
+    return made
 
 
 @pytest.fixture(
