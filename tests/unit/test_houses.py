@@ -14,13 +14,13 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trtllm_disagg"
 
 #: Lines.
-HOUSES = {"plugin": 18_450, "engines": 19_000, "tools": 11_910}
+HOUSES = {"plugin": 19_050, "engines": 19_040, "tools": 13_250}
 ROOMS = {
     "(top)": 1_405,
-    "admin": 305,
+    "admin": 335,
     "config": 2_235,
-    "dynamo_runtime": 3_000,
-    "engine": 1_780,
+    "dynamo_runtime": 2_610,
+    "engine": 2_120,
     "engines": 10,
     "engines/demo_model": 800,
     "engines/embedded": 460,
@@ -36,24 +36,24 @@ ROOMS = {
     "engines/embedded/scheduler": 840,
     "engines/embedded/tensor_parallel": 1_440,
     "engines/modelled": 1_040,
-    "engines/recording": 1_080,
-    "handlers": 4_520,
+    "engines/recording": 1_135,
+    "handlers": 4_590,
     "prefill_queue": 1_410,
     "processes": 590,
     "tools": 60,
-    "tools/admin": 1_395,
+    "tools/admin": 1_405,
     "tools/bench": 1_890,
     "tools/demo": 230,
     "tools/doctor": 1_540,
     "tools/plan": 1_685,
     "tools/top": 1_045,
     "tools/trace": 680,
-    "tools/up": 3_420,
+    "tools/up": 4_765,
     "tracing": 780,
     "wire": 880,
-    "worker": 1_595,
+    "worker": 2_145,
 }
-MOST_FILES = 256
+MOST_FILES = 269
 MOST_WRAPPERS = 0
 
 
@@ -103,7 +103,7 @@ def test_there_are_no_more_files_than_a_reader_can_keep() -> None:
 
 @pytest.mark.parametrize(
     ("folder", "suffixes", "most"),
-    [("tests", {".py"}, 56_650), ("tools", {".py"}, 1_000), ("launch", {".sh", ".py", ".sbatch", ""}, 200)],
+    [("tests", {".py"}, 58_520), ("tools", {".py"}, 1_000), ("launch", {".sh", ".py", ".sbatch", ""}, 200)],
 )
 def test_what_stands_beside_the_package_keeps_its_budget(folder: str, suffixes: set[str], most: int) -> None:
     files = (path for path in (ROOT / folder).rglob("*") if path.is_file() and path.suffix in suffixes)
