@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trtllm_disagg"
 
 #: Lines.
-HOUSES = {"plugin": 19_050, "engines": 19_040, "tools": 13_250}
+HOUSES = {"plugin": 19_050, "engines": 19_040, "tools": 13_270}
 ROOMS = {
     "(top)": 1_405,
     "admin": 335,
@@ -48,7 +48,7 @@ ROOMS = {
     "tools/plan": 1_685,
     "tools/top": 1_045,
     "tools/trace": 680,
-    "tools/up": 4_765,
+    "tools/up": 4_785,
     "tracing": 780,
     "wire": 880,
     "worker": 2_145,
@@ -103,7 +103,7 @@ def test_there_are_no_more_files_than_a_reader_can_keep() -> None:
 
 @pytest.mark.parametrize(
     ("folder", "suffixes", "most"),
-    [("tests", {".py"}, 58_520), ("tools", {".py"}, 1_000), ("launch", {".sh", ".py", ".sbatch", ""}, 200)],
+    [("tests", {".py"}, 58_600), ("tools", {".py"}, 1_000), ("launch", {".sh", ".py", ".sbatch", ""}, 200)],
 )
 def test_what_stands_beside_the_package_keeps_its_budget(folder: str, suffixes: set[str], most: int) -> None:
     files = (path for path in (ROOT / folder).rglob("*") if path.is_file() and path.suffix in suffixes)

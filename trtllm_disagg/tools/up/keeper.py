@@ -120,7 +120,7 @@ class Keeper:
         self._has_looked = asyncio.Event()
         #: Held from a look until the steps that follow from it are taken.
         self._turn = asyncio.Lock()
-        self._last_refusal = ""
+        self._last_trouble = ""
 
     # -- the loop
 
@@ -129,24 +129,34 @@ class Keeper:
         self._write()
         try:
             while True:
-                async with self._turn:
-                    await self.look()
-                    steps = reconcile(self.wanted, self.seen)
-                    for step in steps:
-                        self._take(step)
+                is_at_rest = await self._look_and_step()
                 self._has_looked.set()
                 self._has_looked = asyncio.Event()
-                is_at_rest = not (steps or self._changes) and all(
-                    each.phase in (Phase.SERVING, Phase.GIVEN_UP) for each in self.seen
-                )
+                # Each look asks each worker.
+                soon = _SOON_SECONDS * max(1.0, len(self.seen) / 8)
                 changed = self._supervisor.has_changed
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(_REST_SECONDS if is_at_rest else _SOON_SECONDS):
+                    async with asyncio.timeout(_REST_SECONDS if is_at_rest else soon):
                         await changed.wait()
                 changed.clear()
         finally:
             for task in self._under_way.values():
                 task.cancel()
+
+    async def _look_and_step(self) -> bool:
+        """Whether all is as wanted."""
+        try:
+            async with self._turn:
+                await self.look()
+                steps = reconcile(self.wanted, self.seen)
+                for step in steps:
+                    self._take(step)
+        except Exception as error:  # the workers serve on, and the next look may be better
+            self._note_once(f"the workers cannot be looked at: {type(error).__name__}: {error}")
+            return False
+        return not (steps or self._changes) and all(
+            each.phase in (Phase.SERVING, Phase.GIVEN_UP) for each in self.seen
+        )
 
     async def look(self) -> None:
         """See what is."""
@@ -194,7 +204,9 @@ class Keeper:
         answers = await self._first_stages.has(told.instance, told.description, phase, is_new=is_new)
         if is_new and not fault and (why := self._first_stages.fault(told.instance)):
             fault = f"{process.name}: {why}"
-        return seen(process.name, told.description, phase, answers=answers, is_busy=is_busy, fault=fault)
+        found = seen(process.name, told.description, phase, answers=answers, is_busy=is_busy, fault=fault)
+        # It ends, whatever role it was about to get.
+        return replace(found, becomes="") if process.told_to_stop.is_set() else found
 
     async def _described(self, process: ManagedProcess) -> Described | None:
         """None for a worker that does not describe itself. Between two roles it answers nothing: what it said holds."""
@@ -276,9 +288,7 @@ class Keeper:
         try:
             (spec,) = self.specs([step])
         except ConfigError as error:  # no GPU is free, for example: it may be at the next look
-            if str(error) != self._last_refusal:
-                self._last_refusal = str(error)
-                self._note(self._last_refusal)
+            self._note_once(str(error))
             return
         self._supervisor.add(spec)
         self._coming.add(spec.name)
@@ -436,6 +446,11 @@ class Keeper:
         self._supervisor.note(text)
         for change in self._changes:
             change.say(text)
+
+    def _note_once(self, text: str) -> None:
+        if text != self._last_trouble:
+            self._last_trouble = text
+            self._note(text)
 
     def _find(self, name: str) -> ManagedProcess | None:
         return next((each for each in self._supervisor.processes if each.name == name), None)

@@ -194,6 +194,9 @@ class FirstStages:
     async def has(self, instance: str, told: Description, phase: Phase, *, is_new: bool) -> bool:
         key = instance, is_new
         is_first = phase is Phase.SERVING and told.registered and takes_requests(told.role, told.strategy)
+        if not is_first:  # when it is one again, the frontend has to learn of it again
+            self._confirmed.discard(key)
+            self._asked.pop(key, None)
         if not is_first or key in self._confirmed:
             return is_first
         since, _ = self._asked.setdefault(key, (time.monotonic(), ""))

@@ -157,7 +157,7 @@ class Wish:
                 f"--to: {to!r} is not allowed; expected another {one.role} worker beside it: it is the last {one.role} "
                 "worker (--force)"
             )
-        forced = wanted.forced | {one.name} if command.force else wanted.forced
+        forced = wanted.forced | {one.name} if command.force else wanted.forced - {one.name}
         return replace(wanted, workers=counts, roles={**wanted.roles, one.name: to}, forced=forced)
 
     def _worker(self, name: str) -> Seen:

@@ -13,6 +13,7 @@ import pytest
 from tests.support.told_workers import Running, running
 from trtllm_disagg.admin.commands import Describe, Flip, Rollout, Scale, Switch
 from trtllm_disagg.errors import ConfigError, DisaggError, StageTimeoutError
+from trtllm_disagg.processes.interpreter import python
 from trtllm_disagg.tools.up import look
 from trtllm_disagg.tools.up.reconcile import Phase
 
@@ -213,3 +214,25 @@ async def test_of_two_commands_that_want_different_numbers_the_later_one_is_done
         with pytest.raises(DisaggError, match="another command has changed the same meanwhile"):
             await first
         await up.until(lambda: as_wanted(up))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said", "revision"),
+    [((), "`up` goes on with it", "v2"), (("--undo",), "`up` takes it back", "")],
+)
+async def test_ctrl_c_of_a_command_says_whether_its_wish_stays(
+    flags: tuple[str, ...], said: str, revision: str, tmp_path: Path
+) -> None:
+    async with running(tmp_path) as up:
+        (up.faults / "mute-v2").touch()
+        words = ("rollout", "--run-dir", str(tmp_path / "run"), "--to", "v2", "--drain-seconds", "1", *flags)
+        command = await asyncio.create_subprocess_exec(
+            *python("-m", "trtllm_disagg", *words), stderr=asyncio.subprocess.PIPE
+        )
+        await up.until(lambda: len(up.keeper.of("v2")) == 2)
+        command.send_signal(signal.SIGINT)
+        _, errors = await command.communicate()
+        assert (command.returncode, said in errors.decode()) == (130, True), errors.decode()
+        (up.faults / "mute-v2").unlink()
+        await up.until(lambda: up.keeper.wanted.following is None and as_wanted(up))
+        assert up.keeper.wanted.revision == revision

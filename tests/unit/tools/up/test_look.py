@@ -1,0 +1,37 @@
+"""What `up` and the commands of a fleet see of workers."""
+
+from __future__ import annotations
+
+import msgspec
+
+from trtllm_disagg.admin.commands import Description
+from trtllm_disagg.config.worker_config import Role
+from trtllm_disagg.tools.up.look import FirstStages, phase_of
+from trtllm_disagg.tools.up.reconcile import Phase
+
+DECODE = Description(Role.DECODE, "decode_first", "m", registered=True, state="serving")
+
+
+async def test_a_first_stage_that_was_a_second_one_meanwhile_is_asked_for_again() -> None:
+    asked: list[tuple[str, int, bool]] = []
+    why = ["not known", "", ""]
+
+    async def why_not(model: str, instance: int, is_new: bool) -> str:
+        asked.append((model, instance, is_new))
+        return why.pop(0)
+
+    first = FirstStages(why_not)
+    second = msgspec.structs.replace(DECODE, strategy="prefill_first", registered=False)
+    seen = [await first.has("7", told, Phase.SERVING, is_new=False) for told in (DECODE, DECODE, DECODE)]
+    assert (seen, asked) == ([False, True, True], [("m", 7, False)] * 2)
+    assert not await first.has("7", second, Phase.SERVING, is_new=False)
+    assert await first.has("7", DECODE, Phase.SERVING, is_new=False)
+    assert len(asked) == 3
+
+
+def test_a_worker_that_leaves_does_not_serve_although_it_is_ready() -> None:
+    states = {"serving": Phase.SERVING, "unlisted": Phase.LEAVING, "draining": Phase.LEAVING}
+    for state, phase in states.items():
+        assert phase_of(msgspec.structs.replace(DECODE, state=state)) is phase
+    assert phase_of(msgspec.structs.replace(DECODE, ready=False, state="listed")) is Phase.STARTING
+    assert phase_of(msgspec.structs.replace(DECODE, becomes="prefill")) is Phase.LEAVING
