@@ -177,7 +177,8 @@ async def test_a_handoff_between_this_version_and_the_one_before_is_right_in_bot
     place.start_workers(now | {"alone": worker("agg", "alone")})
     for name in (*before, *now, "alone"):
         place.wait_until(lambda: "worker ready" in place.log(name), name, START_TIMEOUT)  # noqa: B023
-    place.wait_ready(hello | {"model": "alone"})
+    for name in ("alone", "prefill-before", "decode-before"):
+        place.wait_ready(hello | {"model": name})
     tokens, _ = answer("alone")
     monkeypatch.setenv("DYN_FILE_KV", str(tmp_path / "discovery"))
     for order in ("prefill_first", "decode_first"):
